@@ -80,5 +80,5 @@ def test_the_api_reference_is_current(request: pytest.FixtureRequest) -> None:
     assert PAGE.read_text() == page(), "run `make golden`"
 
 
-def test_a_field_of_a_list_is_told() -> None:
+def test_page_lists_fields_of_a_list() -> None:
     assert "| `status.groups[].phase` |" in page() and "`spec.model.uri`" in page()

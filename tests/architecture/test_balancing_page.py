@@ -43,7 +43,7 @@ def test_the_table_of_causes_is_the_generated_one(request: pytest.FixtureRequest
     assert PAGE.read_text() == made, "run `make golden`"
 
 
-def test_every_action_and_reason_is_told() -> None:
+def test_page_names_every_action_and_reason() -> None:
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert {*get_args(Action), *get_args(RefusalCode), *get_args(Rung), "router"} <= named
 
@@ -56,13 +56,13 @@ def test_named_metrics_exist() -> None:
     assert named and named <= known
 
 
-def test_every_policy_of_routing_is_told_and_when_a_group_counts_as_silent() -> None:
+def test_page_names_routing_policies_and_the_silence_bound() -> None:
     text = " ".join(PAGE.read_text().split())
     assert [policy for policy in get_args(Routing) if f"| `{policy}` |" not in text] == []
     assert f"has told nothing for {SUSPECT_AFTER_S:g} s gets no new request" in text
 
 
-def test_clients_from_outside_are_told_how_long_a_stream_may_be_silent() -> None:
+def test_page_states_the_longest_silence_of_a_stream() -> None:
     keep_alive_s = FleetSettings(LinkSettings("token", "router-0")).keep_alive_s
     text = " ".join((PAGE.parent / "installation.md").read_text().split())
     assert f"Streams send a comment when nothing else was sent for {keep_alive_s:g} to {2 * keep_alive_s:g} s" in text

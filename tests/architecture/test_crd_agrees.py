@@ -38,13 +38,13 @@ def rules(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_operator_may_grant_what_routers_get() -> None:
+def test_operator_may_grant_the_permissions_of_routers() -> None:
     """An account may only grant rights that it has."""
     pods = [rule for rule in rules("ClusterRole") if "pods" in rule["resources"]]
     assert len(pods) == 1 and {"get", "list", "watch"} <= set(pods[0]["verbs"])
 
 
-def test_the_operator_can_replace_no_group_start_no_pod_and_list_no_secret() -> None:
+def test_operator_cannot_replace_groups_create_pods_or_list_secrets() -> None:
     verbs = {resource: set(rule["verbs"]) for rule in rules("ClusterRole") for resource in rule["resources"]}
     assert "update" not in verbs["statefulsets"]
     assert verbs["pods"] & {"create", "update"} == set()
@@ -53,7 +53,7 @@ def test_the_operator_can_replace_no_group_start_no_pod_and_list_no_secret() -> 
     assert not any("*" in verb for verb in verbs.values())
 
 
-def test_the_operator_may_make_every_kind_that_it_renders_and_take_away_what_may_be_switched_off() -> None:
+def test_operator_may_create_and_delete_every_rendered_kind() -> None:
     verbs = {
         (group, resource): set(rule["verbs"])
         for rule in rules("ClusterRole")

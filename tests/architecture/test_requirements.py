@@ -17,7 +17,7 @@ def test_control_programs_carry_no_torch(program: str) -> None:
     assert names(program) & {"torch", "transformers", "triton", "numpy"} == set()
 
 
-def test_the_runtime_carries_torch_and_the_door() -> None:
+def test_runtime_installs_torch_and_the_api_server() -> None:
     assert names("runtime") >= {"torch", "transformers", "safetensors", "fastapi", "uvicorn", "pyzmq"}
 
 

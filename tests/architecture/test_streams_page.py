@@ -45,5 +45,5 @@ def default(of: Callable[..., Any], name: str) -> Any:
         ("its group goes on with it for 30 s, as after a crash", LEADER.orphan_s == 30.0),
     ],
 )
-def test_the_guide_tells_the_numbers_of_the_code(words: str, constant: bool) -> None:
+def test_page_states_the_constants_of_the_code(words: str, constant: bool) -> None:
     assert words in " ".join(PAGE.read_text().split()) and constant

@@ -78,11 +78,11 @@ def test_a_service_that_is_as_wanted_is_settled() -> None:
         ({"others": [one_of("Role", "a", "router"), one_of("Role", "b", "router")]}, "2 Roles of router"),
     ],
 )
-def test_what_is_not_settled_is_named(fields: dict[str, Any], words: str) -> None:
+def test_unsettled_state_is_named(fields: dict[str, Any], words: str) -> None:
     assert any(words in sentence for sentence in unsettled(view(**fields)))
 
 
-def test_a_group_too_many_and_a_rank_twice_are_double() -> None:
+def test_extra_group_and_repeated_rank_count_as_duplicates() -> None:
     assert double(view(sets=[a_set("a"), a_set("b"), a_set("c")])) == ["3 groups stay, 2 wanted"]
     assert double(view(sets=[a_set("a"), a_set("b"), a_set("c", deletionTimestamp="now")])) == []
     assert double(view(pods=[a_pod("a", 0), a_pod("a", 0)])) == ["rank pod 0 of a is there twice"]
@@ -102,11 +102,11 @@ def test_a_group_too_many_and_a_rank_twice_are_double() -> None:
     ],
     ids=["one of each component", "two of one", "one of them goes", "one of each group", "two of one group"],
 )
-def test_an_object_of_another_kind_is_double_when_its_component_or_group_has_two(there: list[Any], found: list[str]) -> None:
+def test_second_object_of_a_component_counts_as_duplicate(there: list[Any], found: list[str]) -> None:
     assert double(view(others=there)) == found
 
 
-async def test_all_that_the_operator_makes_is_looked_at_has_an_owner_and_is_there_once() -> None:
+async def test_all_rendered_kinds_are_checked_for_owner_and_count() -> None:
     world = World(
         replicas=2,
         parallelism={"tensor": 2, "gpusPerPod": 1},
@@ -140,7 +140,7 @@ async def test_all_that_the_operator_makes_is_looked_at_has_an_owner_and_is_ther
     assert [words for words in orphans(looked_at) if "Pod " not in words] == []
 
 
-def test_kinds_that_the_cluster_does_not_serve_are_not_looked_at() -> None:
+def test_kinds_that_the_cluster_lacks_are_skipped() -> None:
     served = {
         "/api/v1": ["pods", "services", "secrets", "configmaps", "serviceaccounts"],
         "/apis/policy/v1": ["poddisruptionbudgets"],
@@ -156,14 +156,14 @@ def test_kinds_that_the_cluster_does_not_serve_are_not_looked_at() -> None:
             others({where: what for where, what in answers.items() if where != path}.get)
 
 
-def test_a_double_stands_from_the_look_that_first_saw_it_until_one_that_does_not() -> None:
+def test_duplicate_lasts_until_an_observation_without_it() -> None:
     since = standing({}, ["a"], 1.0, 0.0)
     assert (since := standing(since, ["a", "b"], 2.0, 1.0)) == {"a": 1.0, "b": 2.0}
     assert (since := standing(since, ["b"], 3.0, 2.0)) == {"b": 2.0}
     assert standing(since, [], 4.0, 3.0) == {}
 
 
-def test_a_look_that_could_not_see_ends_no_double_and_its_time_is_left_out() -> None:
+def test_failed_observation_ends_no_duplicate_and_adds_no_time() -> None:
     since = standing({"a": 1.0}, None, 7.0, 3.0)
     assert since == {"a": 5.0}, "it had stood for 2 s, and has still"
     assert standing(since, ["a"], 7.5, 7.0) == {"a": 5.0}
@@ -174,7 +174,7 @@ def test_a_look_that_could_not_see_ends_no_double_and_its_time_is_left_out() -> 
     [("a", 107.9, 0.0), ("a", 108.0, 8.0), ("a", 130.0, 30.0), ("", 100.0, 0.0), ("", 101.5, 1.5)],
     ids=["renewed lately", "run out", "long ago", "given back now", "given back"],
 )
-def test_nobody_leads_once_the_lease_is_given_back_or_has_run_out(holder: str, now_s: float, unled: float) -> None:
+def test_expired_or_released_lease_has_no_leader(holder: str, now_s: float, unled: float) -> None:
     assert unled_s({"spec": {"holderIdentity": holder}}, 100.0, now_s) == unled
 
 
@@ -220,9 +220,7 @@ def looks(marks: str, served_at_s: float = 0.0) -> list[Sample]:
         *("said otherwise", "said otherwise between", "handed over", "no operator between", "nor for whoever saw", "two lies"),
     ],
 )
-def test_the_status_lies_when_it_says_ready_for_long_and_nothing_is_served(
-    marks: str, served_at_s: float, found: list[Lie]
-) -> None:
+def test_ready_status_without_serving_is_a_violation(marks: str, served_at_s: float, found: list[Lie]) -> None:
     assert lies(looks(marks, served_at_s), 10.0) == found
 
 
@@ -232,7 +230,7 @@ def test_only_a_newline_ends_a_line_of_a_stream() -> None:
         assert list(lines_of([text[:at], text[at:]])) == ['data: "a\u2028b\x85c"', "", "data: [DONE]"]
 
 
-def test_an_answer_that_is_no_stream_tells_whose_it_is() -> None:
+def test_non_stream_answer_reports_its_sender() -> None:
     assert refusal_of(404, b'{"error": {"code": "model_not_found"}}') == "HTTP 404 model_not_found"
     assert refusal_of(404, b'{"detail": "Not Found"}') == """HTTP 404 '{"detail": "Not Found"}'"""
     assert refusal_of(503, b"\xffaway") == "HTTP 503 '\ufffdaway'"

@@ -51,9 +51,7 @@ def tried(*kinds: str) -> list[Told]:
         "the end",
     ],
 )
-def test_the_kinds_that_must_come_do_and_then_any_until_the_time_is_over(
-    before: list[Told], is_over: bool, expected: set[str | None]
-) -> None:
+def test_required_strikes_come_first_then_any_until_the_end(before: list[Told], is_over: bool, expected: set[str | None]) -> None:
     drawn = {following(FIRST, KINDS, before, random.Random(seed), is_over=is_over) for seed in range(60)}
     assert drawn == expected
 
@@ -69,7 +67,7 @@ def test_a_seed_repeats_a_run() -> None:
     assert drawn() == drawn() and drawn()[:5] == KINDS
 
 
-def test_what_was_never_struck_is_told_with_the_last_reason() -> None:
+def test_missing_strike_is_reported_with_its_last_reason() -> None:
     before = tried("node", "pod") + done("pod") + tried("cut")
     assert struck(before) == {"pod"}
     assert unstruck(("node", "pod", "api"), before) == [
@@ -95,13 +93,13 @@ def test_a_strike_that_finds_nothing_is_not_done(tmp_path: Path, says: str, kind
 
 
 @pytest.mark.parametrize("kind", ["pod", "router", "operator", "operators"])
-def test_a_strike_that_took_a_pod_is_told(tmp_path: Path, kind: str) -> None:
+def test_strike_that_deletes_a_pod_is_reported(tmp_path: Path, kind: str) -> None:
     what = striker(tmp_path, "pod/one").kinds()[kind]()
     assert "killed" in what or "deleted" in what
 
 
 @pytest.mark.parametrize(("most", "within"), [(45.0, (3.0, 45.0)), (12.0, (3.0, 12.0)), (1.0, (3.0, 3.0))])
-def test_nothing_is_away_for_longer_than_was_asked(most: float, within: tuple[float, float]) -> None:
+def test_outage_lasts_no_longer_than_requested(most: float, within: tuple[float, float]) -> None:
     one = Striker(Cluster(None, "true", "", None, None), "team", random.Random(1), most)
     assert all(within[0] <= one.away_s(3, 45) <= within[1] for _ in range(100))
 

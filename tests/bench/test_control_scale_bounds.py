@@ -56,7 +56,7 @@ def result(*stages: dict[str, Any], rate: float = 1.0, resumed: float = 2.0, ove
         "not linear",
     ],
 )
-def test_each_bound_that_is_missed_is_told_with_its_figure(figures: dict[str, Any], sentences: list[str]) -> None:
+def test_each_missed_bound_is_reported_with_its_figure(figures: dict[str, Any], sentences: list[str]) -> None:
     assert missed(figures) == sentences
 
 

@@ -27,7 +27,7 @@ async def server() -> AsyncIterator[FakeApi]:
     await made.stop()
 
 
-async def test_pods_on_fake_nodes_run_at_once_and_go_at_once(server: FakeApi) -> None:
+async def test_pods_on_fake_nodes_start_and_stop_at_once(server: FakeApi) -> None:
     async with ApiClient(Configuration(host=server.url)) as client:
         nodes = FakeNodes(HttpKube(client), 2, "10.0.0.9", "")
         await nodes.make()

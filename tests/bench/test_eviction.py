@@ -9,7 +9,7 @@ from bench.eviction import Outcome, main, make_trace, read_trace, verdicts
 from phalanx_api.engine_config import EVICTION_POLICIES
 
 
-def test_a_trace_goes_through_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_policy_replays_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     prompts = [[0, 1 + i % 7, 10 + i % 7] for i in range(60)]
     trace.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in prompts))
@@ -30,7 +30,7 @@ def test_equal_ids_are_equal_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zipf", "scan", "loop"])
-def test_made_traces_share_their_first_page(kind: str) -> None:
+def test_synthetic_traces_share_their_first_page(kind: str) -> None:
     prompts = make_trace(kind, 60)
     assert len(prompts) == 60 and len({keys[0] for keys in prompts}) == 1
     assert prompts == make_trace(kind, 60)

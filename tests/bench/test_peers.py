@@ -27,7 +27,7 @@ from bench.programs import Program
 MACHINE = Machine([0, 1], "bfloat16", Path("."))
 
 
-def test_workloads_are_what_they_say_and_every_run_differs() -> None:
+def test_workloads_have_their_stated_sizes_and_runs_differ() -> None:
     for name in NAMES:
         assert workload(name, 1) == workload(name, 1)
         assert workload(name, 1).prompts != workload(name, 2).prompts
@@ -42,7 +42,7 @@ def test_workloads_are_what_they_say_and_every_run_differs() -> None:
     assert workload("W2", 0).trial().max_tokens == [8, 8]
 
 
-def test_weights_are_counted_by_the_dtype_they_are_kept_in() -> None:
+def test_weights_are_counted_in_their_stored_dtype() -> None:
     sizes = {peer.name: peer.weight_bytes for peer in peers(MACHINE)}
     assert sizes["phalanx"] == 2 * checkpoint.NUM_WEIGHTS == 2 * sizes["phalanx int8"]
     assert 134e6 < checkpoint.NUM_WEIGHTS < 135e6
@@ -54,7 +54,7 @@ def test_every_peer_is_pinned() -> None:
         version_of("torch==1\n", "nothing")
 
 
-def test_an_engine_that_does_not_start_is_a_row_with_the_reason() -> None:
+def test_engine_that_fails_to_start_gives_a_reason() -> None:
     @contextmanager
     def broken(machine: Machine) -> Iterator[Program]:
         raise RuntimeError("no such instruction")
@@ -107,7 +107,7 @@ def measured_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str
     return measured(peer_of("door", handler), MACHINE, Limits(1, True, seconds))
 
 
-def test_two_engines_take_turns_and_the_first_of_a_pair_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_engines_alternate_and_swap_order_each_pair(capsys: pytest.CaptureFixture[str]) -> None:
     two = [peer_of("one", OneAnswer), peer_of("two", OneAnswer)]
     found = paired(two, MACHINE, "W2", 3, 60, True)
     assert [len(figures) for figures in found] == [3, 3] and all(figure > 0 for figures in found for figure in figures)
@@ -124,12 +124,12 @@ def test_a_ratio_is_judged_by_its_interval(ours: list[float], said: str) -> None
     assert verdict(ratio_of(pairs, [1.0] * len(pairs)), 1.0) == said
 
 
-def test_an_engine_may_close_what_it_answered_on() -> None:
+def test_engine_may_close_the_connection_after_an_answer() -> None:
     found = measured_with(OneAnswer, 60)
     assert "failed" not in found and set(NAMES) < set(found)
 
 
-def test_an_engine_whose_time_is_over_is_a_row_that_says_where() -> None:
+def test_engine_that_exceeds_its_time_gives_a_row() -> None:
     asked: list[object] = []
 
     class Counted(NoAnswer):

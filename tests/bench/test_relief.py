@@ -30,7 +30,7 @@ def test_the_first_group_s_own_requests_always_fit_alone() -> None:
     assert args.own_clients * longest < 201
 
 
-def test_what_programs_show_is_found() -> None:
+def test_figures_are_read_from_program_output() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     metrics.move_over("moved", "hotspot", 10, 0.1)
@@ -62,7 +62,7 @@ def test_with_skew_moves_have_to_lower_preemptions_and_gaps(preempted: float, ga
     assert [claim.what for claim in claims] == ["preemptions", GAP] and [claim.is_met for claim in claims] == met
 
 
-def test_a_few_rounds_do_not_show_a_lower_gap_nor_fewer_preemptions() -> None:
+def test_few_rounds_prove_neither_lower_gap_nor_fewer_preemptions() -> None:
     on = [one(1.0, gap_s, count) for gap_s, count in [(0.1, 0.0)] * 2 + [(1.1, 3.0)] * 5]
     assert [claim.is_met for claim in judge("skewed", {"Off": [one(1.0, 1.0, 2.0)] * 7, "Migrate": on})] == [None, None]
 
@@ -81,7 +81,7 @@ def pairs_of(ratios: list[float]) -> dict[str, list[Round]]:
         ([1.0] * 5, None),
     ],
 )
-def test_an_even_load_has_to_stay_as_it_is_with_the_whole_interval(ratios: list[float], met: bool | None) -> None:
+def test_even_load_needs_the_whole_interval_within_bounds(ratios: list[float], met: bool | None) -> None:
     claims = judge("even", pairs_of(ratios))
     assert [claim.what for claim in claims] == [TTFT, TPOT, RATE] and [claim.is_met for claim in claims[:2]] == [met, met]
 

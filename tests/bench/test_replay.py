@@ -31,7 +31,7 @@ def test_both_kinds_of_trace_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.csv", "x,y\n1,2\n"), ("b.jsonl", '{"timestamp": 1}\n')])
-def test_another_file_is_refused_with_what_it_lacks(tmp_path: Path, name: str, text: str) -> None:
+def test_unsuitable_file_is_refused_with_its_missing_columns(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(ValueError, match="has no"):
         list(read_trace(written(tmp_path, name, text)))
 

@@ -20,7 +20,7 @@ class Ear:
         raise AssertionError(frame)
 
 
-def test_each_step_gives_each_request_a_token_that_tells_its_time(tmp_path: Path) -> None:
+def test_each_step_yields_a_token_that_encodes_its_time(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     pacer, ear, other = Pacer(clock), Ear(), Ear()
     assert [pacer.submit(make_request(max_tokens=2), ear), pacer.submit(make_request(max_tokens=9), ear)] == [1, 2]

@@ -94,7 +94,7 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize("chunks", DIALECTS.values(), ids=DIALECTS)
-async def test_an_answer_has_its_text_its_tokens_and_ordered_times(server: FakeOpenAI, chunks: list[bytes]) -> None:
+async def test_answer_has_text_tokens_and_ordered_times(server: FakeOpenAI, chunks: list[bytes]) -> None:
     server.chunks = chunks
     answer = await answer_of(server)
     assert (answer.error, answer.text, answer.completion_tokens, answer.prompt_tokens) == (None, "abc", 3, 5)
@@ -103,7 +103,7 @@ async def test_an_answer_has_its_text_its_tokens_and_ordered_times(server: FakeO
     assert answer.tpot_s == pytest.approx(sum(answer.gaps_s) / 2)
 
 
-async def test_an_answer_without_text_has_the_times_of_its_tokens(server: FakeOpenAI) -> None:
+async def test_answer_without_text_has_token_times(server: FakeOpenAI) -> None:
     server.chunks = completion("", "", "")
     answer = await answer_of(server)
     assert (answer.error, answer.text, answer.completion_tokens, len(answer.gaps_s)) == (None, "", 3, 2)
@@ -119,14 +119,14 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("status", "chunks", "reason"), FAILURES.values(), ids=FAILURES)
-async def test_a_failure_is_told(server: FakeOpenAI, status: int, chunks: list[bytes], reason: str) -> None:
+async def test_failure_is_reported(server: FakeOpenAI, status: int, chunks: list[bytes], reason: str) -> None:
     server.status, server.chunks = status, chunks
     answer = await answer_of(server)
     assert answer.error is not None
     assert re.search(reason, answer.error)
 
 
-async def test_an_unreachable_server_is_told() -> None:
+async def test_unreachable_server_is_reported() -> None:
     async with session_for(1, None, 5.0) as session:
         answer = await stream_answer(session, "http://127.0.0.1:1/v1/completions", {})
     assert answer.error is not None
@@ -172,7 +172,7 @@ def test_figures_follow_their_definitions() -> None:
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, 0), (True, 1)], ids=["good", "failed"])
-def test_the_command_writes_json_and_tells_failures_by_its_status(
+def test_command_writes_json_and_exits_nonzero_on_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: bool, status: int
 ) -> None:
     async def run(args: object) -> dict[str, object]:
@@ -207,7 +207,7 @@ def test_nothing_has_no_percentile() -> None:
     assert all(math.isnan(value) for value in summary([]).values())
 
 
-def test_a_ratio_is_the_geometric_mean_of_its_pairs_with_an_interval_around_it() -> None:
+def test_ratio_is_the_geometric_mean_with_its_interval() -> None:
     ratio = ratio_of([2.0, 8.0], [1.0, 1.0])
     assert ratio.mean == pytest.approx(4.0)
     assert ratio.low < 4.0 < ratio.high
@@ -235,7 +235,7 @@ def test_a_table_is_aligned() -> None:
     assert table(["a", "b"], [["long", "1"], ["x", "22"]]) == "a      b\n----  --\nlong   1\nx     22"
 
 
-def test_prompts_have_the_lengths_that_were_asked_for(tmp_path: Path) -> None:
+def test_prompts_have_the_requested_lengths(tmp_path: Path) -> None:
     convert(TinyGguf().write(tmp_path / "tiny.gguf"), tmp_path / "model")
     lengths = spread(5, 8, 40)
     assert sorted(lengths) == [8, 16, 24, 32, 40]

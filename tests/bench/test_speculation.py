@@ -21,7 +21,7 @@ from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.tiny import save_tiny
 
 
-def test_times_are_those_of_one_pass_and_one_proposal() -> None:
+def test_times_are_per_pass_and_per_draft_token() -> None:
     times = times_of(plain_s=0.010, step_s=0.030, draft_s=0.016, depth=4)
     assert (times.plain_s, times.pass_s, times.token_s) == pytest.approx((0.010, 0.004, 0.001))
 
@@ -43,13 +43,13 @@ def test_an_interval_that_holds_the_bound_decides_nothing(low: float, high: floa
     ("count", "low", "high"),
     [(5, 0.0, float("inf")), (6, 1.0, 6.0), (7, 1.0, 7.0), (9, 2.0, 8.0), (15, 4.0, 12.0), (41, 14.0, 28.0)],
 )
-def test_the_interval_of_a_median_lies_between_two_of_the_values(count: int, low: float, high: float) -> None:
+def test_median_interval_lies_between_two_values(count: int, low: float, high: float) -> None:
     """Values as in tables of the sign test."""
     found = median_of([float(value) for value in range(count, 0, -1)])
     assert (found.middle, found.low, found.high, found.count) == ((count + 1) / 2, low, high, count)
 
 
-def test_a_part_of_a_runner_has_rows_and_pages_of_its_own() -> None:
+def test_part_of_a_runner_owns_its_rows_and_pages() -> None:
     new = NewRow(1, sampling_of({}))
     plan = StepPlan(3, [new], [1, 0], [0, 4], [2, 1], [[0, 2], []], [7, 8, 9], [(1, 1)], [(0, 1)], cuts=[(1, 1)])
     moved = shifted(plan, first_row=64, first_page=100)
@@ -78,13 +78,13 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("proposed", "is_said"), [([100, 99, 97, 95], True), ([100, 60, 20, 10], False)])
-def test_limits_are_told_where_all_proposals_were_made(proposed: list[int], is_said: bool) -> None:
+def test_output_states_where_all_drafts_were_generated(proposed: list[int], is_said: bool) -> None:
     ours = Outcome([], counts=SpeculationCounts(paths=100, proposed=proposed))
     assert has_all([(Outcome([]), ours)]) == is_said
 
 
 @pytest.mark.parametrize(("counts", "told"), [(SpeculationCounts(20, [20, 16], [13, 2]), "0.75"), (SpeculationCounts(), "-")])
-def test_what_is_accepted_is_told_for_each_run_of_proposals(counts: SpeculationCounts, told: str) -> None:
+def test_accepted_tokens_are_reported_per_draft_length(counts: SpeculationCounts, told: str) -> None:
     """However many steps went without."""
     plain = Outcome([[1]], whole_s=1.0, decode_s=1.0, decoded=1, draws=1, steps=1)
     ours = Outcome([[1]], whole_s=1.0, decode_s=1.0, decoded=115, draws=100, steps=100, counts=counts)

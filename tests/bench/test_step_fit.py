@@ -18,7 +18,7 @@ TRUTH = StepModel(fixed_s=0.01, token_s=0.0005, knee_tokens=8, context_s=2e-6, a
 BOUNDS = Bounds(max_num_seqs=16, max_num_batched_tokens=300, max_model_len=2048, num_pages=700, page_size=16)
 
 
-def test_the_grid_holds_only_steps_that_the_engine_can_make() -> None:
+def test_grid_contains_only_possible_steps() -> None:
     points = make_grid(BOUNDS)
     assert all(BOUNDS.holds(point) for point in points)
     assert len(set(points)) == len(points) > 25
@@ -36,7 +36,7 @@ def test_each_point_is_held_out_once() -> None:
 
 
 @pytest.mark.parametrize(("noise", "is_good"), [(0.02, True), (0.4, False)])
-def test_the_function_is_found_and_its_error_on_points_held_out_is_told(noise: float, is_good: bool) -> None:
+def test_fit_recovers_the_function_and_reports_holdout_error(noise: float, is_good: bool) -> None:
     chance = random.Random(5)
     points = make_grid(BOUNDS)
     biases = {point: chance.uniform(1 - noise, 1 + noise) for point in points}
@@ -53,7 +53,7 @@ def test_too_few_points_are_refused() -> None:
         fit({Point(1, 32, 0, 0): [0.1]})
 
 
-def test_a_slow_point_is_left_out_and_every_other_is_timed_in_each_round() -> None:
+def test_slow_point_is_dropped_others_run_each_round() -> None:
     class Slow(Stepper):
         def time(self, point: Point, limit_s: float) -> float | None:
             return None if point.decodes == 3 else super().time(point, limit_s)
@@ -72,7 +72,7 @@ def own_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_threads")
-def test_a_real_engine_is_fitted_and_the_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_real_engine_round_trips_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_tiny(tmp_path / "model")
     output = tmp_path / "fit.json"
     limits = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 20)]
@@ -91,7 +91,7 @@ def test_another_file_is_no_fit(tmp_path: Path) -> None:
         read_model(tmp_path / "other.json")
 
 
-def test_a_file_of_before_is_read_without_what_it_does_not_know(tmp_path: Path) -> None:
+def test_older_fit_file_loads_without_newer_fields(tmp_path: Path) -> None:
     known = {"fixed_s": 0.01, "token_s": 1e-4, "knee_tokens": 8, "context_s": 0.0, "attention_s": 0.0, "error": 0.05}
     (tmp_path / "fit.json").write_text(json.dumps({"step_model": known}))
     assert read_model(tmp_path / "fit.json") == StepModel(0.01, 1e-4, 8, 0.0, 0.0, 0.05)

@@ -52,7 +52,7 @@ def played(comparisons: list[Comparison], *engines: FakeEngine, pairs: int = 7) 
     [([30.0], 3, True), ([10.0], 3, False), ([15.5], 7, True), ([14.5], 7, False), ([10.0, 40.0, 20.0], 7, True)],
     ids=["far-above", "far-below", "just-above", "just-below", "uncertain"],
 )
-def test_a_comparison_near_its_bound_has_all_pairs_and_others_three(ours: list[float], pairs: int, holds: bool) -> None:
+def test_comparison_near_its_bound_runs_all_pairs(ours: list[float], pairs: int, holds: bool) -> None:
     comparison = Comparison("c", "runtime", "transformers", 1.5)
     played([comparison], FakeEngine("runtime", ours), FakeEngine("transformers", [10.0]))
     assert (len(comparison.our_speeds), comparison.holds) == (pairs, holds)
@@ -60,7 +60,7 @@ def test_a_comparison_near_its_bound_has_all_pairs_and_others_three(ours: list[f
     assert comparison.row()[-1] == ("yes" if holds else "NO")
 
 
-def test_engines_take_turns_in_alternating_order_and_drop_out_when_decided() -> None:
+def test_engines_alternate_order_and_stop_when_decided() -> None:
     decided, open_ = Comparison("d", "runtime", "slow", 5.0), Comparison("o", "runtime", "batch", 1.5)
     log, _ = played(
         [decided, open_], FakeEngine("runtime", [15.0]), FakeEngine("slow", [1.0]), FakeEngine("batch", [10.0]), pairs=5
@@ -104,7 +104,7 @@ def test_the_first_different_token_is_found_in_the_text(tokenizer: Tokenizer, sa
     assert first_difference(tokenizer, said, reference) == index
 
 
-def test_a_small_gap_excuses_a_difference_and_ends_the_stream(tokenizer: Tokenizer) -> None:
+def test_small_logit_gap_excuses_a_difference_and_ends_comparison(tokenizer: Tokenizer) -> None:
     reference = ids(tokenizer, "hello hello hello")
     outcome = compare(tokenizer, ["hello hello!", "hello hello hello"], [reference, reference], lambda stream, index: 1e-6)
     assert outcome == Equality(6, 5, 1, [])
@@ -130,7 +130,7 @@ def test_equality_has_its_limits(outcome: Equality, holds: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_worker_gives_equal_tokens_in_every_way_and_zero_gaps_never(model: Path, tokenizer: Tokenizer) -> None:
+def test_worker_yields_equal_tokens_in_every_mode(model: Path, tokenizer: Tokenizer) -> None:
     from bench.transformers_worker import Engine, serve
 
     prompts = Workload(model, 0, 5, 9).prompts(3)
@@ -148,7 +148,7 @@ def test_the_worker_gives_equal_tokens_in_every_way_and_zero_gaps_never(model: P
     assert len(gaps) == 6 and min(gaps) > 0
 
 
-def test_a_program_is_ready_when_it_says_so_and_leaves_with_its_children(tmp_path: Path) -> None:
+def test_program_reports_readiness_and_exits_with_its_children(tmp_path: Path) -> None:
     with running("fake", "tests.runtime.fake_program", ["serve"], tmp_path, ready_s=60) as program:
         child = int((tmp_path / "fake.log").read_text())
         assert Path(f"/proc/{child}").exists()
@@ -175,7 +175,7 @@ def test_a_program_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [({"avx2"}, "float32"), ({"avx512_bf16"}, "bfloat16"), ({"amx_bf16"}, "bfloat16")])
-def test_the_fastest_dtype_is_bf16_only_where_the_processor_has_it(flags: set[str], dtype: str) -> None:
+def test_fastest_dtype_is_bf16_only_on_capable_processors(flags: set[str], dtype: str) -> None:
     assert fastest_dtype(flags) == dtype
 
 
@@ -187,7 +187,7 @@ def test_no_two_sets_of_prompts_are_alike(model: Path) -> None:
     assert Workload(model, 0, 8, 16).prompts(4) == first
 
 
-def test_the_screen_says_what_holds_and_who_did_not_sleep() -> None:
+def test_output_states_verdicts_and_busy_engines() -> None:
     comparison = Comparison("one", "a", "b", 1.0, [2.0, 2.0], [1.0, 1.0])
     text = shown([comparison], Equality(10, 10, 0, []), {"router": 0.5, "runtime": 0.01})
     assert "greedy tokens: equal (10 of 10 compared, 0 near-ties)" in text

@@ -96,7 +96,7 @@ def test_names_lead_a_pod_to_the_other_node(pods: Cluster, url: str) -> None:
     assert fetch(pods, url) == "200"
 
 
-def test_a_pod_reaches_a_pod_of_the_other_node_by_address(pods: Cluster) -> None:
+def test_pod_reaches_a_pod_on_the_other_node(pods: Cluster) -> None:
     address = pods.kubectl("-n", NAMESPACE, "get", "pod", "server", "-o", "jsonpath={.status.podIP}")
     assert fetch(pods, f"http://{address}:8080/") == "200"
 

@@ -143,7 +143,7 @@ def test_a_rank_stopped(fleet: Fleet, undisturbed: list[Told]) -> None:
     fleet.wait_ready(3)
 
 
-def test_a_router_that_is_deleted_serves_its_streams_to_their_end(fleet: Fleet, undisturbed: list[Told]) -> None:
+def test_deleted_router_serves_its_streams_to_the_end(fleet: Fleet, undisturbed: list[Told]) -> None:
     """It is the only one; its successor has the next request."""
     (former,) = fleet.pods(ROUTER)
     outlive(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", former, "--wait=false"))
@@ -190,7 +190,7 @@ def test_scaled_in_to_one_while_the_operator_is_killed(fleet: Fleet, undisturbed
     fleet.wait_ready(3)
 
 
-def test_a_loaded_group_is_empty_within_ten_seconds_of_the_write(fleet: Fleet, undisturbed: list[Told]) -> None:
+def test_loaded_group_is_empty_ten_seconds_after_scale_in(fleet: Fleet, undisturbed: list[Told]) -> None:
     moved, moves = fleet.moved(), [(0.0, 0.0)]
 
     def act() -> None:

@@ -81,7 +81,7 @@ def monitoring(scene: Scene) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_operator_makes_what_monitors_a_service_and_it_goes_with_the_service(foreign: Cluster, scene: Scene) -> None:
+def test_operator_creates_and_deletes_monitors_with_the_service(foreign: Cluster, scene: Scene) -> None:
     scene.restart_operator()  # one that missed the kinds looks for them again after ten minutes
     scene.apply(scene.manifest(replicas=0))
     svc.wait_for(lambda: set(monitoring(scene)) == set(MONITORING), 120, "both are made")

@@ -153,14 +153,14 @@ def scaled(cluster: Cluster, operator: str, namespace: str, tmp_path_factory: py
         made.kubectl("delete", "hpa,infsvc", NAME, "--ignore-not-found")
 
 
-def test_an_hpa_reads_the_metric_and_the_scale_of_the_service(scaled: Scaled) -> None:
+def test_hpa_reads_metric_and_scale_subresource(scaled: Scaled) -> None:
     svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA reads its metric")
     assert scaled.condition("AbleToScale", "hpa")[0] == "True"
     assert scaled.condition("ScalingActive") == ("True", "External")
     assert scaled.replicas == 1
 
 
-def test_the_hpa_scales_it_to_two_and_back_to_one(scaled: Scaled) -> None:
+def test_hpa_scales_to_two_and_back_to_one(scaled: Scaled) -> None:
     scaled.set_metric(2)
     svc.wait_for(lambda: scaled.replicas == 2, 90, "two groups are wanted")
     scaled.wait_ready(2)
@@ -177,7 +177,7 @@ ZERO = {"minReplicas": 0, "scaleToZero": {"enabled": True, "idleSeconds": 20}}
 ASKED = {"model": "tiny", "prompt": "wake up", "max_tokens": 16, "ignore_eos": True}
 
 
-def test_it_goes_to_zero_and_back_by_the_gauge_and_the_same_subresource_while_a_request_waits(scaled: Scaled) -> None:
+def test_hpa_scales_from_zero_while_a_request_waits(scaled: Scaled) -> None:
     scaled.kubectl("patch", "infsvc", NAME, "--type=merge", "-p", json.dumps({"spec": {"autoscaling": ZERO}}))
     svc.wait_for(lambda: scaled.is_wanted(0), 300, "nobody asks, so no group is wanted")
     assert scaled.replicas == 1, "the operator writes nothing"

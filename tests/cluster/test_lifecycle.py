@@ -66,7 +66,7 @@ def pids(files: ClusterFiles) -> dict[str, int]:
     return {name: pid for name, pid in found.items() if name in DAEMONS}
 
 
-def test_up_twice_is_one_cluster_and_down_twice_leaves_nothing(files: ClusterFiles) -> None:
+def test_up_and_down_are_idempotent(files: ClusterFiles) -> None:
     done("up")
     before = pids(files)
     done("up")
@@ -81,7 +81,7 @@ def test_up_twice_is_one_cluster_and_down_twice_leaves_nothing(files: ClusterFil
 
 
 @pytest.mark.parametrize("victim", ["etcd", "kube-apiserver", "coredns", "kubelet", "containerd", "node2-init", "kube-proxy"])
-def test_up_repairs_what_was_killed(files: ClusterFiles, victim: str) -> None:
+def test_up_repairs_killed_programs(files: ClusterFiles, victim: str) -> None:
     done("up")
     before = pids(files)
     os.kill(before[victim], signal.SIGKILL)

@@ -46,17 +46,17 @@ def kustomized(cluster: Cluster, folder: Path) -> Objects:
     return by_name(cluster.kubectl("kustomize", str(folder)))
 
 
-def test_the_chart_renders_what_the_base_does(cluster: Cluster) -> None:
+def test_chart_renders_the_same_objects_as_the_base(cluster: Cluster) -> None:
     assert templated(cluster, "--set", "createNamespace=true") == kustomized(cluster, MANIFESTS / "base")
 
 
-def test_a_release_in_a_namespace_that_is_there_lacks_only_the_namespace(cluster: Cluster) -> None:
+def test_existing_namespace_release_omits_only_the_namespace(cluster: Cluster) -> None:
     base = kustomized(cluster, MANIFESTS / "base")
     del base["Namespace", "", "phalanx-system"]
     assert templated(cluster) == base
 
 
-def test_the_chart_renders_what_the_overlay_does(cluster: Cluster) -> None:
+def test_chart_renders_the_same_objects_as_the_overlay(cluster: Cluster) -> None:
     images = [f"images.{name}=localhost/phalanx-{name}:dev" for name in ("operator", "runtime", "router")]
     flags = [word for value in ("createNamespace=true", *images) for word in ("--set", value)]
     assert templated(cluster, *flags) == kustomized(cluster, MANIFESTS / "overlays" / "test")

@@ -115,7 +115,7 @@ def test_both_operators_are_ready_and_one_leads(operated: Operated) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "killed"])
-def test_s43_when_the_leader_dies_one_acts_again_and_nothing_flaps(operated: Operated, how: str) -> None:
+def test_s43_one_operator_takes_over_when_the_leader_dies(operated: Operated, how: str) -> None:
     leader, before = operated.leader(), operated.everything()
     counts: list[int] = []
     sets: list[int] = []
@@ -198,7 +198,7 @@ def unmoved(operated: Operated, which: str = "") -> Iterator[None]:
     assert wrong == [] and traffic.failed == []
 
 
-def test_s30_an_upgrade_whose_renderer_changed_moves_no_pod_and_a_new_service_works(operated: Operated, tmp_path: Path) -> None:
+def test_s30_operator_upgrade_with_new_renderer_restarts_no_pod(operated: Operated, tmp_path: Path) -> None:
     before = operated.everything()
     try:
         with upgraded(operated, tmp_path, {"pods": RENDERER}):
@@ -221,7 +221,7 @@ def test_s30_an_upgrade_whose_renderer_changed_moves_no_pod_and_a_new_service_wo
         operated.wait_ready(2)
 
 
-def test_s30_an_upgrade_whose_routers_changed_rolls_them_and_moves_no_pod_of_a_group(operated: Operated, tmp_path: Path) -> None:
+def test_s30_operator_upgrade_with_new_routers_restarts_no_group(operated: Operated, tmp_path: Path) -> None:
     """Requests go on meanwhile: those that are open when a router leaves end there."""
     before, old = operated.everything("group"), set(operated.everything("router"))
     with upgraded(operated, tmp_path, {"pods": RENDERER, "router": ROUTERS}):

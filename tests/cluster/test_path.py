@@ -224,7 +224,7 @@ def test_a_deleted_pod_loses_and_doubles_no_token(
     assert_equal(asyncio.run(svc.stream_all(deployed.url, bodies(expected[:8]))))
 
 
-def test_the_operator_killed_changes_no_pod_and_breaks_no_stream(
+def test_killed_operator_changes_no_pod_and_breaks_no_stream(
     deployed: Chat, expected: list[Reference], assert_equal: Callable[[list[svc.Answer]], None], operator: str
 ) -> None:
     before = deployed.uids()

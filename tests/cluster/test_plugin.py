@@ -82,7 +82,7 @@ def test_status_shows_the_service_its_operator_and_its_conditions(plugin: Plugin
     assert scene.namespace in plugin.table("NAMESPACE", "status", "--all-namespaces")
 
 
-def test_groups_shows_each_with_its_incarnation_by_the_routers_and_its_nodes(plugin: Plugin) -> None:
+def test_groups_lists_incarnations_and_nodes(plugin: Plugin) -> None:
     scene = plugin.scene
     shown = plugin.table("NAME", "groups", "chat")
     assert sorted(shown) == scene.groups()
@@ -94,7 +94,7 @@ def test_groups_shows_each_with_its_incarnation_by_the_routers_and_its_nodes(plu
         assert set(cells[5].split(",")) == nodes
 
 
-def test_top_shows_the_streams_of_groups_and_routers_through_the_api_server(plugin: Plugin) -> None:
+def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
     scene = plugin.scene
     (router,) = scene.pods("phalanx.dev/component=router,phalanx.dev/service=chat")
 
@@ -108,7 +108,7 @@ def test_top_shows_the_streams_of_groups_and_routers_through_the_api_server(plug
     assert traffic.failed == []
 
 
-def test_logs_are_those_of_every_rank_each_line_with_its_pod(plugin: Plugin) -> None:
+def test_logs_prefix_lines_of_every_rank_with_the_pod(plugin: Plugin) -> None:
     scene = plugin.scene
 
     def pods(*words: str) -> set[str]:
@@ -121,7 +121,7 @@ def test_logs_are_those_of_every_rank_each_line_with_its_pod(plugin: Plugin) -> 
     assert pods("--group", group, "--tail", "3") == {f"{group}-0", f"{group}-1"}
 
 
-def test_drain_empties_one_group_for_another_one_and_no_request_fails(plugin: Plugin) -> None:
+def test_drain_empties_one_group_without_failed_requests(plugin: Plugin) -> None:
     scene = plugin.scene
     victim, other = scene.groups()
     calm = scene.fingerprints(other)
@@ -143,7 +143,7 @@ def test_restart_replaces_every_group_and_no_request_fails(plugin: Plugin) -> No
     assert traffic.failed == []
 
 
-def test_what_the_user_may_not_do_the_api_server_refuses(plugin: Plugin) -> None:
+def test_api_server_refuses_forbidden_commands(plugin: Plugin) -> None:
     for words in (["status", "chat"], ["top", "chat"], ["restart", "chat"], ["logs", "chat"]):
         with pytest.raises(Failed, match="Forbidden"):
             plugin(*words, "--as=eve")

@@ -22,7 +22,7 @@ def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.field)
-def test_a_rule_refuses_what_it_is_for(cluster: Cluster, namespace: str, case: Refused) -> None:
+def test_each_rule_refuses_its_invalid_manifest(cluster: Cluster, namespace: str, case: Refused) -> None:
     """One line of the answer begins with the field."""
     with pytest.raises(Failed, match=rf"(^|[ ]){re.escape(case.field)}: .*{re.escape(case.words)}"):
         dry_run(cluster, namespace, case.spec)
@@ -34,7 +34,7 @@ def test_a_field_that_there_is_not_is_refused(cluster: Cluster, namespace: str, 
         dry_run(cluster, namespace, spec)
 
 
-def test_what_the_rules_allow_is_taken_with_its_defaults(cluster: Cluster, namespace: str) -> None:
+def test_valid_manifest_is_accepted_with_defaults(cluster: Cluster, namespace: str) -> None:
     schedule = {"cron": "0 8 * * mon-fri", "timezone": "Europe/Berlin", "min": 0, "max": 2}
     made = json.loads(dry_run(cluster, namespace, scaled(minReplicas=0, scaleToZero=ZERO, schedules=[schedule])))["spec"]
     assert made["autoscaling"]["mode"] == "Internal"

@@ -77,7 +77,7 @@ def assert_whole(answers: list[svc.Answer], tokens: int) -> None:
     assert [(a.error, a.finish, a.usage) for a in answers] == [(None, "length", tokens)] * len(answers)
 
 
-def test_from_zero_to_one_to_two_and_back_to_zero(elastic: Elastic) -> None:
+def test_service_scales_from_zero_to_two_and_back(elastic: Elastic) -> None:
     first = asked(elastic, 1, 8)
     svc.wait_for(lambda: elastic.replicas == 1, 30, "the first request wakes the service")
     assert_whole(first.result(180), 8)
@@ -90,13 +90,13 @@ def test_from_zero_to_one_to_two_and_back_to_zero(elastic: Elastic) -> None:
     assert elastic.condition("Ready") == ("True", "ScaledToZero")
 
 
-def test_another_writer_is_said(elastic: Elastic) -> None:
+def test_condition_reports_another_writer_of_replicas(elastic: Elastic) -> None:
     elastic.kubectl("scale", "infsvc", NAME, "--replicas=2")
     svc.wait_for(lambda: elastic.condition("ScalingActive") == ("False", "ConflictingScaler"), 30, "another one wrote the count")
     assert elastic.replicas == 2
 
 
-def test_a_loaded_group_is_scaled_in_without_a_lost_token(elastic: Elastic) -> None:
+def test_loaded_group_scales_in_without_a_lost_token(elastic: Elastic) -> None:
     elastic.kubectl("patch", "infsvc", NAME, "--type=merge", "-p", '{"spec": {"autoscaling": null}}')
     svc.wait_for(lambda: elastic.condition("Ready") == ("True", "Ready") and len(elastic.groups()) == 2, 240, "two groups")
     running = asked(elastic, 8, 400)

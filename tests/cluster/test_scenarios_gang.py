@@ -53,7 +53,7 @@ def tried(scene: Scene, whole: str) -> tuple[str, set[str]] | None:
     return next(((group, held) for group in scene.sets() if group != whole and (held := uids(scene, group))), None)
 
 
-def test_s16_no_pod_of_a_group_runs_until_all_of_them_can(crowded: Scene) -> None:
+def test_s16_no_pod_of_a_group_starts_alone(crowded: Scene) -> None:
     assert has_native(crowded), "the test cluster serves PodGroups"
     crowded.leave(2)
     with always(lambda: str({g: n for g, n in placed(crowded).items() if 0 < n < 3} or "")) as halves:
@@ -74,7 +74,7 @@ def test_s16_no_pod_of_a_group_runs_until_all_of_them_can(crowded: Scene) -> Non
     svc.wait_for(lambda: group not in crowded.kubectl("get", "podgroups.scheduling.k8s.io", "-o", "name"), 60, "it goes with it")
 
 
-def test_s17_of_two_groups_with_room_for_one_there_is_one_whole_and_a_half_one_gives_back(crowded: Scene) -> None:
+def test_s17_half_scheduled_group_releases_its_devices(crowded: Scene) -> None:
     crowded.leave(3)
     gang = {"mode": "Fallback", "timeoutSeconds": TIMEOUT_S}
     crowded.apply(crowded.manifest(replicas=2, pods=2, placement={"gang": gang}))
@@ -145,7 +145,7 @@ def nodes_of(scene: Scene) -> dict[str, set[str]]:
     return {name: {pod["spec"]["nodeName"] for pod in pods.values() if is_placed(pod)} for name, pods in scene.by_group().items()}
 
 
-def test_s18_a_group_keeps_together_groups_keep_apart_and_one_without_a_place_waits_whole(racked: Scene) -> None:
+def test_s18_groups_are_packed_spread_and_wait_whole(racked: Scene) -> None:
     """Each group in one rack, no two of them on one node; with as many groups as nodes there is no place for one more."""
     apart = {"topology": {"key": RACK, "mode": "Required"}, "spreadGroups": "Required"}
     placement = apart | {"gang": {"mode": "Fallback"}}
@@ -181,7 +181,7 @@ def drain(scene: Scene, node: str) -> "subprocess.Popen[str]":
 SCENE = "example.com/scene"
 
 
-def test_s38_two_nodes_drained_at_once_break_one_group_at_a_time(scene: Scene) -> None:
+def test_s38_draining_two_nodes_breaks_one_group_each_time(scene: Scene) -> None:
     scene.gone()
     manifest = scene.manifest(replicas=3, pods=4, placement={"gang": {"mode": "Native" if has_native(scene) else "Fallback"}})
     manifest["spec"]["podTemplate"]["metadata"] = {"labels": {SCENE: scene.namespace}}

@@ -43,7 +43,7 @@ def early(scene: Scene, groups: int) -> str:
     return f"with {ready} of {pods} pods ready: Ready {told['Ready']}, Progressing {progress}"
 
 
-def test_s1_scaling_out_adds_whole_groups_and_touches_no_pod(four: Scene) -> None:
+def test_s1_scale_out_adds_whole_groups_and_keeps_pods(four: Scene) -> None:
     before = four.uids()
     with always(lambda: early(four, 4)) as wrong:
         four.scale(4)
@@ -69,7 +69,7 @@ def test_s2_scaling_in_restarts_no_pod_that_stays(four: Scene) -> None:
     assert {name: four.fingerprints(name) for name in left} == {name: before[name] for name in left}
 
 
-def test_s5_a_group_that_is_deleted_by_hand_is_replaced(four: Scene) -> None:
+def test_s5_deleted_group_is_replaced(four: Scene) -> None:
     victim, other = sorted(four.groups())
     before, gone = four.fingerprints(other), uids(four)[victim]
     four.kubectl("delete", "statefulset", victim, "--wait=false")
@@ -83,7 +83,7 @@ def uids(scene: Scene) -> dict[str, str]:
     return {name: one["metadata"]["uid"] for name, one in scene.sets().items()}
 
 
-def test_s10_a_worker_that_is_deleted_restarts_its_own_group_and_no_other(scene: Scene) -> None:
+def test_s10_deleted_worker_restarts_only_its_group(scene: Scene) -> None:
     scene.gone()
     scene.apply(scene.manifest(replicas=2, pods=3))
     scene.wait_ready(2, 400)
@@ -195,7 +195,7 @@ def bodies() -> list[dict[str, object]]:
     return [{**fixed, "prompt": f"stage {i}", "temperature": float(i % 2), "seed": 7 + i} for i in range(4)]
 
 
-def test_two_stages_of_two_ranks_over_both_nodes_equal_one_rank_and_outlive_a_pod_of_the_second(scene: Scene) -> None:
+def test_tp_2_pp_2_equals_one_rank_across_restart(scene: Scene) -> None:
     scene.gone()
     scene.apply(scene.manifest(replicas=1, pods=1))
     scene.wait_ready(1, 300)

@@ -76,7 +76,7 @@ def fetch(scene: Scene) -> HubServer:
     return hub
 
 
-def test_a_model_that_is_not_in_the_claim_is_told_and_served_once_a_job_has_fetched_it(claimed: Scene) -> None:
+def test_missing_model_is_reported_and_served_after_a_job(claimed: Scene) -> None:
     claimed.apply(service(claimed))
     svc.wait_for(lambda: claimed.condition("ModelCached") == ("False", "NotFound"), 180, "the status says that it is not there")
     assert "phalanx-runtime fetch" in claimed.message("ModelCached")
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_in_the_claim_is_told_and_served_once_a_job_has_fetc
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 8)
 
 
-def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed: Scene) -> None:
+def test_groups_mount_the_claim_read_only_without_source(claimed: Scene) -> None:
     claimed.scale(2)
     claimed.wait_ready(2, 300)
     pods = claimed.pods()
@@ -99,7 +99,7 @@ def test_groups_read_the_claim_without_the_source_and_cannot_write_to_it(claimed
             claimed.kubectl("exec", name, "-c", "runtime", "--", "python3", "-c", WRITE)
 
 
-def test_pods_that_may_all_write_to_one_claim_fetch_the_model_once(scene: Scene, tmp_path: Path) -> None:
+def test_pods_with_a_shared_claim_fetch_the_model_once(scene: Scene, tmp_path: Path) -> None:
     if scene.cluster.files is None:
         pytest.skip("the folder and the source are of this machine")
     scene.gone()
@@ -139,7 +139,7 @@ def on_disks(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     scene.cluster.kubectl("delete", "storageclass", LOCAL)
 
 
-def test_each_pod_keeps_the_model_in_a_claim_of_its_own_on_the_disk_of_its_node(scene: Scene, on_disks: dict[str, Path]) -> None:
+def test_each_pod_caches_the_model_in_its_own_claim(scene: Scene, on_disks: dict[str, Path]) -> None:
     with running_hub(API_IP) as hub:
         made = fetching(scene, hub, {"type": "NodeLocal", "storageClassName": LOCAL, "size": "1Gi"}, replicas=1, pods=2)
         scene.apply(made)

@@ -114,7 +114,7 @@ def told(scene: Scene) -> str:
     return "\n".join(one["message"] for one in scene.get("events")["items"])
 
 
-def test_the_group_of_a_lost_node_has_a_successor_elsewhere_and_its_streams_go_on(spread: Scene) -> None:
+def test_lost_nodes_group_is_replaced_and_streams_continue(spread: Scene) -> None:
     alone = Streams(spread.url, bodies()).run()
     (struck,) = {pod["metadata"]["labels"]["phalanx.dev/group"] for pod in at(spread, LOST).values()}
     (other,) = set(spread.groups()) - {struck}
@@ -144,7 +144,7 @@ def test_the_group_of_a_lost_node_has_a_successor_elsewhere_and_its_streams_go_o
     assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0], "a lost node is no fault of a group"
 
 
-def test_a_node_that_comes_back_doubles_nothing_and_moves_nothing(spread: Scene) -> None:
+def test_returning_node_duplicates_and_moves_nothing(spread: Scene) -> None:
     """It is the one that the test before has lost."""
     assert silent_since(spread, LOST), "the node is away"
     pods, sets, over = spread.uids(), uids(spread), spread.taken_over()

@@ -58,7 +58,7 @@ def made(body: dict[str, Any]) -> datetime:
     return datetime.fromisoformat(body["metadata"]["creationTimestamp"])
 
 
-def test_s14_a_group_that_dies_at_every_start_is_given_up_and_the_others_serve_on(mended: Scene, model: Path) -> None:
+def test_s14_crash_looping_group_is_given_up_others_serve(mended: Scene, model: Path) -> None:
     """One on each node, and then none for a minute; the next one finds what was missing."""
     mended.apply(manifest(mended, 2, 1, maxGroupRestarts=1, windowSeconds=WINDOW_S))
     mended.wait_ready(2, 300)
@@ -100,7 +100,7 @@ def assert_stalled(scene: Scene) -> None:
     svc.wait_for(lambda: ("Warning", "RestartBudgetSpent") in scene.events(), 30, "and an event")
 
 
-def test_a_group_that_hangs_at_its_start_loses_all_its_pods_at_once_and_then_serves(mended: Scene, model: Path) -> None:
+def test_hanging_group_loses_all_pods_once_and_then_serves(mended: Scene, model: Path) -> None:
     """Its ranks read a file whose storage does not answer; pods that are made later find none."""
     mended.apply(manifest(mended, 1, 2, startupSeconds=STARTUP_S))
     mended.wait_ready(1, 300)

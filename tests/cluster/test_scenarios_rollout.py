@@ -31,7 +31,7 @@ def rolled(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
-def test_s21_when_the_image_changes_never_more_than_one_group_is_missing_nor_one_too_many(rolled: Scene) -> None:
+def test_s21_image_change_keeps_group_count_within_bounds(rolled: Scene) -> None:
     """One that is on its way out counts: its successor waits for its devices, and no other one goes before that is ready."""
     if rolled.cluster.files is None:
         pytest.skip("an image gets another name on every node: the cluster of this machine only")
@@ -52,7 +52,7 @@ def test_s21_when_the_image_changes_never_more_than_one_group_is_missing_nor_one
     assert [one["image"] for one in containers] == [image] * 4
 
 
-def test_s11_each_group_is_replaced_once_and_no_pod_twice(rolled: Scene) -> None:
+def test_s11_each_group_is_replaced_once(rolled: Scene) -> None:
     rolled.scale(2)
     rolled.wait_ready(2, 300)
     old = {name: body["metadata"]["uid"] for name, body in rolled.sets().items()}
@@ -74,7 +74,7 @@ def test_s11_each_group_is_replaced_once_and_no_pod_twice(rolled: Scene) -> None
     assert rolled.restarts() == 0 and {rolled.incarnation(group) for group in rolled.groups()} == {1}
 
 
-def test_s28_no_request_fails_while_a_rollout_goes_on(rolled: Scene) -> None:
+def test_s28_rollout_fails_no_request(rolled: Scene) -> None:
     rolled.scale(2)
     rolled.wait_ready(2, 300)
     before = set(rolled.groups())
@@ -102,7 +102,7 @@ def going_too_soon(scene: Scene) -> str:
     return f"{early} went before {old}" if early and old else ""
 
 
-def test_s26_a_scale_in_half_way_takes_groups_of_the_old_revision_first(rolled: Scene) -> None:
+def test_s26_scale_in_during_rollout_removes_old_revision_first(rolled: Scene) -> None:
     """Those that are not ready would go before: so all are, half of them new, when there are to be fewer."""
     rolled.patch({"replicas": 4, "rollout": {"partition": 2}})
     rolled.wait_ready(4, 300)
@@ -120,7 +120,7 @@ def test_s26_a_scale_in_half_way_takes_groups_of_the_old_revision_first(rolled: 
     rolled.patch({"rollout": {"partition": 0}})
 
 
-def test_s26_a_rollout_that_is_changed_half_way_ends_at_the_last_word(rolled: Scene) -> None:
+def test_s26_rollout_changed_midway_ends_at_the_latest_spec(rolled: Scene) -> None:
     rolled.scale(3)
     rolled.wait_ready(3, 300)
     before = set(rolled.groups())
@@ -143,7 +143,7 @@ def long_ones() -> list[dict[str, object]]:
     return [{**fixed, "prompt": f"a long one, {i}", "seed": i} for i in range(6)]
 
 
-def test_s32_a_stream_outlives_the_scale_in_of_its_group_and_pods_have_their_pre_stop(rolled: Scene) -> None:
+def test_s32_stream_survives_scale_in_and_pods_have_prestop(rolled: Scene) -> None:
     rolled.patch({"replicas": 2, "drain": {"preStopSeconds": PRE_STOP_S, "timeoutSeconds": 120}})
     rolled.roll("s32")  # pods have the pause that held when they were made
     rolled.wait_ready(2, 400)
@@ -220,7 +220,7 @@ def test_s24_a_surge_without_room_takes_one_group_first(scene: Scene) -> None:
     assert scene.condition("CapacityAvailable") == ("True", "Scheduled")
 
 
-def test_a_revision_that_cannot_start_goes_back_by_itself_and_no_request_fails(scene: Scene) -> None:
+def test_failing_revision_rolls_back_and_no_request_fails(scene: Scene) -> None:
     """Its model is not there. The group that never went serves all the time; a stream of the one that goes first moves to it."""
     scene.gone()
     good_model = scene.manifest(replicas=2, pods=1, rollout={"onFailure": "Rollback", "progressDeadlineSeconds": DEADLINE_S})
@@ -253,7 +253,7 @@ def test_a_revision_that_cannot_start_goes_back_by_itself_and_no_request_fails(s
     assert scene.uids() == uids, "the former spec is what runs"
 
 
-def test_a_canary_gets_about_its_share_and_all_or_nothing_exactly(scene: Scene) -> None:
+def test_canary_gets_its_share_of_requests(scene: Scene) -> None:
     scene.gone()
     scene.apply(scene.manifest(replicas=2, pods=1, rollout={"partition": 1, "canaryWeight": 25}))
     scene.wait_ready(2, 300)

@@ -42,7 +42,7 @@ def asked(scene: Scene, count: int) -> "Future[list[svc.Answer]]":
     return future
 
 
-def test_s35_one_request_wakes_the_service_and_is_held_until_it_is_answered(scene: Scene) -> None:
+def test_s35_one_request_wakes_the_service_and_is_answered(scene: Scene) -> None:
     scene.apply(scene.manifest(replicas=0, pods=1, autoscaling=ZERO))
     svc.wait_for(lambda: scene.condition("Ready") == ("True", "ScaledToZero"), 180, "a router, and no group")
     with always(lambda: "" if replicas(scene) <= 1 and len(scene.sets()) <= 1 else "above the maximum") as wrong:
@@ -75,7 +75,7 @@ def loaded(scene: Scene) -> Iterator[Traffic]:
         yield traffic
 
 
-def test_s36_a_restart_of_the_operator_changes_no_count_under_a_constant_load(elastic: Scene) -> None:
+def test_s36_operator_restart_keeps_count_under_constant_load(elastic: Scene) -> None:
     """The load alone holds it: a group goes without it."""
     assert [a.error for a in asked(elastic, 3).result(120)] == [None] * 3, "groups measure their steps"
     svc.wait_for(lambda: replicas(elastic) < 3, 300, "without a load fewer do")
@@ -92,7 +92,7 @@ def test_s36_a_restart_of_the_operator_changes_no_count_under_a_constant_load(el
     assert traffic.failed == [] and len(elastic.ready_groups()) == 3
 
 
-def test_s37_while_no_router_is_heard_the_count_is_held_and_that_is_said(elastic: Scene) -> None:
+def test_s37_silent_routers_hold_the_count_with_a_condition(elastic: Scene) -> None:
     """The operator proves itself with the token of the service: with another one routers do not answer it.
 
     Who took their silence for no load would take a group away at the next evaluation.

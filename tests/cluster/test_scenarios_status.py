@@ -46,7 +46,7 @@ def test_s44_a_bad_manifest_is_refused_naming_the_field(scene: Scene, field: str
         scene.apply(manifest)
 
 
-def test_s44_an_over_long_name_is_refused_naming_the_field(scene: Scene) -> None:
+def test_s44_too_long_name_is_refused_with_its_field(scene: Scene) -> None:
     with pytest.raises(Failed, match=r"metadata\.name"):
         scene.apply(scene.manifest(name="a" * 41))
 
@@ -76,7 +76,7 @@ def asked(scene: Scene, name: str, key: str = "") -> int:
     return httpx.post(f"{scene.address(name)}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
 
-def test_s47_a_service_that_fails_in_a_loop_leaves_the_others_alone(scene: Scene, hub: HubServer) -> None:
+def test_s47_failing_service_does_not_affect_others(scene: Scene, hub: HubServer) -> None:
     """Its credentials are wrong, which ends each start at once. With the right ones it serves; with keys, who has one."""
     scene.apply(scene.manifest(replicas=1, pods=1))
     scene.wait_ready(1, 300)
@@ -160,7 +160,7 @@ def allow(scene: Scene, count: int, what: str = "pods") -> None:
     svc.wait_for(lambda: scene.get("resourcequota", "few").get("status", {}).get("hard") == hard, 60, "the quota holds")
 
 
-def test_what_a_quota_refuses_is_told_and_starts_by_itself_when_that_is_raised(tight: Scene) -> None:
+def test_quota_refusal_is_reported_and_ends_with_the_quota(tight: Scene) -> None:
     """First there is no room for the router, then for one of two pods of the group. Meanwhile their controllers come to wait for
     minutes between two tries."""
     allow(tight, 0)
@@ -187,7 +187,7 @@ def test_what_a_quota_refuses_is_told_and_starts_by_itself_when_that_is_raised(t
     assert tight.condition("CapacityAvailable") == ("True", "Scheduled")
 
 
-def test_a_quota_on_the_number_of_groups_is_told_and_followed_when_it_is_raised(tight: Scene) -> None:
+def test_quota_on_groups_is_reported_and_followed(tight: Scene) -> None:
     allow(tight, 1, "count/statefulsets.apps")
     tight.apply(tight.manifest(replicas=2, pods=1))
     svc.wait_for(lambda: tight.condition("CapacityAvailable") == ("False", "QuotaExceeded"), 60, "the status says why")

@@ -57,7 +57,7 @@ def drafting(scene: Scene) -> Iterator[Scene]:
     scene.gone()
 
 
-def test_a_draft_that_cannot_be_loaded_is_told_and_the_service_serves_without(drafting: Scene) -> None:
+def test_unloadable_draft_is_reported_and_the_service_serves(drafting: Scene) -> None:
     drafting.wait_ready(1)
     svc.wait_for(lambda: drafting.condition("Speculating") == ("False", "DraftLost"), 60, "the condition says so")
     assert "cannot be loaded" in drafting.message("Speculating")
@@ -70,7 +70,7 @@ def test_a_draft_that_cannot_be_loaded_is_told_and_the_service_serves_without(dr
     assert "served without speculation: draft model" in log
 
 
-def test_one_that_works_is_told_and_the_answers_are_the_same(drafting: Scene) -> None:
+def test_working_draft_is_reported_and_answers_are_equal(drafting: Scene) -> None:
     without = tokens(drafting)
     drafting.patch(by(tiny_model.DRAFT))
     svc.wait_for(lambda: drafting.condition("Speculating") == ("True", "Proposing"), 300, "the condition says so")
@@ -79,7 +79,7 @@ def test_one_that_works_is_told_and_the_answers_are_the_same(drafting: Scene) ->
     assert 0 < counted(drafting, KEPT) < counted(drafting, DRAFTED)
 
 
-def test_one_of_other_tokens_is_refused_and_the_status_says_why(drafting: Scene) -> None:
+def test_draft_with_other_tokenizer_is_refused_with_a_reason(drafting: Scene) -> None:
     drafting.patch(by(tiny_model.OTHER_TOKENS))
 
     def said() -> bool:

@@ -36,7 +36,7 @@ def shown(metrics: Metrics) -> dict[str, MetricWrapperBase]:
     return {family.name + ("_total" if family.type == "counter" else ""): one for one in own for family in one.describe()}
 
 
-def test_the_page_lists_every_metric_with_its_labels_and_no_other() -> None:
+def test_page_lists_every_metric_with_its_labels() -> None:
     metrics, told = Metrics(), listed()
     there = shown(metrics)
     assert {name for name in told if name.startswith("phalanx_")} == set(there)
@@ -48,13 +48,13 @@ def test_the_page_lists_every_metric_with_its_labels_and_no_other() -> None:
     assert set(told) <= of_registry, "those of the process too"
 
 
-def test_alerts_and_samples_rest_on_metrics_that_the_operator_has() -> None:
+def test_alerts_and_samples_use_existing_metrics() -> None:
     files = [*ROOT.glob("manifests/**/*.yaml"), *ROOT.glob("manifests/**/*.yml")]
     named = {name for path in files for name in re.findall(r"\b(phalanx_operator_\w+)", path.read_text())}
     assert named and named <= set(shown(Metrics()))
 
 
-async def test_a_status_write_is_counted_and_a_look_that_writes_none_is_not() -> None:
+async def test_only_written_status_is_counted() -> None:
     world = World()
 
     def count() -> float | None:
@@ -83,7 +83,7 @@ async def test_a_look_that_fails_is_counted_under_its_error(error: type[Exceptio
     assert metrics.registry.get_sample_value("phalanx_operator_queue_keys") == 0, "it waits before it is due again"
 
 
-async def test_a_service_is_in_the_queue_from_when_it_is_due_until_it_is_taken() -> None:
+async def test_service_is_queued_from_due_until_taken() -> None:
     taken, now, metrics = asyncio.Event(), 0.0, Metrics()
 
     async def look(_: Key) -> float | None:
@@ -118,7 +118,7 @@ def gauges(world: World) -> tuple[float | None, ...]:
     return tuple(world.metrics.registry.get_sample_value(name, labels) for name in NAMES)
 
 
-async def test_the_gauges_of_a_service_follow_a_scale_in_with_a_hotspot() -> None:
+async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     world = World(replicas=3, autoscaling={"maxReplicas": 9, "mode": "Advisory", "targets": {"itlP95Ms": 100}})
     world.now = "2026-01-01T00:20:00Z"  # groups that start have not had their time yet
     assert gauges(world) == (None,) * 5

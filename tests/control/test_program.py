@@ -71,7 +71,7 @@ def test_the_crd_can_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "kind: CustomResourceDefinition" in capsys.readouterr().out
 
 
-def test_a_signal_while_the_operator_is_imported_ends_it_in_order() -> None:
+def test_signal_during_import_ends_the_operator_cleanly() -> None:
     """What it imports takes a while."""
     code = (
         "import signal, sys\n"
@@ -102,7 +102,7 @@ def make_loop(reconcile: Callable[[Key], Awaitable[float | None]]) -> tuple[Loop
     return Noting(reconcile, Metrics(), clock=lambda: 0.0, draw=lambda: 0.5), wishes
 
 
-async def test_changes_that_come_soon_after_a_look_wait_for_each_other_but_not_what_is_wanted_at_once() -> None:
+async def test_rapid_changes_are_batched_except_urgent_ones() -> None:
     now = 100.0
 
     async def reconcile(_: Key) -> float | None:
@@ -137,7 +137,7 @@ async def test_a_failed_look_is_tried_again_later_and_later(error: type[Exceptio
     assert wishes == [(A, 0.375), (A, 0.75), (A, 1.5)]
 
 
-async def test_a_good_look_forgets_failures_and_comes_again_after_its_time() -> None:
+async def test_successful_reconcile_resets_failures_and_schedules_the_next() -> None:
     answers: list[Any] = [Retry("no"), 600.0, Retry("no"), None]
 
     async def reconcile(_: Key) -> float | None:
@@ -152,7 +152,7 @@ async def test_a_good_look_forgets_failures_and_comes_again_after_its_time() -> 
     assert wishes == [(A, 0.375), (A, 600.0), (A, 0.375)]
 
 
-async def test_workers_look_at_what_was_woken_and_one_key_never_twice_at_once() -> None:
+async def test_workers_reconcile_woken_keys_never_twice_at_once() -> None:
     running: set[Key] = set()
     looks: list[Key] = []
     enough = asyncio.Event()
@@ -183,7 +183,7 @@ async def test_workers_look_at_what_was_woken_and_one_key_never_twice_at_once() 
     assert ("team", "") not in looks
 
 
-async def test_probes_tell_health_readiness_and_metrics() -> None:
+async def test_probes_report_health_readiness_and_metrics() -> None:
     health, metrics = probes.Health(), Metrics()
     async with TestClient(TestServer(probes.make_app(health, metrics))) as client:
 
@@ -251,7 +251,7 @@ FIRST = {"uid": "1", "generation": 1, "resourceVersion": "1"}
         pytest.param("DELETED", FIRST, True, id="it is gone"),
     ],
 )
-async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict[str, Any], is_woken: bool) -> None:
+async def test_own_writes_wake_no_service(type: str | None, meta: dict[str, Any], is_woken: bool) -> None:
     woken: list[Key] = []
     found: Any = handlers.registry(woken.append, ServiceCache())
     await _tell(found, "a", None, FIRST)
@@ -260,7 +260,7 @@ async def test_what_we_write_ourselves_wakes_nobody(type: str | None, meta: dict
     assert woken == [A, ("team", "b"), *([A] if is_woken else [])]
 
 
-async def test_what_the_watch_tells_is_known_until_the_service_is_gone() -> None:
+async def test_watched_state_is_cached_until_the_service_is_deleted() -> None:
     services = ServiceCache()
     found: Any = handlers.registry(lambda key: None, services)
     await _tell(found, "a", None, FIRST)
@@ -271,7 +271,7 @@ async def test_what_the_watch_tells_is_known_until_the_service_is_gone() -> None
     assert set(services.bodies) == {B}
 
 
-async def test_a_service_that_was_deleted_and_made_again_wakes_its_key() -> None:
+async def test_recreated_service_wakes_its_key() -> None:
     woken: list[Key] = []
     found: Any = handlers.registry(woken.append, ServiceCache())
     for type in ("ADDED", "DELETED", "ADDED"):

@@ -90,7 +90,7 @@ async def scene() -> AsyncIterator[Scene]:
         await server.close()
 
 
-async def test_each_router_is_asked_with_policy_and_token_and_its_answer_is_kept(scene: Scene) -> None:
+async def test_each_router_is_polled_with_policy_and_token(scene: Scene) -> None:
     scene.tell(number=3, mode="Route", count=2)
     assert not scene.asking.fleet(KEY, scene.targets).is_heard
     for router in scene.routers:
@@ -104,7 +104,7 @@ async def test_each_router_is_asked_with_policy_and_token_and_its_answer_is_kept
     assert first.tokens[0] == f"Bearer {TOKEN}"
 
 
-async def test_a_new_policy_reaches_a_router_in_the_middle_of_a_poll(scene: Scene) -> None:
+async def test_new_policy_reaches_a_router_during_a_poll(scene: Scene) -> None:
     scene.tell(number=1)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: len(scene.routers[0].asked) == 2)
@@ -116,7 +116,7 @@ async def test_a_new_policy_reaches_a_router_in_the_middle_of_a_poll(scene: Scen
     assert asked == [([], 0.0), ([], 15.0), (["a"], 0.0), (["a"], 2.0)], "what it said last is told anew: the answer may be lost"
 
 
-async def test_only_what_begins_or_ends_wakes(scene: Scene) -> None:
+async def test_only_starts_and_ends_wake(scene: Scene) -> None:
     scene.tell()
     said = [summary(group(streams=4)), summary(group(streams=9)), summary(emptied=["a"]), summary(emptied=["a"]), summary(held=1)]
     for one in said:
@@ -132,7 +132,7 @@ async def test_a_router_of_a_former_version_does_not_count(scene: Scene) -> None
 
 
 @pytest.mark.parametrize("trouble", [503, b"{", b'{"router": 5}'], ids=["an error", "cut off", "another shape"])
-async def test_a_router_in_trouble_is_asked_again_and_counts_as_silent(scene: Scene, trouble: int | bytes) -> None:
+async def test_failing_router_is_retried_and_counts_as_silent(scene: Scene, trouble: int | bytes) -> None:
     scene.tell()
     scene.routers[0].answers.put_nowait(trouble)
     await until(lambda: len(scene.routers[0].asked) == 2)
@@ -142,7 +142,7 @@ async def test_a_router_in_trouble_is_asked_again_and_counts_as_silent(scene: Sc
     await until(lambda: scene.asking.fleet(KEY, scene.targets[:1]).is_heard)
 
 
-async def test_a_router_whose_answer_was_lost_tells_the_next_one_at_once(scene: Scene) -> None:
+async def test_router_with_a_lost_answer_answers_the_next_poll(scene: Scene) -> None:
     """What it said before would be too old by the time that it may keep a question."""
     scene.tell(hear_s=30.0)
     for one in (summary(), b"{", summary()):
@@ -151,13 +151,13 @@ async def test_a_router_whose_answer_was_lost_tells_the_next_one_at_once(scene: 
     assert [one.wait_s for one in scene.routers[0].asked] == [0.0, 30.0, 0.0, 30.0]
 
 
-def test_a_question_that_is_kept_for_longest_and_lost_leaves_time_to_ask_again() -> None:
+def test_lost_long_poll_leaves_time_for_a_retry() -> None:
     pace = PollTiming()
     assert plan.HEAR_S + pace.slack_s + pace.first_retry_s < pace.stale_s
 
 
 @pytest.mark.parametrize("answer", [summary(), 500], ids=["an answer", "trouble"])
-async def test_routers_are_new_until_one_of_them_had_its_time(scene: Scene, answer: RouterSummary | int) -> None:
+async def test_routers_are_new_until_one_had_time_to_answer(scene: Scene, answer: RouterSummary | int) -> None:
     scene.tell(count=2)
     await until(lambda: all(router.asked for router in scene.routers))
     assert scene.asking.fleet(KEY, scene.targets).is_new and not scene.woken
@@ -166,7 +166,7 @@ async def test_routers_are_new_until_one_of_them_had_its_time(scene: Scene, answ
     assert not scene.asking.fleet(KEY, scene.targets).is_new
 
 
-async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_policy(scene: Scene) -> None:
+async def test_policy_changes_do_not_keep_a_router_new(scene: Scene) -> None:
     async def change(number: int) -> None:
         scene.tell(number=number)
         await until(lambda: len(scene.routers[0].asked) == number)
@@ -181,7 +181,7 @@ async def test_a_router_is_not_new_for_ever_where_each_poll_is_ended_by_another_
     assert scene.asking.fleet(KEY, scene.targets[1:]).is_new, "this one was not asked yet"
 
 
-async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_router_is_polled_until_it_returns(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     away = RouterTarget("uid-9", "127.0.0.1:1")
     scene.asking.tell(KEY, [away, scene.targets[0]], BalancePolicy(), 15.0)
     scene.routers[0].answers.put_nowait(summary())
@@ -190,7 +190,7 @@ async def test_a_router_that_is_away_is_asked_until_it_is_back(scene: Scene, cap
     assert scene.asking.fleet(KEY, [away, scene.targets[0]]).is_heard
 
 
-async def test_a_token_that_is_refused_is_read_anew(scene: Scene) -> None:
+async def test_refused_token_is_read_again(scene: Scene) -> None:
     scene.tell()
     await until(lambda: scene.routers[0].asked)
     scene.kube.put(SECRETS, scene.kube.of(SECRETS)["chat-token"] | {"data": {"token": base64.b64encode(b"other").decode()}})
@@ -199,14 +199,14 @@ async def test_a_token_that_is_refused_is_read_anew(scene: Scene) -> None:
     assert scene.routers[0].tokens == [f"Bearer {TOKEN}", "Bearer other"]
 
 
-async def test_without_a_token_nobody_is_asked(scene: Scene) -> None:
+async def test_without_token_no_router_is_polled(scene: Scene) -> None:
     del scene.kube.objects["secrets", "team", "chat-token"]
     scene.tell()
     await asyncio.sleep(0.05)
     assert scene.routers[0].asked == []
 
 
-async def test_a_router_that_is_gone_is_asked_no_more_and_forgotten(scene: Scene) -> None:
+async def test_deleted_router_is_forgotten(scene: Scene) -> None:
     scene.tell(count=2)
     for router in scene.routers:
         router.answers.put_nowait(summary())

@@ -55,7 +55,7 @@ class ChoiceSuite(Asked):
     """What a server does that is asked for more than one text at once."""
 
     @pytest.mark.usefixtures("exact")
-    async def test_choice_i_of_n_is_what_its_own_seed_gives_alone(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_choice_i_of_n_equals_its_seed_alone(self, target: Target, client: AsyncOpenAI) -> None:
         found, usage = await texts(client, target, n=3, temperature=1.2, seed=5)
         alone = [await complete(client, target, max_tokens=8, temperature=1.2, seed=mix(5, choice)) for choice in range(3)]
         assert found == {index: ended.text for index, ended in enumerate(alone)}

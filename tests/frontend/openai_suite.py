@@ -44,12 +44,12 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         assert (await client.models.retrieve(target.model)).id == target.model
 
     @pytest.mark.parametrize("finish_after", [1, 2, 12])
-    async def test_a_completion_has_as_many_tokens_as_asked(self, target: Target, client: AsyncOpenAI, finish_after: int) -> None:
+    async def test_completion_has_max_tokens_tokens(self, target: Target, client: AsyncOpenAI, finish_after: int) -> None:
         ended = await complete(client, target, max_tokens=finish_after, extra_body={"ignore_eos": True})
         assert (ended.finish, ended.completion_tokens) == ("length", finish_after)
         assert ended.prompt_tokens > 0
 
-    async def test_a_completion_has_sixteen_tokens_when_nothing_is_asked(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_completion_defaults_to_sixteen_tokens(self, target: Target, client: AsyncOpenAI) -> None:
         answer = await client.completions.create(model=target.model, prompt=PROMPT, extra_body={"ignore_eos": True})
         assert answer.usage is not None and answer.usage.completion_tokens == 16
         assert answer.id.startswith("cmpl-")
@@ -71,7 +71,7 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         assert len(texts) > 1
 
     @pytest.mark.usefixtures("exact")
-    async def test_a_prompt_of_token_ids_is_the_prompt_of_its_text(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_token_id_prompt_equals_its_text_prompt(self, target: Target, client: AsyncOpenAI) -> None:
         async with target.http() as http:
             told = (await http.post("/tokenize", json={"model": target.model, "prompt": PROMPT})).json()
         assert told["count"] == len(told["tokens"])
@@ -93,7 +93,7 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         assert ended.completion_tokens <= free.completion_tokens
 
     @pytest.mark.usefixtures("exact")
-    async def test_streams_beside_one_another_do_not_mix(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_concurrent_streams_do_not_mix(self, target: Target, client: AsyncOpenAI) -> None:
         def run(seed: int) -> Any:
             return complete_streamed(client, target, prompt=f"{PROMPT} {seed}", temperature=0.9, seed=seed)
 
@@ -155,7 +155,9 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         assert caught.value.code == "model_not_found"
 
     @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-    async def test_what_never_fits_the_context_is_refused(self, target: Target, client: AsyncOpenAI, is_streamed: bool) -> None:
+    async def test_prompt_longer_than_the_context_is_refused(
+        self, target: Target, client: AsyncOpenAI, is_streamed: bool
+    ) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model=target.model, prompt=PROMPT, max_tokens=10**9, stream=is_streamed)
         assert caught.value.code == "context_length_exceeded"
@@ -192,12 +194,12 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
             await until_metric(target, 1, f"{target.metrics_prefix}_requests_in_progress")
         await until_metric(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
 
-    async def test_the_server_says_that_it_is_ready(self, target: Target) -> None:
+    async def test_server_reports_readiness(self, target: Target) -> None:
         async with target.http() as http:
             assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
 
     @pytest.mark.usefixtures("chat")
-    async def test_a_chat_streams_what_it_answers_whole(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_streamed_chat_equals_whole_chat(self, target: Target, client: AsyncOpenAI) -> None:
         fields: dict[str, Any] = {
             "model": target.model, "max_completion_tokens": 12, "temperature": 0,
             "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],

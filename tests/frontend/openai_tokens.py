@@ -78,7 +78,7 @@ class TokenSuite(Asked):
         assert (found["text"], found["tokens"]) == (cut.choices[0].text, cut.choices[0].logprobs.tokens)
 
     @pytest.mark.parametrize("max_tokens", [0, 1, 4])
-    async def test_an_echo_tells_the_prompt_and_its_logprobs(self, target: Target, client: AsyncOpenAI, max_tokens: int) -> None:
+    async def test_echo_contains_the_prompt_and_its_logprobs(self, target: Target, client: AsyncOpenAI, max_tokens: int) -> None:
         async with target.http() as http:
             prompt = (await http.post("/tokenize", json={"prompt": PROMPT})).json()["tokens"]
         answer = await ask(client, target, echo=True, logprobs=2, max_tokens=max_tokens)
@@ -94,7 +94,7 @@ class TokenSuite(Asked):
         assert choice.finish_reason == "length" and (max_tokens or choice.text == PROMPT)
 
     @pytest.mark.usefixtures("exact")
-    async def test_an_echo_without_logprobs_is_the_prompt_before_the_text(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_echo_without_logprobs_prepends_the_prompt(self, target: Target, client: AsyncOpenAI) -> None:
         plain = (await ask(client, target)).choices[0].text
         assert (await ask(client, target, echo=True)).choices[0].text == PROMPT + plain
         assert (await joined(client, target, echo=True))["text"] == PROMPT + plain
@@ -123,7 +123,7 @@ class TokenSuite(Asked):
         pairs = zip(said.choices[0].logprobs.token_logprobs, tail, strict=True)
         assert all(abs(one - other) < IS_NEAR for one, other in pairs)
 
-    async def test_prompt_logprobs_are_told_by_token_id(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_prompt_logprobs_are_keyed_by_token_id(self, target: Target, client: AsyncOpenAI) -> None:
         answer = await ask(client, target, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
         choice = answer.choices[0]
         assert choice.prompt_logprobs[0] is None
@@ -131,7 +131,7 @@ class TokenSuite(Asked):
             assert {"logprob", "rank", "decoded_token"} == set(told[str(id)])
             assert told[str(id)]["rank"] >= 1 and len(told) <= 2
 
-    async def test_token_ids_are_told_when_asked_for(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_token_ids_are_returned_on_request(self, target: Target, client: AsyncOpenAI) -> None:
         wish = {**FULL, "return_token_ids": True}
         choice = (await ask(client, target, extra_body=wish)).choices[0]
         assert len(choice.token_ids) == 8
@@ -151,13 +151,13 @@ class TokenSuite(Asked):
         assert choice.logprobs.tokens == [f"token_id:{id}" for id in choice.token_ids]
         assert all(key.startswith("token_id:") for tops in choice.logprobs.top_logprobs for key in tops)
 
-    async def test_gaps_are_told_when_asked_for(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_gaps_are_returned_on_request(self, target: Target, client: AsyncOpenAI) -> None:
         wish = {**FULL, "return_gaps": True}
         assert len((await ask(client, target, extra_body=wish)).choices[0].gaps) == 8
         chunks = [chunk async for chunk in await ask(client, target, extra_body=wish, stream=True)]
         assert sum(len(chunk.choices[0].gaps) for chunk in chunks) == 8
 
-    async def test_every_chunk_may_tell_the_counts_so_far(self, target: Target, client: AsyncOpenAI) -> None:
+    async def test_chunks_contain_running_usage_on_request(self, target: Target, client: AsyncOpenAI) -> None:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
         counts = [chunk.usage async for chunk in await ask(client, target, stream=True, stream_options=options)]
         told = [usage.completion_tokens for usage in counts]

@@ -15,7 +15,7 @@ from tests.frontend.posting import PATIENCE_S, events, post, scripted
 from tests.frontend.serving import served
 
 
-async def test_each_request_gets_an_id_and_a_seed_of_its_own() -> None:
+async def test_each_request_gets_its_own_id_and_seed() -> None:
     backend = FakeBackend()
     for _ in range(3):
         await post(backend)
@@ -41,7 +41,7 @@ async def test_a_long_text_is_tokenised_like_a_short_one() -> None:
     assert backend.requests[0].prompt == [0, *token_ids("a " * 4000)]
 
 
-async def test_a_conversation_is_asked_through_its_template() -> None:
+async def test_conversation_is_rendered_by_its_template() -> None:
     backend = FakeBackend()
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi", "name": "me"}]
     answer = await post(backend, "/v1/chat/completions", messages=messages, max_tokens=1)
@@ -50,7 +50,7 @@ async def test_a_conversation_is_asked_through_its_template() -> None:
     assert backend.requests[0].prompt == [0, *token_ids(text)]
 
 
-async def test_a_template_hears_of_its_options() -> None:
+async def test_template_receives_its_options() -> None:
     template = "{{ enable_thinking }} {{ reasoning_effort }} {{ messages[0].reasoning_content }}"
     backend = FakeBackend(assets=tiny_assets(chat_template=template))
     message = {"role": "assistant", "content": None, "reasoning_content": "hm"}
@@ -81,7 +81,7 @@ async def test_a_piece_that_waits_for_its_rest_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_usage_counts_what_was_cached_and_generated(path: str) -> None:
+async def test_usage_counts_cached_and_generated_tokens(path: str) -> None:
     backend = FakeBackend(lambda request: one_by_one([*token_ids("ab"), eos_id()], "stop", cached_tokens=4))
     fields = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     whole = (await post(backend, path, **fields)).json()
@@ -102,7 +102,7 @@ async def test_a_kept_alive_stream_carries_comments() -> None:
     assert (await post(backend)).json()["choices"][0]["text"] == "ab"
 
 
-async def test_comments_between_events_with_ids_do_not_trouble_the_openai_client() -> None:
+async def test_openai_client_ignores_comments_between_events() -> None:
     backend = scripted(Delta(0, token_ids("a")), KeepAlive(), KeepAlive(), Delta(1, token_ids("b"), "length"))
     async with served(create_app(backend)) as url, Target(url, "").client() as client:
         model = (await client.models.list()).data[0].id

@@ -33,7 +33,7 @@ async def test_a_refusal_before_the_first_token_has_its_status(is_streamed: bool
     ],
     ids=["refusal", "bug", "end without a reason", "a token is missing", "refusal after a comment"],
 )
-async def test_a_failure_after_the_first_byte_is_the_last_event(steps: list[Step], code: str) -> None:
+async def test_failure_after_the_first_byte_is_an_event(steps: list[Step], code: str) -> None:
     answer = await post(scripted(*steps), stream=True)
     assert answer.status_code == 200
     assert json.loads(events(answer)[-1])["error"]["code"] == code
@@ -110,7 +110,7 @@ async def test_a_body_that_is_no_json_is_refused(content: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, 40], "Once upon a time"], ids=["ids", "text"])
-async def test_a_token_without_an_embedding_is_refused_before_it_reaches_a_rank(prompt: Any) -> None:
+async def test_token_without_embedding_is_refused(prompt: Any) -> None:
     backend = FakeBackend(assets=tiny_assets(vocab_size=2))
     response = await post(backend, prompt=prompt)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")

@@ -38,7 +38,7 @@ def test_an_exception_stays_on_its_line() -> None:
     assert "\n" not in text and "ValueError: two\nlines" in json.loads(text)["trace"]
 
 
-async def test_requests_are_logged_by_id_and_never_by_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_lines_contain_ids_and_no_request_text(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     backend = FakeBackend()
     keys = ApiKeys([ApiKey("alice", f"sk-{SECRET}")])

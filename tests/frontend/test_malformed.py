@@ -20,7 +20,7 @@ def client_of(backend: FakeBackend) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
 
 
-async def test_what_the_fuzz_starts_from_is_served() -> None:
+async def test_fuzz_seed_requests_are_served() -> None:
     async with client_of(FakeBackend()) as client:
         for path, body in VALID.items():
             assert (await client.post(path, json=body)).status_code == 200, path
@@ -57,7 +57,7 @@ async def test_half_a_character_is_refused_wherever_text_may_be(path: str) -> No
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/generate", "/tokenize"])
-async def test_a_huge_text_is_served_or_refused_wherever_it_is(path: str) -> None:
+async def test_huge_text_is_served_or_refused_in_every_field(path: str) -> None:
     wrong: list[str] = []
     async with client_of(FakeBackend()) as client:
         openapi = (await client.get("/openapi.json")).json()
@@ -71,7 +71,7 @@ async def test_a_huge_text_is_served_or_refused_wherever_it_is(path: str) -> Non
 @pytest.mark.parametrize(
     "entry", [{"model": "\ud800"}, {"\ud800": 1}, {"prompt": "\ud800"}, {"prompt": "x", "tenant": "\ud800"}], ids=ascii
 )
-async def test_half_a_character_fails_only_its_entry_of_a_batch(entry: dict[str, object]) -> None:
+async def test_half_a_character_fails_only_its_batch_entry(entry: dict[str, object]) -> None:
     async with client_of(FakeBackend()) as client:
         content = json.dumps({"requests": [entry, {"prompt": "x", "max_tokens": 1}]})
         answer = await client.post("/v1/batch", content=content, headers={"content-type": JSON})

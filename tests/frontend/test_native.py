@@ -85,7 +85,7 @@ async def test_a_stop_string_cuts_text_and_tokens() -> None:
     assert len(body["token_ids"]) == body["generated_tokens"] < len(token_ids("once STOP here"))
 
 
-async def test_the_end_of_a_text_is_a_token_without_text() -> None:
+async def test_eos_is_a_token_without_text() -> None:
     backend = FakeBackend(lambda request: [Delta(0, [*token_ids("ab"), eos_id()], "stop")])
     body = (await generate(backend, prompt="x")).json()
     assert (body["text"], body["token_ids"][-1], body["finish_reason"]) == ("ab", eos_id(), "stop")
@@ -110,7 +110,7 @@ async def test_the_end_of_a_text_is_a_token_without_text() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_bad_field_is_named_and_the_answer_stays_small(fields: dict[str, Any], param: str) -> None:
+async def test_invalid_field_is_named_in_a_small_error(fields: dict[str, Any], param: str) -> None:
     backend = FakeBackend()
     answer = await generate(backend, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -119,7 +119,7 @@ async def test_a_bad_field_is_named_and_the_answer_stays_small(fields: dict[str,
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_refusal_has_its_status_and_when_to_come_back(is_streamed: bool) -> None:
+async def test_refusal_has_status_and_retry_after(is_streamed: bool) -> None:
     answer = await generate(FakeBackend(lambda request: [FULL]), prompt="x", stream=is_streamed)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
 
@@ -133,7 +133,7 @@ async def test_a_failure_in_a_stream_is_its_last_event() -> None:
 
 
 @pytest.mark.parametrize("script", [[ValueError("bug")], [Delta(0, [5])]], ids=["a bug", "no end"])
-async def test_what_nobody_foresaw_is_a_500(script: list[Any]) -> None:
+async def test_unexpected_failure_is_a_500(script: list[Any]) -> None:
     answer = await generate(FakeBackend(lambda request: script), prompt="x")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
 
@@ -147,7 +147,7 @@ async def test_what_nobody_foresaw_is_a_500(script: list[Any]) -> None:
     ],
     ids=["whole", "streamed", "batch"],
 )
-async def test_a_client_that_leaves_aborts_what_it_asked(path: str, body: dict[str, Any]) -> None:
+async def test_disconnect_aborts_the_clients_requests(path: str, body: dict[str, Any]) -> None:
     backend = FakeBackend()
     async with served(create_app(backend)) as url, httpx.AsyncClient(base_url=url) as client:
         asking = asyncio.create_task(client.post(path, json=body))
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_aborts_what_it_asked(path: str, body: dict[s
 # Batch
 
 
-async def test_a_batch_answers_in_order_and_a_bad_entry_fails_alone() -> None:
+async def test_batch_keeps_order_and_invalid_entry_fails_alone() -> None:
     backend = FakeBackend()
     good = {"prompt": "once", "max_tokens": 3}
     answer = await batch(backend, good, {"prompt": 1}, "text", {**good, "stream": True}, {**good, "prompt": "the fox"})
@@ -186,7 +186,7 @@ async def test_an_entry_that_is_no_object_is_named(entry: object) -> None:
     assert error["message"].startswith("requests[1]: ")
 
 
-async def test_what_the_engine_refuses_of_a_batch_is_told_in_its_place() -> None:
+async def test_refused_batch_entry_contains_its_error() -> None:
     backend = FakeBackend(lambda request: [FULL] if request.id.endswith("1") else [Delta(0, [5], "length")])
     responses = (await batch(backend, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})).json()["responses"]
     assert [response.get("finish_reason") for response in responses] == ["length", None, "length"]
@@ -199,7 +199,7 @@ async def test_a_batch_has_bounds(entries: list[Any]) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "requests")
 
 
-async def test_without_a_model_a_batch_is_refused_as_a_whole() -> None:
+async def test_batch_without_model_is_refused() -> None:
     backend = FakeBackend()
     backend.current_assets = None
     assert (await batch(backend, {"prompt": "x"})).status_code == 503
@@ -218,7 +218,7 @@ async def test_a_key_bounds_the_priority_here_too() -> None:
 # Metrics
 
 
-async def test_metrics_are_sums_and_averages_of_what_ended() -> None:
+async def test_metrics_sum_and_average_ended_requests() -> None:
     backend = FakeBackend(saying("abc", cached_tokens=1))
     num_tokens = len(token_ids("abc"))
     async with client_of(backend) as client:
@@ -235,7 +235,7 @@ async def test_metrics_are_sums_and_averages_of_what_ended() -> None:
     assert told["avg_throughput_tokens_per_sec"] == pytest.approx(num_tokens / told["avg_latency_ms"] * 1000)
 
 
-def test_the_memory_account_is_told_for_each_rank() -> None:
+def test_memory_is_reported_per_rank() -> None:
     accounts = [
         MemoryAccount(
             rank=rank,

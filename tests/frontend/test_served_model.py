@@ -21,7 +21,7 @@ from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, saying, tiny_assets
 from tests.frontend.posting import FULL, client_of
 
 
-async def test_without_a_model_nothing_is_served_and_the_reason_is_told() -> None:
+async def test_missing_model_is_reported_with_the_reason() -> None:
     backend = FakeBackend(not_ready="no group serves")
     backend.current_assets = None
     async with client_of(backend) as client:
@@ -39,14 +39,14 @@ async def test_a_model_that_cannot_be_read_is_not_ready() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_broken")
 
 
-async def test_a_backend_may_be_ready_before_it_knows_a_model() -> None:
+async def test_backend_may_be_ready_without_a_model() -> None:
     backend = FakeBackend()
     backend.current_assets = None
     async with client_of(backend) as client:
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_the_door_follows_the_model_that_is_served() -> None:
+async def test_api_server_follows_the_served_model() -> None:
     backend = FakeBackend()
     async with client_of(backend) as client:
         assert (await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})).json()["model"] == "tiny"
@@ -60,7 +60,7 @@ async def test_the_door_follows_the_model_that_is_served() -> None:
         assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["org/next", "next"]
 
 
-async def test_a_model_was_created_when_it_became_known() -> None:
+async def test_model_created_time_is_its_first_appearance() -> None:
     backend, times = FakeBackend(), iter(range(100, 200))
     registry = CollectorRegistry()
     metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
@@ -97,7 +97,7 @@ async def test_tokens_of_messages_count_their_tools() -> None:
     ],
     ids=["part", "field", "null"],
 )
-async def test_a_refusal_of_the_past_is_taken_as_text_or_ignored(message: dict[str, object], shown: str) -> None:
+async def test_past_refusal_is_text_or_ignored(message: dict[str, object], shown: str) -> None:
     backend = FakeBackend()
     async with client_of(backend) as client:
         messages = [{"role": "user", "content": "once"}, {"role": "assistant", **message}]
@@ -108,7 +108,7 @@ async def test_a_refusal_of_the_past_is_taken_as_text_or_ignored(message: dict[s
     assert tiny_tokenizer().decode(backend.requests[0].prompt).endswith(f"<|assistant|>{shown}\n<|assistant|>")
 
 
-async def test_a_model_is_loaded_once_and_the_longest_unused_is_forgotten() -> None:
+async def test_models_load_once_and_least_recent_is_evicted() -> None:
     models = ModelCache()
     every = [tiny_assets(names=[f"m{number}"]) for number in range(MAX_CACHED_MODELS + 1)]
     first, again = await asyncio.gather(models.get(every[0]), models.get(every[0]))
@@ -120,7 +120,7 @@ async def test_a_model_is_loaded_once_and_the_longest_unused_is_forgotten() -> N
     assert await models.get(every[0]) is first
 
 
-async def test_tokens_and_text_are_told_both_ways() -> None:
+async def test_tokenize_and_detokenize_are_inverse() -> None:
     async with client_of(FakeBackend()) as client:
         told = (await client.post("/tokenize", json={"prompt": "once upon", "return_token_strs": True})).json()
         assert told["tokens"] == [0, *token_ids("once upon")] and told["max_model_len"] == 512
@@ -167,7 +167,7 @@ async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> N
     assert families and all(family.startswith(f"{prefix}_") for family in families)
 
 
-async def test_a_pod_without_a_door_has_its_health() -> None:
+async def test_worker_pod_reports_health() -> None:
     reason: list[str | None] = ["ranks load"]
     app = create_health_app(lambda: Health(not_ready=reason[0]))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as client:
@@ -178,7 +178,7 @@ async def test_a_pod_without_a_door_has_its_health() -> None:
         assert (await client.post("/v1/completions", json={})).status_code == 404
 
 
-def test_the_door_never_imports_torch_or_transformers() -> None:
+def test_api_server_never_imports_torch_or_transformers() -> None:
     code = "import sys, phalanx_frontend.app; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / folder) for folder in ("crds", "runtime"))

@@ -56,7 +56,7 @@ def test_families_give_the_tokens_of_transformers_on_a_gpu(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_draws_what_the_cpu_draws_in_float64(tmp_path: Path, family: Family) -> None:
+def test_gpu_samples_equal_cpu_in_float64(tmp_path: Path, family: Family) -> None:
     folder = save_tiny(tmp_path / "model", family)
     asked = [Asked(prompt, seed=i, temperature=0.8, top_p=0.95, top_k=50) for i, prompt in enumerate(prompts())]
     wide = {device: generate(folder, Build(torch.float64, device=device), asked) for device in ("cpu", "cuda")}
@@ -70,7 +70,7 @@ def test_noise_bits_are_the_same_on_a_gpu() -> None:
     torch.testing.assert_close(gumbel(keys, tokens, torch.float32), gumbel(keys.cuda(), tokens.cuda(), torch.float32).cpu())
 
 
-def test_bf16_runs_and_the_pool_is_sized_after_a_dry_run(tmp_path: Path) -> None:
+def test_bf16_runs_and_a_dry_run_sizes_the_pool(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     spec = RankSpec(
         rank=0,

@@ -37,7 +37,7 @@ def plugin(world: World) -> Commands:
     return Commands(KubectlOver(world), warn=print, now=lambda: NOW)
 
 
-async def test_a_drained_group_is_emptied_and_another_one_takes_its_place() -> None:
+async def test_drained_group_is_emptied_and_replaced() -> None:
     world = await world_with_routers(replicas=2)
     victim, other = sorted(world.groups)
     plugin(world).drain("chat", victim)
@@ -55,7 +55,7 @@ async def test_a_drained_group_is_emptied_and_another_one_takes_its_place() -> N
     assert world.draining() == {} and world.status.ready_replicas == 2
 
 
-async def test_a_restart_replaces_every_group_one_after_another_and_only_once() -> None:
+async def test_restart_replaces_every_group_once_in_order() -> None:
     world = await world_with_routers()
     old = world.groups
     plugin(world).restart("chat")

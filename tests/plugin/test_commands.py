@@ -62,7 +62,7 @@ def test_contexts_and_rights_are_the_users(kubectl: FakeKubectl) -> None:
     assert kubectl.calls[0][:4] == ["--namespace=team", "--context=c", "--kubeconfig=k", "--as=eve"]
 
 
-def test_groups_show_what_routers_see_and_who_was_not_heard(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_lists_router_reports_and_silent_routers(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     routers(kubectl)
     assert plugin("groups", "chat") == 0
     shown = capsys.readouterr()
@@ -108,7 +108,7 @@ def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, cap
         ),
     ],
 )
-def test_what_is_not_drained(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], found: object, words: str) -> None:
+def test_refused_drain_table(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], found: object, words: str) -> None:
     kubectl.answer("get statefulset chat-g-a", found)
     assert plugin("drain", "chat", "chat-g-a") == 1
     assert words in capsys.readouterr().err
@@ -151,14 +151,14 @@ def test_logs_of_no_pod(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("answer", "words"), [("{", "printed no JSON"), ("[]", "printed no object")])
-def test_what_is_no_object_is_said(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], answer: str, words: str) -> None:
+def test_missing_object_is_reported(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], answer: str, words: str) -> None:
     kubectl.answer("get statefulset", answer)
     assert plugin("drain", "chat", "g") == 1
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["status", "chat"], ["logs", "chat"]])
-def test_without_kubectl_it_says_so(
+def test_missing_kubectl_is_reported(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

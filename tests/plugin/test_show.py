@@ -54,7 +54,7 @@ def test_columns_are_as_wide_as_they_need_to_be() -> None:
     assert show.table(["A", "LONG"], [("xyz", 1), (None, "")]) == "A     LONG\nxyz   1\n-     -\n"
 
 
-def test_services_are_a_line_each_also_one_without_a_status() -> None:
+def test_each_service_is_one_line_with_or_without_status() -> None:
     assert show.services([body(), BARE], with_namespace=False) == (
         "NAME   READY     REASON       GROUPS   UPDATED   DRAINING   REVISION\n"
         "chat   False     RollingOut   1/2      1         0          r2\n"
@@ -78,7 +78,7 @@ def test_a_service_in_full() -> None:
     )
 
 
-def test_the_version_of_the_model_is_shown_where_it_has_one() -> None:
+def test_model_version_is_shown_if_known() -> None:
     told = body()
     told["status"]["model"] = {"resolvedRevision": "c0ffee", "cachedNodes": 2}
     assert "Model:    hf://a/b at c0ffee\n" in show.status(told)
@@ -99,7 +99,7 @@ def test_the_version_of_the_model_is_shown_where_it_has_one() -> None:
         ({"currentRevision": "r2"}, "Revision: r2\n"),
     ],
 )
-def test_what_a_status_says_beside(status: dict[str, Any], words: str) -> None:
+def test_status_details_table(status: dict[str, Any], words: str) -> None:
     assert words in show.status(body(**status))
 
 
@@ -111,7 +111,7 @@ def test_a_service_that_no_operator_saw() -> None:
     assert show.top(BARE, {}, {}) == "no groups\n"
 
 
-def test_groups_with_what_routers_say_of_them_and_without() -> None:
+def test_groups_are_shown_with_and_without_router_reports() -> None:
     assert show.groups(body(), {"chat-g-a": GroupLoad(streams=7, incarnation=3)}) == (
         "NAME       REVISION   PHASE      PODS   INCARNATION   STREAMS   NODES   REASON\n"
         "chat-g-b   r2         Starting   1/2    -             -         n1      ErrImagePull\n"
@@ -156,7 +156,7 @@ def test_a_routers_metrics_are_read() -> None:
     assert read.groups == {"g-a": GroupLoad(streams=5, running=8, kv=0.25, incarnation=2)}
 
 
-def test_streams_of_several_routers_add_up_and_what_is_the_groups_does_not() -> None:
+def test_stream_counts_are_summed_over_routers() -> None:
     other = RouterLoad(groups={"g-a": GroupLoad(streams=3, running=8, kv=0.5, incarnation=1), "g-c": GroupLoad(streams=1)})
     assert merged([read_router(METRICS), other]) == {
         "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2),
@@ -177,6 +177,6 @@ def test_streams_of_several_routers_add_up_and_what_is_the_groups_does_not() -> 
     ],
     ids=["it leads", "silent", "given back", "never"],
 )
-def test_whether_an_operator_leads_says_how_old_the_rest_may_be(spec: dict[str, Any], told: str) -> None:
+def test_missing_leader_is_shown_with_the_age_of_status(spec: dict[str, Any], told: str) -> None:
     assert show.leader({"spec": spec}, "2026-01-02T03:04:05Z") == told
     assert f"Operator: {told}\n" in show.status(body(), told)

@@ -47,7 +47,7 @@ def potential(world: World) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(worlds())
-def test_between_arrivals_moves_end_and_none_overshoots(world: World) -> None:
+def test_moves_end_between_arrivals_without_overshoot(world: World) -> None:
     """Each tick's moves from one group to another leave the target at most as strained as the source; then there are no more."""
     quiet = moves = 0
     for number in range(400):
@@ -83,7 +83,7 @@ def test_moves_of_pages_lower_the_sum_of_squares(world: World) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
-def test_noise_in_the_reports_sends_nobody_back(world: World, seed: int) -> None:
+def test_noisy_reports_move_no_stream_back(world: World, seed: int) -> None:
     """Reports that are wrong by up to EPSILON / 2: a stream never returns to where it was, though nothing else forbids it."""
     world.fields = {}
     world.balancer.policy = BalancePolicy(budgets=FREE)

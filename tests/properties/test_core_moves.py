@@ -255,9 +255,7 @@ SHARES_WHAT_IS_IN_FLIGHT = {
 @settings(max_examples=200, deadline=None)
 @given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
 @example(**SHARES_WHAT_IS_IN_FLIGHT)
-def test_requests_move_at_any_step_and_no_page_is_lost_and_no_token_differs(
-    prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape
-) -> None:
+def test_moves_at_any_step_lose_no_page_or_token(prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:
     World(prompts, orders, shape).run()
 
 
@@ -268,14 +266,14 @@ def test_the_same_moves_give_the_same_plans(prompts: list[tuple[int, int, int]],
     assert [side.runner.plans for side in once.sides] == [side.runner.plans for side in twice.sides]
 
 
-def test_a_crowd_moves_there_and_back_and_shares_what_the_other_side_has() -> None:
+def test_crowd_moves_back_and_shares_existing_pages() -> None:
     orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(4)]
     world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True)).run()
     assert world.num_moved >= 8
     assert world.num_held > 0
 
 
-def test_a_draft_goes_on_with_what_came_of_its_pages_and_catches_up_with_the_rest() -> None:
+def test_moved_draft_reuses_its_pages_and_computes_the_rest() -> None:
     """Some of the requests have no drafts, and others share their pages: the fake draft asserts that it lacks nothing."""
     orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(6)]
     world = World([(4 + i, 16, 25) for i in range(6)], orders, Shape(360, 4, 6, 1, "fcfs", caching=True, drafts=True)).run()
@@ -285,7 +283,7 @@ def test_a_draft_goes_on_with_what_came_of_its_pages_and_catches_up_with_the_res
     assert all(runner.num_accepted > 0 for runner in runners)
 
 
-def test_a_request_that_waits_for_its_grammar_stays_frozen_whoever_thaws_it() -> None:
+def test_request_awaiting_its_grammar_stays_frozen() -> None:
     scheduler = make_scheduler(Limits(64, 4, 24), FakeRunner(16, 4).pool, SchedulerConfig())
     asked = make_request(5, 6)
     assert isinstance(scheduler.reservations.reserve("m", asked, len(asked.prompt) + 16), Reservation)

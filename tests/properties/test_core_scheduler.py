@@ -225,9 +225,7 @@ def replace_delivered(request: wire.Request, delivered: list[int]) -> wire.Reque
 
 @settings(max_examples=300, deadline=None)
 @given(arrivals=ARRIVALS, shape=SHAPES)
-def test_pages_are_conserved_and_every_admitted_request_ends_with_the_tokens_of_an_undisturbed_run(
-    arrivals: list[Arrival], shape: Shape
-) -> None:
+def test_pages_are_conserved_and_tokens_equal_an_undisturbed_run(arrivals: list[Arrival], shape: Shape) -> None:
     Workload(arrivals, shape).run()
 
 
@@ -246,7 +244,7 @@ def test_pages_are_conserved_and_every_admitted_request_ends_with_the_tokens_of_
         flights=st.integers(1, 2),
     ),
 )
-def test_a_burst_of_equal_prompts_survives_the_death_of_its_writers_at_any_point(
+def test_equal_prompts_survive_aborts_of_their_writers(
     requests: int, prompt: int, differ: int, kills: list[tuple[int, int]], shape: Shape
 ) -> None:
     dies = dict(kills)
@@ -254,7 +252,7 @@ def test_a_burst_of_equal_prompts_survives_the_death_of_its_writers_at_any_point
     Workload(arrivals, shape).run()
 
 
-def test_a_tiny_pool_preempts_and_still_gives_the_same_tokens() -> None:
+def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:
     shape = Shape(14, 2, 5, 16)
     for policy in SCHEDULING_POLICIES:
         for common in (0, 4):
@@ -270,7 +268,7 @@ def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: 
     assert once.runner.plans == twice.runner.plans
 
 
-def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
+def test_multi_step_runs_free_pages_and_keep_the_tokens() -> None:
     """Drafts that are wrong every third time, across page ends, with requests that are preempted and pages that are shared."""
     for speculating in (*PROPOSING[1:3], *PROPOSING[4:6]):
         for common in (0, 4):
@@ -288,7 +286,7 @@ def test_runs_in_a_tiny_pool_give_pages_back_and_the_same_tokens() -> None:
             assert sum(counts.proposed) == sum(path.depth for plan in run.runner.plans for path in plan.paths)
 
 
-def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
+def test_draft_tokens_preempt_no_request_and_take_no_page() -> None:
     """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
     drafts = SpeculationConfig("draft", 16, is_adaptive=False, drafts=DRAFTS)
     for speculating in (NOTHING, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
@@ -299,7 +297,7 @@ def test_proposals_preempt_nobody_and_take_no_page_that_another_needs() -> None:
 
 
 @pytest.mark.parametrize("speculating", [PROPOSING[1], PROPOSING[4]], ids=["chain", "tree"])
-def test_pages_that_runs_filled_are_found_by_who_comes_later(speculating: SpeculationConfig) -> None:
+def test_pages_filled_by_runs_are_found_later(speculating: SpeculationConfig) -> None:
     shape = Shape(40, 4, 1, 40, speculating=speculating)
     first = Workload([Arrival(0, 6, 24)], shape)
     first.run()

@@ -29,29 +29,25 @@ def random_work(rng: random.Random) -> StepWork:
     return describe(decodes, chunks)
 
 
-def test_the_work_of_a_step_is_counted_from_its_parts() -> None:
+def test_step_work_is_the_sum_of_its_parts() -> None:
     assert describe([10, 20], [(0, 8), (100, 4)]) == StepWork(12, 2, 10 + 20 + 8 + 104, 8 * 4 + 4 * 102)
 
 
-def test_a_step_below_the_knee_takes_as_long_as_one_at_it() -> None:
+def test_step_below_the_knee_costs_as_much() -> None:
     model = StepModel(0.001, 0.01, 8, 0.0, 0.0)
     assert model.predict(StepWork(0, 1, 0)) == model.predict(StepWork(4, 4, 0)) == pytest.approx(0.081)
     assert model.predict(StepWork(8, 4, 0)) == pytest.approx(0.121)
 
 
 @given(MODELS, st.integers(0, 4000), st.integers(0, 64), st.integers(0, 100_000))
-def test_a_step_with_prompts_takes_what_it_takes_however_few_they_are(
-    model: StepModel, prefill: int, decodes: int, context: int
-) -> None:
+def test_step_with_prompts_has_a_minimum_cost(model: StepModel, prefill: int, decodes: int, context: int) -> None:
     work = StepWork(prefill, decodes, context, 10.0 * prefill)
     without = replace(model, prompt_s=0.0).predict(work)
     assert model.predict(work) == pytest.approx(without + (model.prompt_s if prefill else 0.0))
 
 
 @given(MODELS, st.integers(5, 8))
-def test_coefficients_are_read_as_they_were_told_and_those_of_earlier_engines_without_what_they_lack(
-    model: StepModel, known: int
-) -> None:
+def test_coefficients_round_trip_and_older_ones_have_defaults(model: StepModel, known: int) -> None:
     numbers = list(map(float, astuple(model)))
     read = StepModel.told(numbers[:known])
     assert read is not None
@@ -62,14 +58,12 @@ def test_coefficients_are_read_as_they_were_told_and_those_of_earlier_engines_wi
 @pytest.mark.parametrize(
     "numbers", [[], [0.1] * 4, [-1.0, 1, 0, 0, 0], [0.0] * 8, [0.1, 0.1, 0, 0, float("nan")], [float("inf"), 0.1, 0, 0, 0]]
 )
-def test_what_is_no_function_is_none(numbers: list[float]) -> None:
+def test_invalid_cost_function_is_refused(numbers: list[float]) -> None:
     assert StepModel.told(numbers) is None
 
 
 @given(MODELS, st.integers(0, 64), st.integers(0, 2000), st.floats(0.001, 2))
-def test_prefill_within_a_limit_stays_within_it_and_one_token_more_does_not(
-    model: StepModel, decodes: int, mean: int, limit_s: float
-) -> None:
+def test_prefill_limit_is_tight(model: StepModel, decodes: int, mean: int, limit_s: float) -> None:
     prefill = model.prefill_within(limit_s, decodes, decodes * mean)
     context = mean if decodes else 0
 
@@ -100,7 +94,7 @@ def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_the_fit_follows_a_machine_that_has_become_faster_or_slower(factor: float) -> None:
+def test_fit_follows_a_machine_that_changed_speed(factor: float) -> None:
     rng = random.Random(11)
     first = StepModel(0.005, 0.0008, 32, 2e-7, 3e-8)
     fit = StepFit()
@@ -114,7 +108,7 @@ def test_the_fit_follows_a_machine_that_has_become_faster_or_slower(factor: floa
         assert fmean(abs(model.predict(work) / truth.predict(work) - 1) for work in works) < 0.08
 
 
-def test_the_fit_tells_what_prompts_cost_beside_their_tokens() -> None:
+def test_fit_recovers_the_fixed_cost_of_prompts() -> None:
     rng = random.Random(5)
     truth = StepModel(0.005, 0.0002, 0, 2e-7, 0.0, row_s=0.0005, prompt_s=0.02)
     fit = StepFit()
@@ -129,7 +123,7 @@ def test_the_fit_tells_what_prompts_cost_beside_their_tokens() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 64), st.floats(-1, 100)), min_size=1, max_size=60))
-def test_whatever_is_measured_the_coefficients_are_finite_and_never_negative(steps: list[tuple[int, int, float]]) -> None:
+def test_coefficients_are_finite_and_never_negative(steps: list[tuple[int, int, float]]) -> None:
     fit = StepFit()
     for prefill, decodes, wall_s in steps:
         fit.add(StepWork(prefill, decodes, 100 * decodes + prefill, float(prefill * prefill)), wall_s)
@@ -152,5 +146,5 @@ def test_few_steps_give_no_function() -> None:
 
 
 @pytest.mark.parametrize(("predicted_s", "after_s"), [(None, 10.0), (0.1, 10.0), (3.0, 15.0)])
-def test_a_step_is_hung_after_ten_seconds_or_five_times_its_time(predicted_s: float | None, after_s: float) -> None:
+def test_step_hangs_after_ten_seconds_or_five_times_expected(predicted_s: float | None, after_s: float) -> None:
     assert hung_after_s(predicted_s) == after_s

@@ -26,11 +26,11 @@ def check_step(step: str, runs: int) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_index_is_lost_no_stream_hangs_no_page_leaks_whatever_fails_at(step: str) -> None:
+def test_failed_move_loses_no_index_stream_or_page(step: str) -> None:
     check_step(step, 1)
 
 
-def test_a_stream_whose_router_dies_during_a_move_is_found_where_it_is() -> None:
+def test_failed_routers_stream_is_found_during_a_move() -> None:
     """A leader lets it go on, and the next router adopts it there, wherever the move stood."""
     results = [run_cell(cell, 4) for cell in cells(" / router / killed")]
     assert len(results) == len(STEPS)

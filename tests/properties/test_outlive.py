@@ -31,7 +31,7 @@ def test_it_is_as_counted(free: int, going: list[RunningEstimate], newcomer: int
         assert slow <= told < slow + 1
 
 
-def test_how_long_a_request_goes_on() -> None:
+def test_remaining_life_table() -> None:
     assert expected_remaining_steps(3, 100, 0.0) == 100.0
     assert expected_remaining_steps(3, 100, 50.0) == 47.0
     assert expected_remaining_steps(80, 100, 50.0) == 40.0, "one that had more than usual goes on for long"

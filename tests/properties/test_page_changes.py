@@ -46,7 +46,7 @@ def take(events: PageEvents, truth: set[bytes]) -> wire.PageChanges:
 
 @settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["report", "report, lost", "ask"])), max_size=60))
-def test_a_router_knows_what_is_found_or_knows_that_it_does_not(script: list[int | str]) -> None:
+def test_router_index_is_exact_or_marked_incomplete(script: list[int | str]) -> None:
     events, truth, leader, router = PageEvents(LOG), set[bytes](), PageKeys(), Copy()
     for word in [*script, "report", "report"]:
         match word:
@@ -68,7 +68,7 @@ def test_a_router_knows_what_is_found_or_knows_that_it_does_not(script: list[int
                     assert router.found == truth
 
 
-def test_a_lost_frame_is_asked_about_and_a_log_that_runs_over_is_not() -> None:
+def test_lost_frame_is_requested_unless_the_log_overflowed() -> None:
     events, truth, leader, router = PageEvents(LOG), set[bytes](), PageKeys(), Copy()
     router.hear(leader.snapshot())
     for number in range(20):

@@ -30,13 +30,13 @@ from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.fake_runner import make_request as asked
 
 
-def test_the_lowest_priority_number_goes_first() -> None:
+def test_lowest_priority_number_is_first() -> None:
     jobs = [Job(0, 2000, 8)] + [Job(0.001, 100, 4, priority=priority) for priority in (3, -1, 0)]
     run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
     assert sorted(run.end_s, key=lambda number: run.end_s[number]) == [0, 2, 3, 1]
 
 
-def test_a_request_that_waited_long_goes_before_a_better_one_that_came_now() -> None:
+def test_long_waiting_request_precedes_a_better_new_one() -> None:
     old, late = Job(0.001, 100, 4, priority=1), AGING_S * 1.1
     jobs = [Job(0, 10, 2000), *[Job(0.001, 10, 2000) for _ in range(12)], old, Job(late, 100, 4, priority=0)]
     run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
@@ -55,7 +55,7 @@ LAST: dict[str, tuple[SchedulingPolicy, dict[str, Any], dict[str, Any], int]] = 
 
 
 @pytest.mark.parametrize(("policy", "wishes", "those_of_the_third", "victim"), LAST.values(), ids=LAST.keys())
-def test_who_is_last_by_the_policy_is_preempted(
+def test_last_request_of_the_policy_is_preempted(
     policy: SchedulingPolicy, wishes: dict[str, Any], those_of_the_third: dict[str, Any], victim: int
 ) -> None:
     """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
@@ -107,7 +107,7 @@ class FairWatch(Simulation):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
-def test_tenants_that_wait_differ_by_no_more_than_one_prompt_and_what_may_run(seed: int) -> None:
+def test_waiting_tenants_differ_by_one_prompt_at_most(seed: int) -> None:
     chance = random.Random(seed)
     jobs = []
     for tenant, rate in (("a", 0.01), ("b", 0.05), ("c", 0.3)):
@@ -147,7 +147,7 @@ def test_idle_time_earns_nothing_and_being_alone_costs_nothing() -> None:
     assert fair.rank("alone") == 2010, "back after a while, it starts where the others are"
 
 
-def test_a_tenant_that_comes_to_an_empty_queue_starts_where_the_last_one_is() -> None:
+def test_new_tenant_starts_at_the_last_tenants_position() -> None:
     fair = Fair()
     alone = of_tenant("alone", 0)
     fair.arrive(alone, [])
@@ -166,7 +166,7 @@ def test_counters_of_tenants_that_left_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("load", [0.9, 1.5], ids=["nearly full", "overloaded"])
-def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(load: float) -> None:
+def test_deadline_policy_meets_more_deadlines_than_fcfs(load: float) -> None:
     chance = random.Random(5)
     jobs, at = [], 0.0
     for _ in range(400):
@@ -181,7 +181,7 @@ def test_the_deadline_policy_meets_more_deadlines_than_fcfs_on_the_same_load(loa
     assert met["deadline"] > 1.1 * met["fcfs"], met
 
 
-def test_the_queue_is_sorted_again_when_the_deadline_policy_learns_that_keys_have_shrunk() -> None:
+def test_deadline_queue_is_sorted_again_when_keys_shrink() -> None:
     policy = Deadline()
     queue = Queue(policy, 16)
     sizes = [(100, 30.0), (10, 20.0), (900, 21.0), (500, 22.0), (2000, 23.0)]
@@ -201,7 +201,7 @@ def test_the_queue_is_sorted_again_when_the_deadline_policy_learns_that_keys_hav
     assert served == sorted(due, key=lambda number: due[number]) != [1, 2, 3, 4, 0]
 
 
-def test_a_deadline_for_the_whole_answer_goes_before_none() -> None:
+def test_request_with_a_deadline_precedes_one_without() -> None:
     jobs = [Job(0, 1000, 4), *[Job(0.001, 200, 10) for _ in range(20)], Job(0.002, 200, 10, deadline_s=1.0)]
     run = Simulation("deadline", replace(LIMITS, max_num_seqs=2)).run(jobs)
     assert run.end_s[21] < 1.1
@@ -219,7 +219,7 @@ def long_steps(run: Simulation, limit_s: float) -> float:
     return sum(wall_s > limit_s for wall_s in steps) / len(steps)
 
 
-def test_the_budget_follows_measured_steps_so_that_the_itl_target_holds() -> None:
+def test_step_budget_follows_measurements_to_meet_itl() -> None:
     target_s = 0.04
     run = Simulation(limits=replace(LIMITS, itl_target_s=target_s), noise=0.03).run(streams_and_prompts())
     assert long_steps(run, 1.1 * target_s) < 0.02
@@ -260,7 +260,7 @@ class CountingFcfs(Fcfs):
         return super().key(request, now)
 
 
-def test_a_step_looks_at_few_requests_while_a_thousand_wait() -> None:
+def test_step_examines_few_of_a_thousand_waiting_requests() -> None:
     runner, policy = FakeRunner(100, 4), CountingFcfs()
     scheduler = Scheduler(replace(LIMITS, max_num_seqs=4), PoolShape(100, 4), policy)
     for handle in range(1000):

@@ -30,7 +30,7 @@ async def told(router: Router, **wanted: Any) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
 
-async def test_proposals_are_those_of_all_groups_and_a_token_takes_what_it_takes_in_one() -> None:
+async def test_draft_counts_are_summed_and_token_time_is_averaged() -> None:
     a = leader("a", 16 * 4096, SpeculationCounts(4, [4, 4], [3, 1]))
     b = leader("b", 16 * 2048, SpeculationCounts(2, [2], [2]))
     async with running_router(a, b) as router:
@@ -42,7 +42,7 @@ async def test_proposals_are_those_of_all_groups_and_a_token_takes_what_it_takes
         await told(router, acceptance_rate=16 / 20)
 
 
-async def test_nothing_is_told_of_groups_that_told_nothing() -> None:
+async def test_silent_groups_have_no_metrics() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
         document = await told(router)
         assert (document["acceptance_rate"], document["kv_bytes_per_token"]) == (None, None)

@@ -47,7 +47,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hears_it_at_once() -> None:
+async def test_group_is_empty_after_its_last_stream() -> None:
     leader = FakeLeader("a", Script(hold_at=3))
     woken: list[Key] = []
     going = make_group("a", draining=DrainMark(NOW, "2 groups, 1 wanted"))
@@ -69,7 +69,7 @@ async def test_a_group_is_emptied_when_its_last_stream_ends_and_the_operator_hea
         await until(lambda: why_over(going, fleet(), 300, NOW) == "it has no streams")
 
 
-async def test_deaths_under_one_request_cost_their_groups_nothing_and_another_death_does() -> None:
+async def test_failures_blamed_on_a_request_are_excused() -> None:
     groups = leaders("abcd")
     async with running_router(*groups) as router, asking(router, []) as (part, target):
 

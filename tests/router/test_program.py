@@ -69,7 +69,7 @@ def test_settings_of_the_contract(token_file: str) -> None:
     assert (settings.served_names, settings.token, settings.leaders) == (("a", "b"), TOKEN, ())
 
 
-async def test_a_router_with_keys_serves_those_who_bring_one(token_file: str, tmp_path: pathlib.Path) -> None:
+async def test_router_with_keys_requires_a_key(token_file: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice sk-alice -1")
     settings = read(token_file, "--leaders", "a:1", "--api-key", "sk-1", "--api-keys-file", str(file))
@@ -115,7 +115,7 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         "no keys",
     ],
 )
-def test_a_bad_flag_ends_the_program_with_its_name_and_value(
+def test_invalid_flag_ends_the_program_with_name_and_value(
     token_file: str, flags: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -157,7 +157,7 @@ class Broken:
         raise RuntimeError("a bug")
 
 
-async def test_the_program_hears_when_its_leaders_are_no_longer_followed() -> None:
+async def test_stopped_leader_watch_ends_the_program() -> None:
     heard: asyncio.Queue[BaseException] = asyncio.Queue()
     app, _ = make_router(make_settings(), Broken(), heard.put_nowait)
     async with app.router.lifespan_context(app), asyncio.timeout(10):
@@ -186,7 +186,7 @@ async def program(
         await leader.stop()
 
 
-async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_terminating_router_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
     flags = ["--lame-duck-s", "0", "--drain-s", "10", "--served-model-name", "mine"]
     async with program(token_file, caplog, *flags) as (url, leader, serving), asyncio.timeout(20):
         async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
@@ -207,9 +207,7 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(token_file: s
         assert await serving == 0
 
 
-async def test_a_router_that_leaves_sends_its_clients_away_while_it_still_answers(
-    token_file: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_terminating_router_closes_connections_after_answers(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
     """Over a connection that stays open every request would come here, and be refused in the end."""
     flags = ["--lame-duck-s", "1", "--drain-s", "10"]
     async with program(token_file, caplog, *flags) as (url, leader, serving), asyncio.timeout(20):
@@ -236,9 +234,7 @@ async def test_a_router_that_leaves_sends_its_clients_away_while_it_still_answer
         assert await serving == 0
 
 
-async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
-    token_file: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_terminated_router_gives_clients_the_id_to_resume(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
     async with program(token_file, caplog, "--lame-duck-s", "0", "--drain-s", "0.2") as (url, leader, serving):
         async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False, timeout=20) as http:
             body = {"prompt": "hello", "max_tokens": 9, "stream": True}
@@ -252,7 +248,7 @@ async def test_a_router_whose_time_is_over_tells_its_clients_where_to_go_on(
         assert leader.aborted == []
 
 
-def test_a_signal_while_the_program_is_imported_ends_it_in_order() -> None:
+def test_signal_during_import_ends_the_program_cleanly() -> None:
     """What it imports takes a while."""
     code = (
         "import signal, sys\n"

@@ -68,7 +68,7 @@ async def running_router(*leaders: FakeLeader, ready: int | None = None) -> Asyn
             await leader.stop()
 
 
-async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
+async def test_summary_contains_groups_traffic_and_latencies() -> None:
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT
     async with running_router(FakeLeader("a"), busy) as router:
@@ -87,7 +87,7 @@ async def test_a_summary_tells_groups_traffic_and_latencies() -> None:
         assert told.queued == told.held == 0 and told.idle_s < 5
 
 
-async def test_deaths_of_a_group_are_told_at_once_and_are_not_forgotten_with_its_link() -> None:
+async def test_group_failures_are_sent_at_once_and_kept() -> None:
     leader = FakeLeader("a")
     async with running_router(leader) as router:
         await router.ask()
@@ -101,7 +101,7 @@ async def test_deaths_of_a_group_are_told_at_once_and_are_not_forgotten_with_its
         assert [(group.deaths, group.state) for group in (await router.ask()).groups] == [(1, "dead")]
 
 
-async def test_deaths_that_a_request_is_to_blame_for_are_told_at_once() -> None:
+async def test_blamed_failures_are_sent_at_once() -> None:
     leader = FakeLeader("a")
     async with running_router(leader) as router:
         assert [group.excused for group in (await router.ask()).groups] == [0]
@@ -111,7 +111,7 @@ async def test_deaths_that_a_request_is_to_blame_for_are_told_at_once() -> None:
         assert [group.excused for group in (await asyncio.wait_for(asked, 5)).groups] == [1]
 
 
-async def test_people_see_each_group_at_metrics_as_the_plugin_reads_it() -> None:
+async def test_metrics_show_each_group_as_the_plugin_reads_it() -> None:
     busy = FakeLeader("b", Script(hold_at=3))
     busy.load = HOT
     async with running_router(FakeLeader("a"), busy) as router:
@@ -148,7 +148,7 @@ async def test_other_paths_and_methods_are_as_before() -> None:
         assert (await router.http.get("/v1/models", headers=known)).status_code == 401, "the service token is no API key"
 
 
-async def test_the_policy_of_the_question_is_followed_and_numbers_rise() -> None:
+async def test_newest_policy_is_applied() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
         second = BalancePolicy(2, "Route", 3, Budgets(2, 1e6, 0.01), 1.0, 0.05, ["b"])
         told = await router.ask(policy=second)
@@ -214,7 +214,7 @@ async def test_a_question_waits_until_a_request_is_held() -> None:
         assert (await stream).tokens == expected([1, 2, 3], 8)
 
 
-async def test_a_question_waits_until_a_group_is_reached_or_lost() -> None:
+async def test_poll_waits_until_a_group_connects_or_is_lost() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
         asked = await ask_later(router)
         await router.leaders[1].stop()
@@ -224,7 +224,7 @@ async def test_a_question_waits_until_a_group_is_reached_or_lost() -> None:
         assert {group.group: group.state for group in (await asked).groups} == {"a": "fresh", "b": "fresh"}
 
 
-async def test_a_question_that_was_given_up_keeps_no_news_from_the_next_one() -> None:
+async def test_abandoned_poll_leaves_the_next_one_complete() -> None:
     """Its handler goes on until its time is over, and may be the first to see what has changed."""
     now = [UrgentChange(frozenset(), False, False, frozenset(), False)]
     door = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: now[0])
@@ -245,7 +245,7 @@ async def test_a_question_that_was_given_up_keeps_no_news_from_the_next_one() ->
         await asyncio.gather(given_up, asked)
 
 
-async def test_a_question_ends_after_its_time_and_when_the_router_leaves() -> None:
+async def test_poll_ends_after_its_time_or_on_termination() -> None:
     async with running_router(FakeLeader()) as router:
         await router.ask()
         assert (await router.ask(0.05)).router == "router-0"
@@ -254,7 +254,7 @@ async def test_a_question_ends_after_its_time_and_when_the_router_leaves() -> No
         await asked
 
 
-async def test_nobody_needs_to_hear_the_answer() -> None:
+async def test_unread_answer_does_no_harm() -> None:
     async with running_router(FakeLeader()) as router:
         await router.ask()
         body = msgspec.json.encode(Asked(BalancePolicy(), 5.0))
@@ -267,7 +267,7 @@ async def test_nobody_needs_to_hear_the_answer() -> None:
         assert (await router.ask(0.1)).router == "router-0"
 
 
-async def test_a_question_waits_until_a_group_has_lost_its_draft() -> None:
+async def test_poll_waits_until_a_group_loses_its_draft() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
         asked = await ask_later(router)
         router.leaders[1].load = wire.Load(0, 0, 0, 10, 10, speculation=SpeculationCounts(lost="no tensors" * 50))
@@ -275,7 +275,7 @@ async def test_a_question_waits_until_a_group_has_lost_its_draft() -> None:
         assert told["a"] == "" and told["b"] == ("no tensors" * 50)[:300]
 
 
-async def test_a_summary_tells_which_version_of_its_source_a_group_has_loaded() -> None:
+async def test_summary_contains_the_model_version_of_a_group() -> None:
     leader = FakeLeader("a")
     async with running_router(leader) as router, asyncio.timeout(10):
         assert (await router.ask()).groups[0].model_version == ""

@@ -59,7 +59,7 @@ async def test_a_request_is_held_until_a_group_is_ready() -> None:
         assert world.metric("phalanx_router_held_requests") == 0
 
 
-async def test_requests_are_held_by_the_policy_of_the_operator_and_the_summary_counts_them() -> None:
+async def test_requests_are_held_by_policy_and_counted() -> None:
     """Also before any group has told the model: the operator must hear of that request, or no group would ever come."""
     async with running_door(Leaders(), make_settings()) as (http, fleet):
         fleet.balancing.set_policy(BalancePolicy(number=1, max_held=1, hold_s=0.5))
@@ -72,7 +72,7 @@ async def test_requests_are_held_by_the_policy_of_the_operator_and_the_summary_c
         assert summing.summary().held == 0
 
 
-async def test_a_held_request_gets_503_after_its_time_and_more_than_allowed_at_once() -> None:
+async def test_held_request_gets_503_after_its_time_or_bound() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(hold_s=0.2, max_held=1)) as world:
         await leader.tell(STARTING)
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_is_held_no_more() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_router_that_never_saw_a_group_holds_requests_before_it_knows_the_model(stream: bool) -> None:
+async def test_router_without_groups_holds_requests_without_a_model(stream: bool) -> None:
     leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
     await leader.start()
     try:
@@ -122,7 +122,7 @@ async def test_a_router_that_never_saw_a_group_holds_requests_before_it_knows_th
 
 
 @pytest.mark.parametrize(("body", "code"), [({}, "no_group_ready"), ({"model": "other"}, "model_not_found")])
-async def test_what_goes_wrong_after_comments_is_an_error_event(body: dict[str, object], code: str) -> None:
+async def test_failure_after_comments_is_an_error_event(body: dict[str, object], code: str) -> None:
     leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
     await leader.start()
     try:
@@ -147,7 +147,7 @@ async def test_without_holding_the_answer_is_503_at_once() -> None:
             assert answer.headers["retry-after"] == "2"
 
 
-async def test_an_emptied_group_finishes_its_streams_and_newcomers_wait_for_the_next() -> None:
+async def test_draining_group_finishes_streams_new_requests_wait() -> None:
     old, new = FakeLeader("old", Script(hold_at=3)), FakeLeader("new")
     await new.start()
     try:
@@ -170,7 +170,7 @@ async def test_an_emptied_group_finishes_its_streams_and_newcomers_wait_for_the_
 
 
 @pytest.mark.parametrize("how", ["by the policy", "by its leader pod"])
-async def test_when_no_group_is_to_come_an_emptied_one_turns_newcomers_away(how: str) -> None:
+async def test_draining_last_group_refuses_new_requests(how: str) -> None:
     leader = FakeLeader("a", Script(hold_at=3))
     settings = dataclasses.replace(make_settings(), retry_after_s=0.05)
     async with running_world(leader, settings=settings) as world:
@@ -188,7 +188,7 @@ async def test_when_no_group_is_to_come_an_emptied_one_turns_newcomers_away(how:
         assert len(leader.submitted) == 1
 
 
-async def test_a_group_that_stays_after_all_takes_those_who_wait() -> None:
+async def test_kept_group_serves_waiting_requests() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
         world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
@@ -199,7 +199,7 @@ async def test_a_group_that_stays_after_all_takes_those_who_wait() -> None:
         assert (await waiting).tokens == expected([1, 2, 3], 16)
 
 
-async def test_a_started_stream_goes_on_in_a_group_that_is_emptied() -> None:
+async def test_started_stream_continues_in_a_draining_group() -> None:
     first, last = FakeLeader("first", Script(hold_at=3)), FakeLeader("last")
     async with running_world(first, last) as world:
         world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["last"]))

@@ -108,9 +108,7 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_bad_flag_ends_with_2_and_says_name_and_value(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_flag_exits_2_with_name_and_value(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["serve", "org/name", *arguments])
     assert end.value.code == 2
@@ -133,7 +131,7 @@ def test_convert_reads_two_paths() -> None:
     assert read_settings(["convert", "a.gguf", "b"], {}) == ConvertSettings(Path("a.gguf"), Path("b"))
 
 
-def test_a_conversion_that_fails_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_conversion_exits_1_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "no.gguf"), str(tmp_path / "out")]) == 1
     assert "no.gguf" in capsys.readouterr().err
 
@@ -150,7 +148,7 @@ def test_a_conversion_that_fails_ends_with_1_and_says_why(tmp_path: Path, capsys
         (("--speculative-method", "ngram", "--speculative-ratio", "0.5"), "--speculative-ratio 0.5 is used by"),
     ],
 )
-def test_what_drafts_goes_with_its_method(flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_flags_require_their_method(flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_settings("org/name", *flags)
     assert reason in capsys.readouterr().err
@@ -170,7 +168,7 @@ def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) ->
         assert reason in capsys.readouterr().err
 
 
-def test_drafts_are_found_before_the_ranks_start_and_a_missing_one_stops_no_group(tmp_path: Path) -> None:
+def test_drafts_are_located_first_and_may_be_missing(tmp_path: Path) -> None:
     def found(*flags: str) -> LocatedDraft:
         settings = serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags)
         return find_drafts(settings.model, settings.group.pod_index, threading.Event())

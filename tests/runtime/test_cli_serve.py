@@ -32,7 +32,7 @@ async def read_until(stderr: asyncio.StreamReader, pattern: str) -> re.Match[str
 
 
 @pytest.mark.system  # four starts of torch: 20 s alone on two cores, a minute beside other work
-async def test_two_ranks_answer_and_after_a_kill_the_next_incarnation_answers_the_same(tmp_path: Path) -> None:
+async def test_two_ranks_answer_equally_after_a_kill(tmp_path: Path) -> None:
     save_tiny(tmp_path / "tiny")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "phalanx_runtime", "serve", str(tmp_path / "tiny"), "--port", "0"),

@@ -48,7 +48,7 @@ def draft_lost(router: Program, token: str) -> str:
     return group.draft_lost
 
 
-def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(model: Path) -> None:
+def test_service_answers_equally_with_working_or_broken_draft(model: Path) -> None:
     draft = save_draft(model, model.parent / "draft")
     broken = save_draft(model, model.parent / "broken")
     (broken / "model.safetensors").write_text("no tensors")
@@ -73,7 +73,7 @@ def test_a_service_answers_equally_with_a_draft_and_with_one_that_is_broken(mode
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_service_drafts_by_its_first_layers_through_an_exit(model: Path, first_layers: tuple[Path, Path], ranks: str) -> None:
+def test_service_drafts_by_first_layers_through_an_exit(model: Path, first_layers: tuple[Path, Path], ranks: str) -> None:
     target, through = first_layers
     with runtime("plain", target, "--dtype", "float64") as plain:
         texts = texts_of(plain)
@@ -84,13 +84,11 @@ def test_a_service_drafts_by_its_first_layers_through_an_exit(model: Path, first
         assert told(program, "phalanx_speculation_draft_seconds_total") > 0
 
 
-def test_a_program_with_an_exit_of_another_model_is_never_ready_and_says_why(
-    model: Path, first_layers: tuple[Path, Path]
-) -> None:
+def test_foreign_exit_keeps_the_program_unready_with_reason(model: Path, first_layers: tuple[Path, Path]) -> None:
     refused(model, "was fitted to the model", *BY_EXIT, str(first_layers[1]))
 
 
-def test_a_program_whose_draft_has_other_tokens_is_never_ready_and_says_why(model: Path) -> None:
+def test_foreign_draft_keeps_the_program_unready_with_reason(model: Path) -> None:
     other = other_words(save_draft(model, model.parent / "other"))
     refused(model, "has another vocabulary than the model: token 300 is '<hello>' in ", *BY_DRAFT, str(other))
 

@@ -89,7 +89,7 @@ def answers(program: Program, at: Callable[[int], None] = lambda chunks: None) -
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_ends_the_streams_with_an_error_and_the_group_comes_back(model: Path, rank: int) -> None:
+def test_stopped_rank_ends_streams_and_the_group_recovers(model: Path, rank: int) -> None:
     with runtime("alone", model, "-tp", "2") as program:
         undisturbed = answers(program)
         assert [(a.error, a.usage) for a in undisturbed] == [(None, TOKENS)] * len(BODIES)
@@ -105,7 +105,7 @@ def test_a_stopped_rank_ends_the_streams_with_an_error_and_the_group_comes_back(
         assert [a.text for a in answers(program)] == [a.text for a in undisturbed]
 
 
-def test_streams_through_a_router_go_on_elsewhere_when_a_rank_is_stopped(model: Path) -> None:
+def test_routed_streams_continue_elsewhere_when_a_rank_stops(model: Path) -> None:
     with runtime("one", model) as one, runtime("two", model) as two:
         undisturbed = answers(two)
         flags = router_flags([one, two], model.parent / "token")

@@ -9,5 +9,5 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_index_is_lost_no_stream_hangs_no_page_leaks_whatever_fails_at(step: str) -> None:
+def test_failed_move_loses_no_index_stream_or_page(step: str) -> None:
     check_step(step, 20)

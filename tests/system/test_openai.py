@@ -78,7 +78,7 @@ async def say(target: Target, **fields: Any) -> tuple[str, str]:
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 
 
-def test_a_connection_that_was_idle_for_longer_than_clients_keep_one_is_still_open(target: Target) -> None:
+def test_idle_connection_stays_open_longer_than_clients_keep_it(target: Target) -> None:
     """The server's default would close it after just the 5 s for which httpx, and so the openai package, keeps it."""
     client = HTTPConnection(target.base_url.removeprefix("http://"), timeout=10)
     client.auto_open = 0  # once it is connected it may not connect again
@@ -91,7 +91,7 @@ def test_a_connection_that_was_idle_for_longer_than_clients_keep_one_is_still_op
     client.close()
 
 
-async def test_the_output_has_the_form_that_was_asked_for(target: Target) -> None:
+async def test_output_has_the_requested_format(target: Target) -> None:
     named = {"name": "answer", "schema": SCHEMA, "strict": True}
     for fields in ({"response_format": {"type": "json_schema", "json_schema": named}}, {"structured_outputs": {"json": SCHEMA}}):
         text, finish = await say(target, **fields)
@@ -101,7 +101,7 @@ async def test_the_output_has_the_form_that_was_asked_for(target: Target) -> Non
     assert (await say(target, guided_grammar='start: "a" "b"'))[0] == "ab"
 
 
-async def test_wishes_change_what_is_drawn(target: Target) -> None:
+async def test_sampling_fields_change_the_output(target: Target) -> None:
     async with target.http() as http:
         [*_, a] = (await http.post("/tokenize", json={"prompt": "a"})).json()["tokens"]
     fixed = {"ignore_eos": True, "max_tokens": 6}
@@ -113,7 +113,7 @@ async def test_wishes_change_what_is_drawn(target: Target) -> None:
     ] == "length"
 
 
-async def test_usage_tells_what_the_cache_had_of_a_prompt_however_the_answer_ends(world: World, target: Target) -> None:
+async def test_usage_reports_cached_tokens_however_the_answer_ends(world: World, target: Target) -> None:
     prompt = f"{target.metrics_prefix} asks for the same more than once. " * 10
     asked: Any = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20}
     for runtime in world.runtimes:  # the router may choose either
@@ -132,7 +132,7 @@ async def test_usage_tells_what_the_cache_had_of_a_prompt_however_the_answer_end
                 assert usage.prompt_tokens_details.cached_tokens == first["prompt_tokens"] - 1
 
 
-async def test_a_client_that_leaves_a_whole_answer_frees_its_pages_at_once(world: World) -> None:
+async def test_disconnect_from_a_whole_answer_frees_pages(world: World) -> None:
     base_url = world.runtimes[0].base_url
     target = Target(base_url, "tiny")
     async with target.http() as http:
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_a_whole_answer_frees_its_pages_at_once(world
         assert await told("vllm:generation_tokens_total") - before < 2 * 1900, "they were cut, and did not end by themselves"
 
 
-def test_a_request_through_the_router_is_counted_once_over_the_service(world: World) -> None:
+def test_routed_request_is_counted_once(world: World) -> None:
     """Sums over the pods: the runtime that computed it has it under vLLM's names, the router under its own."""
 
     def counts(name: str, programs: list[Program]) -> float:
@@ -200,7 +200,7 @@ def test_logs_name_requests_and_never_their_prompts(world: World) -> None:
         assert secret not in program.log.read_text()
 
 
-def test_a_runtime_tells_where_the_memory_of_each_rank_went(world: World) -> None:
+def test_runtime_reports_memory_per_rank(world: World) -> None:
     told = httpx.get(f"{world.runtimes[1].base_url}/v1/metrics", timeout=10).json()
     (rank,) = told["memory"]
     assert rank["weights_bytes"] > 0 and rank["activations_bytes"] > 0 and rank["logits_sampler_bytes"] >= 0

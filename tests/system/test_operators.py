@@ -134,7 +134,7 @@ def scale(server: FakeApi, replicas: int) -> None:
     server.put("inferenceservices", body | {"spec": body["spec"] | {"replicas": replicas}})
 
 
-async def test_one_of_two_acts_and_the_other_takes_over_when_it_dies(server: FakeApi, operators: list[Operator]) -> None:
+async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, operators: list[Operator]) -> None:
     first, second = operators
     await until(lambda: len(server.of("statefulsets")) == 1)
     assert (await first.metrics())["phalanx_operator_is_leader"] == 1
@@ -154,9 +154,7 @@ async def test_one_of_two_acts_and_the_other_takes_over_when_it_dies(server: Fak
     assert acting["process_resident_memory_bytes"] > 0
 
 
-async def test_the_age_of_a_watch_grows_while_its_kind_is_silent_and_no_longer(
-    server: FakeApi, operators: list[Operator]
-) -> None:
+async def test_watch_age_grows_only_while_its_kind_is_silent(server: FakeApi, operators: list[Operator]) -> None:
     leader = operators[0]
     before = await leader.watch_age("pods")
     async with asyncio.timeout(30):
@@ -170,9 +168,7 @@ async def test_the_age_of_a_watch_grows_while_its_kind_is_silent_and_no_longer(
 
 
 @pytest.mark.parametrize("operators", [()], ids=["as installed"], indirect=True)
-async def test_a_leader_that_was_killed_is_followed_when_its_lease_has_run_out(
-    server: FakeApi, operators: list[Operator]
-) -> None:
+async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operators: list[Operator]) -> None:
     """With the times that an operator has by itself; tests/control/kube/test_lease.py shows that they come to less than 10 s."""
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)

@@ -48,7 +48,7 @@ def test_overload_is_refused_and_holds_nothing(tmp_path: Path) -> None:
         asyncio.run(overload(program.base_url))
 
 
-def test_clients_that_leave_in_the_middle_of_their_streams_hold_no_page(tmp_path: Path) -> None:
+def test_clients_that_disconnect_hold_no_page(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", max_position_embeddings=2048)
     with running("runtime", "phalanx_runtime", ["serve", str(model), "--max-num-seqs", "64"], tmp_path) as program:
         asyncio.run(disconnects(program.base_url))

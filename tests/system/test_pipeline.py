@@ -61,7 +61,7 @@ def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
         assert [a.text for a in answers(leader)] == [a.text for a in plain]
 
 
-def test_a_mixture_on_two_stages_answers_like_one_rank_and_within_its_grammar(tmp_path: Path, model: Path) -> None:
+def test_mixture_on_two_stages_equals_one_rank(tmp_path: Path, model: Path) -> None:
     """Through `transformers`, cut by its own list of layers; the second rank draws, and compiles."""
     (tmp_path / "token").write_text((model.parent / "token").read_text())
     mixture = save_tiny(tmp_path / "mixture", "mixtral", max_position_embeddings=512)

@@ -127,7 +127,7 @@ async def resume(url: str, body: dict[str, Any], told: Told) -> None:
             assert told.status in (200, 503), told.error
 
 
-def test_clients_of_a_killed_router_get_the_rest_from_another(service: Service) -> None:
+def test_clients_of_a_killed_router_resume_at_another(service: Service) -> None:
     ports = free_port(), free_port()
     with service.router("a", ports[0], ports[1]) as first, service.router("b", ports[1], ports[0]) as second:
         bodies, whole = asyncio.run(all_to_the_end(second.base_url))
@@ -135,7 +135,7 @@ def test_clients_of_a_killed_router_get_the_rest_from_another(service: Service) 
     assert shown(again) == shown(whole)
 
 
-def test_clients_of_the_only_router_get_the_rest_when_it_is_back(service: Service) -> None:
+def test_clients_of_the_only_router_resume_after_restart(service: Service) -> None:
     port = free_port()
     with ExitStack() as stack:
         first = stack.enter_context(service.router("only", port))
@@ -165,7 +165,7 @@ async def through_a_dead_rank(bodies: list[dict[str, Any]], router: Program, run
     return tolds
 
 
-def test_a_replay_goes_on_with_everything_that_shapes_an_answer(service: Service) -> None:
+def test_replay_continues_with_all_sampling_state(service: Service) -> None:
     with service.router("replays", free_port()) as router:
         bodies, whole = asyncio.run(all_to_the_end(router.base_url))
         again = asyncio.run(through_a_dead_rank(bodies, router, service.runtimes))

@@ -26,7 +26,7 @@ def ask(http: httpx.Client, router: Program, end: str) -> int:
     return cached
 
 
-def test_a_prompt_goes_where_its_beginning_was_computed(tmp_path: Path) -> None:
+def test_prompt_goes_to_the_group_with_its_prefix(tmp_path: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     token = tmp_path / "token"
     token.write_text("a-service-token")

@@ -56,7 +56,7 @@ def counts_of(base_url: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("tree", [(), ("--speculative-tree", "3,2")], ids=["chain", "tree"])
-def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path, tree: tuple[str, ...]) -> None:
+def test_answers_equal_a_program_without_speculation(model: Path, tree: tuple[str, ...]) -> None:
     with runtime("plain", model, "--dtype", "float64") as plain:
         expected = answers(plain.base_url)
         [(_, finish, stop_reason)], _ = expected["stop strings"]
@@ -75,7 +75,7 @@ def test_answers_are_those_of_a_program_that_does_not_speculate(model: Path, tre
     assert (counts["speculation_branched_tokens_total"] > 0) == bool(tree)
 
 
-def test_a_stop_string_that_ends_inside_an_accepted_run_ends_the_text_there(model: Path) -> None:
+def test_stop_string_inside_an_accepted_run_ends_the_text(model: Path) -> None:
     """Only one letter may be drawn, and it is looked up: so one token is drawn with the prompt and then seven in each step."""
     stop = 10 * "a"
     fields = {"temperature": 0, "logit_bias": {str(ord("a")): 100.0}, "stop": [stop], "include_stop_str_in_output": True}
@@ -91,7 +91,7 @@ def test_a_stop_string_that_ends_inside_an_accepted_run_ends_the_text_there(mode
     assert (len(stop) - 1) % 7, "no run ends with it"
 
 
-def test_a_request_may_speculate_where_the_service_does_not_and_not_where_it_does(model: Path) -> None:
+def test_request_may_enable_or_disable_speculation(model: Path) -> None:
     """Asked at the router, which passes it on."""
     token = model.parent / "token"
     for name, flags, asked in [("without", (), "ngram"), ("with", (*FLAGS, "3"), "none")]:

@@ -34,7 +34,7 @@ def values(instructions: list[tuple[str, str]], word: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_container_runs_the_program_of_the_layout_without_a_shell_or_root(program: layout.Program) -> None:
+def test_container_runs_its_program_without_shell_or_root(program: layout.Program) -> None:
     final = stages(program)["final"]
     assert values(final, "FROM") == ["scratch"]
     assert json.loads(values(final, "ENTRYPOINT")[0]) == list(program.entrypoint)
@@ -45,7 +45,7 @@ def test_a_container_runs_the_program_of_the_layout_without_a_shell_or_root(prog
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_layers_are_filled_by_the_steps_that_fill_the_archives(program: layout.Program) -> None:
+def test_layers_and_archives_use_the_same_steps(program: layout.Program) -> None:
     build, final = stages(program)["build"], stages(program)["final"]
     made = [
         "base",
@@ -62,20 +62,20 @@ def test_the_layers_are_filled_by_the_steps_that_fill_the_archives(program: layo
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_build_has_every_file_it_asks_for_and_all_of_them_exist(program: layout.Program) -> None:
+def test_every_copied_file_exists_in_the_build(program: layout.Program) -> None:
     copied = [line.split()[0] for line in values(stages(program)["build"], "COPY")]
     native = [program.native] if program.native else []
     assert copied == ["tools", "images", "pyproject.toml", program.requirements, *native, *program.packages]
     assert [path for path in copied if not (ROOT / path).exists()] == []
 
 
-def test_whoever_builds_the_image_of_kernels_has_a_compiler() -> None:
+def test_kernel_build_image_has_a_compiler() -> None:
     for program in layout.PROGRAMS.values():
         installed = values(stages(program)["build"], "RUN")[0].split()
         assert ("g++" in installed) == bool(program.native)
 
 
-def test_an_image_without_a_compiler_says_that_it_has_no_kernels(
+def test_image_without_compiler_reports_missing_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "base/usr/bin").mkdir(parents=True)
@@ -120,7 +120,7 @@ def members(path: Path) -> Iterator[tarfile.TarInfo]:
         yield from tar
 
 
-def test_a_layer_keeps_modes_links_and_the_chosen_owner_and_no_times(tree: Path, tmp_path: Path) -> None:
+def test_layer_keeps_modes_links_and_owner_without_times(tree: Path, tmp_path: Path) -> None:
     layer = archive.write_layer(tree, tmp_path / "layer", owner=7, owned={"var/cache"})
     found = {x.name: x for x in members(layer.path)}
     assert list(found) == sorted(found)
@@ -150,7 +150,7 @@ def blobs(path: Path) -> dict[str, bytes]:
         return {name: content.read() for name, content in found.items() if content is not None}
 
 
-def test_every_blob_of_an_archive_is_there_once_under_its_digest(tree: Path, tmp_path: Path) -> None:
+def test_archive_contains_each_blob_once_by_digest(tree: Path, tmp_path: Path) -> None:
     layer = archive.write_layer(tree, tmp_path / "layer")
     images = [archive.Image(f"localhost/{name}:1", (layer,), command=(name,), user="65532:65532") for name in "ab"]
     archive.write_archive(tmp_path / "out.tar", images)
@@ -175,7 +175,7 @@ def test_layers_that_the_reader_has_are_left_out(tree: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["web:1", "library/web:1", "localhost/web"])
-def test_a_name_that_means_the_public_hub_or_has_no_tag_is_refused(name: str, tmp_path: Path) -> None:
+def test_public_or_untagged_image_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected HOST/NAME:TAG"):
         archive.write_archive(tmp_path / "out.tar", [archive.Image(name, ())])
 

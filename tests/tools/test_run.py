@@ -24,7 +24,7 @@ def test_a_stage_without_a_report_counts_nothing(tmp_path: Path) -> None:
     assert not run.count(tmp_path / "none.xml")
 
 
-def test_without_a_cluster_the_stage_is_left_out_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_stage_is_skipped_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLUSTER", "none")
     assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False) == []
     monkeypatch.setenv("CLUSTER", "")

@@ -15,7 +15,7 @@ from tools.errors import Failed, Missing
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_thing_is_made_once(tmp_path: Path) -> None:
+def test_resource_is_created_once(tmp_path: Path) -> None:
     made: list[Path] = []
 
     def make(folder: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_thing_is_made_once(tmp_path: Path) -> None:
     assert made == [tmp_path / "thing.part"]
 
 
-def test_an_interrupted_making_leaves_nothing_that_looks_whole_and_works_again(tmp_path: Path) -> None:
+def test_interrupted_creation_leaves_nothing_and_repeats(tmp_path: Path) -> None:
     def interrupted(folder: Path) -> None:
         (folder / "half").touch()
         raise KeyboardInterrupt
@@ -40,7 +40,7 @@ def test_an_interrupted_making_leaves_nothing_that_looks_whole_and_works_again(t
     ]
 
 
-def test_a_key_follows_contents_names_and_modes_and_no_byte_code(tmp_path: Path) -> None:
+def test_key_depends_on_contents_names_and_modes(tmp_path: Path) -> None:
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "a").write_text("1")
     keys = [cache.key_of_folder(tmp_path)]
@@ -67,7 +67,9 @@ def test_parts_of_a_key_do_not_run_together() -> None:
         pytest.param({"PHALANX_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/c"}, "/c/.cache/phalanx", id="then home"),
     ],
 )
-def test_the_cache_lies_where_the_user_says(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cache.cache_root() == Path(expected)
@@ -88,7 +90,7 @@ def test_dependencies_follow_the_first_alternative_and_no_virtual_package() -> N
     assert debian.first_choices(listing) == {"python3-minimal", "python3.11", "debconf", "a", "libc6"}
 
 
-def test_a_failed_command_says_what_it_said() -> None:
+def test_failed_command_prints_its_output() -> None:
     with pytest.raises(Failed, match="exit status 3\n  first\n  second"):
         shell.output(sys.executable, "-c", "import sys; print('first\\nsecond', file=sys.stderr); sys.exit(3)")
 
@@ -101,14 +103,14 @@ def test_a_failed_build_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "build.log").read_text().count("\n") == 100
 
 
-def test_installing_without_apt_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_without_apt_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(Missing, match="iproute2"):
         debian.install_commands({"ip": "iproute2"})
 
 
 @pytest.mark.parametrize("name", ["", "UPPER", "a/b", "-a", "a" * 33])
-def test_a_cluster_name_that_cannot_be_a_path_or_a_cgroup_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_cluster_name_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_CLUSTER", name)
     with pytest.raises(Failed, match=f"PHALANX_CLUSTER='{name}'"):
         config.cluster_files()
@@ -134,7 +136,7 @@ def test_two_clusters_share_no_path_and_no_cgroup(tmp_path: Path) -> None:
     assert set(one.etcd_folders()).isdisjoint(other.etcd_folders())
 
 
-def test_the_nodes_configurations_keep_apart_what_must_not_meet(tmp_path: Path) -> None:
+def test_node_configurations_are_disjoint(tmp_path: Path) -> None:
     first, second = config.NODES
     kubelets = [json.loads(node_files.kubelet_config(x, tmp_path / x.name, tmp_path, x.name)) for x in (first, second)]
     for key in ("address", "cgroupRoot", "podLogsDir", "tlsCertFile", "volumePluginDir", "resolvConf"):
@@ -150,14 +152,14 @@ def test_containerds_configuration_is_toml_with_the_named_runtime(tmp_path: Path
     assert cri["containerd"]["runtimes"]["runc"]["options"]["BinaryName"] == f"{tmp_path}/runc"
 
 
-def test_a_nodes_first_program_hides_the_machines_folders_before_it_becomes_init(tmp_path: Path) -> None:
+def test_first_program_hides_host_folders_before_init(tmp_path: Path) -> None:
     lines = node_files.init_script(tmp_path / "node", tmp_path / "store", tmp_path / "init").splitlines()
     assert lines[0] == "set -e" and lines[-1] == f"exec '{tmp_path}/init'"
     assert [line for line in lines if "tmpfs" in line] == [f"mount -t tmpfs node {x}" for x in node_files.PRIVATE_FOLDERS]
     subprocess.run(["sh", "-n"], input="\n".join(lines), text=True, check=True)
 
 
-def test_a_claim_is_bound_to_its_own_volume_of_the_folder() -> None:
+def test_claim_is_bound_to_its_own_volume() -> None:
     volume, claim = claims.claim_on("team", "models", Path("/models"))
     assert volume["spec"]["hostPath"]["path"] == "/models"
     assert volume["spec"]["claimRef"] == {"namespace": "team", "name": "models"}
@@ -168,7 +170,7 @@ def test_a_claim_is_bound_to_its_own_volume_of_the_folder() -> None:
     }
 
 
-def test_site_packages_are_added_beside_what_a_manifest_has() -> None:
+def test_site_packages_are_added_to_the_manifests_mounts() -> None:
     runtime = {"name": "runtime", "env": [{"name": "A", "value": "b"}]}
     manifest = {"spec": {"replicas": 1, "podTemplate": {"spec": {"containers": [runtime], "volumes": [{"name": "mine"}]}}}}
     before = json.dumps(manifest)
@@ -191,12 +193,12 @@ def test_site_packages_are_added_beside_what_a_manifest_has() -> None:
         pytest.param(["images.build", "base"], 2, "python3 -m images.build", id="images without a folder"),
     ],
 )
-def test_a_wrong_command_line_is_told(words: list[str], status: int, said: str) -> None:
+def test_invalid_command_line_is_reported(words: list[str], status: int, said: str) -> None:
     done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, said in done.stderr) == (status, True), done.stderr
 
 
-def test_a_machine_without_tools_gets_one_line_and_the_ways_around() -> None:
+def test_machine_without_tools_gets_one_line_with_remedies() -> None:
     environment = {"PATH": "/nowhere", "HOME": "/nowhere", "PHALANX_CACHE": "/nowhere/cache", "PHALANX_CLUSTER": "nowhere"}
     command = [sys.executable, "-m", "tests.cluster", "up"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -33,7 +33,7 @@ def a_pod(group: str, ready: bool = True, **metadata: Any) -> dict[str, Any]:
     return {"metadata": {"labels": {"phalanx.dev/group": group}, **metadata}, "status": {"conditions": conditions}}
 
 
-def test_always_tells_what_was_seen_once() -> None:
+def test_always_reports_what_was_seen_once() -> None:
     told = iter(["", "wrong", "wrong"])
     over = threading.Event()
 
@@ -72,7 +72,7 @@ def test_without_a_good_look_nothing_is_shown() -> None:
         pass
 
 
-def test_what_went_wrong_meanwhile_is_told_before_how_seldom_it_was_looked() -> None:
+def test_failures_are_reported_before_rare_looks() -> None:
     with pytest.raises(TimeoutError, match="not ready"), always(failing):
         raise TimeoutError("not ready")
 
@@ -85,7 +85,7 @@ def test_there_is_a_good_look_in_three_seconds(looks: int, watched_s: float, is_
     assert (too_seldom(looks, watched_s) == "") is is_enough
 
 
-def test_groups_are_broken_that_have_not_all_of_their_pods_ready_or_none_at_all() -> None:
+def test_group_is_broken_unless_all_pods_are_ready() -> None:
     pods = [
         *(a_pod("whole"), a_pod("whole")),
         a_pod("half"),
@@ -99,7 +99,7 @@ def test_groups_are_broken_that_have_not_all_of_their_pods_ready_or_none_at_all(
     assert at_most(3, ["b", "a", 1, 2], "too many") == "too many: ['1', '2', 'a', 'b']"
 
 
-def test_the_pods_that_a_drain_evicted_are_those_that_it_says_are_gone() -> None:
+def test_drained_pods_are_those_that_the_command_lists() -> None:
     told = "node/node1 cordoned\nevicting pod ns/chat-a-0\nevicting pod ns/chat-b-1\npod/chat-a-0 evicted\nnode/node1 drained\n"
     assert evicted(told) == {"chat-a-0"}
     assert evicted("") == set()

@@ -24,7 +24,7 @@ def written(folder: Path, **fields: object) -> Path:
     return path
 
 
-def test_a_full_step_takes_as_long_and_the_rest_keeps_its_proportion(tmp_path: Path) -> None:
+def test_full_step_keeps_its_time_other_steps_their_ratio(tmp_path: Path) -> None:
     machine, full = read_machine(written(tmp_path)), StepWork(STEP_TOKENS, 0, STEP_TOKENS, STEP_TOKENS**2 / 2)
     assert machine.model.predict(full) == pytest.approx(ANALYTIC.predict(full))
     one, many = StepWork(0, 1, 100), StepWork(64, 30, 9000, 500.0)
@@ -47,7 +47,7 @@ def test_another_file_is_refused(tmp_path: Path, fields: dict[str, object]) -> N
         read_machine(written(tmp_path, **fields))
 
 
-def test_the_command_takes_a_fit_and_says_whose_steps_it_simulates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reads_a_fit_and_names_its_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{i // 10:02d}.{i % 10}00000,{100 + i},{20 + i % 7}" for i in range(200)]
     (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text("\n".join(lines) + "\n")

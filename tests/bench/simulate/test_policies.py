@@ -74,7 +74,7 @@ def test_round_robin_takes_one_group_after_the_other() -> None:
     assert [sent_to(policy, GROUPS) for _ in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
-def test_prompts_that_begin_alike_have_one_home_and_all_groups_are_homes() -> None:
+def test_prompts_with_one_prefix_share_a_home_group() -> None:
     idle = [Seen() for _ in range(4)]
     homes = [[sent_to(BoundedHash(), idle, Job(0, 0.0, 1000, 9, (first, last))) for last in (1, 2)] for first in range(50)]
     assert all(one == other for one, other in homes)
@@ -82,7 +82,7 @@ def test_prompts_that_begin_alike_have_one_home_and_all_groups_are_homes() -> No
 
 
 @pytest.mark.parametrize(("at_home", "stays"), [(4, True), (5, False)])
-def test_a_home_has_at_most_a_quarter_more_than_its_share(at_home: int, stays: bool) -> None:
+def test_home_group_gets_at_most_125_percent_of_share(at_home: int, stays: bool) -> None:
     """The other three have 4 requests each: the bound is 1.25 * (16 + 1) / 4 = 5.3, or 1.25 * (17 + 1) / 4 = 5.6."""
     home = sent_to(BoundedHash(), [Seen() for _ in range(4)])
     busy = [Seen(sent=Sent(at_home if group == home else 4)) for group in range(4)]

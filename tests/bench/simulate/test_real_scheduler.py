@@ -103,7 +103,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
-def test_a_simulated_group_serves_as_the_runtime_s_scheduler_does(load: tuple[list[Arrival], int, float]) -> None:
+def test_simulated_group_schedules_like_the_runtime(load: tuple[list[Arrival], int, float]) -> None:
     arrivals, pages, ttft_bound = load
     real, model = really(arrivals, pages), simulated(arrivals, pages)
     assert [len(times) for times in real.times] == [one.output_tokens for one in arrivals]

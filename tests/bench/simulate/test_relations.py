@@ -53,7 +53,7 @@ A = {
 
 
 @pytest.mark.parametrize(("ours", "llumnix", "lmetric", "said"), A.values(), ids=A.keys())
-def test_goodput_of_a_is_held_against_llumnix_and_the_first_token_against_lmetric(
+def test_relation_a_compares_with_llumnix_and_lmetric(
     ours: list[Figures], llumnix: list[Figures], lmetric: list[Figures], said: list[str]
 ) -> None:
     cells = {"phalanx": ours, "Llumnix": llumnix, "LMetric": lmetric}
@@ -73,7 +73,7 @@ BEST = {
 
 @pytest.mark.parametrize("workload", "BD")
 @pytest.mark.parametrize(("ours", "said"), BEST.values(), ids=BEST.keys())
-def test_b_and_d_are_held_against_the_best_of_the_others_each_time(workload: str, ours: list[Figures], said: list[str]) -> None:
+def test_relations_b_and_d_compare_with_the_best_policy(workload: str, ours: list[Figures], said: list[str]) -> None:
     """One of the others has the best goodput and another the first tokens; our own variant is none of them."""
     cells = {"phalanx, no moves": played(0.99, 0.1), "phalanx": ours, "x": played(0.96, 1.9), "y": played(0.90, 0.9)}
     texts = f"{workload}: goodput against the best of 2, at least", f"{workload}: TTFT p99 against the best of 2, at most"
@@ -90,7 +90,7 @@ C = {
 
 
 @pytest.mark.parametrize(("ours", "said"), C.values(), ids=C.keys())
-def test_moves_of_c_are_held_against_none(ours: list[Figures], said: list[str]) -> None:
+def test_relation_c_compares_moves_with_no_moves(ours: list[Figures], said: list[str]) -> None:
     cells = {"phalanx": ours, "phalanx, no moves": played(), "Llumnix": played(1.0, 0.1, 0.1, 0)}
     texts = [f"C: {what} against no moves, at most" for what in ("preemptions", "gap p99", "TTFT p99")]
     assert verdicts("C", cells) == dict(zip(texts, said, strict=True))
@@ -100,7 +100,7 @@ def of_goodput(*each: float) -> list[Figures]:
     return [Figures(goodput, 0.1, 1.0, 0.1, 0.2, 3, 0, 0.0, 0, 0, 0, 0.0, 1.0) for goodput in each]
 
 
-def test_what_is_missed_by_less_than_seeds_differ_is_not_distinguishable() -> None:
+def test_gap_below_seed_variance_is_not_distinguishable() -> None:
     """The difference is taken seed by seed: what makes both better or worse is no doubt about it."""
     fresh = of_goodput(1.0, 0.9, 0.95, 0.99)
     verdicts = []

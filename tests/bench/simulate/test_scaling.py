@@ -40,7 +40,7 @@ def arrivals(*parts: tuple[float, float], seed: int = 0) -> list[Arrival]:
     return made
 
 
-def test_groups_follow_the_load_up_and_down_and_victims_are_emptied_by_moves() -> None:
+def test_groups_follow_load_and_scale_in_moves_streams() -> None:
     load = arrivals((0.5, 120), (5.0, 300), (0.5, 500))
     world, fixed = played(load, RULES, 1), played(load, None, 6)
     assert world.operator is not None
@@ -65,7 +65,7 @@ class Noting(Ours):
         super().started(job, group, now)
 
 
-def test_a_flood_is_answered_by_panic_and_new_groups_serve_after_their_start() -> None:
+def test_burst_triggers_panic_and_new_groups_serve_later() -> None:
     policy = Noting()
     world = World(Setting(1, SHAPE, scaling=RULES), policy, arrivals((0.5, 100), (8.0, 100)))
     world.run()
@@ -86,7 +86,7 @@ def test_a_steady_load_does_not_flap() -> None:
     assert len(world.operator.changes) <= 3 and sum(a != b for a, b in pairwise(up)) <= 1, world.operator.changes
 
 
-def test_what_is_left_when_a_group_goes_is_begun_anew_elsewhere() -> None:
+def test_unfinished_requests_restart_elsewhere_when_a_group_leaves() -> None:
     hurried = Scaling(least=1, most=6, start_s=20.0, ttft_s=4.0, itl_s=1.0, drain_s=0)
     world = played(arrivals((5.0, 200), (0.8, 600), seed=1), hurried, 4)
     assert world.counts.replays > 0

@@ -139,7 +139,7 @@ def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("prompt", [1, 100, 256, 257, 2000])
-def test_the_time_of_a_prompt_alone_is_that_in_an_empty_group(prompt: int) -> None:
+def test_latency_alone_equals_latency_in_an_empty_group(prompt: int) -> None:
     """Whatever a step costs: the bound of goodput is a multiple of it."""
     every = StepModel(0.003, 1e-4, 8, 1e-7, 5e-8, row_s=1e-4, prompt_s=0.004)
     shape = Shape(every, total_pages=10_000, max_num_batched_tokens=256)
@@ -171,7 +171,7 @@ def test_the_command_prints_tables_and_relations(tmp_path: Path, capsys: pytest.
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["A.svg", "B.svg", "D.svg", "E.svg"]
 
 
-def test_a_picture_has_a_bar_for_each_policy_and_figure_as_long_as_its_mean() -> None:
+def test_chart_has_a_bar_per_policy_and_figure() -> None:
     def of(goodput: float) -> Figures:
         return Figures(goodput, 0.1, 1.0, 0.1, 0.2, 3, 0, 0.0, 0, 0, 0, 0.0, 1.0)
 
@@ -185,7 +185,7 @@ def test_a_picture_has_a_bar_for_each_policy_and_figure_as_long_as_its_mean() ->
     assert {"a < b", "phalanx", "goodput %", "50.0", "100.0"} <= set(words)
 
 
-def test_a_seed_is_a_part_of_the_trace_from_time_0_on() -> None:
+def test_seed_selects_a_trace_part_that_starts_at_zero() -> None:
     trace = [Arrival(float(i), i + 1, 1) for i in range(100)]
     assert shifted(trace, 0, 0.1, 100) == trace[:10]
     for seed in range(1, 6):

@@ -23,7 +23,7 @@ def test_setting_twice_changes_nothing() -> None:
     assert again == once and again[0] is once[0]
 
 
-def test_a_message_that_was_cut_is_the_same_the_next_time() -> None:
+def test_message_is_truncated_the_same_way_each_time() -> None:
     once = set_condition((), "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t")
     assert set_condition(once, "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t2")[0] is once[0]
 
@@ -35,6 +35,6 @@ def test_conditions_are_found_and_dropped_by_type() -> None:
     assert drop_condition(conditions, "Ready") == ()
 
 
-def test_long_messages_are_cut_to_what_the_schema_takes() -> None:
+def test_long_messages_are_truncated_to_the_schema_bound() -> None:
     set_ = set_condition((), "Ready", False, reason=Reason.REJECTED, message="x" * 5000, generation=1, now="t")
     assert len(set_[0].message) == 1024

@@ -41,7 +41,7 @@ def test_every_rule_refuses_something_in_the_real_cluster() -> None:
     assert set(rules()) - {rule for case in REFUSED for rule in broken(case)} == set()
 
 
-def test_every_case_names_a_field_and_what_is_said_of_it_alone() -> None:
+def test_every_case_names_one_field_and_one_message() -> None:
     """A single word could be anything: a part of the path, or of what another rule says."""
     known = {path for path, _ in PLACES}
     assert [case.field for case in REFUSED if place(case) not in known or not case.field.startswith("spec.")] == []

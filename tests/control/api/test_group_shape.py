@@ -15,7 +15,7 @@ def test_ranks_fill_one_pod_after_the_other(tensor: int, gpus_per_pod: int, pods
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(1, 4))
-def test_every_rank_lives_in_exactly_one_pod(tensor: int, gpus_per_pod: int, pipeline: int) -> None:
+def test_every_rank_is_in_exactly_one_pod(tensor: int, gpus_per_pod: int, pipeline: int) -> None:
     if gpus_per_pod and tensor * pipeline % gpus_per_pod:
         with pytest.raises(ValueError, match="does not divide"):
             GroupShape(tensor, gpus_per_pod, pipeline)

@@ -167,13 +167,13 @@ def test_fields_of_a_later_version_are_not_read() -> None:
     assert body["spec"]["rollout"]["pace"] == "Slow", "what was seen stays as it is"
 
 
-def test_with_fields_of_a_later_version_a_wrong_one_is_named_still() -> None:
+def test_wrong_field_is_named_beside_unknown_fields() -> None:
     errors = parse(make_body(scaling={}, rollout={"pace": "Slow", "maxSurge": -1}))
     assert isinstance(errors, list)
     assert [error.field for error in errors] == ["spec.rollout.maxSurge"]
 
 
-def test_a_status_with_fields_of_a_later_version_is_read() -> None:
+def test_status_with_unknown_fields_is_parsed() -> None:
     """Going back by one release: what was noted there is not forgotten."""
     assert read(Status, {"availableReplicas": 2, "shards": [1], "groups": []}) == Status(available_replicas=2)
 
@@ -205,7 +205,7 @@ def test_replicas_have_no_default() -> None:
     assert service.spec.replicas is None
 
 
-def test_a_manifest_without_spec_is_refused_and_not_a_crash() -> None:
+def test_manifest_without_spec_is_refused_with_an_error() -> None:
     body = make_body()
     del body["spec"]
     assert parse(body) == [FieldError("spec.model", "Field required")]
@@ -253,7 +253,7 @@ def test_bytes_of_quantities(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "12XB", "Gi", "0.0Gi", "1..5Gi"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
+def test_invalid_quantity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no memory quantity"):
         parse_bytes(text)
 
@@ -342,13 +342,13 @@ def incomplete(node: dict[str, Any], path: str = "spec") -> list[str]:
     return found
 
 
-def test_no_default_lacks_what_its_object_requires() -> None:
+def test_every_default_has_the_required_fields() -> None:
     assert incomplete(schema()["properties"]["spec"]) == []
     assert incomplete({"required": ["name"], "default": {"key": "keys"}, "properties": {}}) == ["spec"]
 
 
 @pytest.mark.parametrize(("parent", "field"), [("model", "adapters"), ("engine", "kvCache"), ("engine", "kvCacheDtype")])
-def test_what_nothing_would_follow_from_is_no_field(parent: str, field: str) -> None:
+def test_every_field_has_an_effect(parent: str, field: str) -> None:
     """The API server refuses it as unknown (tests/cluster/test_rules.py), as does a test that gives it by mistake."""
     node = schema()["properties"]["spec"]["properties"][parent]
     assert field not in node["properties"] and "x-kubernetes-preserve-unknown-fields" not in node

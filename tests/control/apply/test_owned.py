@@ -55,7 +55,7 @@ def of_shared(calls: list[str]) -> list[str]:
     return [call for call in calls if call.split()[1] in plurals]
 
 
-async def test_what_a_new_service_needs_is_made_by_one_call_each() -> None:
+async def test_objects_of_a_new_service_take_one_call_each() -> None:
     world = World(replicas=2)
     await world.look()
     assert of_shared(world.kube.reads) == []
@@ -75,7 +75,7 @@ async def started_again() -> World:
     return world
 
 
-async def test_after_a_start_what_is_there_is_looked_after_a_little_later() -> None:
+async def test_existing_objects_are_checked_shortly_after_start() -> None:
     world = await started_again()
     await world.look()
     assert of_shared(world.kube.calls) == [] and (world.next_s or 0.0) <= START_S
@@ -85,7 +85,7 @@ async def test_after_a_start_what_is_there_is_looked_after_a_little_later() -> N
     assert (world.next_s or 0.0) > START_S
 
 
-async def test_after_a_start_nothing_is_said_of_routers_that_had_no_time_to_answer() -> None:
+async def test_silent_routers_are_not_reported_right_after_start() -> None:
     world = await started_again()
     assert await world.look() == []
     assert world.condition("Balanced") == ("True", "Balanced")
@@ -95,7 +95,7 @@ async def test_after_a_start_nothing_is_said_of_routers_that_had_no_time_to_answ
 
 
 @pytest.mark.parametrize("looks", [0, 1], ids=["before the first look", "after it"])
-async def test_after_a_start_what_nobody_followed_yet_is_done_at_once(looks: int) -> None:
+async def test_pending_changes_are_applied_at_once_after_start(looks: int) -> None:
     world = await started_again()
     for _ in range(looks):
         await world.look()
@@ -106,7 +106,7 @@ async def test_after_a_start_what_nobody_followed_yet_is_done_at_once(looks: int
 
 
 @pytest.mark.parametrize("looks", [0, 1], ids=["before the first look", "after it"])
-async def test_after_a_start_what_is_missing_is_made_at_once(looks: int) -> None:
+async def test_missing_objects_are_created_at_once_after_start(looks: int) -> None:
     world = await started_again()
     for _ in range(looks):
         await world.look()
@@ -115,7 +115,7 @@ async def test_after_a_start_what_is_missing_is_made_at_once(looks: int) -> None
     assert "apply services chat" in world.kube.calls
 
 
-async def test_after_a_start_what_was_refused_before_is_tried_at_once() -> None:
+async def test_refused_objects_are_retried_at_once_after_start() -> None:
     former = World(replicas=2)
     await former.settle()
     former.kube.put(SERVICES_OF_OURS, former.service | {"metadata": former.service["metadata"] | {"generation": 2}})
@@ -129,7 +129,7 @@ async def test_after_a_start_what_was_refused_before_is_tried_at_once() -> None:
     assert "apply networkpolicies chat-groups" in world.kube.calls and world.ready[0] == "True"
 
 
-async def test_what_was_made_here_is_applied_again_by_one_call_each() -> None:
+async def test_own_objects_are_applied_again_by_one_call_each() -> None:
     world = World(replicas=2)
     await world.settle()
     world.kube.reads.clear()
@@ -139,7 +139,7 @@ async def test_what_was_made_here_is_applied_again_by_one_call_each() -> None:
     assert of_shared(world.kube.reads) == ["get secrets chat-token", "get ingresses chat", "get httproutes chat"]
 
 
-async def test_an_operator_that_starts_looks_whose_objects_there_are() -> None:
+async def test_starting_operator_checks_the_owners_of_objects() -> None:
     await (world := World(replicas=2)).settle()
     world.kube.reads.clear()
     after = World(world.kube)
@@ -149,7 +149,7 @@ async def test_an_operator_that_starts_looks_whose_objects_there_are() -> None:
 
 
 @pytest.mark.parametrize(("resource", "name"), SHARED, ids=lambda v: str(v))
-async def test_an_object_of_somebody_else_is_never_written_to(resource: Resource, name: str) -> None:
+async def test_foreign_object_is_never_written(resource: Resource, name: str) -> None:
     world = World(replicas=2)
     theirs = world.kube.put(resource, {"metadata": {"name": name, "namespace": "team", "uid": "theirs"}, "spec": {"a": "b"}})
     with pytest.raises(Rejected, match=f"{name} exists and the operator does not own it"):
@@ -169,7 +169,7 @@ async def test_nor_is_one_that_took_the_place_of_ours(resource: Resource, name: 
     assert world.kube.of(resource)[name] == theirs
 
 
-async def test_what_somebody_deleted_is_made_again_in_time() -> None:
+async def test_deleted_object_is_created_again_in_time() -> None:
     world = World(replicas=2)
     await world.settle()
     for resource, name in SHARED[1:]:
@@ -179,7 +179,7 @@ async def test_what_somebody_deleted_is_made_again_in_time() -> None:
     assert all(name in world.kube.of(resource) for resource, name in SHARED)
 
 
-async def test_what_is_still_being_deleted_is_waited_for() -> None:
+async def test_terminating_object_is_awaited() -> None:
     world = World(replicas=2)
     await world.settle()
     world.kube.of(CONFIG_MAPS)["chat-policy"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -189,7 +189,7 @@ async def test_what_is_still_being_deleted_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("refusal", [Conflict, Rejected])
-async def test_a_server_that_makes_nothing_bound_to_a_version_is_asked_without(refusal: type[KubeError]) -> None:
+async def test_server_without_version_precondition_gets_a_plain_create(refusal: type[KubeError]) -> None:
     class Strict(FakeKube):
         async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
             if "resourceVersion" in body["metadata"]:
@@ -261,7 +261,7 @@ async def _step(world: World, step: str) -> object:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=12))
-async def test_what_is_not_rendered_would_have_changed_nothing(steps: list[str]) -> None:
+async def test_skipped_render_would_have_changed_nothing(steps: list[str]) -> None:
     fast, slow = World(replicas=2), World(replicas=2, manifests=Anew())
     for number, step in enumerate(["look", "tell", *steps]):
         for world in (fast, slow):
@@ -272,7 +272,7 @@ async def test_what_is_not_rendered_would_have_changed_nothing(steps: list[str])
     assert fast.service["status"] == slow.service["status"]
 
 
-async def test_a_service_at_rest_is_rendered_once_in_ten_minutes() -> None:
+async def test_idle_service_is_rendered_every_ten_minutes() -> None:
     world = World(images=Counted("runtime:1", "router:1"), replicas=2)
     await world.settle()
     before = Counted.times

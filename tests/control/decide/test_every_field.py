@@ -119,7 +119,7 @@ async def is_felt(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.field)
-async def test_another_value_changes_what_is_done(case: Change) -> None:
+async def test_each_field_changes_an_object_or_decision(case: Change) -> None:
     if case.field == "rollout.restartId":
         assert revision(make_service(**case.before)) != revision(make_service(**case.after))
     else:

@@ -176,7 +176,7 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
 
 
 @pytest.mark.parametrize(("told", "decide"), CASES)
-def test_what_conditions_say(told: str, decide: Callable[[], Conditions]) -> None:
+def test_condition_table(told: str, decide: Callable[[], Conditions]) -> None:
     assert set(told.split(", ")) <= said(decide())
 
 
@@ -190,7 +190,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("told", "spec", "words"), REFUSALS)
-async def test_what_conditions_say_of_what_is_refused(told: str, spec: dict[str, Any], words: str) -> None:
+async def test_refusal_condition_table(told: str, spec: dict[str, Any], words: str) -> None:
     """`words`: of the API server, where it takes no group."""
     world = World(**spec)
     if words:
@@ -202,7 +202,7 @@ async def test_what_conditions_say_of_what_is_refused(told: str, spec: dict[str,
     assert kstatus(world.service) == "Failed"
 
 
-def test_kstatus_reads_of_every_case_what_its_words_say() -> None:
+def test_kstatus_agrees_with_every_condition() -> None:
     seen: set[str] = set()
     for told, decide in CASES:
         conditions = tuple(decide())
@@ -216,7 +216,7 @@ def test_kstatus_reads_of_every_case_what_its_words_say() -> None:
     assert seen == {"Current", "InProgress", "Failed"}
 
 
-async def test_kstatus_follows_a_service_that_is_made_and_changed() -> None:
+async def test_kstatus_follows_creation_and_change_of_a_service() -> None:
     world = World()
     await world.look()
     assert kstatus(world.service) == "InProgress"
@@ -229,7 +229,7 @@ async def test_kstatus_follows_a_service_that_is_made_and_changed() -> None:
     assert kstatus(world.service) == "Current"
 
 
-def test_every_condition_and_reason_is_said_in_a_case() -> None:
+def test_every_condition_and_reason_occurs_in_a_case() -> None:
     told = [told for told, _ in CASES] + [told for told, _, _ in REFUSALS]
     assert {one for words in told for one in words.split(", ")} == SAID
     kinds, _, reasons = zip(*(one.split() for one in SAID), strict=True)
@@ -245,7 +245,7 @@ SETTINGS: list[tuple[Any, ...]] = list(itertools.product((SETTLED_ROUTER, NO_ROU
 
 
 @pytest.mark.parametrize("wanted", FLAGS, ids=lambda flags: ",".join(name for name, words in flags.items() if words) or "none")
-def test_nothing_else_is_said_of_groups_and_routers(wanted: dict[str, Any]) -> None:
+def test_groups_and_routers_have_no_other_conditions(wanted: dict[str, Any]) -> None:
     """All small cases of what is there and what is wanted."""
     found: set[str] = set()
     for groups in itertools.chain([()], itertools.combinations(GROUPS, 1), itertools.combinations(GROUPS, 2)):

@@ -25,7 +25,7 @@ def test_when_a_node_is_lost(node: ObservedNode | None, lost: bool) -> None:
     assert bool(why_lost(node, 120, NOW)) is lost
 
 
-def test_pods_of_a_group_that_stays_are_never_deleted_at_once() -> None:
+def test_pods_of_a_kept_group_are_never_deleted_together() -> None:
     nodes = {"node-0": ObservedNode("node-0", False, "2026-01-02T03:00:00Z")}
     pods = tuple(replace(pod, uid=f"uid-{pod.name}") for pod in make_group("a").pods)
     stays, goes = replace(make_group("a"), pods=pods), replace(make_group("a", terminating=True), pods=pods)
@@ -33,7 +33,7 @@ def test_pods_of_a_group_that_stays_are_never_deleted_at_once() -> None:
     assert [(pod.name, pod.uid, pod.grace_s) for pod in to_end((goes,), nodes, 120, NOW)] == [("a-0", "uid-a-0", 0)]
 
 
-async def test_a_lost_node_costs_its_groups_and_they_get_successors() -> None:
+async def test_lost_node_replaces_its_groups() -> None:
     one_by_one = {"gang": {"mode": "None"}}
     two_pods = {"tensor": 2, "gpusPerPod": 1}
     world = World(replicas=2, parallelism=two_pods, placement=one_by_one, restartPolicy={"nodeLostSeconds": 60})

@@ -39,9 +39,7 @@ def ready_since(*moments: str) -> ObservedGroup:
     ],
     ids=["just long enough", "a second too short", "all pods count", "no time is asked for", "nobody knows", "not ready"],
 )
-def test_a_group_counts_when_all_of_it_was_ready_for_long_enough(
-    seen: ObservedGroup, least_s: int, young: bool, left_s: float | None
-) -> None:
+def test_group_is_available_after_min_ready_seconds(seen: ObservedGroup, least_s: int, young: bool, left_s: float | None) -> None:
     rollout = Rollout.model_validate({"minReadySeconds": least_s})
     (found,) = progress.assess((seen,), rollout, NOW)
     assert (found.young, found.available) == (young, seen.ready and not young)
@@ -73,7 +71,7 @@ def test_golden_rollout(golden: Check) -> None:
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
-def test_every_small_rollout_ends_and_keeps_enough_groups_that_are_not_young(unavailable: int, surge: int) -> None:
+def test_every_small_rollout_ends_with_enough_available_groups(unavailable: int, surge: int) -> None:
     waits = 0
     for replicas in range(4):
         desired = make_desired(replicas, max_unavailable=unavailable, max_surge=surge)
@@ -96,7 +94,7 @@ def test_every_small_rollout_ends_and_keeps_enough_groups_that_are_not_young(una
     assert waits > 0, "a young group was waited for"
 
 
-def test_the_status_counts_young_groups_as_ready_and_not_as_available() -> None:
+def test_new_groups_count_as_ready_not_available() -> None:
     seen = make_snapshot(make_group("a"), make_group("b", young=True))
     fleet = fleet_of(summary(group("a"), group("b")))
     told = status(seen, make_desired(2), fleet, suspended=False, now=NOW)
@@ -116,7 +114,7 @@ def make_ready(world: World, groups: set[str], since: str) -> None:
             world.kube.put(PODS, pod | {"status": {"conditions": [condition]}})
 
 
-async def test_a_rollout_waits_for_each_group_to_prove_itself_and_looks_again_in_time() -> None:
+async def test_rollout_waits_min_ready_seconds_and_reconciles_in_time() -> None:
     world = World(replicas=2, rollout={"minReadySeconds": 120})
     await world.settle()
     old = world.groups

@@ -63,7 +63,7 @@ def test_a_claim_that_is_filled_already_is_only_read() -> None:
     assert "--cached-only" not in pod_of(**SHARED)["containers"][0]["args"]
 
 
-def test_without_a_cache_they_go_to_the_pods_own_disk() -> None:
+def test_without_cache_models_use_the_pod_disk() -> None:
     pod = pod_of(type="None")
     assert "model-cache" not in str(pod)
     assert "/var/cache/phalanx" in pod["containers"][0]["args"]
@@ -90,7 +90,7 @@ def without_claim(group: ObservedGroup) -> ObservedGroup:
         (without_claim(make_group("a", ready=False)), "", ("False", "ClaimUnbound")),
     ],
 )
-def test_what_the_condition_says(group: ObservedGroup, death: str, verdict: tuple[str, str]) -> None:
+def test_cache_condition_table(group: ObservedGroup, death: str, verdict: tuple[str, str]) -> None:
     service = make_service(model={"uri": "hf://org/x", "cache": SHARED})
     told = model_conditions.with_model_cached_condition(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
     condition = find_condition(told.conditions, "ModelCached")
@@ -101,7 +101,7 @@ BEFORE, SINCE = "2026-01-02T02:00:00Z", "2026-01-02T03:00:00Z"
 
 
 @pytest.mark.parametrize(("died", "verdict"), [(BEFORE, "Downloading"), (SINCE, "AuthFailed")])
-def test_a_death_from_before_the_group_served_last_says_nothing(died: str, verdict: str) -> None:
+def test_failure_before_last_serving_is_ignored(died: str, verdict: str) -> None:
     words = "pod 0: the hub refuses the token for org/x"
     group = make_group("a", ready=False)
     pods = tuple(replace(pod, unready_since=SINCE) for pod in group.pods)

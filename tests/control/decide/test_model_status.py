@@ -37,7 +37,7 @@ OLD, NEW = make_group("z", "old", created="1"), make_group("a", created="2")
     ],
     ids=["the newest", "that serves", "that told", "and is linked", "a leader of the version before", "silent routers", "none"],
 )
-def test_the_version_is_what_the_newest_group_has_loaded(groups: tuple[ObservedGroup, ...], fleet: Fleet, resolved: str) -> None:
+def test_version_is_that_of_the_newest_loaded_group(groups: tuple[ObservedGroup, ...], fleet: Fleet, resolved: str) -> None:
     model = make_service().spec.model
     former = Status(model=ModelStatus(resolved_revision="former"))
     told = model_conditions.with_model_status(Status(), model, make_snapshot(*groups, status=former), fleet)
@@ -54,13 +54,13 @@ def test_a_file_or_a_claim_has_no_version() -> None:
 
 
 @pytest.mark.parametrize(("model", "nodes"), [(LOCAL, 2), (SHARED, 0), ({"uri": "hf://org/model"}, 0)])
-def test_nodes_count_where_pods_that_are_ready_have_claims_of_their_own(model: dict[str, Any], nodes: int) -> None:
+def test_cached_nodes_are_those_of_ready_pods_with_claims(model: dict[str, Any], nodes: int) -> None:
     groups = make_group("a"), make_group("b"), make_group("c", ready=False, size=3), make_group("d", size=9, terminating=True)
     spec = make_service(model=model).spec.model
     assert model_conditions.with_model_status(Status(), spec, make_snapshot(*groups), Fleet()).model.cached_nodes == nodes
 
 
-async def test_the_status_tells_it_once() -> None:
+async def test_status_reports_the_version_once() -> None:
     world = World(model=LOCAL, replicas=2)
     await world.settle()
     world.cluster.start_router_pods()

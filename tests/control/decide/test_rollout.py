@@ -153,9 +153,7 @@ LAST = make_group("z", created="0", tokens=99, draining=GOING)
     ],
     ids=["fewer tokens", "old revision", "cordoned", "not ready", "failing", "one more", "one more, not ready", "all"],
 )
-def test_a_group_that_is_being_emptied_goes_before_any_other(
-    others: list[ObservedGroup], replicas: int, leaving: set[str]
-) -> None:
+def test_draining_group_is_deleted_before_any_other(others: list[ObservedGroup], replicas: int, leaving: set[str]) -> None:
     step = next_step(make_desired(replicas, paused=True), (*others, LAST))
     assert {action.name for action in (step.actions if step else ())} == leaving
 
@@ -173,7 +171,7 @@ def test_a_retry_takes_the_same_names() -> None:
     assert next_step(desired, ()) == next_step(desired, ())
 
 
-def test_a_new_revision_that_never_starts_stops_the_rollout_at_one_group() -> None:
+def test_failing_revision_stops_the_rollout_at_one_group() -> None:
     desired = make_desired(3)
     history = run_to_end(
         desired, tuple(make_group(n, "old") for n in "abc"), lambda groups: tuple(empty(group) for group in live(groups))
@@ -216,7 +214,7 @@ def test_every_rollout_ends_at_rest(groups: Groups, replicas: int, chance: objec
 
 @settings(deadline=None)
 @given(group_lists, st.integers(0, 6))
-def test_a_step_never_takes_a_second_ready_group_from_a_service(groups: Groups, replicas: int) -> None:
+def test_no_step_removes_a_second_ready_group(groups: Groups, replicas: int) -> None:
     """Beyond what was broken before, at most one group is unavailable, and no step has more groups than wanted or than were."""
     desired = make_desired(replicas)
     for _ in range(60):
@@ -231,7 +229,7 @@ def test_a_step_never_takes_a_second_ready_group_from_a_service(groups: Groups, 
 
 @settings(deadline=None)
 @given(group_lists, st.integers(0, 6), st.integers(0, 6))
-def test_no_group_that_serves_is_deleted_before_it_was_emptied(groups: Groups, replicas: int, then: int) -> None:
+def test_serving_group_is_drained_before_its_deletion(groups: Groups, replicas: int, then: int) -> None:
     """Also when the wish changes half way: a group that is ready is first emptied, and deleted only once it may go."""
     for turn in range(80):
         desired = make_desired(replicas if turn < 3 else then)
@@ -248,7 +246,7 @@ def test_no_group_that_serves_is_deleted_before_it_was_emptied(groups: Groups, r
 
 @settings(deadline=None)
 @given(group_lists, st.integers(0, 6), st.lists(st.integers(0, 6), max_size=12))
-def test_groups_that_break_during_a_rollout_do_not_stop_it(groups: Groups, replicas: int, breaks: list[int]) -> None:
+def test_groups_that_fail_do_not_stop_a_rollout(groups: Groups, replicas: int, breaks: list[int]) -> None:
     desired = make_desired(replicas)
     left = list(breaks)
 
@@ -266,7 +264,7 @@ def test_groups_that_break_during_a_rollout_do_not_stop_it(groups: Groups, repli
 
 @settings(deadline=None)
 @given(group_lists, st.integers(0, 6), st.integers(1, 3))
-def test_looks_before_the_informer_has_told_make_no_group_too_many(groups: Groups, replicas: int, looks: int) -> None:
+def test_stale_informer_creates_no_extra_group(groups: Groups, replicas: int, looks: int) -> None:
     """Deletions count at once, for their UIDs are remembered. Creations are missed, and take the same names again."""
     desired = make_desired(replicas)
     created: set[str] = set()

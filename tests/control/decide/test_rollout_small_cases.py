@@ -93,7 +93,7 @@ def test_every_small_rollout(unavailable: int, surge: int, partition: int) -> No
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
-def test_a_rollout_that_is_held_or_paused_goes_on_when_it_may(unavailable: int, surge: int) -> None:
+def test_held_or_paused_rollout_resumes(unavailable: int, surge: int) -> None:
     """While it is stopped nothing that serves is given up; and stopped at any moment, it ends as if it had not been."""
     start = tuple(in_state(name, "old", "ready") for name in "abc")
     free = make_desired(3, max_unavailable=unavailable, max_surge=surge)
@@ -109,7 +109,7 @@ def test_a_rollout_that_is_held_or_paused_goes_on_when_it_may(unavailable: int, 
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
-def test_while_nobody_knows_that_a_successor_comes_no_group_is_given_up_for_its_revision(unavailable: int, surge: int) -> None:
+def test_uncertain_successor_keeps_the_old_group(unavailable: int, surge: int) -> None:
     """Not even one that is not ready now: it may be back in a moment."""
     blips = 0
     for replicas in range(4):
@@ -125,7 +125,7 @@ def test_while_nobody_knows_that_a_successor_comes_no_group_is_given_up_for_its_
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
-def test_a_rollout_that_stays_stopped_keeps_no_more_groups_than_are_wanted_but_new_ones(unavailable: int, surge: int) -> None:
+def test_stopped_rollout_keeps_at_most_the_wanted_groups(unavailable: int, surge: int) -> None:
     """Whatever the count was when it was stopped: of a surge only groups of the newest revision are kept."""
     for replicas, start in itertools.product((1, 2), starts()):
         free = make_desired(replicas, max_unavailable=unavailable, max_surge=surge)
@@ -152,7 +152,7 @@ SPECS = st.tuples(st.sampled_from(["new", "old", "older"]), st.integers(0, 5), s
 
 @settings(deadline=None, max_examples=80)
 @given(group_lists, st.lists(st.tuples(SPECS, st.integers(1, 4)), min_size=1, max_size=4))
-def test_a_spec_that_changes_again_and_again_is_followed_to_its_last_word(
+def test_repeated_spec_changes_end_at_the_latest_spec(
     groups: Groups, specs: list[tuple[tuple[str, int, tuple[int, int], int], int]]
 ) -> None:
     """Larger services, and rollbacks half-way: all that holds of small ones holds at every step."""

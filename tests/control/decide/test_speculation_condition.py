@@ -36,7 +36,7 @@ def asking(speculative: dict[str, Any] | None) -> Any:
     ],
     ids=["all propose", "one lost it", "one is not seen", "another's group", "an older revision", "not ready", "no group"],
 )
-def test_what_the_condition_says(groups: tuple[ObservedGroup, ...], fleet: Fleet, verdict: tuple[str, str, str]) -> None:
+def test_speculation_condition_table(groups: tuple[ObservedGroup, ...], fleet: Fleet, verdict: tuple[str, str, str]) -> None:
     seen = make_snapshot(*groups)
     told = traffic.with_speculating_condition(seen.status, asking(DRAFT), seen, "new", fleet, NOW)
     condition = find_condition(told.conditions, "Speculating")
@@ -49,7 +49,7 @@ def test_the_router_that_sees_a_group_freshest_is_believed() -> None:
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "None"}])
-def test_it_is_there_only_where_the_service_asks_for_proposals(speculative: dict[str, Any] | None) -> None:
+def test_condition_exists_only_with_speculation(speculative: dict[str, Any] | None) -> None:
     seen = make_snapshot(*READY)
     before = traffic.with_speculating_condition(
         seen.status, asking({"method": "NGram"}), seen, "new", fleet_of(summary(group("a"))), NOW
@@ -67,7 +67,7 @@ def test_while_no_router_answers_it_stays_as_it_was() -> None:
     assert traffic.with_speculating_condition(lost, asking(DRAFT), seen, "new", Fleet(asked=1), LATER) == lost
 
 
-async def test_a_lost_draft_is_told_with_an_event_and_ends_with_the_group_that_has_it() -> None:
+async def test_lost_draft_is_reported_until_its_group_leaves() -> None:
     world = World(engine={"speculative": DRAFT})
     await world.settle()
     world.cluster.start_router_pods()

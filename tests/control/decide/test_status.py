@@ -65,7 +65,7 @@ def test_conditions(snapshot: Snapshot, replicas: int, suspended: bool, ready: s
     assert shown == {"Ready": ready, "Available": available, "Progressing": f"True/{progressing}"} | moving | router
 
 
-def test_a_service_without_groups_that_holds_requests_says_so() -> None:
+def test_service_without_groups_reports_held_requests() -> None:
     found = verdicts(status(make_snapshot(), make_desired(0, holds=True), suspended=False, now=NOW))
     assert (found["Available"], found["Ready"]) == (("False", "Holding"), ("True", "ScaledToZero"))
     behind = verdicts(status(make_snapshot(router=NO_ROUTER), make_desired(0, holds=True), suspended=False, now=NOW))
@@ -101,7 +101,7 @@ def known(*names: str, linked: bool = True) -> dict[str, GroupLoadView]:
     ],
     ids=["linked", "unknown to routers", "lost", "no router", "silent", "silent, fewer are ready", "silent from the start"],
 )
-def test_groups_are_available_that_are_ready_stay_and_are_linked(fleet: Fleet, former: int, available: int) -> None:
+def test_available_groups_are_ready_stable_and_linked(fleet: Fleet, former: int, available: int) -> None:
     leaving = make_group("c", draining=DrainMark("t", "why"))
     groups = (make_group("a"), make_group("b", ready=False), leaving, make_group("d", terminating=True))
     seen = make_snapshot(*groups, status=Status(available_replicas=former))
@@ -109,7 +109,7 @@ def test_groups_are_available_that_are_ready_stay_and_are_linked(fleet: Fleet, f
     assert (found.available_replicas, found.ready_replicas) == (available, 1)
 
 
-def test_a_container_that_ended_again_and_again_is_told_with_its_words() -> None:
+def test_crash_looping_container_is_reported_with_its_message() -> None:
     pod = ObservedPod("a-0", 0, "uid-a", node="n", reason="CrashLoopBackOff", message="MODEL /x: no such file or folder")
     seen = make_snapshot(replace(make_group("a", ready=False), pods=(pod,)))
     found = status(seen, make_desired(1), suspended=False, now=NOW)
@@ -139,7 +139,7 @@ def test_counters_count_groups_that_are_not_being_deleted() -> None:
     assert found.observed_generation == 7
 
 
-def test_groups_are_listed_worst_first_and_no_more_than_64() -> None:
+def test_groups_are_listed_worst_first_up_to_64() -> None:
     groups = [make_group(f"g{i:02}", size=1) for i in range(70)] + [make_group("z", ready=False, size=1)]
     listed = status(make_snapshot(*groups), make_desired(71), suspended=False, now=NOW).groups
     assert (len(listed), listed[0].name, listed[0].phase, listed[1].phase) == (64, "z", "Starting", "Ready")
@@ -153,13 +153,13 @@ def test_the_current_revision_follows_when_the_rollout_is_done() -> None:
     assert [(s.current_revision, s.update_revision) for s in (rolling, done)] == [("old", "new"), ("new", "new")]
 
 
-def test_a_second_look_at_the_same_thing_says_the_same() -> None:
+def test_unchanged_observation_gives_an_equal_status() -> None:
     first = status(make_snapshot(make_group("a")), make_desired(1), suspended=False, now=NOW)
     again = status(make_snapshot(make_group("a"), status=first), make_desired(1), suspended=False, now="2027-01-01T00:00:00Z")
     assert again == first
 
 
-def test_a_spec_that_cannot_be_followed_stalls_and_names_its_fields() -> None:
+def test_invalid_spec_stalls_and_names_its_fields() -> None:
     seen = make_snapshot(make_group("a"))
     found = refused(seen, Reason.SPEC_INVALID, [FieldError("spec.model.uri", "no")], NOW)
     assert verdicts(found) == {
@@ -209,7 +209,7 @@ def test_a_spec_that_cannot_be_followed_hides_no_loss(router: ObservedRouter | N
     ("spec", "replicas"),
     [({"replicas": 3}, 3), ({"replicas": None}, 1), ({"replicas": 0}, 0), ({"replicas": 3, "suspend": True}, 0)],
 )
-def test_how_many_groups_a_spec_wants(spec: dict[str, Any], replicas: int) -> None:
+def test_wanted_groups_table(spec: dict[str, Any], replicas: int) -> None:
     assert plan.wanted_replicas(make_service(**spec)) == replicas
 
 
@@ -224,7 +224,7 @@ def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
     assert [type(action) for action in made.actions] == [KeepChildren]
 
 
-def test_ready_counts_the_routers_that_the_spec_asks_for() -> None:
+def test_ready_counts_the_requested_routers() -> None:
     found = status(make_snapshot(make_group("a")), make_desired(1, routers=3), suspended=False, now=NOW)
     assert verdicts(found)["Ready"] == ("False", "RouterNotReady")
 

@@ -71,7 +71,7 @@ async def served() -> AsyncIterator[tuple[Server, HttpKube]]:
 Served = tuple[Server, HttpKube]
 
 
-async def test_each_call_asks_what_the_api_server_expects(served: Served) -> None:
+async def test_each_call_sends_the_expected_request(served: Served) -> None:
     server, kube = served
     await kube.get(DEPLOYMENTS, "ns", "n")
     await kube.create(DEPLOYMENTS, BODY)
@@ -112,7 +112,7 @@ async def test_each_call_asks_what_the_api_server_expects(served: Served) -> Non
     ],
     ids=["get", "get metadata", "create", "apply", "apply status", "merge", "merge scale", "replace"],
 )
-async def test_no_more_of_an_object_is_asked_for_than_is_read(
+async def test_only_the_read_parts_of_objects_are_requested(
     served: Served, ask: Callable[[HttpKube], Awaitable[Any]], is_whole: bool
 ) -> None:
     server, kube = served
@@ -160,7 +160,7 @@ async def test_events_are_the_same_however_they_are_cut(served: Served, size: in
     ],
     ids=["too old", "cut off"],
 )
-async def test_a_watch_that_breaks_says_how(served: Served, line: bytes, error: type[KubeError], read: Any) -> None:
+async def test_broken_watch_gives_its_reason(served: Served, line: bytes, error: type[KubeError], read: Any) -> None:
     server, kube = served[0], HttpKube(served[1]._client, read_event=read)
     server.lines = [line]
     with pytest.raises(error):
@@ -212,7 +212,7 @@ async def test_no_server_at_all_is_tried_again() -> None:
         (500, '{"reason": "Invalid"}', Rejected),
     ],
 )
-def test_who_can_act_on_an_error(status: int, text: str, error: type[KubeError]) -> None:
+def test_error_classes_table(status: int, text: str, error: type[KubeError]) -> None:
     assert type(failure(status, "GET /x", text)) is error
 
 

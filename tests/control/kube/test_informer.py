@@ -35,7 +35,7 @@ def test_a_store_finds_records_by_service() -> None:
     assert len(store) == 2
 
 
-def test_a_record_that_changes_wakes_and_one_that_goes_wakes_once() -> None:
+def test_changed_record_wakes_and_deleted_record_wakes_once() -> None:
     store = Store(trim_name)
     store.put(body("a"))
     assert [store.put(body("a", owner="p")), store.drop("team", "a"), store.drop("team", "a")] == [KEY, KEY, None]
@@ -49,7 +49,7 @@ def test_a_new_list_replaces_everything() -> None:
     assert sorted(record.name for record in store.of(KEY)) == ["b", "d"]
 
 
-def test_a_new_list_of_one_namespace_replaces_nothing_of_another() -> None:
+def test_list_of_one_namespace_keeps_records_of_others() -> None:
     store = Store(trim_name)
     store.replace([body("a"), body("b")], "team")
     store.replace([body("a", namespace="other")], "other")
@@ -92,7 +92,7 @@ async def follower() -> AsyncIterator[Follower]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_all_pages_of_the_list_are_read_before_it_counts_as_synced(follower: Follower) -> None:
+async def test_store_is_synced_after_all_pages_of_the_list(follower: Follower) -> None:
     await follower.informer.synced.wait()
     assert follower.names() == ["a", "b", "c", "d", "e"]
 
@@ -107,7 +107,7 @@ async def test_changes_are_followed(follower: Follower) -> None:
     assert follower.informer.heard_at >= heard_at
 
 
-async def test_a_watch_that_the_server_ends_goes_on_from_where_it_was(follower: Follower) -> None:
+async def test_ended_watch_resumes_at_its_version(follower: Follower) -> None:
     await follower.informer.synced.wait()
     follower.kube.events.put_nowait({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "77"}}})
     follower.kube.events.put_nowait(None)
@@ -116,7 +116,7 @@ async def test_a_watch_that_the_server_ends_goes_on_from_where_it_was(follower: 
 
 
 @pytest.mark.parametrize("error", [Gone("too old"), Retry("broken"), Denied("no right")])
-async def test_objects_that_vanished_while_nobody_watched_leave_the_store(follower: Follower, error: KubeError) -> None:
+async def test_objects_deleted_between_watches_leave_the_store(follower: Follower, error: KubeError) -> None:
     await follower.informer.synced.wait()
     del follower.kube.objects["pods", "team", "c"]
     follower.kube.events.put_nowait({"raise": error})
@@ -125,7 +125,7 @@ async def test_objects_that_vanished_while_nobody_watched_leave_the_store(follow
     assert KEY in follower.woken
 
 
-async def test_informers_of_several_namespaces_share_a_store_and_erase_nothing_of_one_another() -> None:
+async def test_informers_of_several_namespaces_share_a_store() -> None:
     kube = FakeKube()
     kube.put(PODS, body("a"))
     kube.put(PODS, body("a", namespace="other"))
@@ -143,7 +143,7 @@ async def test_informers_of_several_namespaces_share_a_store_and_erase_nothing_o
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_the_age_of_a_watch_is_that_of_the_namespace_that_is_silent_longest() -> None:
+def test_watch_age_is_that_of_the_most_silent_namespace() -> None:
     informers = [Follower(FakeKube(), namespace).informer for namespace in ("team", "other")]
     informers.append(Informer(FakeKube(), SERVICES, "team", Store(trim_name), lambda _: None))
     for informer, heard_at in zip(informers, (70.0, 40.0, 0.0), strict=True):
@@ -151,7 +151,7 @@ def test_the_age_of_a_watch_is_that_of_the_namespace_that_is_silent_longest() ->
     assert silence_s(informers, PODS, 100.0) == 60.0
 
 
-async def test_a_watch_that_fails_each_time_makes_no_storm_of_lists() -> None:
+async def test_repeatedly_failing_watch_causes_few_lists() -> None:
     made = Follower(FakeKube())
     for _ in range(3):
         made.kube.events.put_nowait({"raise": Denied("no right to watch")})
@@ -164,7 +164,7 @@ async def test_a_watch_that_fails_each_time_makes_no_storm_of_lists() -> None:
     assert made.pauses[:4] == [0.2, 0.5, 1.0, 0.2], "what is heard ends the row"
 
 
-async def test_an_api_server_that_is_away_is_asked_again_more_and_more_slowly() -> None:
+async def test_unreachable_api_server_is_retried_with_backoff() -> None:
     class Away(FakeKube):
         async def list_page(self, *_: Any, **__: Any) -> Any:
             raise Retry("away")

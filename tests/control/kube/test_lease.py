@@ -54,7 +54,7 @@ def holder(kube: FakeKube) -> str:
     return str(kube.of(LEASES)[NAME]["spec"]["holderIdentity"])
 
 
-async def test_the_first_candidate_leads_and_the_second_waits_until_it_falls_silent() -> None:
+async def test_first_candidate_leads_until_it_is_silent() -> None:
     kube, clock = FakeKube(), Clock()
     await candidate(kube, "a", clock).acquire()
     assert holder(kube) == "a"
@@ -64,7 +64,7 @@ async def test_the_first_candidate_leads_and_the_second_waits_until_it_falls_sil
     assert kube.of(LEASES)[NAME]["spec"]["leaseTransitions"] == 2
 
 
-async def test_a_leader_that_is_killed_at_the_worst_moment_is_followed_within_ten_seconds() -> None:
+async def test_killed_leader_is_replaced_within_ten_seconds() -> None:
     """It renews right after the candidate has looked, and never again."""
     kube, clock = FakeKube(), Clock()
     leader = candidate(kube, "a", clock)
@@ -93,7 +93,7 @@ class RenewedOnce(Clock):
         await self.clock.pause(seconds)
 
 
-async def test_a_leader_whose_lease_lasts_longer_is_waited_for_as_long() -> None:
+async def test_longer_lease_is_awaited_to_its_end() -> None:
     """As while an operator is replaced by one of a release with shorter leases: the old one stops by its own."""
     kube, clock = FakeKube(), Clock()
     await Lease(kube, "system", "a", lease_s=15.0, clock=clock.read, pause=clock.pause).acquire()
@@ -103,7 +103,7 @@ async def test_a_leader_whose_lease_lasts_longer_is_waited_for_as_long() -> None
     assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == LEASE_S
 
 
-async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
+async def test_released_lease_is_acquired_at_once() -> None:
     kube, clock = FakeKube(), Clock()
     first = candidate(kube, "a", clock)
     await first.acquire()
@@ -146,7 +146,7 @@ async def test_a_renewal_is_one_write() -> None:
 
 
 @pytest.mark.parametrize("strike", ["annotate", "delete"])
-async def test_a_lease_that_someone_touched_is_looked_at_and_renewed(strike: str) -> None:
+async def test_lease_changed_by_others_is_read_and_renewed(strike: str) -> None:
     kube, clock = FakeKube(), Clock(ends_after=2)
     lease = candidate(kube, "a", clock)
     await lease.acquire()
@@ -185,7 +185,7 @@ class DeafKube(FakeKube):
             raise Retry("no answer")
 
 
-async def test_a_leader_that_cannot_renew_stops_before_another_may_lead() -> None:
+async def test_leader_that_cannot_renew_stops_before_expiry() -> None:
     kube, clock = DeafKube(), Clock()
     lease = candidate(kube, "a", clock)
     await lease.acquire()
@@ -224,7 +224,7 @@ class LongPause(Clock):
         await super().pause(GIVE_UP_S)
 
 
-async def test_a_leader_whose_api_server_does_not_answer_stops() -> None:
+async def test_leader_with_unresponsive_api_server_stops() -> None:
     kube = Hanging()
     lease = candidate(kube, "a", LongPause())
     await lease.acquire()
@@ -234,14 +234,14 @@ async def test_a_leader_whose_api_server_does_not_answer_stops() -> None:
 
 
 @pytest.mark.parametrize(("lease_s", "told"), [(0.4, 1), (1.0, 1), (2.5, 3), (8.0, 8)])
-async def test_a_lease_says_that_it_lasts_no_shorter_than_it_does(lease_s: float, told: int) -> None:
+async def test_lease_duration_is_rounded_up(lease_s: float, told: int) -> None:
     """In whole seconds, of which the API server takes no 0."""
     kube, clock = FakeKube(), Clock()
     await Lease(kube, "system", "a", lease_s=lease_s, clock=clock.read, pause=clock.pause).acquire()
     assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == told
 
 
-async def test_a_process_that_ends_does_not_wait_for_an_api_server_that_does_not_answer() -> None:
+async def test_ending_process_does_not_wait_for_the_api_server() -> None:
     kube, clock = Hanging(), Clock()
     lease = Lease(kube, "system", "a", lease_s=LEASE_S / 100, clock=clock.read, pause=clock.pause)
     await lease.acquire()

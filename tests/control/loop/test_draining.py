@@ -51,7 +51,7 @@ def test_when_a_group_may_go(fleet: Fleet, now: str, why: str) -> None:
     assert why_over(going(), fleet, 300, now) == why
 
 
-def test_a_note_that_cannot_be_read_keeps_no_group_for_ever() -> None:
+def test_unreadable_drain_note_does_not_keep_a_group() -> None:
     assert (
         why_over(make_group("a", draining=DrainMark("soon", "")), Fleet(asked=1), 300, NOW)
         == "the drain timeout of 300 s is over"
@@ -64,7 +64,7 @@ def test_a_group_that_stays_is_never_over() -> None:
     assert left_s(going(), 300, NOW) == 295
 
 
-def test_routers_take_streams_off_what_loses_a_pod_first_and_then_off_what_leaves() -> None:
+def test_routers_empty_failing_groups_before_leaving_ones() -> None:
     evicted = make_group("z")
     evicted = replace(evicted, pods=(replace(evicted.pods[0], leaving=True, ready=False), *evicted.pods[1:]))
     assert to_empty((going(), make_group("b"), evicted, make_group("y", terminating=True)), ()) == ["y", "z", "a"]
@@ -111,7 +111,7 @@ async def test_scale_in_empties_a_group_before_it_is_deleted() -> None:
     assert [reason for _, reason in world.notes()].count("GroupDraining") == 1
 
 
-async def test_streams_that_nobody_takes_hold_a_group_up_no_longer_than_the_time_out() -> None:
+async def test_unmovable_streams_delay_a_group_until_its_timeout() -> None:
     world = await world_with_routers(drain={"timeoutSeconds": 600})
     await world.change(replicas=2)
     await world.look()
@@ -126,7 +126,7 @@ async def test_streams_that_nobody_takes_hold_a_group_up_no_longer_than_the_time
     assert world.next_s and world.next_s > 1.0, "its end wakes us; nothing else is due"
 
 
-async def test_a_new_operator_goes_on_where_the_old_one_was_killed() -> None:
+async def test_new_operator_continues_a_killed_operators_drain() -> None:
     world = await world_with_routers()
     await world.change(replicas=2)
     await world.look()
@@ -144,7 +144,7 @@ async def test_a_new_operator_goes_on_where_the_old_one_was_killed() -> None:
     assert other.deleted() == {victim}
 
 
-async def test_an_operator_killed_between_note_and_mark_marks_the_leader_later() -> None:
+async def test_operator_killed_after_the_note_marks_the_leader_later() -> None:
     world = await world_with_routers()
     await world.change(replicas=2)
     world.kube.failures |= {f"merge pods {name}-0": Conflict("killed") for name in world.groups}
@@ -155,7 +155,7 @@ async def test_an_operator_killed_between_note_and_mark_marks_the_leader_later()
     assert "annotations" in world.kube.of(PODS)[f"{victim}-0"]["metadata"]
 
 
-async def test_what_is_wanted_again_stays() -> None:
+async def test_wanted_again_group_stays() -> None:
     world = await world_with_routers()
     groups = world.groups
     await world.change(replicas=1)
@@ -169,7 +169,7 @@ async def test_what_is_wanted_again_stays() -> None:
     assert ("Normal", "GroupKept") in world.notes()
 
 
-async def test_looks_before_the_informer_has_told_choose_no_second_victim() -> None:
+async def test_stale_informer_chooses_no_second_victim() -> None:
     """Not even when by then another group has fewer tokens in its pages."""
     world = await world_with_routers()
     first, second, third = sorted(world.groups)
@@ -214,7 +214,7 @@ async def test_newcomers_are_held_while_the_only_group_is_replaced() -> None:
     assert (world.routers.policy.empty, world.routers.policy.hold_s) == ([], 0.0)
 
 
-async def test_nobody_is_held_for_a_group_that_will_not_come() -> None:
+async def test_requests_are_not_held_for_an_impossible_group() -> None:
     world = await world_with_routers(replicas=1)
     await world.change(suspend=True)
     await world.look()
@@ -250,7 +250,7 @@ def test_groups_that_get_no_successor_go_for_good() -> None:
     assert for_good((*groups, kept), empty, same.revision, 2) == [], "the group that stays may just be changing its leader's pod"
 
 
-async def test_routers_hear_which_groups_go_for_good() -> None:
+async def test_routers_receive_the_groups_that_leave() -> None:
     world = await world_with_routers(replicas=1)
     await world.change(engine={"maxModelLen": 512})
     for _ in range(2):
@@ -273,7 +273,7 @@ def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:
     return Hotspot(name, "straggler", 2.5, 1.0, since_s, action)
 
 
-async def test_a_straggler_is_replaced_and_stays_given_up_when_routers_say_no_more_of_it() -> None:
+async def test_given_up_straggler_stays_given_up_without_reports() -> None:
     world = await world_with_routers(replicas=2)
     victim, other = sorted(world.groups)
     world.routers.says = summary(hotspots=[slow(victim), slow(other)])
@@ -316,7 +316,7 @@ def test_notes_of_people_are_read_too(note: str, draining: DrainMark) -> None:
     assert draining_of({"annotations": {"phalanx.dev/draining": note}}) == draining
 
 
-async def test_routers_of_a_group_that_loses_a_pod_are_told_to_take_its_streams() -> None:
+async def test_routers_empty_a_group_that_loses_a_pod() -> None:
     world = await world_with_routers(replicas=2)
     name = sorted(world.groups)[0]
     pod = world.kube.of(PODS)[f"{name}-0"]
@@ -326,7 +326,7 @@ async def test_routers_of_a_group_that_loses_a_pod_are_told_to_take_its_streams(
     assert world.draining() == {} and world.deleted() == set()
 
 
-async def test_a_note_on_a_group_that_was_made_anew_is_not_taken_over() -> None:
+async def test_drain_note_of_a_recreated_group_is_ignored() -> None:
     class Replaced(FakeKube):
         async def merge(self, resource: Any, namespace: str, name: str, patch: Any, *, subresource: str | None = None) -> Any:
             if resource.plural == "statefulsets":
@@ -342,7 +342,7 @@ async def test_a_note_on_a_group_that_was_made_anew_is_not_taken_over() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "there"), [(2, True), (1, False), (0, False)])
-async def test_groups_have_a_disruption_budget_unless_there_is_only_one(replicas: int, there: bool) -> None:
+async def test_disruption_budget_exists_for_more_than_one_group(replicas: int, there: bool) -> None:
     world = World(replicas=3)
     await world.settle()
     await world.change(replicas=replicas)

@@ -50,7 +50,7 @@ ROUTERS = routers()
         pytest.param(ObservedName("u", "a"), ObservedName("v", "a"), False, id="another owner"),
     ],
 )
-def test_what_decides_nothing_is_looked_at_a_moment_later(former: object, now: object, calm: bool) -> None:
+def test_irrelevant_changes_are_reconciled_later(former: object, now: object, calm: bool) -> None:
     assert is_calm(former, now) is calm
 
 
@@ -89,7 +89,7 @@ CONDITION = make_status().conditions[0]
         pytest.param({"recovery": RecoveryStatus(revision="a", last_time="1")}, False, id="what is remembered"),
     ],
 )
-def test_only_counts_of_what_comes_up_wait_to_be_written(fields: dict[str, Any], waits: bool) -> None:
+def test_only_counts_of_starting_groups_wait_to_be_written(fields: dict[str, Any], waits: bool) -> None:
     assert may_wait(make_status(), make_status(**fields)) is waits
 
 
@@ -118,7 +118,7 @@ async def _come_up(world: World, groups: int) -> None:
         world.clock += 0.01
 
 
-async def test_groups_that_come_up_together_are_few_writes_and_the_last_one_is_not_forgotten() -> None:
+async def test_starting_groups_cause_few_status_writes() -> None:
     paced, plain = (make_world(pace, replicas=5, parallelism={"tensor": 2, "gpusPerPod": 1}) for pace in (PACE_S, 0.0))
     for world in (paced, plain):
         await _come_up(world, 5)
@@ -151,7 +151,7 @@ async def test_a_status_that_waits_is_written_in_time() -> None:
     assert world.status.ready_replicas == 2
 
 
-async def test_a_status_that_waits_is_written_in_time_though_the_spec_is_not_valid() -> None:
+async def test_delayed_status_is_written_despite_an_invalid_spec() -> None:
     world = await _world_whose_pods_are_to_be_ready()
     await _step(world, "invalid")
     pods = list(world.kube.of(PODS).values())
@@ -202,7 +202,7 @@ def _told(world: World) -> list[tuple[str, str, str]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS)
 @example(["unready", "invalid"])
-async def test_what_waits_changes_no_condition_no_action_and_not_what_is_told_in_the_end(steps: list[str]) -> None:
+async def test_delay_changes_no_condition_action_or_final_status(steps: list[str]) -> None:
     """What is counted against the spec stays as it was last written while the spec is not valid."""
     paced, plain = make_world(PACE_S, replicas=2), make_world(0.0, replicas=2)
     for number, step in enumerate(["wait", *steps]):

@@ -18,7 +18,7 @@ GPU = "nvidia.com/gpu"
 EARLIER = "2026-01-02T02:34:05Z"
 
 
-async def test_a_service_that_waits_is_woken_when_the_turn_is_free() -> None:
+async def test_waiting_service_is_woken_when_the_turn_is_free() -> None:
     world, other = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}), ("team", "other")
     woken: list[Key] = []
     world.reconciler = replace(world.reconciler, wake=woken.append)
@@ -82,7 +82,7 @@ def waiting(pod: dict[str, Any], since: str) -> dict[str, Any]:
     return {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}}
 
 
-async def test_groups_are_made_one_after_another() -> None:
+async def test_groups_are_created_one_after_another() -> None:
     world = World(replicas=3, parallelism={"tensor": 2, "gpusPerPod": 1})
     for count in (1, 2, 3):
         await world.look()
@@ -96,13 +96,13 @@ async def test_groups_are_made_one_after_another() -> None:
     assert world.status.gang == "Fallback"
 
 
-async def test_groups_of_one_pod_are_made_at_once() -> None:
+async def test_groups_of_one_pod_are_created_at_once() -> None:
     world = World(replicas=3)
     await world.look()
     assert (len(world.groups), world.status.gang) == (3, "None")
 
 
-async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
+async def test_half_scheduled_group_releases_devices_and_retries() -> None:
     world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
     await world.look()
     first = world.groups
@@ -130,7 +130,7 @@ async def test_a_half_group_gives_its_devices_back_and_comes_again() -> None:
     assert len(world.groups) == 1
 
 
-async def test_a_half_group_comes_again_only_after_a_pause_though_another_one_serves() -> None:
+async def test_half_scheduled_group_retries_after_a_pause() -> None:
     """Otherwise it would take its devices again at once, and nobody else would ever get them."""
     world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
     await world.settle()
@@ -162,7 +162,7 @@ def leave_half(world: World, group: str, since: str) -> None:
             world.kube.put(PODS, waiting(pod, since))
 
 
-async def test_a_group_of_which_a_pod_is_refused_gives_the_turn_back() -> None:
+async def test_group_with_a_refused_pod_releases_the_turn() -> None:
     """No pod waits for a node: the quota lets the StatefulSet make only the first one."""
     world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
     await world.look()
@@ -185,7 +185,7 @@ async def test_a_group_of_which_a_pod_is_refused_gives_the_turn_back() -> None:
     assert turns.look(GPU, other, (), world.clock).why == ""
 
 
-async def test_a_group_that_has_just_lost_a_pod_is_not_given_up_for_its_age() -> None:
+async def test_group_that_just_lost_a_pod_is_kept() -> None:
     world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"timeoutSeconds": 60}})
     await world.settle()
     before = world.groups
@@ -225,7 +225,7 @@ async def test_a_service_that_is_refused_holds_no_turn(what: str) -> None:
     assert woken == [other]
 
 
-async def test_a_service_whose_spec_is_not_valid_any_more_holds_no_turn() -> None:
+async def test_service_with_an_invalid_spec_holds_no_turn() -> None:
     world, other = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}), ("team", "other")
     woken: list[Key] = []
     world.reconciler = replace(world.reconciler, wake=woken.append)
@@ -239,7 +239,7 @@ async def test_a_service_whose_spec_is_not_valid_any_more_holds_no_turn() -> Non
     assert turns.look(GPU, other, (), world.clock).why == ""
 
 
-async def test_no_group_that_serves_is_given_up_while_its_successor_would_have_to_wait() -> None:
+async def test_serving_group_is_kept_while_its_successor_would_wait() -> None:
     world = World(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1})
     await world.settle()
     world.reconciler.turns.take(GPU, ("team", "other"), "other-g-a", world.clock)

@@ -15,7 +15,7 @@ def make_turns(draw: float = 1.0) -> Turns:
     return Turns(lambda: draw)
 
 
-def test_only_one_service_makes_a_group_at_a_time() -> None:
+def test_one_service_creates_a_group_at_a_time() -> None:
     turns = make_turns()
     assert turns.look(GPU, ONE, (), 0.0).why == ""
     turns.take(GPU, ONE, "one-g-a", 0.0)
@@ -26,7 +26,7 @@ def test_only_one_service_makes_a_group_at_a_time() -> None:
     assert turns.look(GPU, OTHER, (), 2.0).why == ""
 
 
-def test_a_group_that_has_its_nodes_before_it_was_ever_seen_to_wait_holds_nobody_up() -> None:
+def test_already_scheduled_group_holds_no_turn() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     turns.look(GPU, ONE, (), 0.5, ["one-g-a"])
@@ -39,14 +39,14 @@ def test_other_devices_have_turns_of_their_own() -> None:
     assert turns.look("amd.com/gpu", OTHER, (), 1.0).why == ""
 
 
-def test_a_group_that_is_never_seen_gives_the_turn_back() -> None:
+def test_unobserved_group_releases_the_turn() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert turns.look(GPU, ONE, (), UNSEEN_S - 1).why
     assert turns.look(GPU, ONE, (), UNSEEN_S).why == ""
 
 
-def test_a_group_that_is_never_seen_holds_nobody_up_though_its_own_service_does_not_look() -> None:
+def test_unobserved_group_of_an_idle_service_blocks_no_service() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), UNSEEN_S - 1).in_line)
@@ -58,20 +58,20 @@ def test_a_group_that_is_never_seen_holds_nobody_up_though_its_own_service_does_
     assert turns.look(GPU, OTHER, (), 3 * UNSEEN_S).why, "this one is seen"
 
 
-def test_groups_that_wait_already_have_the_turn_after_a_restart_of_the_operator() -> None:
+def test_waiting_groups_keep_the_turn_after_operator_restart() -> None:
     turns = make_turns()
     assert turns.look(GPU, ONE, ["one-g-a"], 0.0).why
     assert "one-g-a" in turns.look(GPU, OTHER, (), 0.0).why
 
 
-def test_a_turn_that_passes_soon_is_not_told() -> None:
+def test_short_wait_for_the_turn_is_not_reported() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert not turns.look(GPU, OTHER, (), TOLD_S - 1).told
     assert turns.look(GPU, OTHER, (), TOLD_S).told
 
 
-def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
+def test_each_failed_try_waits_longer_and_lets_others_pass() -> None:
     turns, now = make_turns(), 0.0
     for times in range(8):
         turns.take(GPU, ONE, "one-g-a", now)
@@ -87,13 +87,13 @@ def test_who_gave_up_waits_longer_each_time_and_others_come_first() -> None:
     assert turns.look(GPU, ONE, (), now).left_s == FIRST_S
 
 
-def test_pauses_are_drawn_so_that_services_do_not_meet_again() -> None:
+def test_pauses_are_random_so_that_services_do_not_collide() -> None:
     turns = make_turns(0.0)
     turns.gave_up(GPU, ONE, WHY, 0.0)
     assert turns.look(GPU, ONE, (), 0.0).left_s == FIRST_S / 2
 
 
-def test_a_service_that_is_gone_or_has_other_devices_by_now_holds_nobody_up() -> None:
+def test_deleted_service_or_other_devices_block_no_service() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     turns.forget(ONE)
@@ -103,7 +103,7 @@ def test_a_service_that_is_gone_or_has_other_devices_by_now_holds_nobody_up() ->
     assert turns.look(GPU, OTHER, (), UNSEEN_S).why == ""
 
 
-def test_who_waits_is_called_in_the_order_of_coming_when_the_turn_is_free() -> None:
+def test_waiting_services_are_called_in_arrival_order() -> None:
     turns, third = make_turns(), ("team", "third")
     turns.take(GPU, ONE, "one-g-a", 0.0)
     for service in (OTHER, third, OTHER):
@@ -118,7 +118,7 @@ def test_who_waits_is_called_in_the_order_of_coming_when_the_turn_is_free() -> N
     assert turns.called(3.0) == [third]
 
 
-def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_that_just_placed_one() -> None:
+def test_no_service_overtakes_the_queue() -> None:
     turns, newcomer = make_turns(), ("team", "new")
     turns.take(GPU, ONE, "one-g-a", 0.0)
     turns.line(GPU, OTHER, waits=turns.look(GPU, OTHER, (), 0.0).in_line)
@@ -137,7 +137,7 @@ def test_nobody_overtakes_the_line_not_even_with_the_next_group_of_a_service_tha
     assert made == [OTHER, ONE, newcomer]
 
 
-def test_who_waits_after_a_try_that_failed_or_wants_nothing_more_keeps_nobody_behind_it() -> None:
+def test_service_that_failed_or_finished_blocks_no_other() -> None:
     turns = make_turns()
     turns.gave_up(GPU, ONE, WHY, 0.0)
     turns.line(GPU, ONE, waits=True)
@@ -148,7 +148,7 @@ def test_who_waits_after_a_try_that_failed_or_wants_nothing_more_keeps_nobody_be
     assert turns.look(GPU, OTHER, (), 0.0).why == ""
 
 
-def test_who_is_called_and_does_not_come_goes_to_the_end() -> None:
+def test_called_service_that_does_not_come_goes_last() -> None:
     turns, third = make_turns(), ("team", "third")
     for service in (ONE, OTHER, third):
         turns.line(GPU, service, waits=True)
@@ -161,7 +161,7 @@ def test_who_is_called_and_does_not_come_goes_to_the_end() -> None:
     ]
 
 
-def test_who_is_gone_wants_nothing_more_or_other_devices_stands_in_line_no_more() -> None:
+def test_deleted_finished_or_changed_service_leaves_the_queue() -> None:
     turns, third = make_turns(), ("team", "third")
     for service in (ONE, OTHER, third):
         turns.line(GPU, service, waits=True)
@@ -175,7 +175,7 @@ def test_who_is_gone_wants_nothing_more_or_other_devices_stands_in_line_no_more(
     assert turns.called(0.7) == [ONE], "the lines are of their own"
 
 
-def test_a_service_behind_its_own_group_stands_in_no_line() -> None:
+def test_service_waiting_for_its_own_group_is_not_queued() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert not turns.look(GPU, ONE, ["one-g-a"], 1.0).in_line
@@ -184,7 +184,7 @@ def test_a_service_behind_its_own_group_stands_in_no_line() -> None:
     assert pause.why and not pause.in_line
 
 
-def test_who_waits_looks_again_when_it_is_to_be_told_and_seldom_after_that() -> None:
+def test_waiting_service_reconciles_when_reported_and_rarely_later() -> None:
     turns = make_turns()
     turns.take(GPU, ONE, "one-g-a", 0.0)
     assert turns.look(GPU, OTHER, (), 1.0).left_s == TOLD_S - 1
@@ -192,7 +192,7 @@ def test_who_waits_looks_again_when_it_is_to_be_told_and_seldom_after_that() -> 
 
 
 @given(st.lists(st.tuples(st.sampled_from("lpgcf"), st.integers(0, 3)), max_size=60))
-def test_while_somebody_waits_for_a_free_turn_somebody_is_called(moves: list[tuple[str, int]]) -> None:
+def test_free_turn_calls_a_waiting_service(moves: list[tuple[str, int]]) -> None:
     """look, placed, gone, called, forget: within CALLED_S of a free turn one of the line was called, and nobody overtakes."""
     turns, waiting, now = make_turns(), set[Key](), 0.0
     holder: Key | None = None

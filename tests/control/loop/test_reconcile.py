@@ -61,7 +61,7 @@ async def test_a_service_at_rest_costs_no_writes() -> None:
     assert world.next_s == RESYNC_S
 
 
-async def test_replicas_are_written_once_when_the_manifest_has_none() -> None:
+async def test_missing_replicas_are_written_once() -> None:
     world = World(replicas=None)
     await world.settle()
     assert world.service["spec"]["replicas"] == 1
@@ -130,14 +130,14 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
     assert (world.ready, world.groups) == (("True", "Ready"), {group})
 
 
-async def test_groups_are_made_with_a_key_that_is_drawn() -> None:
+async def test_groups_are_created_with_a_random_key() -> None:
     world = World()
     await world.settle()
     (body,) = world.kube.of(STATEFUL_SETS).values()
     assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in body["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
-async def test_a_look_before_the_informer_has_told_makes_no_second_group() -> None:
+async def test_stale_informer_creates_no_second_group() -> None:
     world = World(replicas=2)
     await world.look()
     made = world.groups
@@ -145,7 +145,7 @@ async def test_a_look_before_the_informer_has_told_makes_no_second_group() -> No
     assert world.groups == made
 
 
-async def test_a_group_whose_deletion_the_informer_missed_is_not_counted() -> None:
+async def test_group_with_a_missed_deletion_is_not_counted() -> None:
     world = World(replicas=3)
     await world.settle()
     await world.change(replicas=2)
@@ -179,7 +179,7 @@ async def test_a_group_that_went_by_itself_is_no_error(error: str) -> None:
 @pytest.mark.parametrize(
     ("resource", "name"), [(SERVICES, "chat"), (SERVICES, "chat-groups"), (DEPLOYMENTS, "chat-router")], ids=lambda v: str(v)
 )
-async def test_a_shared_child_that_somebody_deleted_comes_back(resource: Resource, name: str) -> None:
+async def test_deleted_shared_object_is_created_again(resource: Resource, name: str) -> None:
     world = World()
     await world.settle()
     del world.kube.objects[resource.plural, "team", name]
@@ -205,7 +205,7 @@ async def test_only_the_router_changes_with_its_replicas() -> None:
     ]
 
 
-async def test_a_name_that_is_taken_by_a_stranger_is_refused_and_said() -> None:
+async def test_name_taken_by_a_foreign_object_is_reported() -> None:
     world = World()
     world.kube.put(SERVICES, {"metadata": {"name": "chat", "namespace": "team", "uid": "theirs"}})
     with pytest.raises(Rejected, match="Service chat exists and the operator does not own it"):
@@ -214,7 +214,7 @@ async def test_a_name_that_is_taken_by_a_stranger_is_refused_and_said() -> None:
     assert world.groups == set()
 
 
-async def test_what_a_former_service_of_this_name_leaves_is_waited_for() -> None:
+async def test_objects_of_a_former_service_are_awaited() -> None:
     world = World()
     owner = {"name": "chat", "uid": "former", "controller": True}
     world.kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team", "ownerReferences": [owner]}})
@@ -225,7 +225,7 @@ async def test_what_a_former_service_of_this_name_leaves_is_waited_for() -> None
     assert world.ready == ("True", "Ready")
 
 
-async def test_groups_of_a_former_service_of_this_name_do_not_count() -> None:
+async def test_groups_of_a_former_service_do_not_count() -> None:
     world = World()
     await world.settle()
     other = World(world.kube)
@@ -238,7 +238,7 @@ async def test_groups_of_a_former_service_of_this_name_do_not_count() -> None:
     assert len(other.groups) == 2
 
 
-async def test_a_spec_that_the_schema_let_through_stalls_with_field_and_reason() -> None:
+async def test_invalid_spec_stalls_with_field_and_reason() -> None:
     world = World()
     await world.settle()
     groups = world.groups
@@ -254,7 +254,7 @@ async def test_a_spec_that_the_schema_let_through_stalls_with_field_and_reason()
     assert world.ready == ("True", "Ready")
 
 
-async def test_a_group_that_the_api_server_refuses_is_said_in_its_words() -> None:
+async def test_refused_group_is_reported_with_the_api_servers_message() -> None:
     world = World()
     name = next(call for call in await World().look() if "statefulsets" in call)
     world.kube.failures[name] = Rejected('strict decoding error: unknown field "spec.template.spec.tolerance"')
@@ -264,7 +264,7 @@ async def test_a_group_that_the_api_server_refuses_is_said_in_its_words() -> Non
     assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
 
 
-async def test_no_group_is_given_up_for_a_successor_that_the_api_server_refuses() -> None:
+async def test_refused_successor_keeps_the_old_group() -> None:
     class Strict(FakeKube):
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             if "tolerance" in body.get("spec", {}).get("template", {}).get("spec", {}):
@@ -283,7 +283,7 @@ async def test_no_group_is_given_up_for_a_successor_that_the_api_server_refuses(
     assert available and available.status == "True"
 
 
-async def test_a_quota_of_as_many_groups_as_there_are_lets_them_be_replaced() -> None:
+async def test_quota_equal_to_replicas_permits_replacement() -> None:
     class Full(FakeKube):
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             if resource is STATEFUL_SETS and len(self.of(STATEFUL_SETS)) >= 2:
@@ -318,7 +318,7 @@ async def test_a_failed_call_leaves_the_rest_for_later() -> None:
     assert world.ready == ("True", "Ready")
 
 
-async def test_events_tell_transitions_once() -> None:
+async def test_events_report_each_transition_once() -> None:
     world = World()
     await world.settle()
     await world.look()
@@ -330,9 +330,7 @@ async def test_events_tell_transitions_once() -> None:
     [("", ("Normal", "GroupsNotReady")), ("ImagePullBackOff", ("Warning", "ImagePullFailed"))],
     ids=["passes by itself", "somebody has to act"],
 )
-async def test_ready_is_told_as_it_comes_goes_and_comes_back_and_no_new_operator_tells_it_again(
-    trouble: str, told: tuple[str, str]
-) -> None:
+async def test_ready_transitions_are_reported_once_across_operators(trouble: str, told: tuple[str, str]) -> None:
     world, well = World(), ("Normal", "Ready")
     await world.settle()
     first = world.notes()
@@ -352,7 +350,7 @@ async def test_ready_is_told_as_it_comes_goes_and_comes_back_and_no_new_operator
     assert other.notes() == [*first, told, well]
 
 
-async def test_events_of_many_groups_leave_none_out() -> None:
+async def test_events_name_all_of_many_groups() -> None:
     world = World(replicas=30)
     await world.settle()
     notes = [body["note"] for body in world.kube.of(EVENTS).values() if body["reason"] == "GroupCreated"]
@@ -384,7 +382,7 @@ async def test_trouble_of_a_pod_reaches_the_status() -> None:
     assert world.status.groups[0].reason == "ImagePullBackOff: why"
 
 
-async def test_a_service_that_is_gone_is_forgotten() -> None:
+async def test_deleted_service_is_forgotten() -> None:
     world = World()
     await world.settle()
     body = world.kube.objects.pop(("inferenceservices", "team", "chat"))
@@ -394,7 +392,7 @@ async def test_a_service_that_is_gone_is_forgotten() -> None:
     assert await world.look() == []
 
 
-async def test_a_status_that_cannot_be_read_is_written_anew() -> None:
+async def test_unreadable_status_is_written_again() -> None:
     world = World()
     world.kube.put(SERVICES_OF_OURS, world.service | {"status": {"fromTheFuture": 1}})
     await world.settle()

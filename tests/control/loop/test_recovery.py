@@ -39,14 +39,14 @@ def loading(since: str = NOW, **fields: Any) -> ObservedGroup:
     return pods_with(make_group("a", ready=False, created=LONG_AGO), created=LONG_AGO, unready_since=since, **fields)
 
 
-def test_a_death_that_the_leader_tells_is_noted_once() -> None:
+def test_reported_leader_failure_is_recorded_once() -> None:
     found = recovery.counted(loading(), dead(2), POLICY, NOW)
     assert (found.note.at, found.note.deaths, found.recent) == ((NOW, NOW), 2, 2)
     again = recovery.counted(replace(loading(), restarts=found.note), dead(2), POLICY, NOW)
     assert again.note == found.note
 
 
-def test_routers_that_fall_silent_and_come_back_make_no_new_death() -> None:
+def test_silent_router_that_returns_adds_no_failure() -> None:
     note = recovery.counted(loading(), dead(2), POLICY, NOW).note
     silent = recovery.counted(replace(loading(), restarts=note), Fleet(), POLICY, NOW).note
     assert silent == note
@@ -54,13 +54,13 @@ def test_routers_that_fall_silent_and_come_back_make_no_new_death() -> None:
     assert recovery.counted(replace(loading(), restarts=silent), dead(0), POLICY, NOW).note == note
 
 
-def test_a_leader_that_starts_anew_counts_from_nothing() -> None:
+def test_restarted_leader_counts_from_zero() -> None:
     note = recovery.counted(loading(), dead(2), POLICY, EARLIER).note
     other = replace(loading(restarts=1, ended="Error"), restarts=note)
     assert recovery.counted(other, dead(1), POLICY, NOW).note.at == (EARLIER, EARLIER, NOW, NOW, NOW)
 
 
-def test_routers_that_still_tell_the_former_leaders_deaths_make_no_new_ones() -> None:
+def test_stale_failure_reports_add_no_failure() -> None:
     """The leader's container ended once; routers tell its number until their links to the next one are open."""
     note = recovery.counted(loading(), dead(4), POLICY, EARLIER).note
     first, other = loading().pods
@@ -77,7 +77,7 @@ def test_routers_that_still_tell_the_former_leaders_deaths_make_no_new_ones() ->
     assert (died.recent, died.note.deaths) == (6, 1)
 
 
-def test_deaths_that_a_request_is_to_blame_for_are_taken_back_once() -> None:
+def test_failures_blamed_on_a_request_are_subtracted_once() -> None:
     note = recovery.counted(loading(), dead(3), POLICY, EARLIER).note
     group = replace(loading(), restarts=note)
     freed = recovery.counted(group, dead(3, excused=2), POLICY, NOW)
@@ -90,7 +90,7 @@ def test_deaths_that_a_request_is_to_blame_for_are_taken_back_once() -> None:
     assert (at_once.recent, at_once.note.deaths) == (0, 1)
 
 
-def test_excuses_of_a_leader_that_is_gone_are_not_those_of_its_successor() -> None:
+def test_excuses_of_a_former_leader_do_not_count() -> None:
     note = recovery.counted(loading(), dead(2, excused=2), POLICY, EARLIER).note
     first, other = loading().pods
     successor = replace(loading(), pods=(replace(first, uid="another"), other), restarts=note)
@@ -111,12 +111,12 @@ def test_a_group_that_never_died_is_never_noted_on() -> None:
     assert recovery.counted(loading(), dead(0), POLICY, NOW).note == Restarts()
 
 
-def test_what_is_older_than_the_window_does_not_count() -> None:
+def test_failures_older_than_the_window_do_not_count() -> None:
     group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER), engine="uid-a-0/0", deaths=2))
     assert recovery.counted(group, dead(2), POLICY, NOW).recent == 1
 
 
-async def test_a_group_that_hangs_at_every_start_is_given_up_for_one_on_other_nodes() -> None:
+async def test_group_hanging_at_each_start_moves_to_other_nodes() -> None:
     """With the defaults six starts take three hours, which is longer than the window."""
     world = await overdue_world()
     group, start = next(iter(world.groups)), datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
@@ -131,7 +131,7 @@ async def test_a_group_that_hangs_at_every_start_is_given_up_for_one_on_other_no
     assert world.status.recovery and "restarted 6 times within 11400 s" in world.status.recovery.message
 
 
-def test_a_restart_of_a_group_that_served_since_counts_for_the_window() -> None:
+def test_restart_of_a_served_group_counts_in_the_window() -> None:
     group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER)))
     assert recovery.counted(group, Fleet(), POLICY, NOW).recent == 1
     in_vain = replace(group, restarts=Restarts(at=("2026-01-02T01:04:05Z", EARLIER), since="2026-01-02T00:30:00Z"))
@@ -175,11 +175,11 @@ def gone(times: int, at: str = NOW) -> RecoveryStatus:
 
 
 @pytest.mark.parametrize(("times", "pause_s"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (40, 3600)])
-def test_the_first_successor_comes_at_once_and_others_after_longer_and_longer_pauses(times: int, pause_s: float) -> None:
+def test_first_successor_is_immediate_later_ones_back_off(times: int, pause_s: float) -> None:
     assert recovery.pause_s(gone(times) if times else None, POLICY, NOW) == pause_s
 
 
-def test_what_is_remembered_of_groups_that_were_given_up() -> None:
+def test_history_of_given_up_groups_is_kept() -> None:
     spent = replace(loading(), spent=True, lost="often")
     first = recovery.followed(None, [spent], "new", POLICY, NOW)
     assert first and (first.given_up, first.nodes, first.message) == (1, ("node-0", "node-1"), "a: often")
@@ -192,7 +192,7 @@ def test_what_is_remembered_of_groups_that_were_given_up() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"at": 1}', '{"deaths": "x"}'])
-def test_a_note_that_cannot_be_read_is_none(text: str | None) -> None:
+def test_unreadable_note_is_ignored(text: str | None) -> None:
     assert recovery.read(text) == Restarts()
 
 
@@ -219,7 +219,7 @@ async def overdue_world(kube: FakeKube | None = None) -> World:
     return world
 
 
-async def test_all_pods_of_a_group_that_does_not_come_to_serve_are_replaced_once() -> None:
+async def test_pods_of_a_hanging_group_are_replaced_once() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
     writes = await world.look()
@@ -243,7 +243,7 @@ async def test_all_pods_of_a_group_that_does_not_come_to_serve_are_replaced_once
     assert (note.since, note.pods, len(note.at)) == ("", (), 1), "what was tried is over, and counts for its window"
 
 
-async def test_an_operator_that_ended_after_the_note_is_followed_by_one_that_goes_on() -> None:
+async def test_new_operator_finishes_a_noted_restart() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
     world.kube.failures[f"hurry pods {group}-1"] = Retry("the operator ends here")
@@ -258,7 +258,7 @@ async def test_an_operator_that_ended_after_the_note_is_followed_by_one_that_goe
     assert [call for call in await other.look() if call.startswith("hurry")] == [f"hurry pods {group}-{i}" for i in range(2)]
 
 
-async def test_a_restart_that_was_begun_is_not_ended_on_a_group_that_serves_again() -> None:
+async def test_noted_restart_is_dropped_for_a_serving_group() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
     world.kube.failures[f"hurry pods {group}-0"] = Retry("the operator ends here")
@@ -271,7 +271,7 @@ async def test_a_restart_that_was_begun_is_not_ended_on_a_group_that_serves_agai
     assert note.pods == (), "and it is not ended later"
 
 
-def test_a_restart_that_was_begun_is_not_ended_on_a_group_that_is_left_to_itself() -> None:
+def test_noted_restart_is_dropped_for_an_unmanaged_group() -> None:
     group = replace(loading(), restarts=Restarts(pods=("uid-a-0",)))
     assert recovery.begun(group, POLICY) == ["a-0"]
     assert recovery.begun(group, RestartPolicy(mode="None")) == []
@@ -288,7 +288,7 @@ class Refusing(FakeKube):
         return await super().create(resource, body, dry_run=dry_run)
 
 
-async def test_a_group_that_is_refused_stops_neither_recovery_nor_routers_nor_the_count() -> None:
+async def test_refused_group_stops_neither_recovery_nor_scaling() -> None:
     kube = Refusing()
     world = World(kube, replicas=1, autoscaling={"maxReplicas": 2, "targets": {"ttftP95Ms": 2000}})
     world.cluster.start_router_pods()
@@ -315,7 +315,7 @@ def dying(group: str, deaths: int) -> GroupSummary:
     return group_summary(group, deaths=deaths, death="pod 0: no such file config.json", state="dead")
 
 
-async def test_a_group_that_dies_on_every_node_stalls_and_the_others_serve_on() -> None:
+async def test_group_failing_on_every_node_stalls_others_serve() -> None:
     world = World(replicas=2)
     world.cluster.start_router_pods()
     await world.settle()

@@ -47,7 +47,7 @@ async def test_the_status_has_the_words_of_the_api_server(words: str, reason: st
     assert world.condition("CapacityAvailable") == ("True", "Scheduled")
 
 
-async def test_a_refusal_is_told_before_what_only_waits_for_the_pod() -> None:
+async def test_refusal_is_reported_before_waiting_pods() -> None:
     """Pods that are placed together find no node while one of them may not be made."""
     world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1})
     await world.look()
@@ -63,7 +63,7 @@ async def test_a_refusal_is_told_before_what_only_waits_for_the_pod() -> None:
     assert (world.ready, world.condition("CapacityAvailable")) == (("False", "QuotaExceeded"), ("False", "QuotaExceeded"))
 
 
-async def test_pods_that_are_refused_are_tried_again_every_half_minute() -> None:
+async def test_refused_pods_are_retried_every_30_seconds() -> None:
     """By itself their controller waits longer each time: a quota that is raised would be of use only much later."""
     world = World(replicas=1)
     await world.look()
@@ -81,7 +81,7 @@ async def test_pods_that_are_refused_are_tried_again_every_half_minute() -> None
     assert world.ready == ("True", "Ready"), "nothing is tried once the pods are there"
 
 
-async def test_a_group_that_goes_before_its_pods_are_tried_again_is_left_alone() -> None:
+async def test_group_deleted_before_the_retry_is_left_alone() -> None:
     world = World(replicas=1)
     await world.look()
     await world.look()
@@ -94,7 +94,7 @@ async def test_a_group_that_goes_before_its_pods_are_tried_again_is_left_alone()
     assert world.ready == ("False", "QuotaExceeded")
 
 
-async def test_a_router_that_a_quota_refuses_is_told_and_tried_again() -> None:
+async def test_router_refused_by_a_quota_is_reported_and_retried() -> None:
     world = World(replicas=1)
     await world.settle()
     (deployment,) = world.kube.of(DEPLOYMENTS).values()
@@ -115,7 +115,7 @@ async def test_a_router_that_a_quota_refuses_is_told_and_tried_again() -> None:
     assert world.ready == ("True", "Ready")
 
 
-async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None:
+async def test_complete_or_new_groups_cause_no_event_query() -> None:
     kube = FakeKube()
     refusals = ImageRefusals(kube, clock=lambda: 0.0)
     whole = make_group("a", created=NOW)
@@ -125,7 +125,7 @@ async def test_groups_that_have_their_pods_or_are_new_cost_no_question() -> None
     assert await refusals.of(KEY, [whole, new, going], LATER) == {}
 
 
-async def test_the_latest_word_counts_and_is_asked_for_now_and_then() -> None:
+async def test_latest_refusal_counts_and_is_read_periodically() -> None:
     kube, clock = FakeKube(), [0.0]
     refusals = ImageRefusals(kube, clock=lambda: clock[0])
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
@@ -141,7 +141,7 @@ async def test_the_latest_word_counts_and_is_asked_for_now_and_then() -> None:
     assert await refusals.of(KEY, [group], LATER) == {}
 
 
-async def test_an_operator_that_may_not_read_events_goes_on_without() -> None:
+async def test_operator_without_event_permission_continues() -> None:
     kube = FakeKube()
     kube.failures["list events"] = Denied("403")
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)
@@ -149,7 +149,7 @@ async def test_an_operator_that_may_not_read_events_goes_on_without() -> None:
     assert await ImageRefusals(kube, clock=lambda: 0.0).of(KEY, [group], LATER) == {}
 
 
-async def test_nothing_is_kept_of_a_service_that_is_gone() -> None:
+async def test_refusals_of_a_deleted_service_are_dropped() -> None:
     kube = FakeKube()
     refusals = ImageRefusals(kube, clock=lambda: 0.0)
     group = replace(make_group("a", created=NOW), pods=(), short_since=NOW)

@@ -44,7 +44,7 @@ class Swapping(FakeKube):
 
 @each
 @pytest.mark.parametrize("place", [0, 1])
-async def test_a_pod_that_was_replaced_before_a_restart_of_its_group_reached_it_stays(place: int, comes: bool) -> None:
+async def test_pod_replaced_before_a_group_restart_is_kept(place: int, comes: bool) -> None:
     kube = Swapping(comes)
     world = await overdue_world(kube)
     (group,) = world.groups
@@ -61,7 +61,7 @@ async def test_a_pod_that_was_replaced_before_a_restart_of_its_group_reached_it_
 
 
 @each
-async def test_a_pod_that_was_replaced_before_it_was_ended_with_its_node_stays(comes: bool) -> None:
+async def test_pod_replaced_before_node_cleanup_is_kept(comes: bool) -> None:
     kube, two_pods = Swapping(comes), {"tensor": 2, "gpusPerPod": 1}
     one_by_one = {"gang": {"mode": "None"}}
     world = World(kube, replicas=2, parallelism=two_pods, placement=one_by_one, restartPolicy={"nodeLostSeconds": 60})

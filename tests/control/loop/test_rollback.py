@@ -51,7 +51,7 @@ def set_pod(world: World, group: str, **status: Any) -> None:
     world.kube.put(PODS, pod | {"status": {"conditions": [condition], **status}})
 
 
-async def test_a_late_revision_is_given_up_for_the_last_whole_one() -> None:
+async def test_late_revision_rolls_back_to_the_last_complete_one() -> None:
     world = await settled(replicas=3, rollout=ROLLOUT, engine={"dtype": "float32"})
     good, first = of(world), world.groups
     await world.change(engine=BAD)
@@ -75,7 +75,7 @@ async def test_a_late_revision_is_given_up_for_the_last_whole_one() -> None:
 
 
 @pytest.mark.parametrize("keeps", [{"partition": 3}, {"paused": True}], ids=["partition", "paused"])
-async def test_what_keeps_groups_on_a_revision_keeps_none_on_one_that_is_given_up(keeps: dict[str, Any]) -> None:
+async def test_constraints_keep_no_group_on_a_given_up_revision(keeps: dict[str, Any]) -> None:
     world = await settled(replicas=4, rollout=ROLLOUT)
     good = of(world)
     await world.change(engine=BAD)
@@ -84,7 +84,7 @@ async def test_what_keeps_groups_on_a_revision_keeps_none_on_one_that_is_given_u
     assert revisions(world) == {good: 4} and world.condition("Stalled") == ("True", "RolledBack")
 
 
-async def test_once_rolled_back_the_status_is_not_written_again_as_time_goes_by() -> None:
+async def test_status_after_rollback_is_not_rewritten() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     await world.change(engine=BAD)
     await run_late(world)
@@ -96,7 +96,7 @@ async def test_once_rolled_back_the_status_is_not_written_again_as_time_goes_by(
     assert world.status == before
 
 
-async def test_the_transition_time_of_stalled_stays_while_groups_go_back() -> None:
+async def test_stalled_transition_time_is_kept_during_rollback() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     await world.change(engine=BAD)
     await run_late(world)
@@ -107,7 +107,7 @@ async def test_the_transition_time_of_stalled_stays_while_groups_go_back() -> No
     assert stalled and stalled.last_transition_time == LONG_AFTER
 
 
-async def test_a_way_back_without_room_for_a_surge_goes_delete_first_to_its_end() -> None:
+async def test_rollback_without_surge_capacity_deletes_first() -> None:
     world = await settled(replicas=3, rollout=ROLLOUT | {"maxUnavailable": 1, "maxSurge": 1, "surgeTimeoutSeconds": 60})
     good, first = of(world), world.groups
     await world.change(engine=BAD)
@@ -143,7 +143,7 @@ async def test_a_way_back_without_room_for_a_surge_goes_delete_first_to_its_end(
     assert made > 0 and revisions(world) == {good: 3}
 
 
-async def test_a_revision_that_crashes_too_soon_to_be_late_is_given_up_too() -> None:
+async def test_early_crashing_revision_rolls_back_too() -> None:
     """With the defaults: each group spends its restarts within minutes, and a successor has its time anew."""
     world = await settled(replicas=2, rollout={"onFailure": "Rollback"})
     good, first = of(world), world.groups
@@ -171,7 +171,7 @@ async def test_a_revision_that_crashes_too_soon_to_be_late_is_given_up_too() -> 
     assert revisions(world) == {good: 2} and world.condition("Stalled") == ("True", "RolledBack")
 
 
-async def test_while_the_record_of_a_revision_that_is_followed_is_missing_nothing_changes() -> None:
+async def test_missing_record_of_a_followed_revision_changes_nothing() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT | {"canaryWeight": 10})
     good = of(world)
     await world.change(engine=BAD)
@@ -191,7 +191,7 @@ async def test_while_the_record_of_a_revision_that_is_followed_is_missing_nothin
     assert revisions(world) == {good: 3}
 
 
-async def test_another_spec_is_tried_and_the_note_goes() -> None:
+async def test_new_spec_is_tried_and_removes_the_note() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     await world.change(engine=BAD)
     await run_late(world)
@@ -204,7 +204,7 @@ async def test_another_spec_is_tried_and_the_note_goes() -> None:
     assert find_condition(world.status.conditions, "Stalled") is None
 
 
-async def test_a_service_that_was_rolled_back_goes_on_with_the_same_revision_when_it_is_asked_to_pause_instead() -> None:
+async def test_rolled_back_service_resumes_its_revision_when_paused() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     await world.change(engine=BAD)
     await run_late(world)
@@ -214,7 +214,7 @@ async def test_a_service_that_was_rolled_back_goes_on_with_the_same_revision_whe
     assert revisions(world) == {of(world): 2} and world.status.rollback is None
 
 
-async def test_groups_that_are_added_while_it_is_rolled_back_are_of_the_former_revision() -> None:
+async def test_groups_added_after_rollback_use_the_former_revision() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     good = of(world)
     await world.change(engine=BAD)
@@ -226,7 +226,7 @@ async def test_groups_that_are_added_while_it_is_rolled_back_are_of_the_former_r
 
 
 @pytest.mark.parametrize("loss", ["record", "stranger", "nonsense"])
-async def test_without_a_record_it_pauses_and_says_why(loss: str) -> None:
+async def test_rollback_without_record_pauses_with_a_reason(loss: str) -> None:
     world = await settled(replicas=2, rollout=ROLLOUT)
     record = world.kube.of(CONFIG_MAPS)["chat-former"]
     await world.change(engine=BAD)
@@ -244,7 +244,7 @@ async def test_without_a_record_it_pauses_and_says_why(loss: str) -> None:
     assert world.status.rollback is None
 
 
-async def test_a_stranger_of_the_name_of_the_record_stops_nothing_but_going_back() -> None:
+async def test_foreign_object_named_like_the_record_prevents_only_rollback() -> None:
     stranger = {"metadata": {"name": "chat-former", "namespace": "team", "uid": "theirs"}, "data": {"mine": "1"}}
     world = World(replicas=1, rollout=ROLLOUT)
     world.kube.put(CONFIG_MAPS, stranger)
@@ -291,7 +291,7 @@ async def test_only_services_that_may_go_back_keep_a_record() -> None:
     ],
     ids=["least", "names", "overlay", "engine", "model", "placement", "restart"],
 )
-def test_what_is_recorded_gives_the_same_revision(spec: dict[str, Any]) -> None:
+def test_record_yields_the_same_revision(spec: dict[str, Any]) -> None:
     then = make_service(**spec)
     record = former.record(then, revision(then))
     changed = make_service(replicas=7, servedNames=["other"], engine={"maxModelLen": 9}, rollout={"restartId": "b"})
@@ -304,7 +304,7 @@ def test_what_is_recorded_gives_the_same_revision(spec: dict[str, Any]) -> None:
     assert former.recalled(changed, record, "another") is None
 
 
-async def test_a_revision_that_is_given_up_gets_no_share_of_requests() -> None:
+async def test_given_up_revision_gets_no_requests() -> None:
     world = await settled(replicas=2, rollout=ROLLOUT | {"canaryWeight": 10})
     good = of(world)
     await world.change(engine=BAD, rollout=ROLLOUT | {"canaryWeight": 10, "restartId": "again"})
@@ -325,7 +325,7 @@ def names_of(world: World) -> list[str]:
     return list(words[words.index("--served-model-name") + 1 :])
 
 
-async def test_while_the_record_is_missing_routers_stay_as_they_are() -> None:
+async def test_missing_record_keeps_routers_unchanged() -> None:
     """Groups answer to the names of the former revision, which nobody knows: those of the newest would be wrong."""
     world = await settled(replicas=2, rollout=ROLLOUT, servedNames=["good"])
     await world.change(engine=BAD, servedNames=["bad"])

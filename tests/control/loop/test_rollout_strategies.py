@@ -60,7 +60,7 @@ def test_counts_of_percentages(rollout: dict[str, Any], replicas: int, surge: in
     assert (parsed.surge(replicas), parsed.unavailable(replicas)) == (surge, unavailable)
 
 
-def test_how_groups_are_replaced_replaces_none() -> None:
+def test_changed_strategy_replaces_no_group() -> None:
     plain = revision(make_service())
     assert revision(make_service(rollout={"maxSurge": 1, "partition": 2, "paused": True})) == plain
     assert revision(make_service(placement={"gang": {"timeoutSeconds": 5}})) == plain
@@ -69,7 +69,7 @@ def test_how_groups_are_replaced_replaces_none() -> None:
     assert revision(make_service(placement={"nodeSelector": {"pool": "a"}})) != plain
 
 
-async def test_with_a_surge_a_group_goes_only_when_its_successor_serves() -> None:
+async def test_surge_deletes_a_group_after_its_successor_serves() -> None:
     world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
@@ -83,7 +83,7 @@ async def test_with_a_surge_a_group_goes_only_when_its_successor_serves() -> Non
     assert world.condition("Progressing") == ("True", "Complete")
 
 
-async def test_a_surge_that_finds_no_room_goes_delete_first_for_the_rest_of_the_rollout() -> None:
+async def test_surge_without_capacity_deletes_first_until_the_end() -> None:
     world = await settled(replicas=3, rollout={"maxSurge": 1, "surgeTimeoutSeconds": 60})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
@@ -110,7 +110,7 @@ async def test_a_surge_that_finds_no_room_goes_delete_first_for_the_rest_of_the_
     assert world.condition("Progressing") == ("True", "Complete")
 
 
-async def test_a_surge_that_is_given_up_as_half_a_group_ends_the_surge_too() -> None:
+async def test_abandoned_surge_group_ends_the_surge() -> None:
     gang = {"gang": {"mode": "Fallback", "timeoutSeconds": 30}}
     two_pods = {"tensor": 2, "gpusPerPod": 1}
     rollout = {"maxSurge": 1, "surgeTimeoutSeconds": 600}
@@ -133,7 +133,7 @@ async def test_a_surge_that_is_given_up_as_half_a_group_ends_the_surge_too() -> 
     assert not world.groups & old and len(world.groups) == 1
 
 
-async def test_a_surge_without_room_waits_where_none_may_be_missing() -> None:
+async def test_surge_without_capacity_waits_at_max_unavailable_zero() -> None:
     world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0, "surgeTimeoutSeconds": 60})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
@@ -150,7 +150,7 @@ async def test_a_surge_without_room_waits_where_none_may_be_missing() -> None:
     assert not world.groups & old, "there is room at last"
 
 
-async def test_a_partition_keeps_groups_on_their_old_revision_until_it_is_lowered() -> None:
+async def test_partition_keeps_old_groups_until_it_is_lowered() -> None:
     world = await settled(replicas=3, rollout={"partition": 2})
     before = revisions(world)
     await world.change(engine={"maxModelLen": 512})
@@ -165,7 +165,7 @@ async def test_a_partition_keeps_groups_on_their_old_revision_until_it_is_lowere
     assert world.status.current_revision == world.status.update_revision
 
 
-async def test_a_paused_rollout_replaces_nothing_and_scales_all_the_same() -> None:
+async def test_paused_rollout_scales_but_replaces_nothing() -> None:
     world = await settled(replicas=2, rollout={"paused": True})
     before = world.groups
     await world.change(engine={"maxModelLen": 512})
@@ -193,7 +193,7 @@ def test_how_long_a_group_has_not_been_ready() -> None:
     assert (progress.unready_s(tried, now), progress.pods_unready_s(tried, now)) == (3600.0, 60.0)
 
 
-async def test_a_rollout_that_is_late_stops_stalls_and_is_rolled_back_by_the_former_spec() -> None:
+async def test_late_rollout_stops_stalls_and_rolls_back() -> None:
     world = await settled(replicas=3, rollout={"maxUnavailable": 2, "progressDeadlineSeconds": 3600})
     first = world.groups
     await world.change(engine={"maxModelLen": 512})

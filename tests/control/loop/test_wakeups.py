@@ -18,7 +18,7 @@ def test_a_key_is_taken_when_it_is_due() -> None:
     assert (queue.take(1.9), queue.next_due(), queue.take(2.0), queue.take(9.9)) == (None, 2.0, A, None)
 
 
-def test_only_what_is_due_counts_as_due() -> None:
+def test_queue_counts_only_due_keys() -> None:
     queue = Wakeups()
     queue.wake(A, 2.0)
     queue.wake(B, 600.0)
@@ -32,7 +32,7 @@ def test_many_wishes_are_one_look_at_the_earliest_time() -> None:
     assert (queue.take(1.0), queue.take(10.0), len(queue)) == (A, None, 0)
 
 
-def test_a_busy_key_waits_for_its_worker_and_lets_others_pass() -> None:
+def test_busy_key_waits_and_lets_others_pass() -> None:
     queue = Wakeups()
     queue.wake(A, 0.0)
     assert queue.take(0.0) == A
@@ -44,7 +44,7 @@ def test_a_busy_key_waits_for_its_worker_and_lets_others_pass() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("wtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
-def test_no_key_has_two_workers_and_no_wish_is_lost(moves: list[tuple[str, int, int]]) -> None:
+def test_no_key_has_two_workers_or_loses_a_wakeup(moves: list[tuple[str, int, int]]) -> None:
     queue, busy, wished = Wakeups(), list[Key](), set[Key]()
     for move, number, at in moves:
         key = ("n", str(number))
@@ -70,7 +70,7 @@ def test_waits_grow_and_are_spread(failures: int, least: float, most: float) -> 
 
 
 @given(st.lists(st.tuples(st.sampled_from("wwtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
-def test_what_is_due_next_is_the_earliest_wish_for_a_key_that_nobody_works_on(moves: list[tuple[str, int, int]]) -> None:
+def test_next_due_time_is_the_earliest_idle_key(moves: list[tuple[str, int, int]]) -> None:
     queue, busy, wishes = Wakeups(), list[Key](), dict[Key, float]()
     for move, number, at in moves:
         key = ("n", str(number))

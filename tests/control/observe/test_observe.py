@@ -58,13 +58,13 @@ def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, rea
     ],
     ids=["last line", "structured log", "cut log", "not a record", "no memory", "no words", "unknown"],
 )
-def test_a_pod_that_ends_again_and_again_says_why_it_ended_last(ended: dict[str, Any], message: str) -> None:
+def test_crash_looping_pod_reports_its_last_termination(ended: dict[str, Any], message: str) -> None:
     waiting = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}
     seen = pod({"containerStatuses": [{"state": {"waiting": waiting}, "lastState": {"terminated": ended}}]})
     assert (seen.reason, seen.message) == ("CrashLoopBackOff", message)
 
 
-def test_a_pod_that_has_just_ended_says_why() -> None:
+def test_terminated_pod_reports_its_reason() -> None:
     seen = pod({"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 2, "message": NO_MODEL}}}]})
     assert (seen.reason, seen.message) == ("Error", NO_MODEL)
 
@@ -138,7 +138,7 @@ SPEC = {"nodeName": "n", "replicas": 2, "unschedulable": True, "containers": [{"
 
 
 @pytest.mark.parametrize("trim", [trim_pod, trim_set, trim_deployment, trim_node, trim_name])
-def test_of_what_a_watch_tells_all_is_read_that_matters(trim: Callable[[Mapping[str, Any]], object]) -> None:
+def test_watch_records_contain_every_used_field(trim: Callable[[Mapping[str, Any]], object]) -> None:
     bare = {"metadata": {name: METADATA[name] for name in ("name", "uid", "creationTimestamp")}, "spec": {}, "status": None}
     whole = {"apiVersion": "v1", "kind": "K", "metadata": METADATA, "spec": SPEC, "status": STATUS}
     for body in (whole, bare):
@@ -149,6 +149,6 @@ def test_of_what_a_watch_tells_all_is_read_that_matters(trim: Callable[[Mapping[
 
 
 @pytest.mark.parametrize("line", [b'{"type": "ADDED", "object": {"metadata": {"labels": 1}}}', b'{"type": "ADDED"}', b"[]"])
-def test_what_is_no_event_is_refused(line: bytes) -> None:
+def test_object_that_is_no_event_is_refused(line: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         read_event(line)

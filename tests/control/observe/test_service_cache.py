@@ -22,7 +22,7 @@ async def found(known: ServiceCache) -> Json:
     return await known.get(kube, KEY)
 
 
-async def test_the_newest_of_what_was_told_and_written_is_known() -> None:
+async def test_newest_of_watched_and_written_version_is_cached() -> None:
     known = ServiceCache(clock=lambda: 0.0)
     assert await found(known) == ASKED
     known.hear(body("5"))
@@ -34,7 +34,7 @@ async def test_the_newest_of_what_was_told_and_written_is_known() -> None:
     assert await found(known) == body("11")
 
 
-async def test_what_is_old_gone_or_not_to_be_compared_is_asked_for() -> None:
+async def test_stale_deleted_or_unordered_service_is_fetched() -> None:
     now = 0.0
     known = ServiceCache(clock=lambda: now)
     known.hear(body("5"))
@@ -49,7 +49,7 @@ async def test_what_is_old_gone_or_not_to_be_compared_is_asked_for() -> None:
     assert await found(known) == ASKED, "a late answer brings nothing back"
 
 
-async def test_what_is_doubted_is_asked_for_until_something_newer_is_told() -> None:
+async def test_doubted_service_is_fetched_until_a_newer_version() -> None:
     known = ServiceCache(clock=lambda: 0.0)
     known.hear(body("9"))
     known.wrote(body("10"))
@@ -68,7 +68,7 @@ async def test_another_service_of_the_name_is_another_one() -> None:
     assert await found(known) == body("3", uid="2")
 
 
-async def test_looks_at_a_service_that_is_watched_ask_for_it_no_more_and_see_what_they_wrote() -> None:
+async def test_watched_service_needs_no_get_and_reads_own_writes() -> None:
     world, plain = World(replicas=3), World(replicas=3)
     world.reconciler.known.hear(world.kube.objects[SERVICES_OF_OURS.plural, *KEY])
     for one in (world, plain):
@@ -82,7 +82,7 @@ async def test_looks_at_a_service_that_is_watched_ask_for_it_no_more_and_see_wha
     assert await world.reconciler.known.get(world.kube, KEY) == world.kube.objects[SERVICES_OF_OURS.plural, *KEY]
 
 
-async def test_after_a_look_that_failed_the_next_one_asks() -> None:
+async def test_reconcile_after_a_failure_fetches_the_service() -> None:
     world = World(replicas=1)
     await world.settle()
     world.reconciler.known.hear(world.kube.objects[SERVICES_OF_OURS.plural, *KEY])

@@ -67,7 +67,7 @@ def started(pod: dict[str, Any], secret: Mapping[str, str], node: Path) -> dict[
     ],
     ids=["hub", "s3", "s3 for a while", "gs", "gs with a key of its own", "oci"],
 )
-def test_a_pod_asks_as_the_secret_of_its_model_says(
+def test_pod_uses_the_credentials_of_its_models_secret(
     uri: str, key: str | None, secret: dict[str, str], who: object, tmp_path: Path
 ) -> None:
     reference = {"name": "credentials"} | ({"key": key} if key else {})

@@ -37,7 +37,7 @@ def test_golden_doors(name: str, expose: dict[str, Any], golden: Check) -> None:
     ("expose", "wanted"),
     [({}, []), ({"type": "Ingress"}, ["Ingress"]), ({"type": "HTTPRoute", "gateway": {"name": "a"}}, ["HTTPRoute"])],
 )
-def test_no_more_is_made_than_is_asked_for(expose: dict[str, Any], wanted: list[str]) -> None:
+def test_only_requested_routes_are_created(expose: dict[str, Any], wanted: list[str]) -> None:
     found = exposed.objects(make_service(router={"expose": expose}))
     assert [body["kind"] for body, is_wanted in found if is_wanted] == wanted
     for body, is_wanted in found:
@@ -49,7 +49,7 @@ def made(world: World) -> list[int]:
     return [len(world.kube.of(kind)) for kind in (INGRESSES, HTTP_ROUTES)]
 
 
-async def test_what_is_asked_for_is_made_and_goes_when_it_is_asked_for_no_more() -> None:
+async def test_requested_route_is_created_and_deleted() -> None:
     world = World(router={"expose": INGRESS})
     world.kube.unknown.discard("httproutes")
     await world.settle()
@@ -64,7 +64,7 @@ async def test_what_is_asked_for_is_made_and_goes_when_it_is_asked_for_no_more()
     assert made(world) == [0, 0]
 
 
-async def test_where_the_cluster_serves_no_routes_the_status_says_so_and_everything_else_goes_on() -> None:
+async def test_missing_route_kind_is_reported_and_serving_continues() -> None:
     world = World(replicas=2, router={"expose": ROUTE})
     await world.settle()
     assert len(world.kube.of(STATEFUL_SETS)) == 2 and world.condition("Available") == ("True", "Serving")
@@ -85,7 +85,7 @@ async def test_where_the_cluster_serves_no_routes_the_status_says_so_and_everyth
 
 
 @pytest.mark.parametrize("error", [Rejected("spec.rules[0].host: taken"), Retry("failed calling webhook"), Denied("forbidden")])
-async def test_a_door_that_is_refused_is_told_and_tried_again(error: Exception) -> None:
+async def test_refused_route_is_reported_and_retried(error: Exception) -> None:
     world = World(router={"expose": INGRESS})
     world.kube.failures["apply ingresses chat"] = error
     await world.settle()
@@ -104,7 +104,7 @@ async def test_another_spec_is_tried_at_once() -> None:
     assert made(world) == [1, 0] and world.ready == ("True", "Ready")
 
 
-async def test_somebody_elses_ingress_of_that_name_is_left_alone() -> None:
+async def test_foreign_ingress_of_that_name_is_kept() -> None:
     world = World(router={"expose": {"type": "Ingress"}})
     theirs = world.kube.put(INGRESSES, {"metadata": {"name": "chat", "namespace": "team", "uid": "theirs"}, "spec": {}})
     await world.settle()
@@ -114,7 +114,7 @@ async def test_somebody_elses_ingress_of_that_name_is_left_alone() -> None:
     assert world.kube.of(INGRESSES)["chat"] == theirs and world.ready == ("True", "Ready")
 
 
-async def test_an_older_role_without_the_right_to_look_harms_no_service_that_asks_for_none() -> None:
+async def test_older_role_without_route_permission_is_harmless() -> None:
     world = World()
     world.kube.failures |= {"get ingresses chat": Denied("forbidden"), "get httproutes chat": Denied("forbidden")}
     await world.settle()

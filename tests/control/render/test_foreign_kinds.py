@@ -53,7 +53,7 @@ def test_every_object_of_the_manifests_and_samples_is_shown() -> None:
     assert names and names <= set(written())
 
 
-def test_each_kind_that_is_shown_has_a_crd_of_its_own_project() -> None:
+def test_each_kind_has_its_projects_crd() -> None:
     fetched = {file.rpartition("/")[2].removesuffix(".yaml") for source in SOURCES for file in source.files}
     needed = {f"{_group(version)}_{kind.lower()}s" for version, kind in SHOWN}
     assert needed == fetched

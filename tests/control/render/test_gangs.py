@@ -42,7 +42,7 @@ def test_which_gang_is_chosen(placement: dict[str, Any], served: frozenset[str],
     assert gangs.chosen(make_service(**SEVERAL, placement=placement), served).kind == kind
 
 
-def test_a_group_of_one_pod_needs_none_but_a_queue_admits_it() -> None:
+def test_single_pod_group_needs_only_queue_admission() -> None:
     assert gangs.chosen(make_service(), ALL).kind == "None"
     assert gangs.chosen(make_service(placement={"queueName": "team"}), ALL).kind == "Kueue"
 
@@ -63,11 +63,11 @@ def test_golden_gangs(kind: str, golden: Check) -> None:
 
 
 @pytest.mark.parametrize("kind", ["None", "Fallback", "Native", "Volcano", "Kueue"])
-def test_a_group_keeps_the_kind_that_it_was_made_with(kind: str) -> None:
+def test_group_keeps_its_original_gang_kind(kind: str) -> None:
     assert gangs.of_kind(kind).kind == kind
 
 
-def test_a_group_of_a_former_version_has_none() -> None:
+def test_group_of_an_older_version_has_no_gang() -> None:
     assert gangs.of_kind("").kind == "None"
 
 
@@ -77,7 +77,7 @@ def native_world(**spec: Any) -> World:
     return world
 
 
-async def test_each_group_has_a_pod_group_of_its_name_that_goes_with_it() -> None:
+async def test_each_group_owns_a_pod_group_of_its_name() -> None:
     world = native_world(replicas=2)
     await world.settle()
     assert set(world.kube.of(POD_GROUPS)) == world.groups
@@ -87,7 +87,7 @@ async def test_each_group_has_a_pod_group_of_its_name_that_goes_with_it() -> Non
     assert world.status.gang == "Native"
 
 
-async def test_a_pod_group_that_is_missing_while_pods_wait_is_made_anew() -> None:
+async def test_missing_pod_group_is_created_while_pods_wait() -> None:
     world = native_world()
     await world.look()
     group = next(iter(world.groups))
@@ -104,7 +104,7 @@ async def test_a_pod_group_that_is_missing_while_pods_wait_is_made_anew() -> Non
 
 
 @pytest.mark.parametrize("error", [Denied("podgroups is forbidden"), Retry("failed calling webhook")])
-async def test_a_pod_group_that_is_refused_stops_nothing_else_and_is_said(error: KubeError) -> None:
+async def test_refused_pod_group_is_reported_and_blocks_nothing_else(error: KubeError) -> None:
     class Refusing(FakeKube):
         refuses = True
 
@@ -133,7 +133,7 @@ async def test_a_pod_group_that_is_refused_stops_nothing_else_and_is_said(error:
     assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
 
 
-async def test_pods_that_a_queue_has_not_admitted_wait_and_that_is_said() -> None:
+async def test_pods_awaiting_queue_admission_are_reported() -> None:
     """As Kueue leaves them: it makes pods of a queue's StatefulSet with a gate, and takes it away when it admits them."""
     world = World(**SEVERAL, replicas=2, placement={"queueName": "team"})
     await world.look()
@@ -157,7 +157,7 @@ async def test_pods_that_a_queue_has_not_admitted_wait_and_that_is_said() -> Non
     assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
 
 
-async def test_without_the_scheduler_that_is_asked_for_no_group_is_made_and_that_is_said() -> None:
+async def test_missing_scheduler_creates_no_group_with_a_reason() -> None:
     world = World(**SEVERAL, placement={"gang": {"mode": "Native"}})
     await world.look()
     assert world.groups == set()
@@ -183,7 +183,7 @@ class Silent(FakeKube):
         return await super().list_page(resource, namespace, selector, after, fields=fields)
 
 
-async def test_while_nobody_says_which_schedulers_there_are_no_group_is_made_and_all_else_goes_on() -> None:
+async def test_unknown_schedulers_create_no_group_but_all_else() -> None:
     kube = Silent()
     world = World(kube, **SEVERAL)
     await world.look()
@@ -210,7 +210,7 @@ async def test_a_service_that_needs_no_gang_does_not_ask() -> None:
     assert kube.asked == 0 and world.ready == ("True", "Ready")
 
 
-async def test_the_cluster_is_asked_for_its_schedulers_once_in_ten_minutes() -> None:
+async def test_schedulers_are_discovered_every_ten_minutes() -> None:
     world = World(**SEVERAL)
     await world.settle()
     world.kube.schedulers = {NATIVE_API}

@@ -21,7 +21,7 @@ CHART = MANIFESTS / "chart"
 
 
 @pytest.mark.parametrize(("name", "field"), [("hpa", "minReplicas"), ("keda", "minReplicaCount")])
-def test_a_scaler_of_a_sample_scales_its_service_by_the_operators_metric(name: str, field: str) -> None:
+def test_sample_scaler_uses_the_operators_metric(name: str, field: str) -> None:
     service, scaler = yaml.safe_load_all((MANIFESTS / "samples" / f"{name}.yaml").read_text())
     target = scaler["spec"]["scaleTargetRef"]
     assert target == {"apiVersion": service["apiVersion"], "kind": service["kind"], "name": service["metadata"]["name"]}
@@ -30,7 +30,7 @@ def test_a_scaler_of_a_sample_scales_its_service_by_the_operators_metric(name: s
     assert "phalanx_operator_desired_groups" in json.dumps(scaler)
 
 
-def test_the_job_of_a_sample_fetches_what_its_service_reads() -> None:
+def test_sample_job_fetches_the_model_of_its_service() -> None:
     job, service = yaml.safe_load_all((MANIFESTS / "samples" / "filled-cache.yaml").read_text())
     pod, model = job["spec"]["template"]["spec"], service["spec"]["model"]
     (container,) = pod["containers"]
@@ -47,7 +47,7 @@ def test_the_crd_of_the_chart_is_the_crd() -> None:
 
 
 @pytest.mark.parametrize("name", ["rbac.yaml", "service.yaml"])
-def test_the_chart_says_what_the_base_does(name: str) -> None:
+def test_chart_equals_the_base(name: str) -> None:
     """Without Helm, for every commit; tests/cluster compares what both tools make of all of it."""
     base, template = (MANIFESTS / "base" / name).read_text(), (CHART / "templates" / name).read_text()
     assert template == base.replace("phalanx-system", "{{ .Release.Namespace }}")
@@ -61,14 +61,14 @@ def test_fields_that_a_page_names_are_there(name: str) -> None:
     assert named and sorted(named - known) == []
 
 
-def test_the_schema_of_values_knows_each_of_them_and_no_other() -> None:
+def test_values_schema_lists_exactly_the_values() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert set(schema["properties"]) - {"global"} == set(values)
     assert schema["additionalProperties"] is False
 
 
-def test_the_page_tells_every_value() -> None:
+def test_page_lists_every_chart_value() -> None:
     page = (ROOT / "docs" / "installation.md").read_text()
     values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
     named = set(re.findall(r"`(\w+)(?:\.\w+)?`", page))

@@ -21,7 +21,7 @@ def made(world: World) -> list[int]:
     return [len(world.kube.of(kind)) for kind in (SERVICE_MONITORS, PROMETHEUS_RULES)]
 
 
-async def test_without_the_kinds_nothing_is_made_and_nothing_is_asked_again_for_a_while() -> None:
+async def test_missing_monitoring_kinds_are_discovered_rarely() -> None:
     world = World()
     await world.settle()
     assert world.ready[0] == "True" and made(world) == [0, 0]
@@ -33,7 +33,7 @@ async def test_without_the_kinds_nothing_is_made_and_nothing_is_asked_again_for_
     assert made(world) == [1, 1], "the CRDs were installed later"
 
 
-async def test_with_the_kinds_they_are_made_and_go_when_switched_off() -> None:
+async def test_monitoring_objects_follow_their_switch() -> None:
     world = World()
     world.kube.unknown = set()
     await world.settle()
@@ -51,7 +51,7 @@ async def test_a_right_that_is_missing_stops_no_service() -> None:
     assert world.ready[0] == "True" and len(world.kube.of(STATEFUL_SETS)) == 1 and made(world) == [0, 1]
 
 
-async def test_a_webhook_that_fails_stops_no_service_and_is_tried_again_after_a_while() -> None:
+async def test_failing_webhook_is_retried_later_and_blocks_nothing() -> None:
     world = World()
     world.kube.unknown = set()
     world.kube.failures["apply prometheusrules chat"] = Retry("failed calling webhook: 500")
@@ -62,7 +62,7 @@ async def test_a_webhook_that_fails_stops_no_service_and_is_tried_again_after_a_
     assert made(world) == [1, 1]
 
 
-def test_the_monitor_selects_the_services_of_routers_and_groups_by_a_port_that_they_have() -> None:
+def test_monitor_selects_router_and_group_services_by_port() -> None:
     monitor = monitoring.objects(SERVICE)[0]["spec"]
     images = Images("runtime:1", "router:1")
     found = [

@@ -179,7 +179,7 @@ def test_every_socket_of_the_programs_is_one_of_these() -> None:
     assert found == OPENED.keys() | DIALLED.keys() | OUTWARD | WITHIN | UNHELD
 
 
-def test_every_address_is_one_of_these_and_what_zmq_opens_is_a_file() -> None:
+def test_every_address_is_listed_and_zmq_uses_files() -> None:
     found = {(module, scheme) for module, text in programs() if not module.startswith(SOURCES) for scheme in schemes(text)}
     assert found == ADDRESSES.keys() | NOT_DIALLED
     assert {scheme for _, scheme in found if scheme in ZMQ} == {"ipc"}
@@ -205,7 +205,7 @@ def test_a_socket_is_found_whatever_it_is_opened_by(text: str) -> None:
     assert list(calls(text))
 
 
-def test_an_address_is_found_also_where_it_is_made() -> None:
+def test_computed_addresses_are_found() -> None:
     assert [*schemes("f'tcp://{host}:1'"), *schemes("'ipc://x'"), *schemes("'at tcp://x'")] == ["tcp", "ipc"]
 
 
@@ -243,7 +243,7 @@ def test_routers_dial_the_port_that_is_open() -> None:
         (Peer(of_operator().labels, "elsewhere"), labels.HTTP_PORT, False),
     ],
 )
-def test_who_reaches_a_group(source: Peer, port: int | None, is_let_in: bool) -> None:
+def test_group_ingress_table(source: Peer, port: int | None, is_let_in: bool) -> None:
     assert admits(source, of_group("chat-g-aaaaa"), port) is is_let_in
 
 
@@ -257,7 +257,7 @@ def test_prometheus_may_be_that_of_one_namespace() -> None:
     assert not admits(Peer(PROMETHEUS.labels, "elsewhere"), of_group("g"), labels.HTTP_PORT, ours)
 
 
-async def test_a_policy_goes_when_it_is_switched_off_and_comes_back() -> None:
+async def test_network_policy_follows_its_switch() -> None:
     world = World()
     await world.settle()
     assert set(world.kube.of(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
@@ -271,7 +271,7 @@ async def test_a_policy_goes_when_it_is_switched_off_and_comes_back() -> None:
     assert set(world.kube.of(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
 
 
-async def test_somebody_elses_policy_is_left_alone() -> None:
+async def test_foreign_network_policy_is_kept() -> None:
     world = World(networkPolicy={"enabled": False})
     world.kube.put(NETWORK_POLICIES, {"metadata": {"name": "chat-groups", "namespace": "team"}})
     await world.settle()

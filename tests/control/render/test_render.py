@@ -106,7 +106,7 @@ def flags_of(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("-")}
 
 
-def test_no_flag_that_the_operator_sets_may_be_given_beside_it() -> None:
+def test_flags_set_by_the_operator_are_reserved() -> None:
     everything = {
         "prefixCaching": False,
         "schedulingPolicy": "fair",
@@ -121,7 +121,7 @@ def test_no_flag_that_the_operator_sets_may_be_given_beside_it() -> None:
     assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "--api-key", "--api-keys-file"}, "each is set, or is no group's"
 
 
-def test_more_flags_come_last_and_the_runtime_knows_those_of_our_examples() -> None:
+def test_extra_flags_come_last_and_the_runtime_accepts_them() -> None:
     more = ["--itl-target-ms", "25", "--long-prefill-token-threshold", "64", "--quantization", "int8"]
     args = container(engine={"extraArgs": more, "schedulingPolicy": "deadline", "prefixCaching": False})["args"]
     assert args[-len(more) :] == more
@@ -132,7 +132,7 @@ def test_more_flags_come_last_and_the_runtime_knows_those_of_our_examples() -> N
 
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_every_scheduling_policy_of_the_runtime_may_be_asked_for(policy: str) -> None:
+def test_every_scheduling_policy_is_accepted(policy: str) -> None:
     args = container(engine={"schedulingPolicy": policy})["args"]
     assert args[args.index("--scheduling-policy") + 1] == policy
 
@@ -144,7 +144,7 @@ def expression(key: str, *values: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": [*values]}
 
 
-def test_affinity_is_asked_for_beside_what_other_fields_ask_for() -> None:
+def test_affinity_is_added_to_other_constraints() -> None:
     zones = [{"matchExpressions": [expression("zone", zone)]} for zone in ("a", "b")]
     database = {"labelSelector": {"matchLabels": {"app": "db"}}, "topologyKey": "kubernetes.io/hostname"}
     anywhere = {"labelSelector": {}, "topologyKey": "zone", "namespaceSelector": {}}
@@ -183,7 +183,7 @@ def test_affinity_alone_is_as_it_was_written() -> None:
     ("probes", "startup_s", "liveness_s"),
     [({}, 600, 60), ({"startupSeconds": 30}, 30, 60), ({"livenessSeconds": 6}, 600, 6), ({"livenessSeconds": 3600}, 600, 3600)],
 )
-def test_probes_last_as_long_as_the_spec_says(probes: dict[str, int], startup_s: int, liveness_s: int) -> None:
+def test_probe_durations_follow_the_spec(probes: dict[str, int], startup_s: int, liveness_s: int) -> None:
     made = container(engine={"probes": probes})
     times = {name: made[name]["periodSeconds"] * made[name]["failureThreshold"] for name in ("startupProbe", "livenessProbe")}
     assert times == {"startupProbe": startup_s, "livenessProbe": liveness_s}
@@ -251,7 +251,7 @@ def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 77, 3600])
-def test_pods_let_streams_go_on_as_long_as_the_spec_says(seconds: int) -> None:
+def test_termination_grace_follows_the_spec(seconds: int) -> None:
     service = make_service(drain={"timeoutSeconds": seconds, "preStopSeconds": 5})
     group = pods.group(service, "g", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
     door = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
@@ -273,7 +273,7 @@ def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     assert revision(service) == revision(make_service())
 
 
-def test_pods_of_a_group_have_the_key_that_was_drawn_for_it() -> None:
+def test_pods_of_a_group_carry_its_random_key() -> None:
     group = pods.group(make_service(), "g", GroupBuild("r", IMAGES, key="drawn"))
     assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in group["spec"]["template"]["spec"]["containers"][0]["env"]
     assert "PHALANX_GROUP_KEY" not in str(pods.group(make_service(), "g", GroupBuild("r", IMAGES)))
@@ -285,14 +285,14 @@ def test_ranks_hold_no_rights_in_the_cluster() -> None:
     assert door["automountServiceAccountToken"] is True
 
 
-def test_names_fit_what_kubernetes_takes() -> None:
+def test_names_are_valid_in_kubernetes() -> None:
     service = make_service(name="a" * MAX_NAME)
     group = names.group_names(service.name, service.uid, "r", 1)[0]
     assert len(f"{group}-63") <= 52
     assert len(names.groups_service(service.name)) <= 63
 
 
-def test_names_of_groups_differ_by_service_revision_and_place_and_stay_the_same() -> None:
+def test_group_names_are_distinct_and_stable() -> None:
     first = names.group_names("chat", "uid-1", "r1", 200)
     assert len(set(first)) == 200
     assert first[:3] == names.group_names("chat", "uid-1", "r1", 3)
@@ -314,7 +314,7 @@ def test_names_of_groups_differ_by_service_revision_and_place_and_stay_the_same(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None:
+def test_changes_of_a_pod_change_the_revision(change: dict[str, Any]) -> None:
     assert revision(make_service(**change)) != revision(make_service())
 
 
@@ -349,7 +349,7 @@ def test_what_changes_a_pod_changes_the_revision(change: dict[str, Any]) -> None
         "patience",
     ],
 )
-def test_what_changes_no_pod_keeps_the_revision(change: dict[str, Any]) -> None:
+def test_other_changes_keep_the_revision(change: dict[str, Any]) -> None:
     assert revision(make_service(**change)) == revision(make_service())
 
 
@@ -366,7 +366,7 @@ def with_defaults(node: dict[str, Any], value: Any) -> Any:
     return [with_defaults(node.get("items", {}), one) for one in value] if isinstance(value, list) else value
 
 
-def test_defaults_that_the_api_server_writes_down_change_no_revision() -> None:
+def test_api_server_defaults_keep_the_revision() -> None:
     """Else a CRD with more fields, applied before an upgrade, would roll every group."""
     stored = with_defaults(schema()["properties"]["spec"], make_body()["spec"])
     assert stored["parallelism"]["tensor"] == 1 and stored["placement"]["gang"]["mode"] == "Auto"

@@ -21,7 +21,7 @@ def group(**spec: Any) -> dict[str, Any]:
     return template
 
 
-def test_routers_of_one_revision_are_spread_over_nodes_as_well_as_may_be() -> None:
+def test_routers_of_one_revision_are_spread_over_nodes() -> None:
     template = routers(router={"replicas": 2})
     (spread,) = template["spec"]["topologySpreadConstraints"]
     wish = {name: spread[name] for name in ("maxSkew", "topologyKey", "whenUnsatisfiable", "matchLabelKeys")}
@@ -38,12 +38,12 @@ def test_routers_of_one_revision_are_spread_over_nodes_as_well_as_may_be() -> No
     assert not counted <= other.items(), "nor are those of another service"
 
 
-def test_another_number_of_routers_rolls_none() -> None:
+def test_another_number_of_routers_restarts_no_router() -> None:
     first, *more = (routers(router={"replicas": count}) for count in (1, 2, 5))
     assert all(one == first for one in more)
 
 
-def test_the_spread_that_users_ask_for_is_that_of_their_groups() -> None:
+def test_user_spread_constraints_apply_to_groups() -> None:
     spec = {"podTemplate": {"spec": {"topologySpreadConstraints": [THEIRS]}}, "router": {"replicas": 2}}
     assert group(**spec)["spec"]["topologySpreadConstraints"] == [THEIRS]
     assert routers(**spec) == routers(router={"replicas": 2})

@@ -70,7 +70,7 @@ async def test_without_keys_the_tenant_is_the_user() -> None:
         (Caller("id", None, True), "t", "u", ""),
     ],
 )
-def test_whose_a_request_is(caller: Caller, tenant: str | None, user: str | None, is_for: str) -> None:
+def test_caller_identity_table(caller: Caller, tenant: str | None, user: str | None, is_for: str) -> None:
     assert caller.tenant(tenant, user) == is_for
 
 
@@ -83,13 +83,13 @@ def test_a_priority_within_the_key_s_bound_is_taken(key: ApiKey | None, asked: i
 
 
 @pytest.mark.parametrize(("key", "asked", "status"), [(ALICE, -6, 403), (BOB, 0, 403), (None, 2**40, 400), (None, -(2**40), 400)])
-def test_a_priority_that_is_not_allowed_is_refused_by_name(key: ApiKey | None, asked: int, status: int) -> None:
+def test_forbidden_priority_is_refused_by_name(key: ApiKey | None, asked: int, status: int) -> None:
     with pytest.raises(ApiError) as caught:
         Caller("id", key, key is not None).priority(asked)
     assert (caught.value.status, caught.value.param) == (status, "priority")
 
 
-async def test_a_request_id_is_taken_and_every_answer_has_one() -> None:
+async def test_request_id_is_accepted_and_returned() -> None:
     async with client_of(FakeBackend()) as client:
         own = {"x-request-id": "a.b:c-1"}
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=own)
@@ -165,7 +165,7 @@ def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path, content: str
         '[{"name": "a", "key": "k", "concurrent": true}]',
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_without_telling_keys(tmp_path: Path, content: str) -> None:
+def test_unusable_key_file_is_refused_without_revealing_keys(tmp_path: Path, content: str) -> None:
     with pytest.raises(KeysUnreadable) as caught:
         gather_keys([], written(tmp_path, content))
     assert "high" not in str(caught.value)
@@ -184,7 +184,7 @@ def test_a_key_is_never_shown() -> None:
 # Health
 
 
-async def test_health_tells_liveness_and_readiness_apart() -> None:
+async def test_health_separates_liveness_from_readiness() -> None:
     backend = FakeBackend(not_ready="ranks load")
     expected: dict[str, Any] = {"alive": True, "ready": False, "reason": "ranks load", "incarnation": None, "ranks": []}
     async with client_of(backend) as client:

@@ -100,7 +100,7 @@ async def test_a_prompt_that_begins_the_reasoning(run: Any) -> None:
         assert (seen["reasoning"], seen["content"], seen["finish"]) == ("hm", "yes", "stop")
 
 
-async def test_a_call_by_name_ends_as_openai_ends_it_and_forces_its_grammar() -> None:
+async def test_named_call_ends_like_openai_and_forces_its_grammar() -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     async with asked(f"<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
         seen = await whole(client, tools=[TOOL], tool_choice=choice)
@@ -110,7 +110,7 @@ async def test_a_call_by_name_ends_as_openai_ends_it_and_forces_its_grammar() ->
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
-async def test_a_form_holds_from_the_first_token_on_so_nothing_is_thought_first(run: Any) -> None:
+async def test_response_format_disables_reasoning(run: Any) -> None:
     thinking = {"chat_template_kwargs": {"thinking": True}}
     async with asked(f"<tool_call>\n{CALL}\n</tool_call>") as (client, _):
         seen = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
@@ -121,12 +121,12 @@ async def test_a_form_holds_from_the_first_token_on_so_nothing_is_thought_first(
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
-async def test_without_parallel_calls_only_the_first_is_told(run: Any) -> None:
+async def test_disabled_parallel_calls_return_only_the_first(run: Any) -> None:
     async with asked(ANSWER) as (client, _):
         assert len((await run(client, tools=[TOOL], parallel_tool_calls=False))["calls"]) == 1
 
 
-async def test_logprobs_of_held_tokens_are_told_once() -> None:
+async def test_logprobs_of_held_tokens_are_sent_once() -> None:
     async with asked(ANSWER) as (client, _):
         stream = await client.chat.completions.create(
             model="tiny", messages=USER, tools=[TOOL], logprobs=True, top_logprobs=1, stream=True
@@ -169,7 +169,7 @@ async def test_tools_that_cannot_be_called_are_refused(fields: Any, param: str) 
         assert not backend.requests
 
 
-async def test_a_model_that_knows_no_tools_says_so() -> None:
+async def test_model_without_tool_support_refuses_tools() -> None:
     async with asked("no", "{{ messages[0].content }}") as (client, _):
         with pytest.raises(openai.BadRequestError) as caught:
             await whole(client, tools=[TOOL])

@@ -22,7 +22,7 @@ def by_choice(*scripts: Sequence[Step]) -> FakeBackend:
     return FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
 
 
-async def test_each_choice_has_an_id_and_a_seed_of_its_own() -> None:
+async def test_each_choice_has_its_own_id_and_seed() -> None:
     backend = FakeBackend()
     await post(backend, prompt=["a", "b"], n=2, seed=9, max_tokens=1)
     parent = backend.requests[0].id.rpartition("-")[0]
@@ -31,7 +31,7 @@ async def test_each_choice_has_an_id_and_a_seed_of_its_own() -> None:
     assert [request.prompt for request in backend.requests] == [[0, *token_ids(text)] for text in "aabb"]
 
 
-async def test_prompts_without_a_seed_draw_different_ones() -> None:
+async def test_prompts_without_seed_get_different_seeds() -> None:
     backend = FakeBackend()
     await post(backend, prompt=["a", "a"], max_tokens=1)
     assert len({request.sampling.seed for request in backend.requests}) == 2
@@ -57,7 +57,7 @@ async def test_choices_leave_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_a_failure_of_one_choice_ends_all_with_one_error(is_streamed: bool) -> None:
+async def test_failed_choice_ends_all_with_one_error(is_streamed: bool) -> None:
     never = asyncio.Event()
     backend = by_choice([never], [FULL], [never])
     answer = await post(backend, n=3, stream=is_streamed)
@@ -67,7 +67,7 @@ async def test_a_failure_of_one_choice_ends_all_with_one_error(is_streamed: bool
     assert ended == {backend.requests[0].id, backend.requests[2].id}
 
 
-async def test_a_late_failure_of_one_choice_is_the_last_event() -> None:
+async def test_late_failure_of_a_choice_is_the_last_event() -> None:
     backend = by_choice([Delta(0, token_ids("a")), asyncio.Event()], [Delta(0, token_ids("b")), FULL])
     answer = await post(backend, n=2, stream=True)
     told = [json.loads(event) for event in events(answer)]
@@ -111,7 +111,7 @@ async def test_a_choice_that_breaks_off_is_an_internal_error(script: list[Step],
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
 
 
-async def test_tokens_without_the_details_that_were_asked_for_are_an_internal_error() -> None:
+async def test_missing_requested_logprobs_are_an_internal_error() -> None:
     class Forgetful(FakeBackend):
         async def generate(self, request: wire.Request) -> Any:
             yield Delta(0, token_ids("a"), "length")
@@ -146,7 +146,7 @@ async def test_wishes_about_urgency_reach_the_backend(path: str) -> None:
     assert (backend.requests[1].tenant, backend.requests[1].priority) == ("someone", 0)
 
 
-async def test_bad_words_are_forbidden_at_the_start_and_after_a_space() -> None:
+async def test_bad_words_are_banned_at_start_and_after_space() -> None:
     backend = FakeBackend()
     await post(backend, max_tokens=1, bad_words=["lazy dog"])
     sequences = backend.requests[0].sampling.bad_words

@@ -24,11 +24,11 @@ def echoes(prompt: Any, model: Any = MODEL, **fields: Any) -> list[Echo | None]:
     return list(prompt_echoes(body, model, prompts, requested_fields(body)))
 
 
-def test_without_an_echo_there_is_none() -> None:
+def test_echo_is_absent_unless_requested() -> None:
     assert echoes(["a", "b"], UNTOUCHED, echo=False) == [None, None]
 
 
-def test_written_text_is_shown_without_a_look_at_its_tokens() -> None:
+def test_text_prompt_is_echoed_without_tokenization() -> None:
     assert echoes(["once", "upon"], UNTOUCHED, n=3) == [Echo("once"), Echo("upon")]
 
 

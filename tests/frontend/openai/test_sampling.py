@@ -61,7 +61,7 @@ def test_output_is_bounded(body: GenerationRequest, num_prompt: int, model_max: 
     ],
     ids=["one too many", "prompt fills the context", "chat"],
 )
-def test_what_never_fits_is_refused(body: GenerationRequest, num_prompt: int, param: str) -> None:
+def test_impossible_max_tokens_is_refused(body: GenerationRequest, num_prompt: int, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         max_output_tokens(body, num_prompt, 100, Defaults())
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "context_length_exceeded", param)
@@ -81,7 +81,7 @@ def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_promp
         max_output_tokens(body, num_prompt, 100, Defaults())
 
 
-def test_the_request_goes_before_the_model_and_the_model_before_openai() -> None:
+def test_request_overrides_model_defaults_which_override_openai() -> None:
     defaults = read_defaults(b'{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 33}')
     assert defaults == Defaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=33)
     silent = build_sampling(completion(), 16, defaults, [EOS], drawn_seed=5)
@@ -112,7 +112,7 @@ def test_min_tokens_over_max_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NEUTRAL_VALUES)
-def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+def test_unsupported_field_is_refused_unless_neutral(name: str) -> None:
     for neutral in NEUTRAL_VALUES[name]:
         check_fields(completion(**{name: neutral}), Limits())
     with pytest.raises(ApiError) as caught:

@@ -10,7 +10,7 @@ SEEDS = st.integers(0, SEED_MASK)
 
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS, choice=st.integers(0, 10_000))
-def test_a_seed_stays_a_seed_and_the_first_choice_keeps_it(seed: int, choice: int) -> None:
+def test_seed_is_stable_and_the_first_choice_keeps_it(seed: int, choice: int) -> None:
     assert 0 <= mix(seed, choice) <= SEED_MASK
     assert mix(seed, 0) == seed
 

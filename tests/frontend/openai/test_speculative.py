@@ -49,14 +49,14 @@ async def test_every_endpoint_passes_it_on(path: str) -> None:
         ("ngram", "speculative"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_by_its_field(path: str, wish: object, param: str) -> None:
+async def test_invalid_speculation_is_refused_by_field(path: str, wish: object, param: str) -> None:
     backend = FakeBackend(saying("a"))
     answer = await post(backend, path, **ENDPOINTS[path], speculative=wish)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert backend.requests == []
 
 
-async def test_a_method_that_the_service_lacks_is_refused_by_its_field() -> None:
+async def test_unavailable_method_is_refused_by_field() -> None:
     backend = scripted(BackendError(400, "unsupported_speculation", "speculative.method draft is not offered here"))
     answer = await post(backend, speculative={"method": "draft"})
     error = answer.json()["error"]

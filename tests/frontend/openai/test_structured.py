@@ -65,7 +65,7 @@ def test_plain_text_has_no_grammar(fields: dict[str, Any]) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_asks_for_two_forms_or_none_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_conflicting_or_empty_formats_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         grammar_of(completion(**fields))
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -83,19 +83,19 @@ def test_what_asks_for_two_forms_or_none_is_refused(fields: dict[str, Any], para
     ],
     ids=["open bracket", "no type", "elsewhere", "no schema", "unknown rule", "too costly"],
 )
-async def test_a_grammar_that_cannot_be_followed_is_the_client_s_error(grammar: wire.Grammar) -> None:
+async def test_impossible_grammar_is_a_client_error(grammar: wire.Grammar) -> None:
     with pytest.raises(ApiError) as caught:
         await GrammarCheck(tiny_tokenizer_json()).check("guided_regex", grammar)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "guided_regex", "invalid_grammar")
 
 
-async def test_a_grammar_in_the_notation_of_llama_cpp_is_translated() -> None:
+async def test_gbnf_grammar_is_translated() -> None:
     asked = grammar_of(completion(guided_grammar='root ::= "yes" | "no"'))
     assert asked is not None and asked[1].kind == "lark" and "start:" in asked[1].text
     await GrammarCheck(tiny_tokenizer_json()).check(*asked)
 
 
-async def test_a_model_whose_tokenizer_cannot_be_constrained_says_so() -> None:
+async def test_unconstrainable_tokenizer_is_an_error() -> None:
     with pytest.raises(ApiError) as caught:
         await GrammarCheck(b"{}").check("guided_regex", wire.Grammar("regex", "a"))
     assert caught.value.status == 400 and "tokenizer" in caught.value.message

@@ -42,7 +42,7 @@ LLAMA = PARIS.replace("arguments", "parameters")
         ([*TOOLS, TOOLS[0]], None, "tools[2].function.name"),
     ],
 )
-def test_what_cannot_be_called_is_refused(tools: list[Tool], choice: ToolChoice | None, param: str) -> None:
+def test_uncallable_tool_is_refused(tools: list[Tool], choice: ToolChoice | None, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         check_tools(tools, choice)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -92,7 +92,7 @@ def test_a_forced_answer_is_calls_and_nothing_else(
     assert follows(LLTokenizer((folder / "tokenizer.json").read_text()), grammar_source(grammar), text) is expected
 
 
-def test_a_forced_call_may_have_arguments_that_refer_to_their_parts(tmp_path: Path) -> None:
+def test_forced_call_resolves_schema_references(tmp_path: Path) -> None:
     nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"], "$defs": {"Place": CITY}}
     tool = Tool(type="function", function=Function(name="weather", parameters=nested))
     grammar = forced_calls("llama", [tool, TOOLS[1]], "required", True)
@@ -103,7 +103,7 @@ def test_a_forced_call_may_have_arguments_that_refer_to_their_parts(tmp_path: Pa
     assert not follows(tokenizer, grammar_source(grammar), '{"name": "weather", "parameters": {"at": "Paris"}}')
 
 
-def test_nothing_is_forced_unless_asked() -> None:
+def test_no_call_is_forced_by_default() -> None:
     assert forced_calls("hermes", TOOLS, "auto", True) is None
     assert forced_calls("hermes", TOOLS, None, True) is None
 

@@ -36,7 +36,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("stop", [[], ["STOPPED"], ["\n\nx", "upon me"]], ids=["none", "one", "two"])
-async def test_text_up_to_an_event_is_the_text_of_the_tokens_that_its_id_names(stop: list[str]) -> None:
+async def test_event_id_names_the_tokens_of_the_sent_text(stop: list[str]) -> None:
     answer = await post(FakeBackend(saying(SAYS)), stream=True, stop=stop)
     text, last = "", -1
     for id, data in events_with_ids(answer.text):
@@ -50,7 +50,7 @@ async def test_text_up_to_an_event_is_the_text_of_the_tokens_that_its_id_names(s
     assert text == SAYS and last == len(token_ids(SAYS)) - 1
 
 
-async def test_text_that_a_parser_holds_is_in_no_id_before_it_is_sent() -> None:
+async def test_held_text_is_in_no_event_id() -> None:
     backend = FakeBackend(saying(ANSWER, finish="stop"), tiny_assets(chat_template=TOOLS_TEMPLATE))
     answer = await post(backend, "/v1/chat/completions", messages=USER, tools=[TOOL], stream=True)
     tokens, sent = token_ids(ANSWER), []
@@ -75,7 +75,7 @@ async def test_each_choice_has_its_index_and_keeps_it() -> None:
     assert all(a <= b for before, after in pairwise(indices) for a, b in zip(before, after, strict=True))
 
 
-async def test_a_stream_has_a_name_that_nobody_can_guess_even_when_its_client_chose_the_id() -> None:
+async def test_stream_name_is_random_despite_a_client_id() -> None:
     backend = FakeBackend(saying("once"))
     async with client_of(backend) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers={"x-request-id": "mine"})
@@ -86,7 +86,7 @@ async def test_a_stream_has_a_name_that_nobody_can_guess_even_when_its_client_ch
     assert [(request.id, request.can_resume) for request in backend.requests] == [(id.request, True), ("cmpl-mine", False)]
 
 
-async def test_the_native_stream_has_ids_and_sends_tokens_with_their_text() -> None:
+async def test_native_events_have_ids_and_tokens_with_text() -> None:
     answer = await post(FakeBackend(saying(SAYS)), "/v1/generate", prompt="x", stream=True, stop="STOPPED")
     tokens: list[int] = []
     text = ""
@@ -99,7 +99,7 @@ async def test_the_native_stream_has_ids_and_sends_tokens_with_their_text() -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/generate"])
-async def test_an_error_has_the_id_up_to_which_the_stream_came(path: str) -> None:
+async def test_error_event_has_the_last_id(path: str) -> None:
     backend = scripted(Delta(0, token_ids("on")), BackendError(503, "gone", "gone"))
     answer = await post(backend, path, prompt="x", stream=True)
     (first, _), (last, data) = events_with_ids(answer.text)
@@ -122,7 +122,7 @@ def test_an_id_is_read_as_it_was_written(text: str, expected: EventId | None) ->
 
 
 @pytest.mark.parametrize("have", range(0, len(token_ids(SAYS)) + 1))
-def test_a_reply_goes_on_after_tokens_that_were_sent(have: int) -> None:
+def test_reply_continues_after_delivered_tokens(have: int) -> None:
     """Where all of a token's text was sent, the rest is the rest; so it is for a reply that is fed token by token."""
 
     def make() -> Reply:

@@ -70,7 +70,7 @@ def test_text_and_reason(
 
 @settings(deadline=None, max_examples=60)
 @given(cuts=st.lists(st.integers(0, len(SAYS)), max_size=8), stop=st.sampled_from(["STOP", "time", "e", "never"]))
-def test_the_answer_does_not_depend_on_how_tokens_came_together(cuts: list[int], stop: str) -> None:
+def test_answer_is_independent_of_token_batches(cuts: list[int], stop: str) -> None:
     whole, cut = make_reply(stops=(stop,)), make_reply(stops=(stop,))
     assert play(whole, SAYS) == play(cut, SAYS, cuts=tuple(cuts))
     assert (whole.finish, whole.stop_reason, whole.completion_tokens) == (cut.finish, cut.stop_reason, cut.completion_tokens)

@@ -122,7 +122,7 @@ BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("journal", JOURNALS.values(), ids=JOURNALS)
 @pytest.mark.parametrize("case", BODIES)
-async def test_the_rest_follows_on_what_came_wherever_the_stream_was_cut(case: str, journal: Journal) -> None:
+async def test_resumed_stream_is_complete_wherever_it_was_cut(case: str, journal: Journal) -> None:
     path, text, body = BODIES[case]
     body = {"max_tokens": 200, **body}
     first = model_that_says(text)
@@ -145,7 +145,7 @@ async def test_the_rest_follows_on_what_came_wherever_the_stream_was_cut(case: s
         assert {document["id"] for _, document in rest if "id" in document} <= {whole[0][1].get("id")}
 
 
-async def test_a_choice_that_nobody_knows_any_more_is_drawn_again() -> None:
+async def test_unknown_choice_is_sampled_again() -> None:
     path, text, body = BODIES["tools"]
     first = model_that_says(text)
     _, whole = await stream(first, path, {**body, "max_tokens": 200})
@@ -174,7 +174,7 @@ async def ask_again(last: Callable[[str], str], **change: Any) -> tuple[int, Any
     return status, events[0][1]
 
 
-async def test_an_unknown_stream_and_one_of_another_key_are_told_the_same() -> None:
+async def test_unknown_and_foreign_streams_get_equal_errors() -> None:
     unknown = [
         await ask_again(lambda id: f"cmpl-{'0' * 32}:1"),
         await ask_again(lambda id: "nonsense"),

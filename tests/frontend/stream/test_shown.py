@@ -57,13 +57,13 @@ def test_every_counted_token_is_shown_once_with_its_text(cuts: list[int], stop: 
     assert starts == [token.start for _, tokens in play(stop, [])[0] for token in tokens]
 
 
-def test_a_token_waits_for_the_text_that_it_made() -> None:
+def test_token_is_shown_with_its_text() -> None:
     pieces, _ = play("STOPPED", list(range(len(SAYS))))
     held = [token.id for text, tokens in pieces for token in tokens if "STOP" in text]
     assert set(held) >= set(token_ids("STOP")), "the tokens of held text leave with it"
 
 
-def test_a_token_of_half_a_character_is_escaped_as_openai_does() -> None:
+def test_token_of_half_a_character_is_escaped_like_openai() -> None:
     first, *_ = token_ids("🦊")
     raw = TOKENIZER.token_bytes(first)
     assert raw is not None
@@ -74,7 +74,7 @@ def test_a_token_of_half_a_character_is_escaped_as_openai_does() -> None:
     assert Spelling(TOKENIZER, as_ids=True).chat(first) == f"token_id:{first}"
 
 
-def test_a_token_beside_the_best_is_told_too() -> None:
+def test_sampled_token_outside_top_logprobs_is_included() -> None:
     a, b, c = token_ids("a")[0], token_ids("b")[0], token_ids("c")[0]
     token = ShownToken(c, 3, wire.TokenDetail(-9.0, 7, [a, b], [-1.0, -2.0]))
     told = completion_logprobs([token], ShownFields(logprobs=2), SPELLING, offset=10)
@@ -87,7 +87,7 @@ def test_a_token_beside_the_best_is_told_too() -> None:
     assert content == [{"token": "c", "logprob": -9.0, "bytes": [99], "top_logprobs": [top]}]
 
 
-def test_of_two_tokens_with_one_text_the_more_probable_stays() -> None:
+def test_equal_texts_keep_the_more_probable_token() -> None:
     class Twins(Spelling):
         def completion(self, id: int) -> str:
             return "same" if id in (1, 2) else "other"
@@ -97,7 +97,7 @@ def test_of_two_tokens_with_one_text_the_more_probable_stays() -> None:
     assert (told["token_logprobs"], told["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
 
 
-def test_a_token_that_cannot_be_has_a_number_all_the_same() -> None:
+def test_impossible_token_has_a_finite_logprob() -> None:
     token = ShownToken(token_ids("a")[0], 0, wire.TokenDetail(float("-inf"), 9, [], []))
     assert completion_logprobs([token], ShownFields(logprobs=0), SPELLING, 0)["token_logprobs"] == [MIN_LOGPROB]
 
@@ -122,7 +122,7 @@ def test_an_echo_starts_before_the_output() -> None:
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace, word_pieces], ids=lambda make: make.__name__)
-def test_text_after_a_prompt_is_what_the_whole_has_more(make: object) -> None:
+def test_continuation_text_equals_the_difference_of_whole_texts(make: object) -> None:
     """No space is lost between a prompt and its completion."""
     assert callable(make)
     tokenizer = TextTokenizer(make())

@@ -42,7 +42,7 @@ def test_a_template_finds_the_environment_it_is_written_for(source: str, expecte
     ],
     ids=["refusal", "type error", "escape", "mutation"],
 )
-def test_what_a_template_refuses_is_told(source: str, reason: str) -> None:
+def test_template_error_is_reported(source: str, reason: str) -> None:
     with pytest.raises(ChatTemplateError, match=reason):
         template(source).render(USER, True, {})
 
@@ -71,6 +71,6 @@ def test_the_template_is_found_where_models_keep_it(files: dict[str, object], ex
     assert (found and found.render(USER, True, {})) == expected
 
 
-def test_a_template_that_is_no_jinja_is_told() -> None:
+def test_invalid_jinja_template_is_reported() -> None:
     with pytest.raises(ChatTemplateError, match="broken"):
         read_chat_template({"chat_template.jinja": b"{% if %}"})

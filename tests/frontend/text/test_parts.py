@@ -69,7 +69,7 @@ def test_parts_do_not_depend_on_how_the_text_came(kind: str, text: str, places: 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "reasoning"])
 @settings(deadline=None, max_examples=80)
 @given(text=st.text(alphabet="ab <>\n", max_size=20))
-def test_an_answer_without_marks_is_content_to_the_last_character(kind: str, text: str) -> None:
+def test_answer_without_markers_is_content(kind: str, text: str) -> None:
     assert parse(MAKERS[kind](), list(text)) == ([Content(text)] if text else [])
 
 
@@ -130,13 +130,13 @@ def test_table(kind: str, text: str, expected: list[Part]) -> None:
     assert parse(MAKERS[kind](), list(text)) == expected
 
 
-def test_a_name_is_told_before_its_arguments_end() -> None:
+def test_call_name_is_sent_before_its_arguments_end() -> None:
     parser = HermesParser(NAMES)
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": "Par') == [ToolCall(0, "f"), Arguments(0, '{"city": "Par')]
     assert parser.feed('is"}') == [Arguments(0, 'is"}')]
 
 
-def test_the_template_tells_the_format() -> None:
+def test_tool_format_is_derived_from_the_template() -> None:
     assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert detect_tool_format('{% if tools %}Environment: ipython {"name": f, "parameters": d}{% endif %}') == "llama"
     assert detect_tool_format("{{ messages }}") is None

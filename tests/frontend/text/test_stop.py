@@ -32,13 +32,13 @@ def by_reading(stops: list[str], text: str, include: bool) -> tuple[str, str | N
 
 @settings(deadline=None, max_examples=60)
 @given(stops=STOPS, parts=st.lists(TEXT, max_size=6), include=st.booleans())
-def test_the_cut_does_not_depend_on_how_the_text_came(stops: list[str], parts: list[str], include: bool) -> None:
+def test_cut_is_independent_of_text_pieces(stops: list[str], parts: list[str], include: bool) -> None:
     assert run(stops, parts, include) == by_reading(stops, "".join(parts), include)
 
 
 @settings(deadline=None, max_examples=60)
 @given(stops=STOPS, parts=st.lists(TEXT, max_size=6))
-def test_no_more_is_held_back_than_may_become_a_stop_string(stops: list[str], parts: list[str]) -> None:
+def test_only_possible_stop_prefixes_are_held(stops: list[str], parts: list[str]) -> None:
     search = StopStrings(stops)
     sent = seen = ""
     for part in parts:

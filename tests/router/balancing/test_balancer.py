@@ -29,7 +29,7 @@ def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
     return decision
 
 
-def test_a_hotspot_gives_as_much_as_brings_it_to_rest() -> None:
+def test_hotspot_sends_just_enough_to_end() -> None:
     world = hot_world()
     decision = first_moves(world)
     assert decision.hotspots[0].cause == "kv" and decision.hotspots[0].action == "migrate"
@@ -69,7 +69,7 @@ ACTIONS: list[tuple[Mode, bool, Action]] = [
 
 
 @pytest.mark.parametrize(("mode", "is_saturated", "action"), ACTIONS)
-def test_what_is_told_of_a_hotspot_is_what_is_done(mode: Mode, is_saturated: bool, action: Action) -> None:
+def test_reported_hotspot_equals_the_applied_one(mode: Mode, is_saturated: bool, action: Action) -> None:
     world = hot_world(BalancePolicy(mode=mode))
     if is_saturated:
         demands = {"a": 400, "b": 860, "c": 860, "d": 800, "e": 800}
@@ -104,7 +104,7 @@ def test_a_stream_stays_that(fields: dict[str, object]) -> None:
     assert decision.refusals[0].code == "no_victim"
 
 
-def test_a_stream_goes_only_where_the_same_model_is() -> None:
+def test_stream_moves_only_to_the_same_model() -> None:
     world = hot_world()
     world.fields = {name: {"model_hash": "other"} for name in "bcde"}
     assert first_moves(world).refusals[0].code == "no_target"
@@ -142,7 +142,7 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
     assert budget.forbids("a", "c", "migrate") is None
 
 
-def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
+def test_failed_move_frees_its_slot_and_counts_nothing() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
     failed = first_moves(world).proposals
     for proposal in failed:
@@ -155,7 +155,7 @@ def test_a_failed_move_frees_its_place_and_counts_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(("queued", "gives"), [(0, False), (60_000, True)])
-def test_streams_leave_a_group_whose_prompts_make_its_steps_long_only_if_these_last(queued: int, gives: bool) -> None:
+def test_long_prefill_steps_move_streams_only_if_lasting(queued: int, gives: bool) -> None:
     """Its steps take 0.12 s with prompts and 0.02 s without; 60,000 queued tokens last for some 7 s."""
     world = hot_world(BalancePolicy(budgets=FREE, itl_target_s=0.1), count=8)
     world.fields = {name: {"total_pages": 10_000} for name in world.names}
@@ -165,7 +165,7 @@ def test_streams_leave_a_group_whose_prompts_make_its_steps_long_only_if_these_l
     assert bool(decision.proposals) == gives
 
 
-def test_a_very_slow_group_gives_away_though_it_has_room() -> None:
+def test_very_slow_group_sends_streams_despite_free_pages() -> None:
     world = hot_world(count=6)
     world.fields = {"a": {"speed": 2.5}}
     found = [p for i in range(60) for p in world.tick(0.25 * i).proposals]
@@ -181,7 +181,7 @@ def test_a_slow_group_is_only_weighed() -> None:
     assert decisions[-1].hotspots[0].action == "weigh"
 
 
-def test_an_emptied_group_gives_all_it_has_in_any_mode() -> None:
+def test_draining_group_sends_all_streams_in_any_mode() -> None:
     world = hot_world(BalancePolicy(mode="Off", empty=["a"], budgets=Budgets(moves_per_group=4)), count=10)
     world.records["s03"] = stream("s03", "a", generated=0, context=0)
     now, ways = 0.0, set()
@@ -197,7 +197,7 @@ def test_an_emptied_group_gives_all_it_has_in_any_mode() -> None:
     assert max(world.pressure(name) for name in "bcde") < 0.3, "they are spread"
 
 
-def test_the_most_urgent_group_is_emptied_first_and_never_into_another_such() -> None:
+def test_most_urgent_group_drains_first_to_healthy_groups() -> None:
     world = hot_world(BalancePolicy(empty=["b", "a"]), count=4)
     world.where |= {"t0": "b", "t1": "b"}
     world.contexts |= {"t0": 900, "t1": 900}
@@ -206,7 +206,7 @@ def test_the_most_urgent_group_is_emptied_first_and_never_into_another_such() ->
     assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
 
 
-def test_a_group_that_says_that_it_leaves_is_emptied_after_those_that_are_named() -> None:
+def test_leaving_group_drains_after_the_named_ones() -> None:
     world = hot_world(BalancePolicy(mode="Off", empty=["b"]), count=2)
     world.where |= {"t0": "b"}
     world.contexts |= {"t0": 900}
@@ -216,7 +216,7 @@ def test_a_group_that_says_that_it_leaves_is_emptied_after_those_that_are_named(
     assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
 
 
-def test_a_stream_whose_move_failed_rests_for_a_second() -> None:
+def test_stream_of_a_failed_move_waits_a_second() -> None:
     world = hot_world(BalancePolicy(empty=["a"]), count=1)
     (first,) = world.tick(0.0).proposals
     world.balancer.ended(first, False, 0.5)
@@ -224,7 +224,7 @@ def test_a_stream_whose_move_failed_rests_for_a_second() -> None:
     assert proposed == [False, False, True]
 
 
-def test_a_group_stays_filled_where_nobody_has_room() -> None:
+def test_group_keeps_streams_without_a_free_target() -> None:
     world = hot_world(BalancePolicy(empty=["a"]), count=4)
     world.fields = {name: {"used_pages": 950} for name in "bcde"}
     decision = world.tick(0.0)
@@ -236,7 +236,7 @@ def rescue(world: World, *, policy: BalancePolicy | None = None) -> PlannedMove 
     return world.balancer.rescue("a/1/1", stream("s00", "a", 2000), world.views(), 0.0)
 
 
-def test_a_rescued_stream_goes_to_the_group_with_most_room() -> None:
+def test_rescued_stream_goes_to_the_freest_group() -> None:
     world = hot_world()
     world.fields = {name: {"used_pages": used} for name, used in zip("bcde", (700, 300, 500, 600), strict=True)}
     found = rescue(world)
@@ -260,20 +260,20 @@ RESCUE_REFUSED = {
 
 
 @pytest.mark.parametrize(("fields", "policy", "code"), RESCUE_REFUSED.values(), ids=RESCUE_REFUSED.keys())
-def test_nobody_is_rescued_when(fields: dict[str, dict[str, object]], policy: BalancePolicy, code: str) -> None:
+def test_no_rescue_table(fields: dict[str, dict[str, object]], policy: BalancePolicy, code: str) -> None:
     world = hot_world()
     world.fields = fields
     found = rescue(world, policy=policy)
     assert isinstance(found, NoMove) and found.code == code
 
 
-def test_a_running_request_goes_before_those_that_wait_at_its_target() -> None:
+def test_running_request_precedes_waiting_ones_at_its_target() -> None:
     world = hot_world()
     world.fields = {name: {"used_pages": 700, "demand_pages": 400} for name in "bcde"}
     assert isinstance(rescue(world), PlannedMove)
 
 
-def test_a_stream_that_came_round_does_not_close_the_circle() -> None:
+def test_returning_stream_closes_no_cycle() -> None:
     world = hot_world()
     world.names = ["a", "b", "c"]
     for source, target, now in (("a/1/1", "b/1/1", 0.0), ("b/1/1", "c/1/1", 4.0)):
@@ -294,7 +294,7 @@ def test_a_rescue_counts_against_the_next_one() -> None:
     assert isinstance(again, NoMove) and again.code == "no_target", "125 pages of the first are promised"
 
 
-def test_a_stream_is_not_rescued_into_the_group_it_just_left() -> None:
+def test_stream_is_not_rescued_to_its_previous_group() -> None:
     world = hot_world()
     world.names = ["a", "b"]
     back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b/1/1")
@@ -312,13 +312,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("here", "there", "context", "way"), WAYS.values(), ids=WAYS.keys())
-def test_a_stream_takes_its_pages_along_where_that_is_cheaper(
+def test_stream_copies_its_pages_where_that_is_cheaper(
     here: dict[str, object], there: dict[str, object], context: int, way: str
 ) -> None:
     assert select_transfer(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == way
 
 
-def test_a_group_that_gave_away_does_not_look_free_at_once() -> None:
+def test_source_group_does_not_look_free_at_once() -> None:
     world, before = hot_world(), group("a", 0.5)
     for proposal in first_moves(world).proposals:
         world.obey(proposal, 10.0)
@@ -329,7 +329,7 @@ def test_a_group_that_gave_away_does_not_look_free_at_once() -> None:
     assert guard.with_departed_load(group("b"), 10.0) == group("b")
 
 
-def test_requests_that_go_back_and_forth_turn_moves_off_for_a_minute() -> None:
+def test_oscillating_moves_are_disabled_for_a_minute() -> None:
     world = hot_world()
     pingpong = world.balancer.pingpong
     assert not pingpong.moved("x", "a", "b", 0.0) and pingpong.moved("x", "b", "a", 9.0)
@@ -350,7 +350,7 @@ def test_few_returns_of_many_moves_do_not() -> None:
     assert not pingpong.moved("s399", "a", "b", 60.0), "after ten seconds it is no return"
 
 
-def test_waiting_requests_are_shed_band_by_band_while_saturation_lasts() -> None:
+def test_saturation_sheds_waiting_requests_by_priority_band() -> None:
     shedding = SheddingTimer()
     late = [shedding.decide(True, 5.0, 2.0, now) for now in (0.0, 0.9, 1.0, 2.0)]
     assert [shed.bands if shed else 0 for shed in late] == [0, 0, 1, 2]

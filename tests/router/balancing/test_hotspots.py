@@ -52,12 +52,12 @@ def test_a_group_is_no_hotspot_when(case: str) -> None:
     assert ticks(HotspotBook(), COOL[case], 8, targets=targets).hot == {}
 
 
-def test_one_high_report_is_none_and_two_of_three_are() -> None:
+def test_hotspot_needs_two_high_reports_of_three() -> None:
     book, hot, cool = HotspotBook(), [group("a", 0.9), *EVEN], [group("a", 0.4), *EVEN]
     assert [bool(book.tick(views, TARGETS, 0.0).hot) for views in (hot, cool, cool, hot, cool, hot)] == [False] * 5 + [True]
 
 
-def test_a_hotspot_ends_after_four_calm_reports_in_a_row() -> None:
+def test_hotspot_ends_after_four_normal_reports() -> None:
     book, hot, cool = HotspotBook(), [group("a", 0.9), *EVEN], [group("a", 0.7), *EVEN]
     ticks(book, hot, 3)
     between = [group("a", 0.8), *EVEN]
@@ -72,7 +72,7 @@ def test_of_two_groups_the_distance_decides() -> None:
     assert list(seen.hot) == ["a/1/1"]
 
 
-def test_a_straggler_is_one_after_ten_seconds_and_explains_the_rest() -> None:
+def test_straggler_needs_ten_seconds_and_explains_other_causes() -> None:
     book, views = HotspotBook(), [group("a", 0.9, speed=1.6), *EVEN]
     assert ticks(book, views, 40).hot["a/1/1"].cause == "kv"
     seen = ticks(book, views, 4, start=10.0)
@@ -83,7 +83,7 @@ def test_a_straggler_is_one_after_ten_seconds_and_explains_the_rest() -> None:
     assert ticks(book, slower, 1, start=11.0).hot["a/1/1"].speed_rises
 
 
-def test_a_straggler_without_work_stays_one_until_it_shows_its_speed() -> None:
+def test_idle_straggler_remains_until_it_shows_its_speed() -> None:
     book = HotspotBook()
     ticks(book, [group("a", 0.4, speed=2.0), *EVEN], 44)
     idle, recovered = [group("a", speed=2.0), *EVEN], [group("a", 0.4, speed=1.0), *EVEN]
@@ -93,7 +93,7 @@ def test_a_straggler_without_work_stays_one_until_it_shows_its_speed() -> None:
     assert ticks(never, idle, 80).hot == {}
 
 
-def test_a_pause_starts_the_ten_seconds_anew() -> None:
+def test_pause_restarts_the_ten_seconds() -> None:
     book, slow, usual = HotspotBook(), [group("a", 0.4, speed=1.6), *EVEN], [group("a", 0.4, speed=1.1), *EVEN]
     ticks(book, slow, 39)
     ticks(book, usual, 1, start=9.75)
@@ -101,7 +101,7 @@ def test_a_pause_starts_the_ten_seconds_anew() -> None:
     assert ticks(book, slow, 4, start=20.0).hot
 
 
-def test_fifty_steps_take_longer_than_ten_seconds_when_steps_are_slow() -> None:
+def test_fifty_slow_steps_take_longer_than_ten_seconds() -> None:
     book, views = HotspotBook(), [group("a", 0.4, speed=40.0, running=16), *EVEN]
     assert views[0].itl_s * 50 > 12
     assert ticks(book, views, 48, targets=HotspotTargets()).hot == {}
@@ -122,7 +122,7 @@ def test_a_fleet_is_saturated_when_most_groups_are(views: list[GroupView], is_sa
     assert ticks(HotspotBook(), views, 4).is_saturated == is_saturated
 
 
-def test_a_group_without_fresh_reports_stays_what_it_was() -> None:
+def test_group_without_fresh_reports_keeps_its_state() -> None:
     book = HotspotBook()
     ticks(book, [group("a", 0.9), *EVEN], 4)
     stale = [group("a", 0.1, state="degraded"), *EVEN]

@@ -27,7 +27,7 @@ def prefix_world(policy: BalancePolicy | None = None, holders: Sequence[str] = (
     return world
 
 
-def test_a_hot_prefix_gets_another_home_by_the_stream_that_costs_least_and_the_next_after_ten_seconds() -> None:
+def test_hot_prefix_is_replicated_by_the_cheapest_stream() -> None:
     world = prefix_world()
     decision = first_moves(world)
     (spot,) = decision.hotspots
@@ -40,7 +40,7 @@ def test_a_hot_prefix_gets_another_home_by_the_stream_that_costs_least_and_the_n
     assert [now for now, rungs in found.items() if rungs] == [10.25], "the prefix went at 0.25"
 
 
-def test_a_hot_prefix_goes_to_a_group_that_can_use_its_pages_though_another_is_cooler() -> None:
+def test_hot_prefix_goes_to_a_group_with_compatible_pages() -> None:
     world = prefix_world()
     for name in world.names[1:]:
         world.fields[name] = {"used_pages": 100}
@@ -75,6 +75,6 @@ def test_a_hot_prefix_stays_where_it_is_when(fields: dict[str, Any], holders: Se
 
 
 @pytest.mark.parametrize(("mode", "action"), [("Requeue", "requeue"), ("Route", "steer"), ("Off", "none")])
-def test_no_stream_brings_a_prefix_where_the_mode_forbids_it(mode: Mode, action: Action) -> None:
+def test_no_replication_in_a_forbidding_mode(mode: Mode, action: Action) -> None:
     decision = first_moves(prefix_world(BalancePolicy(mode=mode, budgets=FREE)))
     assert not decision.proposals and decision.hotspots[0].action == action

@@ -49,7 +49,7 @@ def moved(world: World, why: str) -> float:
     return world.metric("phalanx_router_moves_total", outcome="moved", why=why)
 
 
-async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hotspot_is_reported_once_and_sends_a_stream(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "phalanx_router.migration.balance_loop")
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
@@ -67,7 +67,7 @@ async def test_a_hotspot_is_told_once_and_gives_a_stream_away(caplog: pytest.Log
     assert told == [("hotspot", "a", "kv"), ("hotspot over", "a", None)]
 
 
-async def test_a_hot_prefix_goes_to_another_group_with_a_stream_that_begins_with_it() -> None:
+async def test_hot_prefix_is_replicated_with_one_of_its_streams() -> None:
     source, target = pair()
     keys = PrefixKeys(root_key(SERVED.model_hash), 16).extend(PROMPT)
     async with running_world(
@@ -82,7 +82,7 @@ async def test_a_hot_prefix_goes_to_another_group_with_a_stream_that_begins_with
         assert (moved(world, "hotspot"), run.balanced) == (1, 1)
 
 
-async def test_a_group_to_be_emptied_gives_its_streams_away_and_gets_no_new_ones() -> None:
+async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
@@ -110,7 +110,7 @@ async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
         assert world.fleet.links.fleet_view.emptied == frozenset()
 
 
-async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
+async def test_request_about_to_be_preempted_moves() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
@@ -120,7 +120,7 @@ async def test_a_request_that_would_be_preempted_goes_elsewhere() -> None:
         assert [frame.mode for frame in source.frames if isinstance(frame, moves.MoveOut)] == ["stop"]
 
 
-async def test_a_group_that_just_gave_a_stream_away_gets_no_newcomer_at_once() -> None:
+async def test_source_group_gets_no_new_request_at_once() -> None:
     """Both tell the same all the time, and the draw is the first one's: only the router knows what left it."""
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
@@ -135,7 +135,7 @@ async def test_a_group_that_just_gave_a_stream_away_gets_no_newcomer_at_once() -
         assert [submit.request.id for submit in target.submitted] == ["request", "newcomer"]
 
 
-async def test_a_request_stays_where_it_is_when_nobody_has_room() -> None:
+async def test_request_stays_without_a_free_group() -> None:
     source, target = pair()
     target.load = FULL
     async with running_world(source, target, settings=TICKING) as world:

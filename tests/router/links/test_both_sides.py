@@ -13,7 +13,7 @@ from tests.router.api_servers import FakeEngine, make_link_settings, running_lea
 from tests.router.fakes import ASSETS, expected, hear, make_request, make_settings
 
 
-async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> None:
+async def test_streams_survive_a_new_incarnation_over_real_links() -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with running_leader(engines[0]) as (first, _), running_leader(engines[1]) as (second, _):
         fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
@@ -40,7 +40,7 @@ async def test_streams_run_over_real_links_and_survive_a_new_incarnation() -> No
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_streams_finish_over_the_real_link_of_a_leader_that_drains() -> None:
+async def test_streams_finish_while_their_leader_drains() -> None:
     engine = FakeEngine()
     async with running_leader(engine) as (address, _):
         fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
@@ -65,7 +65,7 @@ async def test_streams_finish_over_the_real_link_of_a_leader_that_drains() -> No
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_link_without_requests_lives_on() -> None:
+async def test_idle_link_stays_connected() -> None:
     engine = FakeEngine()
     async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, door):
         metrics = CollectorRegistry()

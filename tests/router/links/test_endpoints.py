@@ -34,7 +34,7 @@ def test_leaders_of_pods(pod: dict[str, dict[str, object]], endpoint: Endpoint |
     assert leaders_of([msgspec.convert(pod, Pod)]) == ({} if endpoint is None else {"u1": endpoint})
 
 
-async def test_a_fixed_list_is_told_once() -> None:
+async def test_fixed_list_is_reported_once() -> None:
     seen: list[Leaders] = []
     task = asyncio.create_task(StaticLeaders(["h:1", "i:2"]).run(seen.append))
     await until(lambda: bool(seen))
@@ -58,7 +58,7 @@ async def test_pods_are_listed_in_pages_then_followed() -> None:
         assert api.lists == 2
 
 
-async def test_a_change_that_no_router_cares_about_is_not_told() -> None:
+async def test_irrelevant_change_is_not_reported() -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
     async with watching(api) as seen:
@@ -69,7 +69,7 @@ async def test_a_change_that_no_router_cares_about_is_not_told() -> None:
         assert len(seen.lists) == 2
 
 
-async def test_a_watch_that_ends_goes_on_from_the_last_bookmark() -> None:
+async def test_ended_watch_resumes_at_the_last_bookmark() -> None:
     api = FakeApi()
     async with watching(api) as seen:
         await seen.until()
@@ -89,7 +89,7 @@ async def test_a_watch_that_ends_goes_on_from_the_last_bookmark() -> None:
     ],
     ids=["version gone", "server error"],
 )
-async def test_an_error_in_the_watch_lists_again_and_replaces_all(trouble: dict[str, object]) -> None:
+async def test_watch_error_lists_again_and_replaces_all(trouble: dict[str, object]) -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
     async with watching(api) as seen:
@@ -100,7 +100,7 @@ async def test_an_error_in_the_watch_lists_again_and_replaces_all(trouble: dict[
         assert api.lists == 2
 
 
-async def test_an_event_in_pieces_is_read_whole_and_a_broken_one_lists_again() -> None:
+async def test_split_event_is_joined_and_broken_event_lists_again() -> None:
     api = FakeApi()
     async with watching(api) as seen:
         await seen.until()
@@ -114,7 +114,7 @@ async def test_an_event_in_pieces_is_read_whole_and_a_broken_one_lists_again() -
 
 
 @pytest.mark.parametrize("failure", [(500, "away"), (403, "no rights"), (410, "expired")], ids=["500", "403", "410"])
-async def test_the_last_list_stands_while_the_api_server_fails(failure: tuple[int, str]) -> None:
+async def test_last_list_is_used_while_the_api_server_fails(failure: tuple[int, str]) -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
     async with watching(api) as seen:

@@ -84,9 +84,7 @@ async def test_a_peer_without_the_token_gets_401(token: str) -> None:
     ],
     ids=["version", "other frame", "no frame", "text", "nothing"],
 )
-async def test_a_peer_that_says_no_proper_hello_is_closed_with_the_reason(
-    first: bytes | str | None, code: int, reason: str
-) -> None:
+async def test_invalid_hello_closes_the_link_with_a_reason(first: bytes | str | None, code: int, reason: str) -> None:
     async with running_leader(FakeEngine(), make_link_settings(hello_s=0.05)) as (address, door), dial(address) as connection:
         if first is not None:
             await connection.send(first)
@@ -105,7 +103,7 @@ async def test_a_peer_may_leave_before_hello() -> None:
         assert door.turned_away.total() == 0
 
 
-async def test_the_leader_says_who_it_is_then_its_state_then_its_load() -> None:
+async def test_leader_sends_identity_then_state_then_load() -> None:
     async with running_leader(FakeEngine()) as (address, door), dial(address) as connection:
         await connection.send(wire.encode(HELLO))
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
@@ -117,7 +115,7 @@ async def test_the_leader_says_who_it_is_then_its_state_then_its_load() -> None:
         assert door.routers == 1
 
 
-async def test_one_frame_carries_the_tokens_of_a_step_with_the_handles_of_the_router() -> None:
+async def test_one_frame_has_all_tokens_of_a_step() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):
         for handle in (7, 8, 9):
@@ -132,7 +130,7 @@ async def test_one_frame_carries_the_tokens_of_a_step_with_the_handles_of_the_ro
         assert [end.handle for end in frame.finished] == [7, 8, 9]
 
 
-async def test_details_stay_beside_their_tokens_when_frames_are_joined() -> None:
+async def test_details_stay_with_their_tokens_in_joined_frames() -> None:
     engine, detail = FakeEngine(), wire.TokenDetail(-1.0, 0, [], [])
     async with opened(engine) as (connection, _):
         for handle in (7, 8):
@@ -195,7 +193,7 @@ async def test_a_group_that_does_not_serve_refuses() -> None:
         assert await receive(connection, wire.Refused) == wire.Refused(7, 0, 503, "not_ready", "rank 1 loads")
 
 
-async def test_a_new_incarnation_is_told_at_once_and_frees_all_handles() -> None:
+async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):
         await receive(connection, wire.State)
@@ -210,7 +208,7 @@ async def test_a_new_incarnation_is_told_at_once_and_frees_all_handles() -> None
         assert engine.aborted == []
 
 
-async def test_assets_are_sent_when_asked_for_and_when_they_change() -> None:
+async def test_assets_are_sent_on_request_and_on_change() -> None:
     engine = FakeEngine()
     engine.known_assets = None
     async with opened(engine) as (connection, _):
@@ -223,13 +221,13 @@ async def test_assets_are_sent_when_asked_for_and_when_they_change() -> None:
         assert await receive(connection, wire.Assets) == ASSETS
 
 
-async def test_the_last_report_is_sent_again_while_there_is_no_other() -> None:
+async def test_last_report_is_repeated_without_a_newer_one() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):
         assert await receive(connection, wire.Load) == await receive(connection, wire.Load) == engine.reported
 
 
-async def test_a_report_is_sent_when_it_is_made_and_the_latest_stands_for_those_before_it() -> None:
+async def test_newest_report_replaces_unsent_ones() -> None:
     engine = FakeEngine()
     async with opened(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
@@ -238,7 +236,7 @@ async def test_a_report_is_sent_when_it_is_made_and_the_latest_stands_for_those_
         assert (await receive(connection, wire.Load)).sequence == 49
 
 
-async def test_reports_tell_the_routers_own_handle_that_the_engine_has_seen() -> None:
+async def test_report_contains_the_routers_newest_handle() -> None:
     engine = FakeEngine()
     async with opened(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
@@ -258,7 +256,7 @@ async def test_reports_tell_the_routers_own_handle_that_the_engine_has_seen() ->
         assert (await receive(connection, wire.Load)).last_handle == 10, "what was refused here waits for no engine"
 
 
-async def test_page_changes_come_after_a_snapshot_that_was_asked_for() -> None:
+async def test_page_changes_follow_a_requested_snapshot() -> None:
     engine = FakeEngine()
     keys = [bytes([i]) * 16 for i in range(4)]
     async with opened(engine) as (connection, _):
@@ -292,7 +290,7 @@ async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> Non
         assert engine.aborted == [1000]
 
 
-async def test_a_bug_of_the_leader_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
+async def test_leader_bug_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeEngine):
         def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
             if request.id == "bad":
@@ -310,7 +308,7 @@ async def test_a_bug_of_the_leader_is_not_blamed_on_the_router(caplog: pytest.Lo
     assert "link failed" in caplog.text and "a bug" in caplog.text
 
 
-async def test_a_router_that_says_nothing_is_lost() -> None:
+async def test_silent_router_counts_as_lost() -> None:
     engine = FakeEngine()
     async with opened(engine, silence_s=0.1) as (connection, door):
         await connection.send(wire.encode(wire.Submit(7, make_request())))

@@ -155,7 +155,7 @@ async def serve(link: LeaderLink, router: Router, count: int, first: int = 0) ->
     await until(lambda: router.ended == ended + count)
 
 
-async def test_every_router_knows_which_pages_a_group_finds(tmp_path: Path) -> None:
+async def test_every_router_knows_the_cached_pages_of_a_group(tmp_path: Path) -> None:
     one, two = Router(), Router()
     async with running_group(tmp_path) as group:
         group.start()
@@ -171,7 +171,7 @@ async def test_every_router_knows_which_pages_a_group_finds(tmp_path: Path) -> N
             assert set(keys) <= one.found, "a router that knows the model finds its own prompts"
 
 
-async def test_a_new_incarnation_has_other_pages_and_the_router_knows(tmp_path: Path) -> None:
+async def test_new_incarnation_resets_the_known_pages(tmp_path: Path) -> None:
     router = Router()
     async with running_group(tmp_path) as group:
         group.start()
@@ -187,7 +187,7 @@ async def test_a_new_incarnation_has_other_pages_and_the_router_knows(tmp_path: 
             assert not before & router.found
 
 
-async def test_a_report_covers_what_was_sent_before_it(tmp_path: Path) -> None:
+async def test_report_covers_requests_sent_before_it(tmp_path: Path) -> None:
     router = Router()
     async with running_group(tmp_path) as group:
         group.start()

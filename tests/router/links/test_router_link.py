@@ -29,9 +29,7 @@ WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
     ],
     ids=["token", "version", "its version", "no Welcome", "two Welcomes", "garbage"],
 )
-async def test_a_leader_of_no_use_is_named_with_the_reason(
-    leader: FakeLeader, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unusable_leader_is_named_with_the_reason(leader: FakeLeader, why: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with running_world(leader, ready=0) as world:
         await world.until(lambda: any(why in getattr(record, "why", "") for record in caplog.records))
@@ -39,7 +37,7 @@ async def test_a_leader_of_no_use_is_named_with_the_reason(
             await hear(world.fleet, make_request())
 
 
-async def test_a_frame_with_lists_of_different_length_ends_the_link() -> None:
+async def test_frame_with_unequal_lists_closes_the_link() -> None:
     leader, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(leader, other) as world:
         stream = world.fleet.generate(make_request())
@@ -50,7 +48,7 @@ async def test_a_frame_with_lists_of_different_length_ends_the_link() -> None:
         assert len(other.submitted) == 1
 
 
-async def test_an_address_where_nobody_listens_is_tried_again() -> None:
+async def test_unreachable_address_is_retried() -> None:
     leader = FakeLeader()
     async with running_world(leader) as world:
         await leader.stop()
@@ -77,12 +75,12 @@ async def test_before_any_group_spoke_there_are_no_assets() -> None:
         assert (caught.value.status, caught.value.retry_after_s) == (503, 2.0)
 
 
-async def test_the_names_that_the_router_was_given_replace_the_leaders() -> None:
+async def test_configured_model_names_replace_the_leaders() -> None:
     async with running_world(FakeLeader(), settings=make_settings(served_names=("mine", "too"))) as world:
         assert world.fleet.assets().served_names == ["mine", "too"]
 
 
-async def test_a_group_whose_assets_differ_from_their_hash_gets_no_requests() -> None:
+async def test_group_with_wrong_asset_hash_gets_no_requests() -> None:
     lying = FakeLeader("a", Script(assets=msgspec.structs.replace(ASSETS, max_model_len=9)))
     async with running_world(lying, FakeLeader("b"), ready=1) as world:
         assert (await hear(world.fleet, make_request())).tokens
@@ -99,7 +97,7 @@ async def test_assets_that_a_leader_sends_unasked_are_used() -> None:
         assert leader.fetched == 0
 
 
-async def test_the_newest_ready_group_gives_the_assets_and_other_tokenizers_get_no_requests() -> None:
+async def test_newest_ready_group_provides_the_assets() -> None:
     changed = wire.make_assets({"tokenizer.json": b"[]"}, ["tiny"], 4096, [0])
     old, new = FakeLeader("old"), FakeLeader("new", Script(assets=changed))
     async with running_world(old, new) as world:

@@ -97,14 +97,14 @@ def test_pages_that_arrive_before_the_word_of_the_freeze() -> None:
     [None, replace(AT, key="c/1/1"), replace(AT, handle=8), replace(AT, epoch=3), replace(AT, num_delivered=51)],
     ids=["the stream ended", "another group", "another handle", "another epoch", "the source went on"],
 )
-def test_nothing_is_committed_when_the_stream_is_not_where_it_was(now: StreamPosition | None) -> None:
+def test_commit_needs_an_unchanged_stream_position(now: StreamPosition | None) -> None:
     board, _ = board_at("freeze")
     todo = board.take(TARGET, ARRIVED, now, 0.3)
     assert frames(todo) == [moves.Thaw(MOVE), moves.Cancel(MOVE)]
     assert Commit not in kinds(todo) and len(over(todo)) == 1
 
 
-def test_a_stream_that_lacks_tokens_of_the_source_is_committed_where_its_journal_ends() -> None:
+def test_commit_position_is_the_end_of_the_journal() -> None:
     board, _ = board_at("freeze")
     assert Commit in kinds(board.take(TARGET, ARRIVED, replace(AT, num_delivered=48), 0.3))
 
@@ -135,7 +135,7 @@ def test_a_long_tail_is_waited_for() -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("what", ["source fails", "target fails", "source lost", "target lost", "stream over"])
-def test_whatever_fails_before_the_commit_undoes_all_and_after_it_nothing(step: str, what: str) -> None:
+def test_failure_undoes_all_before_commit_and_nothing_after(step: str, what: str) -> None:
     board, _ = board_at(step)
     failed = moves.MoveFailed(MOVE, "ended", "x")
     match what:
@@ -159,7 +159,7 @@ def test_whatever_fails_before_the_commit_undoes_all_and_after_it_nothing(step: 
         assert len(over(todo)) == 1 and not board.open()
 
 
-def test_late_frames_of_a_move_that_was_given_up_are_answered_with_the_way_back() -> None:
+def test_late_frames_of_an_aborted_move_are_answered() -> None:
     board, _ = board_at("freeze")
     board.tick(1.0)
     assert frames(board.take(TARGET, ARRIVED, AT, 1.1)) == [moves.Cancel(MOVE)]
@@ -185,7 +185,7 @@ def test_a_leader_cannot_speak_for_the_other() -> None:
     assert board.open()
 
 
-def test_a_target_that_never_took_the_request_has_lost_it() -> None:
+def test_target_that_never_accepted_loses_the_request() -> None:
     board, _ = board_at("commit")
     board.reported(TARGET, 8, 0.5)
     todo = board.tick(0.25 + SETTINGS.start_s)
@@ -207,14 +207,14 @@ def test_recompute_needs_no_word_of_the_source() -> None:
     assert kinds(todo) == [Commit, EndSource]
 
 
-def test_recompute_of_a_stream_that_is_gone_does_nothing() -> None:
+def test_recompute_of_an_ended_stream_does_nothing() -> None:
     board = MoveBoard(SETTINGS)
     board.start(proposal("recompute"), make_request(), 0.0)
     todo = board.warmed(MOVE, "computed", None, 1.0)
     assert not frames(todo) and over(todo) == [("stream", "ended")]
 
 
-def test_a_target_that_takes_no_more_ends_the_moves_to_it_and_none_away_from_it() -> None:
+def test_target_without_capacity_ends_only_moves_to_it() -> None:
     board, _ = board_at("copy")
     away = MoveRequest("r0:2", StreamPosition(TARGET, 3, 1, 10), "c/1/1", "precopy", "drain", None)
     board.start(away, make_request(), 0.1)

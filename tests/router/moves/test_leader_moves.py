@@ -8,7 +8,7 @@ from tests.router.links.test_leader_link import opened, receive, until
 PREPARED = moves.Prepared("m", 0, [moves.PageAddress("", 7001), moves.PageAddress("10.0.0.9", 7002)], b"k" * 32)
 
 
-async def test_handles_are_the_engines_and_addresses_are_those_at_which_the_router_reaches_the_pod() -> None:
+async def test_frames_use_engine_handles_and_reachable_addresses() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(5, make_request([1, 2], 50))))
@@ -39,7 +39,7 @@ async def test_the_start_of_a_moved_request_names_its_move() -> None:
         assert list(engine.moved.values()) == ["m"]
 
 
-async def test_what_the_engine_need_not_be_asked_is_answered_at_once() -> None:
+async def test_known_answers_need_no_engine_call() -> None:
     engine = FakeEngine()
     engine.present = wire.State(False, 1, "it drains", draining=True)
     async with opened(engine) as (connection, _):
@@ -51,7 +51,7 @@ async def test_what_the_engine_need_not_be_asked_is_answered_at_once() -> None:
         assert engine.ordered == []
 
 
-async def test_only_the_router_of_a_request_is_asked_to_rescue_it() -> None:
+async def test_only_the_requests_router_receives_the_rescue_request() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(5, make_request([1, 2], 50))))
@@ -62,7 +62,7 @@ async def test_only_the_router_of_a_request_is_asked_to_rescue_it() -> None:
         assert await receive(connection, moves.AskRescue) == moves.AskRescue([5], 0.25)
 
 
-async def test_a_router_that_left_hears_nothing_and_its_moves_run_out_by_themselves() -> None:
+async def test_moves_of_a_lost_router_expire() -> None:
     engine = FakeEngine()
     async with opened(engine) as (connection, door):
         await connection.send(wire.encode(wire.Prepare("m", make_request([3], 5))))

@@ -69,7 +69,7 @@ async def test_a_moved_stream_has_each_token_once(how: TransferMode) -> None:
     assert not target.reserved and not source.out
 
 
-async def test_what_came_as_pages_is_nothing_that_the_target_has_to_compute() -> None:
+async def test_transferred_pages_are_not_computed_again() -> None:
     source, target = pair(target=MoveScript())
     target.script.silent = True
     target.script.hold_at = 0
@@ -98,7 +98,7 @@ async def test_another_layout_is_computed_again() -> None:
     assert real.request.delivered == expected([1, 2, 3], 5) and not target.frames
 
 
-async def test_no_stream_goes_to_another_model() -> None:
+async def test_stream_never_moves_to_another_model() -> None:
     source, target = pair(target=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
     async with running_world(source, target) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
@@ -114,7 +114,7 @@ async def test_no_stream_goes_to_another_model() -> None:
     [(["a"], True, True), ([], True, False), (["a", "b"], False, True), (["a", "b"], True, False)],
     ids=["the last of its weights went for good", "it may come back", "none is wanted", "nobody knows what comes"],
 )
-async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(for_good: list[str], wanted: bool, ends: bool) -> None:
+async def test_stream_ends_with_the_last_group_of_its_weights(for_good: list[str], wanted: bool, ends: bool) -> None:
     source, target = pair(target=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
@@ -135,7 +135,7 @@ async def test_a_stream_ends_when_the_last_group_of_its_weights_is_gone(for_good
     assert not target.submitted
 
 
-async def test_a_stream_of_the_only_group_goes_on_in_the_one_that_comes_after_a_restart() -> None:
+async def test_stream_of_the_only_group_continues_after_a_restart() -> None:
     """The successor is of another revision with the same weights, and nobody knows it before its pod has an address."""
     source, target = pair()
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
@@ -151,7 +151,7 @@ async def test_a_stream_of_the_only_group_goes_on_in_the_one_that_comes_after_a_
     assert run.lost_group == "a" and target.submitted
 
 
-async def test_a_stream_waits_for_a_group_that_may_have_its_weights() -> None:
+async def test_stream_waits_for_a_group_with_its_weights() -> None:
     """One that has not told yet what it serves; when it tells of others, the stream ends."""
     source, target = pair(target=MoveScript(served=wire.Served()))
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
@@ -176,7 +176,7 @@ async def test_a_stream_waits_for_a_group_that_may_have_its_weights() -> None:
     ],
     ids=["no room", "the target does not answer", "the copy breaks"],
 )
-async def test_a_move_that_fails_leaves_the_stream_where_it_is(
+async def test_failed_move_keeps_the_stream_at_its_source(
     source_script: MoveScript | None, target_script: MoveScript | None, outcome: str
 ) -> None:
     source, target = pair(source_script, target_script)
@@ -194,7 +194,7 @@ async def test_a_move_that_fails_leaves_the_stream_where_it_is(
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-async def test_a_leader_that_dies_during_the_copy(who: str) -> None:
+async def test_leader_failure_during_the_copy(who: str) -> None:
     source, target = pair(MoveScript(break_copy=True))
     async with running_world(source, target) as world:
         ends = overs(world)
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_ends_the_move() -> None:
         await world.until(lambda: not target.reserved)
 
 
-async def test_who_decides_hears_that_a_group_asks_for_rescue() -> None:
+async def test_balancer_receives_rescue_requests() -> None:
     source, _ = leaders = pair()
     async with running_world(*leaders) as world:
         asked: list[tuple[list[StreamSession], float]] = []

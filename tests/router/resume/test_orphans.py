@@ -77,7 +77,7 @@ def settings(**bounds: Any) -> Any:
     return dataclasses.replace(make_link_settings(), **bounds)
 
 
-async def test_another_router_adopts_a_stream_where_it_stands(engine: FakeEngine) -> None:
+async def test_another_router_adopts_a_stream_at_its_position(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, door):
         await orphaned(engine, address, resumable())
         await until(lambda: door.routers == 0)
@@ -122,7 +122,7 @@ async def test_a_stream_is_adopted_before_its_router_is_missed(engine: FakeEngin
         assert await tokens_of(second, 7, 1) == expected([1, 2, 3], 2)[1:]
 
 
-async def test_nobody_comes_for_an_orphan(engine: FakeEngine) -> None:
+async def test_unclaimed_orphan_ends(engine: FakeEngine) -> None:
     async with running_leader(engine, settings(orphan_s=0.05)) as (address, _):
         await orphaned(engine, address, resumable())
         await until(lambda: engine.aborted == [1000])
@@ -146,7 +146,7 @@ async def test_an_orphan_that_ended_stays_to_be_read(engine: FakeEngine) -> None
                 assert adopted.request.delivered == expected([1, 2, 3], 4)
 
 
-async def test_a_request_that_ended_before_its_router_was_lost_can_be_read(engine: FakeEngine) -> None:
+async def test_request_that_ended_before_the_loss_is_readable(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _):
         await orphaned(engine, address, resumable(max_tokens=2))
         async with dialled(address, "router-2") as second:
@@ -156,7 +156,7 @@ async def test_a_request_that_ended_before_its_router_was_lost_can_be_read(engin
 
 
 @pytest.mark.parametrize("how", ["aborted on purpose", "cannot be resumed"])
-async def test_no_orphan_is_left_when_nobody_can_ask_for_it(engine: FakeEngine, how: str) -> None:
+async def test_unresumable_requests_leave_no_orphan(engine: FakeEngine, how: str) -> None:
     async with running_leader(engine) as (address, door):
         async with dialled(address) as first:
             can_resume = how == "aborted on purpose"
@@ -170,7 +170,7 @@ async def test_no_orphan_is_left_when_nobody_can_ask_for_it(engine: FakeEngine, 
             assert isinstance(await answer(second), wire.Refused)
 
 
-async def test_an_incarnation_takes_its_orphans_along_but_their_tokens_stay(engine: FakeEngine) -> None:
+async def test_new_incarnation_drops_orphans_and_keeps_their_tokens(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, door):
         await orphaned(engine, address, resumable())
         await until(lambda: door.routers == 0)
@@ -192,7 +192,7 @@ async def test_a_router_that_lived_has_given_its_streams_elsewhere(engine: FakeE
             assert engine.aborted == aborted
 
 
-async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
+async def test_orphans_are_bounded(engine: FakeEngine) -> None:
     submit = wire.encode(wire.Submit(1, resumable("r1")))
     bound = 3 * (KEPT_BYTES + len(submit) + TOKEN_BYTES) + TOKEN_BYTES
     async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, door):
@@ -208,7 +208,7 @@ async def test_what_is_kept_is_bounded(engine: FakeEngine) -> None:
         assert engine.aborted == [1000]
 
 
-async def test_an_orphan_that_is_pushed_out_within_a_step_costs_no_other_stream_a_token(engine: FakeEngine) -> None:
+async def test_evicted_orphan_costs_no_other_stream_a_token(engine: FakeEngine) -> None:
     """The first router's request ends, and its orphan is forgotten before its own part of the step is told."""
     submit = wire.encode(wire.Submit(1, resumable("r1")))
     async with (
@@ -233,7 +233,7 @@ async def test_an_orphan_that_is_pushed_out_within_a_step_costs_no_other_stream_
         assert isinstance(await answer(goes_on), wire.Adopted), "what ended last is kept"
 
 
-async def test_what_is_forgotten_is_held_nowhere(engine: FakeEngine) -> None:
+async def test_forgotten_orphan_is_held_nowhere(engine: FakeEngine) -> None:
     large = resumable(max_tokens=1, prompt=tuple(range(2000)))
     bound = 4 * (KEPT_BYTES + len(wire.encode(wire.Submit(1, large))))
     async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, _), dialled(address) as first:
@@ -246,7 +246,7 @@ async def test_what_is_forgotten_is_held_nowhere(engine: FakeEngine) -> None:
         assert 0 < sum(type(held) is Orphan for held in gc.get_objects()) <= 4
 
 
-async def test_a_stream_that_is_disowned_goes_on_and_is_adopted_again(engine: FakeEngine) -> None:
+async def test_disowned_stream_continues_and_is_adopted_again(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _):
         await orphaned(engine, address, resumable())
         async with dialled(address, "router-2") as second:
@@ -261,14 +261,14 @@ async def test_a_stream_that_is_disowned_goes_on_and_is_adopted_again(engine: Fa
         assert engine.aborted == []
 
 
-async def test_a_disowned_request_that_nobody_may_ask_for_ends(engine: FakeEngine) -> None:
+async def test_disowned_unresumable_request_ends(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _), dialled(address) as first:
         await first.send(wire.encode(wire.Submit(1, make_request())))
         await first.send(wire.encode(wire.Disown([1])))
         await until(lambda: engine.aborted == [1000])
 
 
-async def test_a_router_that_never_heard_that_it_adopted_a_stream_finds_it_again(engine: FakeEngine) -> None:
+async def test_router_finds_a_stream_after_a_lost_adoption(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, door):
         await orphaned(engine, address, resumable())
         async with dialled(address, "router-2") as second:
@@ -299,7 +299,7 @@ async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:
         assert isinstance(await answer(second), wire.Adopted)
 
 
-async def test_a_router_that_lost_a_stream_moves_it_no_more(engine: FakeEngine) -> None:
+async def test_router_without_the_stream_stops_its_move(engine: FakeEngine) -> None:
     out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
     async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
         await first.send(wire.encode(wire.Submit(5, resumable())))
@@ -315,7 +315,7 @@ async def test_a_router_that_lost_a_stream_moves_it_no_more(engine: FakeEngine) 
         assert engine.aborted == []
 
 
-async def test_what_was_moved_is_no_orphan(engine: FakeEngine) -> None:
+async def test_moved_request_is_no_orphan(engine: FakeEngine) -> None:
     out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
     async with running_leader(engine) as (address, door):
         async with dialled(address) as first:

@@ -55,7 +55,7 @@ class Clock:
 
 @settings(deadline=None, max_examples=40)
 @given(steps=st.lists(st.tuples(st.sampled_from("open grow close forget send".split()), st.integers(0, 4)), max_size=60))
-def test_a_peer_has_what_the_journals_have_as_of_the_last_frame(steps: list[tuple[str, int]]) -> None:
+def test_peer_copy_equals_the_journals_at_each_frame(steps: list[tuple[str, int]]) -> None:
     shelf = JournalStore(Clock())
     copies, outgoing = PeerCopies(shelf), PeerBacklog([])
     sender = copies.sender()
@@ -82,7 +82,7 @@ def test_a_peer_has_what_the_journals_have_as_of_the_last_frame(steps: list[tupl
     assert len(copies) == 0 and all(copies.find([str(which)]) for which in runs), "a lost router's streams are kept"
 
 
-def test_what_ends_is_kept_and_what_is_forgotten_is_not() -> None:
+def test_ended_streams_are_kept_and_forgotten_ones_dropped() -> None:
     clock = Clock()
     copies, outgoing = PeerCopies(JournalStore(clock)), PeerBacklog([])
     sender, kept, forgotten = copies.sender(), make_run("kept"), make_run("forgotten")
@@ -114,7 +114,7 @@ def test_copies_are_bounded() -> None:
     assert len(copies) == 0 and 0 < sum(bool(copies.find([f"r{number}"])) for number in range(9)) < max(held, 2)
 
 
-def test_a_copy_that_may_not_grow_is_a_shorter_one() -> None:
+def test_bounded_copy_is_shorter() -> None:
     copy = JournalCopy(make_request(id="a"))
     copies = PeerCopies(JournalStore(Clock()), max_bytes=LIVE_BYTES + len(peer_wire.encode(copy)) + 4 * TOKEN_BYTES)
     sender = copies.sender()
@@ -209,7 +209,7 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         assert other.num_submitted == 2
 
 
-async def test_a_peer_that_comes_late_gets_requests_as_their_clients_made_them() -> None:
+async def test_late_peer_receives_the_original_requests() -> None:
     """Its router asks no more for the details of the prompt, for it has them all."""
     body = {**BODY, "seed": 77, "echo": True, "logprobs": 1}
     whole, dying, other = await undisturbed(body), Engine(), Engine()
@@ -236,7 +236,7 @@ def copy_at(router: Router, id: str) -> list[int]:
     return found[0].request.delivered if found else []
 
 
-async def test_a_peer_that_is_gone_is_replaced() -> None:
+async def test_lost_peer_is_replaced() -> None:
     engine = Engine()
     engine.hold = 20
     async with running_engines(engine) as leaders, AsyncExitStack() as stack:
@@ -255,7 +255,7 @@ async def test_a_peer_that_is_gone_is_replaced() -> None:
         assert (await reading).is_done
 
 
-async def test_nobody_without_the_token_may_bring_or_ask() -> None:
+async def test_peer_without_token_may_neither_send_nor_ask() -> None:
     async with http_server(create_app_with_door()) as address:
         url = f"ws://{address}{peer_wire.PEER_PATH}"
         with pytest.raises(InvalidStatus) as refused:

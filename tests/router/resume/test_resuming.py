@@ -116,7 +116,7 @@ async def undisturbed(body: Mapping[str, Any]) -> Told:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("which", ["another router", "the next router"])
-async def test_a_client_gets_the_rest_when_its_router_is_lost(which: str, n: int) -> None:
+async def test_client_resumes_when_its_router_is_lost(which: str, n: int) -> None:
     body = {**BODY, "n": n, "seed": 12345678901234567}
     whole = await undisturbed(body)
     engine = Engine()
@@ -137,7 +137,7 @@ async def test_a_client_gets_the_rest_when_its_router_is_lost(which: str, n: int
     assert engine.aborted == []
 
 
-async def test_a_client_that_was_cut_off_gets_the_rest_from_the_same_router() -> None:
+async def test_disconnected_client_resumes_at_the_same_router() -> None:
     body = {**BODY, "seed": 77}
     whole, engine = await undisturbed(body), Engine()
     engine.hold = 30
@@ -149,7 +149,7 @@ async def test_a_client_that_was_cut_off_gets_the_rest_from_the_same_router() ->
         assert not router.fleet.runs
 
 
-async def test_a_stream_that_waits_for_a_group_ends_when_its_client_comes_again() -> None:
+async def test_waiting_stream_ends_when_its_client_resumes() -> None:
     body = {**BODY, "seed": 77}
     whole, engine = await undisturbed(body), Engine()
     engine.hold = 20
@@ -169,7 +169,7 @@ async def test_a_stream_that_waits_for_a_group_ends_when_its_client_comes_again(
     assert engine.num_submitted == 2
 
 
-async def test_a_stream_that_ended_before_its_client_had_all_of_it_is_read_once_more() -> None:
+async def test_ended_stream_can_be_read_once_more() -> None:
     body = {**BODY, "seed": 77}
     engine = Engine()
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
@@ -187,7 +187,7 @@ async def test_a_stream_that_ended_before_its_client_had_all_of_it_is_read_once_
     assert engine.num_submitted == 1
 
 
-async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
+async def test_orphan_of_a_lost_group_continues_elsewhere() -> None:
     body = {**BODY, "seed": 77}
     whole, engine, other = await undisturbed(body), Engine(), Engine()
     engine.hold = 30
@@ -201,7 +201,7 @@ async def test_an_orphan_whose_group_is_lost_too_goes_on_elsewhere() -> None:
         assert other.num_submitted == 1
 
 
-async def test_a_stream_that_was_replayed_is_adopted_as_its_client_asked_for_it() -> None:
+async def test_replayed_stream_is_adopted_as_originally_requested() -> None:
     """Its second group had it with output, and told nothing of the prompt."""
     body = {**BODY, "seed": 77, "echo": True, "logprobs": 1}
     whole, engines = await undisturbed(body), [Engine(), Engine()]
@@ -242,7 +242,7 @@ async def test_a_leader_that_answers_late_keeps_the_stream() -> None:
     assert (engine.num_submitted, engine.aborted) == (1, [])
 
 
-async def test_nobody_else_gets_a_stream() -> None:
+async def test_no_other_client_gets_a_stream() -> None:
     engine = Engine()
     engine.hold = 30
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
@@ -259,7 +259,7 @@ async def test_nobody_else_gets_a_stream() -> None:
 
 
 @pytest.mark.parametrize("which", ["its own router", "another router"])
-async def test_a_key_that_is_not_the_streams_own_ends_nothing(which: str) -> None:
+async def test_foreign_key_ends_no_stream(which: str) -> None:
     engine = Engine()
     engine.hold = 20
     async with running_engines(engine) as leaders, running_router(*leaders) as first, running_router(*leaders) as second:
@@ -299,7 +299,7 @@ async def test_an_adopted_stream_keeps_its_weights() -> None:
             assert reading.result().is_done
 
 
-async def test_a_router_that_leaves_names_the_id_to_resume_from() -> None:
+async def test_leaving_router_names_the_id_to_resume_from() -> None:
     body = {**BODY, "seed": 77}
     whole, engine = await undisturbed(body), Engine()
     engine.hold = 20

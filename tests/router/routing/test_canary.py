@@ -22,7 +22,7 @@ BUSY = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, w
     st.floats(0, 1, exclude_max=True),
     st.sets(st.sampled_from(KEYS)),
 )
-def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_take_it(
+def test_request_uses_the_other_side_only_if_necessary(
     revisions: dict[str, str], percent: int, canary_draw: float, excluded: set[str]
 ) -> None:
     kept = canary_groups(revisions, "new", percent, canary_draw, excluded)
@@ -49,13 +49,13 @@ def test_a_request_goes_to_one_side_and_to_the_other_only_when_that_one_cannot_t
     ],
     ids=["free", "one is busy", "all are busy", "one failed", "both sides are busy", "it failed", "the other failed"],
 )
-def test_a_side_that_is_busy_leaves_its_share_to_the_other(excluded: str, closed: str, kept: str) -> None:
+def test_busy_side_leaves_its_share_to_the_other(excluded: str, closed: str, kept: str) -> None:
     revisions = {"a": "old", "b": "old", "c": "new", "d": "new"}
     assert canary_groups(revisions, "new", 5, 0.01, set(excluded), set(closed)) == set(kept)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(0, 0), (1, 10), (25, 250), (100, 1000)])
-def test_of_evenly_spread_lots_that_many_go_to_the_newest(percent: int, count: int) -> None:
+def test_even_draws_give_the_newest_its_share(percent: int, count: int) -> None:
     kept = [canary_groups({"a": "old", "b": "new"}, "new", percent, number / 1000) for number in range(1000)]
     assert sum(one == {"b"} for one in kept) == count
     assert sum(one == {"a"} for one in kept) == 1000 - count
@@ -71,7 +71,7 @@ def leaders() -> tuple[FakeLeader, FakeLeader, FakeLeader]:
     return made
 
 
-async def test_the_newest_revision_gets_its_share_of_new_requests_however_free_it_is() -> None:
+async def test_newest_revision_gets_its_share_however_free() -> None:
     old, other, new = leaders()
     chance = random.Random(7)
     async with running_world(old, other, new, draw=chance.random) as world:
@@ -93,7 +93,7 @@ async def test_a_share_of_nothing_and_of_all(percent: int, canary_draw: float, t
         assert len(new.submitted) == (6 if taken == "new" else 0)
 
 
-async def test_a_revision_that_takes_nothing_leaves_its_share_to_the_other() -> None:
+async def test_unready_revision_leaves_its_share_to_the_other() -> None:
     old, other, new = leaders()
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
         world.fleet.balancing.set_policy(policy(100))
@@ -104,7 +104,7 @@ async def test_a_revision_that_takes_nothing_leaves_its_share_to_the_other() -> 
         assert new.submitted == []
 
 
-async def test_a_canary_with_two_waiting_keeps_no_request_from_the_idle_groups() -> None:
+async def test_busy_canary_keeps_no_request_from_idle_groups() -> None:
     old, other, new = leaders()
     new.load = BUSY
     async with running_world(old, other, new, draw=lambda: 0.0) as world:

@@ -28,7 +28,7 @@ def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> Grou
     return group
 
 
-def test_a_view_is_the_report_and_what_no_report_has_seen() -> None:
+def test_view_is_the_report_plus_unreported_requests() -> None:
     group = told()
     group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
     [view] = GroupViewBuilder().build([group], 0.1)
@@ -71,7 +71,7 @@ def modelled(key: str, token_s: float) -> GroupReport:
     return told(key, msgspec.structs.replace(LOAD, waiting=0, running=0, step_model=model))
 
 
-def test_a_look_at_some_groups_changes_nothing_of_the_others() -> None:
+def test_view_of_some_groups_leaves_others_unchanged() -> None:
     lookout, groups = GroupViewBuilder(), [modelled(key, token_s) for key, token_s in [("a", 1e-4), ("b", 1e-4), ("c", 4e-4)]]
     before = lookout.build(groups, 0.1)
     assert before[2].speed > 1.5
@@ -83,7 +83,7 @@ def test_a_look_at_some_groups_changes_nothing_of_the_others() -> None:
             assert all(view is kept for view, kept in zip(lookout.build(groups, now), before, strict=True))
 
 
-def test_groups_that_nobody_looks_at_are_forgotten() -> None:
+def test_unviewed_groups_are_forgotten() -> None:
     lookout, slow = GroupViewBuilder(), modelled("c", 4e-4)
     lookout.build([modelled("a", 1e-4), modelled("b", 1e-4), slow], 0.0)
     for now in (9.0, 11.0, 22.0, 33.0):
@@ -91,7 +91,7 @@ def test_groups_that_nobody_looks_at_are_forgotten() -> None:
     assert view.speed == 1.0, "those that it was slow beside are gone"
 
 
-def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
+def test_idle_group_reports_nothing_until_a_request() -> None:
     group = told(load=wire.Load(0, 0, 0, 10, 10, sequence=1))
     lookout = GroupViewBuilder()
     assert lookout.build([group], 100.0)[0].state == "fresh"
@@ -101,7 +101,7 @@ def test_an_idle_group_has_nothing_to_tell_until_something_is_sent() -> None:
     assert lookout.build([group], 106.0)[0].state == "fresh"
 
 
-def test_an_idle_group_gets_newcomers_though_its_last_outputs_were_long() -> None:
+def test_idle_group_gets_requests_despite_long_past_outputs() -> None:
     """Long outputs are the requests', not the group's: by its own mean, a group that had some would stay empty for ever."""
     short, long = (msgspec.structs.replace(LOAD, mean_output_tokens=mean) for mean in (100.0, 4000.0))
     busy = told("busy", msgspec.structs.replace(short, running=40, context_tokens=40_000))
@@ -123,7 +123,7 @@ def test_when_most_are_stale_only_the_ledger_counts() -> None:
     assert not lookout.is_blind
 
 
-def test_a_group_that_never_reported_is_known_by_its_ledger() -> None:
+def test_unreported_group_is_known_by_its_ledger() -> None:
     group = told(load=None)
     group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
     [view] = GroupViewBuilder().build([group], 0.1)
@@ -137,7 +137,7 @@ def keys_of(tokens: list[int], space: KeySpace = SPACE) -> list[bytes]:
     return PrefixKeys(root_key(space.model_hash), space.page_size).extend(tokens)
 
 
-def test_hits_are_the_pages_that_a_group_holds_of_the_prompt() -> None:
+def test_hits_are_the_prompts_pages_in_a_group() -> None:
     index, tokens = PrefixIndex(), list(range(18))
     keys = keys_of(tokens)
     index.apply("a", SPACE, wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))

@@ -20,7 +20,7 @@ def test_changes_are_of_use_from_a_snapshot_on() -> None:
     assert [feed.take(frame) for frame in frames] == ["drop", "use", "use", "use", "use"]
 
 
-def test_a_gap_is_asked_about_once() -> None:
+def test_gap_is_requested_once() -> None:
     feed = PageFeed()
     frames = [snapshot(0), changes(1), changes(2), snapshot(3), changes(2), snapshot(3), changes(3)]
     assert [feed.take(frame) for frame in frames] == ["use", "ask", "drop", "use", "ask", "use", "use"]

@@ -55,13 +55,13 @@ def group(key: str, **more: object) -> GroupView:
         *("not one that leaves", "not one that tells nothing", "unless most tell nothing"),
     ],
 )
-def test_whose_turn_it_is(views: list[GroupView], last: dict[str, int], more: dict[str, set[str]], key: str) -> None:
+def test_round_robin_table(views: list[GroupView], last: dict[str, int], more: dict[str, set[str]], key: str) -> None:
     choice = choose_round_robin(views, NEWCOMER, last, hits={"a": 32}, **more)
     assert isinstance(choice, Choice)
     assert (choice.key, choice.reason, choice.hit_tokens) == (key, "turn", 32 if key == "a" else 0)
 
 
-def test_nobody_has_a_turn_where_all_are_full_or_failed() -> None:
+def test_no_group_is_chosen_when_all_are_full() -> None:
     assert isinstance(choose_round_robin([group("a"), group("b")], NEWCOMER, {}, closed={"a"}, excluded={"b"}), NoChoice)
     assert isinstance(choose_round_robin([], NEWCOMER, {}), NoChoice)
 
@@ -81,7 +81,7 @@ def test_groups_that_are_always_able_get_equally_many(fulls: list[set[str]]) -> 
     assert not counts or max(counts) - min(counts) <= 1
 
 
-def test_turns_of_groups_that_are_gone_are_forgotten_in_the_end() -> None:
+def test_turns_of_deleted_groups_are_forgotten() -> None:
     taken = RoundRobin()
     taken.take("here")
     for number in range(turns.MAX_GROUPS):
@@ -90,7 +90,7 @@ def test_turns_of_groups_that_are_gone_are_forgotten_in_the_end() -> None:
     assert len(taken.last) == turns.MAX_GROUPS and max(taken.last, key=lambda key: taken.last[key]) == "here"
 
 
-def test_a_newcomer_waits_where_all_are_full_and_a_begun_stream_does_not() -> None:
+def test_new_request_waits_for_space_started_stream_does_not() -> None:
     full = [group(key, waiting=5, running=8, max_num_seqs=8) for key in "ab"]
     known = DispatchInputs(lambda _: full, lambda _: {}, lambda _: frozenset(), lambda: {"a": 1})
     queue = RequestQueue()
@@ -101,7 +101,7 @@ def test_a_newcomer_waits_where_all_are_full_and_a_begun_stream_does_not() -> No
     assert found and (found.waiting.ticket, found.choice.key, found.choice.reason) == (2, "b", "turn")
 
 
-async def test_groups_take_turns_whatever_they_cost_and_the_operator_may_change_that() -> None:
+async def test_round_robin_ignores_cost_and_can_be_changed() -> None:
     leaders = [FakeLeader(name) for name in "abc"]
     async with running_world(*leaders) as world:
         await reported(world, leaders[0], msgspec.structs.replace(ROOM, running_prompt_tokens=2_000))
@@ -127,7 +127,7 @@ async def test_a_group_that_is_full_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(("routing", "homes"), [("PrefixAware", 3), ("LeastLoad", 0)])
-async def test_only_the_policy_that_says_so_asks_what_caches_hold(routing: str, homes: int) -> None:
+async def test_only_cache_policies_query_the_prefix_index(routing: str, homes: int) -> None:
     """And what the chosen group holds is known to the ledger all the same: it need not be computed there."""
     leaders = [FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))]
     for leader in leaders:
@@ -167,7 +167,7 @@ async def until_suspect(world: World, count: int) -> None:
     await world.until(lambda: world.metric("phalanx_router_groups", state="suspect") == count)
 
 
-async def test_a_service_that_fails_closed_sends_nothing_to_groups_that_tell_nothing() -> None:
+async def test_fail_closed_service_avoids_silent_groups() -> None:
     leaders = [silent("a"), silent("b")]
     async with running_world(*leaders, settings=quick()) as world:
         streams = [start(world, name) for name in ("first", "second")]
@@ -185,7 +185,7 @@ async def test_a_service_that_fails_closed_sends_nothing_to_groups_that_tell_not
         assert all(heard.tokens == expected([1, 2, 3], 16) for heard in await asyncio.gather(*streams))
 
 
-async def test_where_one_group_tells_its_load_a_service_that_fails_closed_uses_that_one() -> None:
+async def test_fail_closed_service_uses_the_reporting_group() -> None:
     mute, telling = silent("a"), FakeLeader("b")
     async with running_world(mute, telling, settings=quick()) as world:
         await reported(world, telling, FULL)
@@ -200,7 +200,7 @@ async def test_where_one_group_tells_its_load_a_service_that_fails_closed_uses_t
         assert (await first).tokens == expected([1, 2, 3], 16)
 
 
-async def test_a_stream_that_has_begun_goes_on_in_a_group_that_tells_nothing() -> None:
+async def test_started_stream_continues_in_a_silent_group() -> None:
     dying, mute = FakeLeader("a", Script(hold_at=2)), silent("b")
     async with running_world(dying, mute, settings=quick()) as world:
         await reported(world, dying, FULL)

@@ -85,7 +85,7 @@ def test_a_tenant_that_was_away_earns_nothing_by_it() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from("abc"), st.integers(-1, 1), st.booleans(), st.booleans()), max_size=80)
 )
-def test_the_queue_holds_what_came_and_did_not_go(events: list[tuple[int, str, int, bool, bool]]) -> None:
+def test_queue_contains_added_requests_not_yet_removed(events: list[tuple[int, str, int, bool, bool]]) -> None:
     queue, held = RequestQueue(), dict[int, QueuedRequest]()
     for ticket, tenant, priority, begun, leaves in events:
         if leaves:
@@ -133,7 +133,7 @@ def sent(found: Dispatch | None) -> tuple[int, str] | None:
 FULL = group("full", waits=2, running=32, queued=4000)
 
 
-def test_what_waits_goes_where_there_is_room() -> None:
+def test_waiting_request_goes_to_a_group_with_space() -> None:
     queue = RequestQueue()
     queue.add(waiting(1))
     assert next_dispatch(queue, known(FULL), 0.0, 0.0) is None
@@ -143,7 +143,7 @@ def test_what_waits_goes_where_there_is_room() -> None:
     assert sent(next_dispatch(queue, known(FULL), 0.0, 0.0)) == (2, "full"), "a begun stream goes at once"
 
 
-def test_streams_whose_weights_are_gone_hold_up_nobody() -> None:
+def test_streams_without_matching_weights_block_no_other() -> None:
     """They wait for minutes: the last group of an old revision died, and those of the new one have other weights."""
     queue = RequestQueue()
     for ticket in range(1, 101):
@@ -158,7 +158,7 @@ def test_streams_whose_weights_are_gone_hold_up_nobody() -> None:
     assert (len(queue), queue.num_unstarted) == (50, 0)
 
 
-def test_it_pays_to_wait_a_second_for_the_group_that_holds_the_prompt() -> None:
+def test_request_waits_for_the_group_with_its_prefix() -> None:
     queue = RequestQueue()
     queue.add(waiting(1, prompt=9000))
     home, away = group("home", waits=2, running=32, queued=1000), group("away")
@@ -169,7 +169,7 @@ def test_it_pays_to_wait_a_second_for_the_group_that_holds_the_prompt() -> None:
     assert sent(next_dispatch(queue, known(home, away, hits={}), 0.5, 0.0)) == (1, "away")
 
 
-def test_what_is_held_for_a_group_counts_for_those_behind() -> None:
+def test_reserved_space_counts_for_requests_behind() -> None:
     queue = RequestQueue()
     for ticket in range(1, 9):
         queue.add(waiting(ticket, tenant=str(ticket), prompt=6000))
@@ -224,7 +224,7 @@ def taken_back(own: GroupView, *takers: GroupView, now: float = 1.0) -> list[int
     return [found.unstarted.waiting.ticket for found in find_requeues(requests, [own, *takers], known(*takers), now)]
 
 
-def test_requests_that_have_not_started_go_to_a_much_better_group() -> None:
+def test_unstarted_requests_move_to_a_much_better_group() -> None:
     slow, free = group("slow", waits=3, running=32, queued=30_000), group("free")
     assert taken_back(slow, slow, free) == [7, 6, 5]
     assert taken_back(slow, slow, free, now=0.3) == []

@@ -42,7 +42,7 @@ def ids(leader: FakeLeader) -> list[str]:
     return [submit.request.id for submit in leader.submitted]
 
 
-async def test_requests_wait_at_the_router_while_two_wait_in_each_group() -> None:
+async def test_requests_wait_at_the_router_above_two_per_group() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
         await reported(world, leader, FULL)
@@ -62,7 +62,7 @@ async def test_requests_wait_at_the_router_while_two_wait_in_each_group() -> Non
         assert world.metric("phalanx_router_queued_requests") == 0
 
 
-async def test_a_stall_of_the_whole_process_opens_no_full_group() -> None:
+async def test_process_stall_makes_no_full_group_available() -> None:
     """The clock of these tests does not count it, so a slow machine fails none of them."""
     leader = FakeLeader("a")
     async with running_world(leader) as world:
@@ -74,7 +74,7 @@ async def test_a_stall_of_the_whole_process_opens_no_full_group() -> None:
         await waiting
 
 
-async def test_a_full_queue_answers_429_with_the_time_to_drain() -> None:
+async def test_full_queue_returns_429_with_the_drain_time() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(queue=QueueBounds(2))) as world:
         await reported(world, leader, FULL)
@@ -139,7 +139,7 @@ async def test_shedding_refuses_the_least_urgent_bands() -> None:
         assert ids(leader) == ["high", "middle"]
 
 
-async def test_a_fleet_that_stays_saturated_refuses_what_waits_and_nothing_that_has_begun() -> None:
+async def test_saturated_fleet_refuses_waiting_requests_only() -> None:
     leaders = [FakeLeader("a", Script(hold_at=2)), FakeLeader("b")]
     settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(ttft_target_s=0.5))
     async with running_world(*leaders, settings=settings) as world:
@@ -155,7 +155,7 @@ async def test_a_fleet_that_stays_saturated_refuses_what_waits_and_nothing_that_
         assert world.metric("phalanx_router_shed_total", why="overloaded") == 1
 
 
-async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group() -> None:
+async def test_unstarted_request_is_withdrawn_for_a_better_group() -> None:
     stuck, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
     async with running_world(stuck, free, settings=make_settings(tick_s=0.05)) as world:
         await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
@@ -169,7 +169,7 @@ async def test_a_request_without_a_token_is_taken_back_for_a_much_better_group()
         assert world.metric("phalanx_router_replays_total") == 0
 
 
-async def test_a_request_that_waits_in_a_group_that_is_being_emptied_is_taken_back() -> None:
+async def test_waiting_request_in_a_draining_group_is_withdrawn() -> None:
     leaving, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
     settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(budgets=Budgets(moves_per_group=0)))
     async with running_world(leaving, free, settings=settings) as world:
@@ -183,7 +183,7 @@ async def test_a_request_that_waits_in_a_group_that_is_being_emptied_is_taken_ba
         assert world.metric("phalanx_router_requeues_total") == 1
 
 
-async def test_streams_that_no_group_may_take_hold_up_none_that_has_started() -> None:
+async def test_unplaceable_streams_block_no_started_ones() -> None:
     """A group that is being emptied takes what has started, and nothing else."""
     refusing, dying = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))
     async with running_world(refusing, dying, settings=make_settings(hold_s=60.0)) as world:
@@ -207,7 +207,7 @@ async def test_streams_that_no_group_may_take_hold_up_none_that_has_started() ->
         await asyncio.gather(*refused, return_exceptions=True)
 
 
-async def test_a_prompt_goes_to_the_group_that_holds_its_pages() -> None:
+async def test_prompt_goes_to_the_group_with_its_pages() -> None:
     served = wire.State(True, 1, served=wire.Served("hash", "layout", 1000))
     leaders = [FakeLeader("a"), FakeLeader("b")]
     prompt = list(range(1, 66))

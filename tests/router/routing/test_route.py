@@ -113,7 +113,7 @@ def test_choice(groups: list[GroupView], key: str, reason: str) -> None:
     ],
     ids=["a saved prompt outweighs a queue", "the home is a little cheaper", "affinity is bounded", "the longest prefix"],
 )
-def test_prefixes_draw_requests(groups: list[GroupView], hits: dict[str, int], key: str) -> None:
+def test_cached_prefixes_attract_requests(groups: list[GroupView], hits: dict[str, int], key: str) -> None:
     choice = chosen(groups, hits=hits)
     assert choice.key == key
     assert choice.hit_tokens == hits.get(key, 0)
@@ -137,7 +137,7 @@ def test_a_short_target_weighs_the_first_token_more() -> None:
     assert chosen([prompts, decodes], RequestDemand(1000, 1000, ttft_target_s=0.2)).key == "decodes"
 
 
-def test_a_long_prompt_waits_rather_than_that_others_stand_still_beside_it() -> None:
+def test_long_prompt_waits_instead_of_stalling_others() -> None:
     """Ten of its own seconds: it goes behind another prompt where few run; one of a tenth of a second where nothing is left."""
     prompts, decodes = group("prompts", queued=60_000), group("decodes", running=20)
     assert chosen([prompts, decodes], RequestDemand(100_000, 100)).key == "prompts"
@@ -157,13 +157,13 @@ def test_longer_prompts_are_in_less_haste(tokens: int, more: int, slowness: floa
     assert slow - fast == pytest.approx(views[1].prompt_s(tokens) - views[0].prompt_s(tokens))
 
 
-def test_a_short_question_behind_a_long_text_that_pages_hold_is_in_haste() -> None:
+def test_short_question_after_a_cached_text_is_urgent() -> None:
     views, demand = [group("home", queued=100_000), group("idle")], RequestDemand(100_000, 100)
     assert ttft_weight(demand, views, {"home": 99_500}) == UNIT_WEIGHT and ttft_weight(demand, views, {}).haste < 0.1
 
 
 @given(st.integers(1, 200_000), st.integers(0, 200_000), st.integers(0, 50_000), st.integers(0, 50_000))
-def test_more_in_hand_and_fewer_pages_never_make_the_first_token_cheaper(held: int, more: int, queued: int, behind: int) -> None:
+def test_more_load_and_fewer_pages_never_lower_ttft(held: int, more: int, queued: int, behind: int) -> None:
     demand = RequestDemand(held + more, 100)
     views = [group("a", queued=queued), group("b", queued=queued + behind)]
     wait = ttft_weight(demand, views, {"a": held})
@@ -276,7 +276,7 @@ def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
         assert ledger.unseen_since() == (float(unseen[0]) if unseen else None)
 
 
-def test_what_a_request_adds() -> None:
+def test_added_load_table() -> None:
     many, few = make_request(range(40), max_tokens=16), make_request(range(32), max_tokens=16)
     assert make_sent_request(many, page_size=16, hit_tokens=16) == SentRequest(24, 40, 2, 16, (40**2 - 16**2) / 2)
     assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(1, 32, 1, 16, (32**2 - 31**2) / 2)
@@ -292,7 +292,7 @@ def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.integers(1, 64)), min_size=1, max_size=7))
-def test_speed_times_model_is_what_a_group_measured_of_its_steps(fits: list[tuple[float, int]]) -> None:
+def test_speed_times_model_equals_measured_step_times(fits: list[tuple[float, int]]) -> None:
     own = {
         f"g{i}": StepMeasurement("", StepModel(fixed_s, 1e-4, 8, 1e-7, 1e-9), StepWork(0, decodes, 100 * decodes))
         for i, (fixed_s, decodes) in enumerate(fits)
@@ -304,7 +304,7 @@ def test_speed_times_model_is_what_a_group_measured_of_its_steps(fits: list[tupl
         assert speed == pytest.approx(1.0 if 1 / NOISE < ratio < NOISE else ratio)
 
 
-def test_a_model_that_is_scaled_or_put_together_loses_no_cost() -> None:
+def test_scaled_or_combined_model_keeps_all_coefficients() -> None:
     one = StepModel(0.01, 1e-4, 8, 1e-7, 1e-9, 0.0, 0.001, 0.005)
     works = [TYPICAL_WORK, StepWork(0, 4, 900), StepWork(3, 0, 3, 4.0)]
     for work in works:
@@ -315,11 +315,11 @@ def test_a_model_that_is_scaled_or_put_together_loses_no_cost() -> None:
 @pytest.mark.parametrize(
     ("idle_s", "speed"), [(0.0, 3.0), (SPEED_HALF_LIFE_S, 2.0), (2 * SPEED_HALF_LIFE_S, 1.5), (10 * SPEED_HALF_LIFE_S, 1.0)]
 )
-def test_what_was_measured_fades_while_a_group_has_nothing_to_do(idle_s: float, speed: float) -> None:
+def test_measurements_decay_while_a_group_is_idle(idle_s: float, speed: float) -> None:
     assert decay_speed(3.0, idle_s) == pytest.approx(speed)
 
 
-def test_groups_that_cannot_tell_what_a_request_costs_share_them_all_the_same() -> None:
+def test_groups_without_cost_models_share_requests_evenly() -> None:
     """Each always had 21 requests: one fit has all of a step's time as fixed, one all by request, and none is quite as fast."""
     fits = [StepModel(0.0111, 0.0, 0, 0.0, 0.0), StepModel(0.0, 0.0123 / 21, 0, 0.0, 0.0), StepModel(0.01, 1e-5, 0, 1e-7, 0.0)]
     found = relative_speeds({f"g{i}": StepMeasurement("", fit, StepWork(0, 21, 21 * 300)) for i, fit in enumerate(fits)})

@@ -44,7 +44,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert isinstance(quotas.take("t", quota, 100, 10, now=0.0), QuotaGrant)
 
 
-def test_a_request_larger_than_the_quota_waits_for_a_full_bucket_and_runs() -> None:
+def test_request_above_the_quota_waits_for_a_full_bucket() -> None:
     quotas, quota = Quotas(), Quota(tokens_per_minute=100)
     assert quotas.take("t", quota, 5000, 10, now=0.0) == QuotaGrant(5010)
     refused = quotas.take("t", quota, 1, 1, now=0.0)
@@ -63,7 +63,7 @@ def test_requests_at_once_end_before_others_begin() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000), st.integers(1, 500)), max_size=60))
-def test_no_minute_has_more_than_twice_the_quota_and_retry_after_holds(arrivals: list[tuple[float, int, int]]) -> None:
+def test_a_minute_admits_at_most_twice_the_quota(arrivals: list[tuple[float, int, int]]) -> None:
     """A bucket gives at most its content and what flows in; whoever waits as long as he is told is let in, if he is alone."""
     quotas, quota, now = Quotas(), Quota(requests_per_minute=10, tokens_per_minute=4000), 0.0
     taken: list[float] = []
@@ -109,7 +109,7 @@ async def ask(http: httpx.AsyncClient, key: str) -> httpx.Response:
     return await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
 
-async def test_who_exceeds_a_quota_gets_429_in_openai_s_form() -> None:
+async def test_exceeded_quota_returns_429_in_openai_form() -> None:
     keys = [ApiKey("small", "sk-small", quota=Quota(requests_per_minute=2)), ApiKey("other", "sk-other")]
     async with running_door(keys) as http:
         assert [(await ask(http, "sk-small")).status_code for _ in range(2)] == [200, 200]
@@ -174,7 +174,7 @@ class SecretVolume:
             old.rmdir()
 
 
-async def test_a_router_takes_the_keys_of_a_secret_that_changes(tmp_path: Path) -> None:
+async def test_router_reloads_keys_of_a_changed_secret(tmp_path: Path) -> None:
     volume, file = SecretVolume(tmp_path), tmp_path / "list"
     volume.write("list", "team sk-one\n")
     async with running_door(gather_keys((), file), KeyFile((), file)) as http:

@@ -10,7 +10,7 @@ from phalanx_router.routing.view import GroupView
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=0.0, attention_s=0.0)
 
 
-def test_a_prompt_waits_for_what_is_queued_and_costs_what_is_missing() -> None:
+def test_prompt_waits_for_the_queue_and_its_missing_pages() -> None:
     view = GroupView("g", model=MODEL, room=100, queued_prompt_tokens=1000)
     assert view.token_s == pytest.approx(2e-4)  # 0.01 s and 100 tokens of 1e-4 s, over 100 tokens
     assert view.backlog_s == pytest.approx(0.2)
@@ -19,7 +19,7 @@ def test_a_prompt_waits_for_what_is_queued_and_costs_what_is_missing() -> None:
     assert view.prompt_s(500, 500) == view.prompt_s(1) == view.token_s, "the last token is computed whatever pages hold"
 
 
-def test_attention_makes_long_prompts_dearer_than_many_short_ones() -> None:
+def test_attention_makes_one_long_prompt_cost_more() -> None:
     attends = replace(MODEL, attention_s=1e-6)
     plain = GroupView("g", model=MODEL, room=100)
     one = GroupView("g", model=attends, room=100, speed=2.0, queued_prompt_tokens=1000, queued_attended=attended(1000))
@@ -37,11 +37,11 @@ def test_a_slow_group_costs_more_in_everything() -> None:
     assert slow.prompt_s(7) == pytest.approx(2 * usual.prompt_s(7))
 
 
-def test_pressure_counts_what_is_used_promised_and_wanted() -> None:
+def test_pressure_counts_used_promised_and_wanted_pages() -> None:
     assert GroupView("g", total_pages=100, used_pages=50, reserved_pages=10, demand_pages=60).pressure == pytest.approx(1.2)
 
 
-def test_tokens_that_come_several_a_step_are_nearer_to_one_another() -> None:
+def test_several_tokens_per_step_lower_the_itl() -> None:
     usual, fast = (GroupView("g", model=MODEL, running=4, context_tokens=400, speedup=s) for s in (1.0, 2.0))
     assert fast.step_s == usual.step_s == usual.itl_s
     assert fast.itl_s == usual.itl_s / 2

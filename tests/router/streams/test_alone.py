@@ -32,7 +32,7 @@ def has(group: FakeLeader, count: int) -> bool:
     return len(group.submitted) >= count
 
 
-async def test_a_request_that_kills_groups_ends_after_the_third_and_takes_no_stream_along() -> None:
+async def test_request_that_kills_groups_ends_after_the_third() -> None:
     groups = leaders("abcd")
     async with running_world(*groups) as world:
         streams = [make_request([i, 1], max_tokens=60, id=f"r{i}") for i in range(6)]
@@ -87,7 +87,7 @@ async def test_deaths_of_one_group_alone_stay_charged() -> None:
         assert not +world.fleet.excused
 
 
-async def test_a_death_is_excused_once_however_many_requests_it_took() -> None:
+async def test_group_failure_is_excused_once() -> None:
     first, second, *last = [FakeLeader(name, Script(hold_at=1)) for name in "abcd"]
     async with running_world(first, second, *last) as world:
         world.source.change(first.endpoint())
@@ -116,7 +116,7 @@ async def test_a_leader_that_leaves_the_list_did_not_die() -> None:
         assert not any(submit.request.alone for group in groups for submit in group.submitted)
 
 
-async def test_of_two_that_are_computed_alone_each_has_a_group_of_its_own() -> None:
+async def test_two_isolated_requests_use_two_groups() -> None:
     groups = [FakeLeader(name, Script(hold_at=2)) for name in "ab"]
     for group in groups:
         group.release()
@@ -128,7 +128,7 @@ async def test_of_two_that_are_computed_alone_each_has_a_group_of_its_own() -> N
     assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
 
 
-async def test_an_adopted_request_that_is_computed_alone_is_blamed_and_none_beside_it() -> None:
+async def test_adopted_isolated_request_is_blamed_alone() -> None:
     engine = FakeEngine()
     engine.hold = 2
     alone = msgspec.structs.replace(resumable(), alone=True)
@@ -146,7 +146,7 @@ async def test_an_adopted_request_that_is_computed_alone_is_blamed_and_none_besi
         await asyncio.gather(*streams, return_exceptions=True)
 
 
-async def test_no_other_is_computed_alone_where_an_adopted_one_is() -> None:
+async def test_adopted_isolated_request_excludes_another() -> None:
     first, second = FakeEngine(), FakeEngine()
     first.hold = second.hold = 2
     second.reported = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, waiting_prompt_tokens=50_000)

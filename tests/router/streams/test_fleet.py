@@ -17,7 +17,7 @@ from phalanx_runtime.core.step_plan import PoolShape
 from tests.router.fakes import FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
 
-async def test_streams_go_on_in_another_group_when_a_leader_dies() -> None:
+async def test_streams_continue_elsewhere_when_a_leader_fails() -> None:
     dying, other = FakeLeader("a", Script(die_after=7)), FakeLeader("b")
     async with running_world(dying, other) as world:
         requests = [make_request(prompt=[i, 5, 9], max_tokens=40, id=f"r{i}") for i in range(8)]
@@ -70,7 +70,7 @@ async def test_a_silent_leader_is_lost() -> None:
         assert world.metric("phalanx_router_links_lost_total") >= 1
 
 
-async def test_new_requests_get_503_with_retry_after_when_no_group_is_ready() -> None:
+async def test_no_ready_group_returns_503_with_retry_after() -> None:
     leader = FakeLeader()
     leader.state = wire.State(False, 1, "loading")
     async with running_world(leader, ready=0) as world:
@@ -80,7 +80,7 @@ async def test_new_requests_get_503_with_retry_after_when_no_group_is_ready() ->
         assert world.metric("phalanx_router_requests_total", outcome="failed") == 1
 
 
-async def test_a_running_stream_waits_for_its_group_to_come_back() -> None:
+async def test_running_stream_waits_for_its_group() -> None:
     leader = FakeLeader("a", Script(die_after=4))
     async with running_world(leader, settings=make_settings(keep_alive_s=0.05)) as world:
         tokens: list[int] = []
@@ -98,7 +98,7 @@ async def test_a_running_stream_waits_for_its_group_to_come_back() -> None:
         assert tokens == expected([1, 2, 3], 12)
 
 
-async def test_a_running_stream_ends_with_the_reason_when_no_group_comes() -> None:
+async def test_running_stream_ends_with_a_reason_without_a_group() -> None:
     leader = FakeLeader("a", Script(die_after=4))
     async with running_world(leader, settings=make_settings(patience_s=0.05)) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=12)))
@@ -119,7 +119,7 @@ async def test_a_stream_is_replayed_a_bounded_number_of_times() -> None:
         assert caught.value.code == "too_many_replays"
 
 
-async def test_the_fourth_loss_of_a_stream_ends_it_with_its_reason() -> None:
+async def test_fourth_loss_of_a_stream_ends_it() -> None:
     """Whatever the causes: these lie outside of the groups, so nobody asks whether the request killed them."""
     groups = [FakeLeader(name, Script(hold_at=1)) for name in "abcde"]
     async with running_world(*groups) as world:
@@ -163,7 +163,7 @@ async def test_another_group_is_tried_when_one_refuses(status: int) -> None:
         assert len(full.submitted) == 1
 
 
-async def test_a_refusal_is_no_loss_so_every_group_bounds_its_queue() -> None:
+async def test_refusal_counts_as_no_loss() -> None:
     leaders = [FakeLeader(name, Script(refuse=shed)) for name in "abc"]
     async with running_world(*leaders) as world:
         with pytest.raises(BackendError) as caught:
@@ -172,7 +172,7 @@ async def test_a_refusal_is_no_loss_so_every_group_bounds_its_queue() -> None:
     assert [(s.request.epoch, s.request.delivered) for leader in leaders for s in leader.submitted] == [(0, [])] * 3
 
 
-async def test_a_stream_that_lost_its_group_is_taken_whatever_the_queue() -> None:
+async def test_lost_stream_is_accepted_despite_a_full_queue() -> None:
     dying, full = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(refuse=shed))
     async with running_world(dying, full) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request()))  # equal loads: it goes to the first
@@ -215,7 +215,7 @@ async def test_a_running_request_that_is_refused_is_replayed() -> None:
         assert (await stream).tokens == expected([1, 2, 3], 9)
 
 
-async def test_a_stream_whose_last_token_came_needs_no_other_group() -> None:
+async def test_stream_with_its_last_token_needs_no_group() -> None:
     leader = FakeLeader("a", Script(finish=False, die_after=6))
     async with running_world(leader) as world:
         heard = await hear(world.fleet, make_request(max_tokens=6))
@@ -234,7 +234,7 @@ async def test_closing_a_stream_aborts_it_in_the_group() -> None:
         assert world.metric("phalanx_router_requests_total", outcome="cancelled") == 1
 
 
-async def test_a_silent_stream_says_that_it_lives() -> None:
+async def test_silent_stream_gets_keep_alive_comments() -> None:
     leader = FakeLeader("a", Script(hold_at=0))
     async with running_world(leader, settings=make_settings(keep_alive_s=0.01)) as world:
         stream = world.fleet.generate(make_request())
@@ -267,7 +267,7 @@ async def test_the_group_that_reports_less_work_is_chosen() -> None:
         assert (len(busy.submitted), len(idle.submitted)) == (before, 6)
 
 
-async def test_a_leaving_leader_gets_no_new_requests_but_keeps_its_streams() -> None:
+async def test_leaving_leader_keeps_streams_and_gets_no_requests() -> None:
     leaving, staying = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(leaving, staying) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(id="old")))
@@ -282,7 +282,7 @@ async def test_a_leaving_leader_gets_no_new_requests_but_keeps_its_streams() -> 
 LEAVING = wire.State(False, 1, "the pod is stopping", draining=True)
 
 
-async def test_a_draining_group_gets_no_new_requests_but_keeps_its_streams() -> None:
+async def test_draining_group_keeps_streams_and_gets_no_requests() -> None:
     draining, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(draining, other) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(id="old")))
@@ -297,7 +297,7 @@ async def test_a_draining_group_gets_no_new_requests_but_keeps_its_streams() -> 
         assert draining.aborted == []
 
 
-async def test_a_stream_finishes_in_the_only_group_while_that_drains() -> None:
+async def test_stream_finishes_in_the_only_group_while_it_drains() -> None:
     draining = FakeLeader("a", Script(hold_at=1))
     async with running_world(draining) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request()))
@@ -335,7 +335,7 @@ def has_stepped(leader: FakeLeader) -> bool:
     [(0, 32, None), (0, 3, None), (0, 2, "too_many_moves")],
     ids=["leaves are no losses", "as many moves as allowed", "one more"],
 )
-async def test_a_stream_whose_groups_leave_in_order_has_lost_none(max_replays: int, max_moves: int, ends: str | None) -> None:
+async def test_stream_of_cleanly_leaving_groups_loses_none(max_replays: int, max_moves: int, ends: str | None) -> None:
     """Three groups drain and stop one after the other; the fourth finishes."""
     leaders = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
     async with running_world(*leaders, settings=make_settings(max_replays=max_replays, max_moves=max_moves)) as world:
@@ -354,7 +354,7 @@ async def test_a_stream_whose_groups_leave_in_order_has_lost_none(max_replays: i
         assert world.metric("phalanx_router_replays_total") == (3 if ends is None else 2)
 
 
-async def test_a_leader_that_drained_and_closed_its_link_properly_left_in_order() -> None:
+async def test_drained_leader_that_closed_its_link_left_cleanly() -> None:
     leader, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(leader, other, settings=make_settings(max_replays=0)) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request()))
@@ -366,7 +366,7 @@ async def test_a_leader_that_drained_and_closed_its_link_properly_left_in_order(
 
 
 @pytest.mark.parametrize("end", ["cut", "new incarnation"])
-async def test_a_group_that_dies_while_it_drains_is_a_loss(end: str) -> None:
+async def test_group_failure_while_draining_is_a_loss(end: str) -> None:
     leader, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
     async with running_world(leader, other, settings=make_settings(max_replays=0)) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request()))

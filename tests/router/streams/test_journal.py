@@ -27,7 +27,7 @@ def play(journal: Journal, messages: Sequence[tuple[int, int, int]]) -> tuple[li
 
 
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 40), epochs=st.integers(1, 6))
-def test_each_index_is_delivered_once_in_order_under_any_schedule(seed: int, length: int, epochs: int) -> None:
+def test_each_index_is_delivered_once_in_order(seed: int, length: int, epochs: int) -> None:
     """Each epoch goes on after the delivered tokens; its messages and late ones of former epochs are lost, doubled, mixed."""
     draw = random.Random(seed)
     request = make_request([seed % 97, 3], max_tokens=length)
@@ -64,11 +64,11 @@ def test_each_index_is_delivered_once_in_order_under_any_schedule(seed: int, len
     ],
     ids=["nothing yet", "goes on", "stop token", "stop token too early", "max_tokens", "both"],
 )
-def test_a_journal_knows_its_end(delivered: list[int], sampling: wire.Sampling, end: str | None) -> None:
+def test_journal_detects_its_end(delivered: list[int], sampling: wire.Sampling, end: str | None) -> None:
     assert Journal(wire.Request("r", 0, [1], delivered, sampling)).end() == end
 
 
-def test_a_request_that_comes_with_delivered_tokens_goes_on_after_them() -> None:
+def test_request_with_delivered_tokens_continues_after_them() -> None:
     journal = Journal(wire.Request("r", 3, [1], [5, 6], wire.Sampling(4, 0)))
     assert journal.is_fresh
     assert journal.accept(3, 1, 6) is TokenVerdict.DROP
@@ -94,7 +94,7 @@ async def test_tokens_before_a_setback_are_given_before_it() -> None:
     assert stream.take() is None
 
 
-async def test_what_an_older_epoch_says_is_not_heard() -> None:
+async def test_frames_of_an_older_epoch_are_ignored() -> None:
     stream = Stream(make_request())
     stream.journal.next_epoch()
     stream.token(0, 0, 11)
@@ -113,9 +113,7 @@ def told_of(count: int) -> list[wire.TokenDetail]:
     length=st.integers(1, 30),
     groups=st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(1, 8), max_size=8)), max_size=5),
 )
-def test_details_of_a_prompt_are_taken_once_however_often_it_is_computed(
-    length: int, groups: list[tuple[int, list[int]]]
-) -> None:
+def test_prompt_details_are_taken_once(length: int, groups: list[tuple[int, list[int]]]) -> None:
     """Each group tells chunks from token 1 on and is lost after some of them; late chunks of former groups are dropped."""
     request = msgspec.structs.replace(make_request([1] * (length + 1)), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
     journal, taken, every = Journal(request), [], told_of(length)
@@ -141,7 +139,7 @@ def test_details_that_skip_a_prompt_token_are_a_loss() -> None:
     assert isinstance(stream.take(), GroupLost)
 
 
-def test_what_the_cache_had_is_told_with_the_first_token_and_of_this_epoch_only() -> None:
+def test_cached_tokens_come_with_this_epochs_first_token() -> None:
     stream = Stream(make_request([1, 2, 3]))
     stream.cached(wire.Cached(1, 7, 3))
     stream.cached(wire.Cached(1, 0, 2))

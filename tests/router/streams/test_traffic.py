@@ -5,7 +5,7 @@ import pytest
 from phalanx_router.streams.traffic import TrafficStats
 
 
-def test_windows_hold_what_came_within_them() -> None:
+def test_windows_contain_only_recent_samples() -> None:
     book = TrafficStats()
     for number in range(400):
         meter = book.begin(100 if number % 2 else 300, float(number))

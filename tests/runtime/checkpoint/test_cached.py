@@ -45,7 +45,7 @@ def unlock(folder: Path) -> None:
             os.chmod(path, stat.S_IRWXU)
 
 
-def test_what_was_fetched_is_served_without_asking_and_without_a_write(
+def test_cached_model_is_served_without_network_or_write(
     server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "cache"
@@ -63,7 +63,7 @@ def test_what_was_fetched_is_served_without_asking_and_without_a_write(
     assert len(server.seen) == asked
 
 
-def test_a_branch_that_moved_is_served_as_it_was_when_fetched(server: HubServer, tmp_path: Path) -> None:
+def test_moved_branch_is_served_as_cached(server: HubServer, tmp_path: Path) -> None:
     first = server.add("org/tiny", FILES)
     locate(URI, cache_dir=tmp_path)
     server.add("org/tiny", FILES | {"model.safetensors": b"others"})
@@ -72,7 +72,7 @@ def test_a_branch_that_moved_is_served_as_it_was_when_fetched(server: HubServer,
     assert "when last fetched" in told[-1]
 
 
-def test_a_model_that_is_not_there_is_told_in_words_that_the_status_knows(server: HubServer, tmp_path: Path) -> None:
+def test_missing_cached_model_has_a_condition_message(server: HubServer, tmp_path: Path) -> None:
     server.add("org/tiny", FILES)
     with pytest.raises(ModelError, match=r"there is no copy of org/tiny at revision main in .*phalanx-runtime fetch") as told:
         locate(URI, cache_dir=tmp_path, cached_only=True)
@@ -80,9 +80,7 @@ def test_a_model_that_is_not_there_is_told_in_words_that_the_status_knows(server
     assert server.seen == [] and list(tmp_path.rglob("*")) == []
 
 
-def test_what_cannot_be_fetched_ends_with_the_reason(
-    server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_fetch_ends_with_the_reason(server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 1
     assert "phalanx-runtime fetch: there is no model org/tiny" in capsys.readouterr().err
 

@@ -76,14 +76,14 @@ def converted_smollm2() -> Iterator[Path]:
         yield out
 
 
-def test_smollm2_becomes_the_weights_that_the_slow_test_compares_with_transformers(converted_smollm2: Path) -> None:
+def test_smollm2_converts_to_the_compared_weights(converted_smollm2: Path) -> None:
     with open(converted_smollm2 / "model.safetensors", "rb") as weights:
         assert hashlib.file_digest(weights, "sha256").hexdigest() == SMOLLM2_WEIGHTS
 
 
 @pytest.mark.system
 @pytest.mark.filterwarnings("ignore")
-def test_smollm2_tensors_equal_what_transformers_loads(converted_smollm2: Path) -> None:
+def test_smollm2_tensors_equal_transformers(converted_smollm2: Path) -> None:
     assert_same_tensors(load_file(converted_smollm2 / "model.safetensors"), tensors_as_transformers_loads_them(smollm2()))
 
 
@@ -113,9 +113,7 @@ def test_smollm2_tokens_equal_those_of_transformers(converted_smollm2: Path) -> 
 @pytest.mark.parametrize(
     "tiny", [TinyGguf(), TinyGguf("qwen2", "qwen2", tied=False), TinyGguf("qwen3", "qwen2")], ids=["llama", "qwen2", "qwen3"]
 )
-def test_tensors_and_config_equal_what_transformers_loads(
-    tmp_path: Path, tiny: TinyGguf, quantization: GGMLQuantizationType
-) -> None:
+def test_tensors_and_config_equal_transformers(tmp_path: Path, tiny: TinyGguf, quantization: GGMLQuantizationType) -> None:
     from transformers import AutoConfig
 
     tiny.quantization = quantization
@@ -193,7 +191,7 @@ def test_each_pre_tokenizer_cuts_as_its_name_means(tmp_path: Path, pre: str, pie
     [(TinyGguf(), []), (TinyGguf(add_bos=True), [0]), (TinyGguf(add_bos=True, add_eos=True), [0, 1])],
     ids=["none", "bos", "both"],
 )
-def test_special_tokens_are_added_as_the_file_says(tmp_path: Path, tiny: TinyGguf, ids: list[int]) -> None:
+def test_special_tokens_follow_the_file(tmp_path: Path, tiny: TinyGguf, ids: list[int]) -> None:
     convert(tiny.write(tmp_path / "tiny.gguf"), tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     assert tokenizer.encode("").ids == ids
@@ -236,9 +234,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("tiny", "reason"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_converted_is_refused_with_its_reason_and_leaves_nothing(
-    tmp_path: Path, tiny: TinyGguf, reason: str
-) -> None:
+def test_unsupported_file_is_refused_and_leaves_no_output(tmp_path: Path, tiny: TinyGguf, reason: str) -> None:
     gguf = tiny.write(tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match=reason):
         convert(gguf, tmp_path / "out")
@@ -247,7 +243,7 @@ def test_what_cannot_be_converted_is_refused_with_its_reason_and_leaves_nothing(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_scaling_of_llama_3_is_read_from_its_divisors(tmp_path: Path) -> None:
+def test_llama_3_rope_scaling_is_read_from_divisors(tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -322,12 +318,12 @@ def test_an_unsupported_quantisation_is_named(tmp_path: Path) -> None:
         tensor.float32()
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*none.gguf: No such file"):
         convert(tmp_path / "none.gguf", tmp_path / "out")
 
 
-def test_an_existing_folder_is_left_alone_unless_it_is_empty(tmp_path: Path) -> None:
+def test_existing_folder_is_used_only_if_empty(tmp_path: Path) -> None:
     gguf = TinyGguf().write(tmp_path / "tiny.gguf")
     out = tmp_path / "out"
     out.mkdir()
@@ -337,7 +333,7 @@ def test_an_existing_folder_is_left_alone_unless_it_is_empty(tmp_path: Path) -> 
         convert(gguf, out)
 
 
-def test_what_a_killed_conversion_left_does_not_matter(tmp_path: Path) -> None:
+def test_remains_of_a_killed_conversion_are_ignored(tmp_path: Path) -> None:
     gguf = TinyGguf().write(tmp_path / "tiny.gguf")
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "model.safetensors").write_bytes(b"half")

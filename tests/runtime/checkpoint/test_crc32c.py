@@ -13,7 +13,7 @@ from tests.runtime.checkpoint.stores import crc32c
     [(b"", "00000000"), (b"123456789", "e3069283"), (bytes(32), "8a9136aa"), (b"\xff" * 32, "62a8ab43")],
     ids=["empty", "digits", "zeros", "ones"],
 )
-def test_known_values(data: bytes, value: str) -> None:
+def test_checksums_equal_known_values(data: bytes, value: str) -> None:
     crc = Crc32c()
     crc.update(data)
     assert crc.hexdigest() == value

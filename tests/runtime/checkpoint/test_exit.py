@@ -13,7 +13,7 @@ __all__ = ["kind"]
 NAME = "exit.safetensors"
 
 
-def test_a_file_is_itself_and_a_folder_is_its_only_one(tmp_path: Path) -> None:
+def test_folder_of_one_file_stands_for_the_file(tmp_path: Path) -> None:
     file = tmp_path / "an exit" / NAME
     file.parent.mkdir()
     file.write_bytes(b"exit")

@@ -17,7 +17,7 @@ from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch,
 __all__ = ["server"]
 
 
-def test_only_what_serving_needs_is_fetched(server: HubServer, tmp_path: Path) -> None:
+def test_only_needed_files_are_fetched(server: HubServer, tmp_path: Path) -> None:
     commit = server.add(NAME, FILES)
     snapshot = fetch(server, tmp_path)
     assert snapshot.version == commit
@@ -38,7 +38,7 @@ def test_a_branch_with_a_slash_is_a_revision(server: HubServer, tmp_path: Path) 
     assert fetch(server, tmp_path, revision="feature/x").version == commit
 
 
-def test_a_moved_branch_is_fetched_anew(server: HubServer, tmp_path: Path) -> None:
+def test_moved_branch_is_fetched_again(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     first = fetch(server, tmp_path)
     server.add(NAME, FILES | {"config.json": b"{}"})
@@ -76,7 +76,7 @@ def test_wanted_files(files: list[str], expected: list[str]) -> None:
     assert [file.name for file in wanted(listed(*files), None, "here", "hf://org/name")] == expected
 
 
-def test_a_gguf_file_is_fetched_only_when_asked_for(server: HubServer, tmp_path: Path) -> None:
+def test_gguf_file_is_fetched_only_on_request(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, {"sub/a.gguf": b"GGUF", "b.gguf": b"GGUF", "config.json": b"{}"})
     snapshot = download(hub_at(server.endpoint), NAME, None, tmp_path, "sub/a.gguf")
     assert names(snapshot.dir) == {"sub", "sub/a.gguf"}
@@ -110,18 +110,14 @@ def test_locate_downloads_from_the_endpoint_of_the_environment(
     assert told == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
 
 
-def test_a_downloaded_repository_without_a_tokenizer_is_told(
-    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repository_without_tokenizer_is_reported(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.add(NAME, {"config.json": b"{}", "model.safetensors": WEIGHTS})
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
     with pytest.raises(ModelError, match=r"it has no tokenizer.json"):
         locate(f"hf://{NAME}", cache_dir=tmp_path)
 
 
-def test_a_gguf_file_of_a_repository_is_fetched_and_converted(
-    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_file_of_a_repository_is_converted(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = server.add(NAME, {"q/tiny.gguf": TinyGguf().write(tmp_path / "tiny.gguf").read_bytes()})
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
     found = locate(f"hf://{NAME}/q/tiny.gguf", cache_dir=tmp_path / "cache")
@@ -129,7 +125,7 @@ def test_a_gguf_file_of_a_repository_is_fetched_and_converted(
     assert read_assets(found.dir, ["tiny"], None).eos_token_ids == [1]
 
 
-def test_a_long_download_says_how_far_it_is(server: HubServer, tmp_path: Path) -> None:
+def test_long_download_logs_its_progress(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     told: list[str] = []
     hub = hub_at(server.endpoint, progress=told)
@@ -137,7 +133,7 @@ def test_a_long_download_says_how_far_it_is(server: HubServer, tmp_path: Path) -
     assert told[-1] == "downloading org/tiny: 1 of 1 MB"
 
 
-def test_a_file_of_which_the_hub_lists_no_hash_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_file_without_hash_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"any")
     assert mismatch(RemoteFile("x", ""), tmp_path / "x") is None
     assert mismatch(RemoteFile("x", "", size=4), tmp_path / "x") == "3 bytes instead of 4"

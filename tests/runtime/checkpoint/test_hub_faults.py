@@ -19,7 +19,7 @@ from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch,
 __all__ = ["server"]
 
 
-def test_a_pinned_commit_is_fetched_and_then_needs_no_hub(server: HubServer, tmp_path: Path) -> None:
+def test_pinned_commit_is_fetched_once_then_offline(server: HubServer, tmp_path: Path) -> None:
     old = server.add(NAME, FILES)
     server.add(NAME, FILES | {"config.json": b'{"model_type": "newer"}'})
     snapshot = fetch(server, tmp_path, revision=old)
@@ -29,7 +29,7 @@ def test_a_pinned_commit_is_fetched_and_then_needs_no_hub(server: HubServer, tmp
     assert len(server.seen) == asked
 
 
-def test_an_unreachable_hub_serves_what_was_fetched_before(server: HubServer, tmp_path: Path) -> None:
+def test_unreachable_hub_serves_the_cached_snapshot(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     first = fetch(server, tmp_path)
     server.trouble["main"] = [503] * 9
@@ -38,14 +38,14 @@ def test_an_unreachable_hub_serves_what_was_fetched_before(server: HubServer, tm
     assert "when last fetched" in told[-1]
 
 
-def test_an_unreachable_hub_without_a_snapshot_is_an_error_that_names_it(server: HubServer, tmp_path: Path) -> None:
+def test_unreachable_hub_without_snapshot_is_an_error(server: HubServer, tmp_path: Path) -> None:
     server.trouble["main"] = [503] * 9
     with pytest.raises(ModelError, match=rf"{server.endpoint}: gave up after 5 attempts: HTTP 503"):
         fetch(server, tmp_path)
 
 
 @pytest.mark.parametrize("with_etag", [True, False], ids=["etag", "no-etag"])
-def test_a_cut_download_goes_on_where_it_was_cut(server: HubServer, tmp_path: Path, with_etag: bool) -> None:
+def test_interrupted_download_resumes(server: HubServer, tmp_path: Path, with_etag: bool) -> None:
     server.without_etag = not with_etag
     server.add(NAME, FILES)
     server.cut_after["model.safetensors"] = [100_000, 100_000]
@@ -56,7 +56,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(server: HubServer, tmp_path: Pa
     assert all((seen.if_range is not None) == with_etag for seen in server.asked_for("model.safetensors")[1:])
 
 
-def test_a_later_process_goes_on_where_a_killed_one_was(server: HubServer, tmp_path: Path) -> None:
+def test_later_process_resumes_a_killed_download(server: HubServer, tmp_path: Path) -> None:
     commit = server.add(NAME, FILES)
     part = tmp_path / "org--tiny" / f"{commit}.part"
     part.mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_a_useless_left_over_is_thrown_away(server: HubServer, tmp_path: Path, l
     assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_file_that_changed_since_the_cut_is_fetched_from_the_start(server: HubServer, tmp_path: Path) -> None:
+def test_file_changed_since_the_interruption_is_fetched_whole(server: HubServer, tmp_path: Path) -> None:
     server.new_etag_each_time = True
     server.add(NAME, FILES)
     server.cut_after["model.safetensors"] = [1000]
@@ -99,7 +99,7 @@ def test_a_wrong_hash_is_refused_and_leaves_no_snapshot(server: HubServer, tmp_p
     assert (fetch(server, tmp_path).dir / name).read_bytes() == FILES[name]
 
 
-def test_a_hub_that_always_cuts_at_once_is_given_up(server: HubServer, tmp_path: Path) -> None:
+def test_hub_that_always_disconnects_is_given_up(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     server.cut_after["model.safetensors"] = [0] * 99
     with pytest.raises(ModelError, match=r"model.safetensors: gave up after 5 attempts"):
@@ -138,7 +138,7 @@ def test_a_private_repository_opens_with_its_token(server: HubServer, tmp_path: 
     assert (fetch(server, tmp_path, token="good").dir / "config.json").exists()
 
 
-def test_the_token_is_not_given_to_the_host_that_files_are_redirected_to(server: HubServer, tmp_path: Path) -> None:
+def test_token_is_not_sent_to_redirect_hosts(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     server.private[NAME] = "good"
     server.redirect_to = server.endpoint.replace("127.0.0.1", "localhost")
@@ -157,35 +157,37 @@ def test_the_token_is_not_given_to_the_host_that_files_are_redirected_to(server:
     ],
     ids=["repository", "revision"],
 )
-def test_what_is_not_there_is_named(server: HubServer, tmp_path: Path, name: str, revision: str | None, reason: str) -> None:
+def test_missing_file_or_repository_is_named(
+    server: HubServer, tmp_path: Path, name: str, revision: str | None, reason: str
+) -> None:
     server.add(NAME, FILES)
     with pytest.raises(ModelError, match=reason) as caught:
         download(hub_at(server.endpoint), name, revision, tmp_path)
     assert cause_of(str(caught.value)) is Reason.NOT_FOUND
 
 
-def test_a_file_that_is_listed_but_gone_is_named_and_ends_the_others(server: HubServer, tmp_path: Path) -> None:
+def test_listed_but_missing_file_ends_the_download(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     server.trouble["tokenizer.json"] = [404]
     with pytest.raises(ModelError, match=r"there is no file tokenizer.json in org/tiny"):
         fetch(server, tmp_path)
 
 
-def test_an_unexpected_answer_is_told(server: HubServer, tmp_path: Path) -> None:
+def test_unexpected_response_is_reported(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     server.trouble["main"] = [418]
     with pytest.raises(ModelError, match="answers HTTP 418 for org/tiny"):
         fetch(server, tmp_path)
 
 
-def test_something_that_is_no_hub_is_told(server: HubServer, tmp_path: Path) -> None:
+def test_server_that_is_no_hub_is_reported(server: HubServer, tmp_path: Path) -> None:
     server.trouble["main"] = [200]
     with pytest.raises(ModelError, match="is no model hub"):
         fetch(server, tmp_path)
 
 
 @pytest.mark.parametrize("endpoint", ["http://[broken", "nonsense"], ids=["no-url", "no-scheme"])
-def test_a_bad_endpoint_is_told(tmp_path: Path, endpoint: str) -> None:
+def test_invalid_endpoint_is_reported(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(ModelError, match=r"nonsense|broken"):
         download(hub_at(endpoint), NAME, None, tmp_path)
 
@@ -208,7 +210,7 @@ def test_stop_ends_the_wait_before_another_attempt(server: HubServer, tmp_path: 
     assert len(server.seen) == 1
 
 
-def test_too_little_room_is_told_before_the_first_byte(server: HubServer, tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_downloading(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     listing = json.loads(server.listing(NAME, server.branches[(NAME, "main")]))
     listing["siblings"][3]["size"] = 10**18
@@ -218,7 +220,7 @@ def test_too_little_room_is_told_before_the_first_byte(server: HubServer, tmp_pa
     assert not server.asked_for("model.safetensors")
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_full_disk_is_reported(tmp_path: Path) -> None:
     def full(part: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -226,14 +228,14 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         make_once(tmp_path / "x", full, threading.Event())
 
 
-def test_a_cache_that_cannot_be_written_is_told(server: HubServer, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     (tmp_path / "cache").write_bytes(b"a file")
     with pytest.raises(ModelError, match=r"cannot write .*cache"):
         fetch(server, tmp_path / "cache")
 
 
-def test_references_that_cannot_be_written_are_told(server: HubServer, tmp_path: Path) -> None:
+def test_unwritable_references_are_reported(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     (tmp_path / "org--tiny").mkdir()
     (tmp_path / "org--tiny" / "refs").write_bytes(b"a file")

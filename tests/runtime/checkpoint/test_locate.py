@@ -39,14 +39,14 @@ def test_a_percent_escape_in_a_file_url_is_undone(tmp_path: Path) -> None:
     assert locate(f"file://{tmp_path}/a%20model", cache_dir=tmp_path).dir == folder
 
 
-def test_a_path_wins_over_a_repository_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_precedes_a_repository_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     model_folder(tmp_path / "org" / "name")
     assert locate("org/name", cache_dir=tmp_path / "cache").dir == Path("org/name")
 
 
-def test_a_gguf_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
+def test_gguf_file_is_converted_once_per_content(tmp_path: Path) -> None:
     gguf = TinyGguf().write(tmp_path / "tiny.gguf")
     told: list[str] = []
     first = locate(str(gguf), cache_dir=tmp_path / "cache", progress=told.append)
@@ -83,7 +83,9 @@ BAD_FOLDERS = {
 
 
 @pytest.mark.parametrize(("leave_out", "files", "reason"), BAD_FOLDERS.values(), ids=BAD_FOLDERS)
-def test_what_a_folder_lacks_is_named(tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], reason: str) -> None:
+def test_missing_files_of_a_folder_are_named(
+    tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], reason: str
+) -> None:
     folder = model_folder(tmp_path / "model", *leave_out, **files)
     with pytest.raises(ModelError, match=reason):
         locate(str(folder), cache_dir=tmp_path / "cache")
@@ -105,19 +107,19 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, leave_out: tuple[str, ...]
         ("", "is no model folder"),
     ],
 )
-def test_what_is_no_model_is_told(tmp_path: Path, model: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_model_is_reported(tmp_path: Path, model: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=reason):
         locate(model, cache_dir=tmp_path)
 
 
-def test_a_file_that_is_no_gguf_is_told(tmp_path: Path) -> None:
+def test_invalid_gguf_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"is a file, but no \.gguf file"):
         locate(str(tmp_path / "model.bin"), cache_dir=tmp_path)
 
 
-def test_a_folder_that_another_process_made_meanwhile_stands(tmp_path: Path) -> None:
+def test_folder_created_by_another_process_is_used(tmp_path: Path) -> None:
     def make(part: Path) -> None:
         raise AssertionError("it is there already")
 
@@ -125,7 +127,7 @@ def test_a_folder_that_another_process_made_meanwhile_stands(tmp_path: Path) -> 
     assert make_once(tmp_path / "x", make, threading.Event()) == tmp_path / "x"
 
 
-def test_two_that_want_the_same_folder_make_it_once(tmp_path: Path) -> None:
+def test_two_processes_create_a_folder_once(tmp_path: Path) -> None:
     making, go_on, makers = threading.Event(), threading.Event(), list[str]()
 
     def slow(part: Path) -> None:
@@ -157,7 +159,7 @@ def test_stop_ends_a_conversion_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
 
 
-def test_assets_hold_what_the_door_needs(tmp_path: Path) -> None:
+def test_assets_contain_the_api_servers_files(tmp_path: Path) -> None:
     folder = model_folder(
         tmp_path / "model",
         **{"chat_template.jinja": "{{ x }}", "generation_config.json": '{"eos_token_id": [5, 6]}', "notes.txt": ""},
@@ -206,7 +208,7 @@ def test_maximum_length(tmp_path: Path, config: int | None, asked: int | None, e
     ],
     ids=["tokenizer", "config", "positions", "too-long"],
 )
-def test_assets_that_cannot_be_read_are_told(
+def test_unreadable_assets_are_reported(
     tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], asked: int | None, reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):

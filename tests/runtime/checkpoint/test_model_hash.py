@@ -67,7 +67,7 @@ def swap_shards(folder: Path) -> None:
     ],
     ids=["a copy", "who wrote it", "defaults of sampling", "another file"],
 )
-def test_the_same_model_has_the_same_name_wherever_it_lies(folder: Path, change: Callable[[Path], object]) -> None:
+def test_equal_models_have_equal_hashes_anywhere(folder: Path, change: Callable[[Path], object]) -> None:
     copy = folder.with_name("copy")
     shutil.copytree(folder, copy)
     change(copy)
@@ -86,7 +86,7 @@ def test_the_same_model_has_the_same_name_wherever_it_lies(folder: Path, change:
     ],
     ids=["config", "tokenizer", "a weight", "the last byte", "shards swapped", "a file's name"],
 )
-def test_what_computes_otherwise_has_another_name(folder: Path, change: Callable[[Path], object]) -> None:
+def test_different_computations_have_different_hashes(folder: Path, change: Callable[[Path], object]) -> None:
     before = name_of(folder)
     change(folder)
     assert name_of(folder) != before
@@ -97,7 +97,7 @@ def test_dtype_and_quantisation_are_part_of_the_name(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [64, 1 << 20], ids=["many pieces", "one piece"])
-def test_of_a_large_model_every_word_at_an_odd_distance_counts(folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_of_a_large_model_samples_every_distance(folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_BYTES", 2000)  # of 8.4 KB: every fifth word
     monkeypatch.setattr(module, "_PIECE_BYTES", piece)
     before, noticed = name_of(folder), 0
@@ -116,7 +116,7 @@ def test_pieces_make_no_difference(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert name_of(folder) == whole
 
 
-def test_the_index_says_which_files_hold_weights(folder: Path) -> None:
+def test_index_names_the_weight_files(folder: Path) -> None:
     before = name_of(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": SHARDS[0]}}))
     assert name_of(folder) != before

@@ -17,7 +17,7 @@ __all__ = ["kind"]
 
 
 @each("oci")
-def test_a_token_that_ends_during_a_download_is_asked_for_again(kind: Kind) -> None:
+def test_expired_token_is_renewed_during_a_download(kind: Kind) -> None:
     kind.store.secret = "right"
     kind.put(FILES)
     kind.tell("right")
@@ -28,7 +28,7 @@ def test_a_token_that_ends_during_a_download_is_asked_for_again(kind: Kind) -> N
 
 
 @each("oci")
-def test_a_digest_pins_the_manifest_and_then_needs_no_registry(kind: Kind) -> None:
+def test_digest_pins_the_manifest_then_works_offline(kind: Kind) -> None:
     digest = manifest(kind.store, [layer(kind.store, content, name) for name, content in FILES.items()])
     uri = kind.uri.replace(":v1", f"@{digest}")
     found = locate(uri, cache_dir=kind.cache)
@@ -72,7 +72,7 @@ def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
     ],
     ids=["climbs", "link", "no-config", "no-weights", "no-archive"],
 )
-def test_an_archive_that_is_not_to_be_unpacked_is_told(kind: Kind, content: bytes, words: str) -> None:
+def test_unsafe_archive_is_reported(kind: Kind, content: bytes, words: str) -> None:
     manifest(kind.store, [layer(kind.store, content, None, kind="application/vnd.oci.image.layer.v1.tar")])
     with pytest.raises(ModelError, match=words):
         kind.locate()
@@ -84,19 +84,19 @@ def test_an_archive_that_is_not_to_be_unpacked_is_told(kind: Kind, content: byte
     ("change", "words"),
     [({"digest": "sha512:00"}, "only sha256 is known"), ({"annotations": {}}, "neither a named file nor tar")],
 )
-def test_a_layer_that_is_not_known_is_told(kind: Kind, change: dict[str, object], words: str) -> None:
+def test_unknown_layer_is_reported(kind: Kind, change: dict[str, object], words: str) -> None:
     manifest(kind.store, [layer(kind.store, b"x", "config.json") | change])
     with pytest.raises(ModelError, match=words):
         kind.locate()
 
 
-def test_the_big_registry_is_asked_by_its_other_name() -> None:
+def test_default_registry_uses_its_api_host() -> None:
     address = oci.address("docker.io/team/tiny:v1")
     assert address.base_url == "https://registry-1.docker.io/v2/team/tiny"
 
 
 @pytest.mark.parametrize("content", ["[]", '{"auths": {"r.example": {"auth": "%"}}}', '{"auths": {"r.example": {}}}'])
-def test_credentials_that_cannot_be_read_are_told(tmp_path: Path, content: str) -> None:
+def test_unreadable_credentials_are_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"credentials for r\.example cannot be read"):
         credentials_of({"DOCKER_CONFIG": str(tmp_path)}, "r.example")

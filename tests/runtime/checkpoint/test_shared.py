@@ -85,9 +85,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_of_loaders_that_come_at_once_one_fetches_and_the_other_waits(
-    server: HubServer, start: Start, go_on: threading.Event
-) -> None:
+def test_concurrent_loaders_fetch_once(server: HubServer, start: Start, go_on: threading.Event) -> None:
     loaders = [start() for _ in range(2)]
     until(lambda: all(loader.is_at_lock() for loader in loaders))
     go_on.set()
@@ -99,7 +97,7 @@ def test_of_loaders_that_come_at_once_one_fetches_and_the_other_waits(
     assert sorted(path.suffix for path in folder.parent.iterdir() if path.is_file()) == [".lock"], "and no half folder"
 
 
-def test_when_the_one_that_fetches_is_killed_another_goes_on_where_it_was(
+def test_another_loader_resumes_a_killed_download(
     server: HubServer, start: Start, go_on: threading.Event, tmp_path: Path
 ) -> None:
     loaders = [start() for _ in range(2)]

@@ -18,7 +18,7 @@ __all__ = ["kind"]
 
 
 @each()
-def test_only_what_serving_needs_is_fetched_and_only_once(kind: Kind) -> None:
+def test_only_needed_files_are_fetched_once(kind: Kind) -> None:
     kind.put(FILES)
     found = kind.locate()
     assert sorted(path.name for path in found.dir.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -30,7 +30,7 @@ def test_only_what_serving_needs_is_fetched_and_only_once(kind: Kind) -> None:
 
 
 @each()
-def test_what_changed_is_fetched_anew(kind: Kind) -> None:
+def test_changed_files_are_fetched_again(kind: Kind) -> None:
     kind.put(FILES)
     first = kind.locate()
     kind.put(FILES | {"config.json": b'{"a": 2}'})
@@ -61,7 +61,7 @@ def test_without_the_right_secret_the_error_names_the_source(kind: Kind, secret:
 
 
 @each()
-def test_a_cut_download_goes_on_and_no_byte_is_fetched_twice(kind: Kind) -> None:
+def test_interrupted_download_fetches_no_byte_twice(kind: Kind) -> None:
     kind.put(FILES)
     kind.store.cut_after[kind.fault(WEIGHTS, "model.safetensors")] = [40_000, 30_000]
     assert (kind.locate().dir / "model.safetensors").read_bytes() == WEIGHTS
@@ -113,14 +113,14 @@ def test_a_gguf_file_is_looked_for_in_its_folder(kind: Kind) -> None:
 
 
 @each()
-def test_what_is_not_there_is_named(kind: Kind) -> None:
+def test_missing_objects_are_named(kind: Kind) -> None:
     with pytest.raises(ModelError, match=r"nothing under this prefix|no such manifest") as caught:
         kind.locate()
     assert kind.uri in str(caught.value)
 
 
 @each()
-def test_a_revision_goes_with_a_hub_only(kind: Kind) -> None:
+def test_revision_is_refused_for_object_stores(kind: Kind) -> None:
     with pytest.raises(ModelError, match="--revision goes with hf:// only"):
         locate(kind.uri, revision="main", cache_dir=kind.cache)
 
@@ -139,7 +139,7 @@ def test_a_revision_goes_with_a_hub_only(kind: Kind) -> None:
         "oci://r/../n:v1",
     ],
 )
-def test_an_address_that_is_none_is_told(uri: str, tmp_path: Path) -> None:
+def test_invalid_uri_is_reported(uri: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is expected"):
         locate(uri, cache_dir=tmp_path)
 
@@ -152,7 +152,7 @@ def test_a_bucket_that_is_not_there_is_named(kind: Kind) -> None:
 
 
 @each("s3")
-def test_half_a_key_is_told(kind: Kind) -> None:
+def test_incomplete_credentials_are_reported(kind: Kind) -> None:
     kind.set("AWS_ACCESS_KEY_ID", "AKID")
     with pytest.raises(ModelError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together"):
         kind.locate()
@@ -170,7 +170,7 @@ def test_a_session_token_is_signed(kind: Kind) -> None:
 
 @each("s3")
 @pytest.mark.parametrize("multipart", [True, False], ids=["several-parts", "encrypted"])
-def test_an_etag_that_is_no_md5_is_not_taken_for_one(kind: Kind, multipart: bool) -> None:
+def test_multipart_etag_is_not_compared_as_md5(kind: Kind, multipart: bool) -> None:
     kind.put(FILES)
     kind.store.etags["team/tiny/model.safetensors"] = '"0123456789abcdef0123456789abcdef-2"' if multipart else f'"{"0" * 32}"'
     kind.store.head = {} if multipart else {"x-amz-server-side-encryption": "aws:kms"}
@@ -200,7 +200,7 @@ def test_a_composite_object_is_checked_by_its_crc(kind: Kind) -> None:
 
 
 @each("gs")
-def test_a_machine_has_its_own_token_and_a_key_file_is_refused(kind: Kind) -> None:
+def test_machine_token_is_used_and_key_file_is_refused(kind: Kind) -> None:
     kind.store.secret = "of the machine"
     kind.put(FILES)
     kind.set("GCE_METADATA_HOST", kind.store.host)

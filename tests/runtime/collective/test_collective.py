@@ -53,7 +53,7 @@ def test_operations_equal_those_of_gloo(pods: list[int], dtype: torch.dtype) -> 
 
 
 @groups
-def test_sums_have_the_same_bits_on_every_rank_and_run_in_rank_order(pods: list[int]) -> None:
+def test_all_reduce_is_bit_equal_in_rank_order(pods: list[int]) -> None:
     parts = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(sum(pods))]
     expected = parts[0] + parts[1]
     for part in parts[2:]:
@@ -71,7 +71,7 @@ def test_every_rank_gets_the_bytes_of_rank_0(pods: list[int], size: int) -> None
 
 
 @groups
-def test_a_group_goes_on_through_many_mixed_operations(pods: list[int]) -> None:
+def test_group_survives_many_mixed_operations(pods: list[int]) -> None:
     def work(group: Collective) -> list[float]:
         totals = []
         for turn in range(50):
@@ -87,7 +87,7 @@ def test_a_group_goes_on_through_many_mixed_operations(pods: list[int]) -> None:
 
 @groups
 @pytest.mark.parametrize("size", SIZES)
-def test_what_one_rank_sends_another_receives_as_over_gloo(pods: list[int], size: int) -> None:
+def test_send_and_receive_equal_gloo(pods: list[int], size: int) -> None:
     """A ring: each rank hears from the one before it, then tells the one after it; rank 0 begins."""
 
     def work(own: Collective) -> None:
@@ -104,7 +104,7 @@ def test_what_one_rank_sends_another_receives_as_over_gloo(pods: list[int], size
 
 
 @pytest.mark.parametrize("pods", [[4], [2, 2], [3, 1], [1, 1, 1, 1]], ids=str)
-def test_two_halves_of_a_group_work_side_by_side_as_over_gloo(pods: list[int]) -> None:
+def test_two_subgroups_work_concurrently_like_gloo(pods: list[int]) -> None:
     def work(own: Collective) -> None:
         gloo = join_library("gloo", own, "127.0.0.1")
         first = own.rank // 2 * 2
@@ -128,7 +128,7 @@ def test_two_halves_of_a_group_work_side_by_side_as_over_gloo(pods: list[int]) -
     with_group(pods, work)
 
 
-def test_a_tensor_of_another_size_than_was_sent_is_refused() -> None:
+def test_tensor_of_another_size_is_refused() -> None:
     def work(group: Collective) -> None:
         if group.rank:
             group.send(torch.zeros(3), 0)
@@ -196,7 +196,7 @@ def test_a_peer_with_another_token_is_not_let_in(pods: list[int]) -> None:
     assert "let in" not in said
 
 
-def test_strangers_at_the_door_delay_nobody() -> None:
+def test_unknown_connections_delay_no_rank() -> None:
     (first, door), (second, other) = make_places([1, 1])
     address = door.getsockname()
     strangers = [socket.create_connection(("127.0.0.1", address[1])) for _ in range(3)]
@@ -219,7 +219,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         connect(first, 0.1, door)
 
 
-def test_a_rank_of_the_pod_that_never_comes_is_named() -> None:
+def test_missing_rank_of_the_pod_is_named() -> None:
     (first, door), (second, other) = make_places([2])
     door.close()
     other.close()
@@ -241,7 +241,7 @@ def test_a_closed_connection_is_a_lost_peer() -> None:
     links.close()
 
 
-def test_a_peer_lost_in_the_middle_of_a_long_exchange_is_seen() -> None:
+def test_peer_lost_during_a_long_exchange_is_detected() -> None:
     left, right = _pair()
     links = Links({1: left})
     left_over = links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
@@ -256,7 +256,7 @@ def test_a_peer_lost_in_the_middle_of_a_long_exchange_is_seen() -> None:
     links.close()
 
 
-def test_a_peer_may_be_busy_for_as_long_as_it_takes() -> None:
+def test_busy_peer_is_awaited() -> None:
     """With TCP_USER_TIMEOUT the kernel ends a connection whose reader takes nothing for that long, though it lives."""
     left, right = _pair()
     links = Links({1: left})
@@ -276,7 +276,7 @@ def test_a_fragment_longer_than_any_is_refused() -> None:
 
 
 @pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
-def test_a_process_of_the_pod_that_ends_is_a_lost_peer() -> None:
+def test_ended_process_of_the_pod_is_a_lost_peer() -> None:
     (first, door), (second, other) = make_places([2])
     door.close()
     other.close()
@@ -292,7 +292,7 @@ def test_a_process_of_the_pod_that_ends_is_a_lost_peer() -> None:
 
 
 @pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
-def test_shared_memory_leaves_no_name_and_a_dead_groups_file_is_no_obstacle() -> None:
+def test_shared_memory_is_unlinked_and_stale_files_are_ignored() -> None:
     (first, door), (second, other) = make_places([2])
     door.close()
     other.close()
@@ -325,7 +325,7 @@ class ShortOfDescriptors(socket.socket):
         return super().accept()
 
 
-def test_a_rank_goes_on_accepting_after_it_had_no_descriptor_left() -> None:
+def test_rank_accepts_again_after_descriptor_exhaustion() -> None:
     (first, open_first), (second, open_second) = make_places([1, 1])
     short = ShortOfDescriptors(fileno=open_first.detach())
 

@@ -13,7 +13,7 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, max
     [(0, "empty_prompt"), (64, "context_length_exceeded"), (65, "context_length_exceeded")],
     ids=["empty", "no room for an output token", "longer than the model"],
 )
-def test_a_prompt_that_can_never_run_is_refused_with_400(num_prompt: int, code: str) -> None:
+def test_impossible_prompt_is_refused_with_400(num_prompt: int, code: str) -> None:
     answer = fits_ever(num_prompt, LIMITS)
     assert isinstance(answer, Refuse)
     assert (answer.status, answer.code, answer.backlog_tokens) == (400, code, None)

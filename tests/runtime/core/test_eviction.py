@@ -60,7 +60,7 @@ def pool_hits(policy: EvictionPolicy, capacity: int, trace: Iterable[bytes]) -> 
 
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("policy", FIXED)
-def test_a_policy_finds_what_its_slow_twin_finds(policy: EvictionPolicy, trace: str) -> None:
+def test_policy_equals_its_reference_implementation(policy: EvictionPolicy, trace: str) -> None:
     keys = TRACES[trace]()
     found, pool = pool_hits(policy, 100, keys)
     assert found == slow_hits(make_slow(policy, 100), 100, keys)
@@ -68,7 +68,7 @@ def test_a_policy_finds_what_its_slow_twin_finds(policy: EvictionPolicy, trace: 
 
 
 @pytest.mark.skipif(not CONVERSATIONS.exists(), reason="the trace is not on this machine")
-def test_w_tinylfu_finds_what_the_reference_finds_on_real_conversations() -> None:
+def test_w_tinylfu_equals_the_reference_on_real_conversations() -> None:
     with CONVERSATIONS.open() as lines:
         ids = [i for _, line in zip(range(1000), lines, strict=False) for i in json.loads(line)["hash_ids"]]
     capacity = len(set(ids)) // 10
@@ -106,7 +106,7 @@ def test_adaptive_is_near_the_best(trace: str) -> None:
     assert sum(pool_hits("adaptive", 100, keys)[0]) >= 0.95 * best
 
 
-def test_adaptive_changes_to_what_finds_more_and_tells_it_all_pages() -> None:
+def test_adaptive_policy_switches_to_the_better_one() -> None:
     pool = PagePool(100, 1, "adaptive")
     policy = pool._policy
     assert isinstance(policy, Adaptive) and policy.name == "lru"
@@ -154,7 +154,7 @@ def test_ghosts_of_a_large_pool_see_a_sample() -> None:
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_idle_pages_that_wake_and_rest_again_leave_nothing_behind(policy: EvictionPolicy) -> None:
+def test_idle_pages_used_again_leave_no_residue(policy: EvictionPolicy) -> None:
     keys = as_keys(range(8))
     found, pool = pool_hits(policy, 8, keys * 100)
     assert sum(found) == 8 * 99

@@ -57,7 +57,7 @@ def kinds(actions: list[SourceAction] | list[TargetAction]) -> list[type]:
 # The source
 
 
-def test_full_pages_go_in_rounds_and_the_request_is_frozen_when_little_is_left() -> None:
+def test_full_pages_are_sent_in_rounds_then_the_rest() -> None:
     source = SourceMoves(SIZE)
     assert copies(source.ask(asked(held=32), 2, at(100.5), 0.0)) == [(2, 100, None)]
     assert copies(source.copied(MOVE, 100, at(140.5), 1.0)) == [(100, 140, None)]
@@ -82,7 +82,7 @@ def test_stop_mode_copies_nothing_before_the_freeze() -> None:
     assert copies(source.stopped(MOVE, 9, at(1000), 0.0)) == [(0, 1000, 16000)]
 
 
-def test_a_rest_that_takes_less_than_a_step_is_no_reason_for_another_round() -> None:
+def test_short_rest_needs_no_further_round() -> None:
     source = SourceMoves(SIZE)
     source.ask(asked(), 2, at(1000), 0.0)
     assert kinds(source.copied(MOVE, 1000, at(1030, step_s=0.05), 1.0)) == [Freeze]
@@ -119,7 +119,7 @@ def test_at_most_three_rounds() -> None:
     assert not copies(actions)
 
 
-def test_the_source_freezes_before_it_outgrows_the_room_and_never_sends_more() -> None:
+def test_source_freezes_before_it_exceeds_reserved_pages() -> None:
     source = SourceMoves(SIZE)
     assert kinds(source.ask(asked(room=100 * SIZE), 2, at(99), 0.0)) == [Freeze]
     last = source.stopped(MOVE, 3, at(101), 0.0)
@@ -150,7 +150,7 @@ def test_going_on(state: str, news: str) -> None:
     assert not source.stopped(MOVE, 3, at(100), 1.0) and not source.failed(MOVE, "target_lost", "again") and not source.tick(1e9)
 
 
-def test_a_frozen_request_waits_longer_for_the_router_than_the_router_for_the_target() -> None:
+def test_frozen_request_outwaits_the_routers_timeout() -> None:
     source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(1000), 0.0)
     frozen = said(source.stopped(MOVE, 3, at(1000), 0.0))[0]
@@ -158,7 +158,7 @@ def test_a_frozen_request_waits_longer_for_the_router_than_the_router_for_the_ta
     assert source.deadline > 0.2 + 2 * frozen.tail_s
 
 
-def test_the_request_that_ends_meanwhile_is_neither_thawed_nor_let_go() -> None:
+def test_request_that_ended_is_neither_resumed_nor_released() -> None:
     source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(100), 0.0)
     actions = source.ended(7, "ended", "it finished")
@@ -167,14 +167,14 @@ def test_the_request_that_ends_meanwhile_is_neither_thawed_nor_let_go() -> None:
 
 
 @pytest.mark.parametrize("epoch", [None, 1, 3], ids=["no such request", "older epoch", "newer epoch"])
-def test_a_move_of_what_is_not_here_fails(epoch: int | None) -> None:
+def test_move_of_an_unknown_request_fails(epoch: int | None) -> None:
     source = SourceMoves(SIZE)
     answer = source.ask(asked(), epoch, None if epoch is None else at(100), 0.0)
     assert [frame.code for frame in said(answer) if isinstance(frame, moves.MoveFailed)] == ["unknown"]
     assert not len(source)
 
 
-def test_asking_twice_starts_one_copy_and_a_newer_move_takes_the_place() -> None:
+def test_repeated_move_copies_once_newer_move_replaces_it() -> None:
     source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(100), 0.0)
     assert not source.ask(asked("stop"), 2, at(100), 0.0)
@@ -197,7 +197,7 @@ def opened(num_ranks: int = 2, held: int = 0, lease_s: float = 10.0) -> TargetMo
     return target
 
 
-def test_a_request_begins_on_the_pages_that_every_rank_has() -> None:
+def test_request_starts_on_pages_of_every_rank() -> None:
     target = TargetMoves(2)
     (reserve,) = target.prepare(wire.Prepare(MOVE, make_request(100, 400)), 0.0)
     assert isinstance(reserve, Reserve) and reserve.num_tokens == 164
@@ -224,7 +224,7 @@ def test_pages_beyond_the_journal_are_computed_again() -> None:
     assert begin is not None and begin.num_computed == 109
 
 
-def test_a_prefix_that_is_longer_than_what_came_counts() -> None:
+def test_longer_cached_prefix_is_used() -> None:
     target = opened(num_ranks=1, held=96)
     assert said(target.came(MOVE, 0, 1, 60, 0.2)) == [moves.Arrived(MOVE, 96, 1)]
 
@@ -283,7 +283,7 @@ def test_a_cancel_that_overtakes_its_prepare_holds() -> None:
     assert not target.prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.5)
 
 
-def test_the_lease_lasts_while_pages_come() -> None:
+def test_lease_is_renewed_while_pages_arrive() -> None:
     target = opened(num_ranks=1)
     for second in range(1, 30):
         target.came(MOVE, 0, 1, None, float(second))
@@ -291,7 +291,7 @@ def test_the_lease_lasts_while_pages_come() -> None:
     assert kinds(target.tick(40.0)) == [Drop, SendFrame]
 
 
-def test_no_room_is_said() -> None:
+def test_missing_pages_are_reported() -> None:
     target = TargetMoves(1)
     target.prepare(wire.Prepare(MOVE, make_request(100, 40)), 0.0)
     assert [f.code for f in said(target.refused(MOVE, "no_room", "no pages", 0.1)) if isinstance(f, moves.MoveFailed)] == [

@@ -35,7 +35,7 @@ def find(lookup: NgramProposer, tokens: Sequence[int], count: int) -> tuple[list
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8), st.lists(st.integers(0, 60), max_size=6))
-def test_a_lookup_finds_what_followed_the_longest_agreement(tokens: list[int], count: int, stops: list[int]) -> None:
+def test_lookup_continues_the_longest_match(tokens: list[int], count: int, stops: list[int]) -> None:
     """However the tokens came: it looked before at some lengths, or not."""
     lookup = NgramProposer()
     for length in sorted(stops):
@@ -57,7 +57,7 @@ def test_a_long_prompt_is_entered_over_several_looks() -> None:
     assert looks == [(AT_ONCE, False), (AT_ONCE, False), (98, True), (0, True)]
 
 
-def test_a_lookup_of_a_very_long_text_stays_small_and_knows_its_latest_tokens() -> None:
+def test_lookup_of_a_long_text_is_bounded_and_current() -> None:
     chance = random.Random(3)
     phrase, tokens = [chance.randrange(50_000) for _ in range(40)], [chance.randrange(50_000) for _ in range(6 * LATEST)]
     lookup = NgramProposer()

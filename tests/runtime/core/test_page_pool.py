@@ -5,7 +5,7 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.page_pool import PagePool
 
 
-def test_pages_come_in_order_and_the_last_given_back_comes_first() -> None:
+def test_pages_are_allocated_in_order_last_freed_first() -> None:
     pool = PagePool(4, 16)
     assert pool.take(3) == [0, 1, 2]
     pool.give_back([0, 1])
@@ -47,7 +47,7 @@ def test_giving_back_twice_is_a_bug() -> None:
         pool.share(pages)
 
 
-def test_check_names_what_is_wrong() -> None:
+def test_check_names_the_violation() -> None:
     pool = PagePool(3, 16)
     held = pool.take(2)
     assert held == [0, 1]
@@ -95,7 +95,7 @@ def write(pool: PagePool, pages: list[int], num_tokens: int) -> None:
         pool.mark_written(page, max(0, min(pool.page_size, num_tokens - i * pool.page_size)))
 
 
-def test_a_prefix_that_was_written_is_found_after_its_holder_left() -> None:
+def test_written_prefix_is_found_after_its_request() -> None:
     pool = PagePool(8, 4)
     pages = begin(pool, list(range(10)))
     write(pool, pages, 10)
@@ -115,7 +115,7 @@ def test_a_burst_shares_pages_before_they_are_written() -> None:
     assert pool.counters.reused == 0
 
 
-def test_pages_that_nobody_wrote_are_free_and_not_found() -> None:
+def test_unwritten_pages_are_free_and_not_found() -> None:
     pool = PagePool(8, 4)
     first, second = begin(pool, list(range(9))), begin(pool, list(range(9)))
     pool.mark_written(first[0], 4)
@@ -139,7 +139,7 @@ def test_leaf_pages_are_evicted_first() -> None:
     assert pool.counters.evicted == 2
 
 
-def test_a_page_whose_key_is_taken_ends_its_chain() -> None:
+def test_page_with_an_existing_key_ends_its_chain() -> None:
     pool = PagePool(8, 4)
     first, second = begin(pool, list(range(8))), begin(pool, list(range(8)))
     assert second[1] != first[1], "the last token is left to compute"
@@ -148,7 +148,7 @@ def test_a_page_whose_key_is_taken_ends_its_chain() -> None:
     assert pool.match(more) == first
 
 
-def test_a_page_takes_the_key_of_one_that_nobody_uses() -> None:
+def test_page_takes_over_the_key_of_an_idle_one() -> None:
     pool = PagePool(8, 4)
     tokens = list(range(8))
     old = begin(pool, tokens)
@@ -163,7 +163,7 @@ def test_a_page_takes_the_key_of_one_that_nobody_uses() -> None:
     assert [is_added for is_added, _ in pool.take_changes().changes] == [True, True, False, True, True]
 
 
-def test_a_page_that_begins_alike_is_found_as_far_as_it_is_written() -> None:
+def test_partial_page_match_is_found_as_far_as_written() -> None:
     pool = PagePool(3, 4)
     pages = begin(pool, [0, 1, 2, 3, 4, 5, 6, 7])
     pool.mark_written(pages[0], 4)
@@ -173,7 +173,7 @@ def test_a_page_that_begins_alike_is_found_as_far_as_it_is_written() -> None:
     assert pool.match_beginning(pages[0], [5]) is None
 
 
-def test_events_tell_what_can_be_found() -> None:
+def test_events_list_the_findable_pages() -> None:
     pool = PagePool(2, 4, event_log=3)
     keys = keys_of([1] * 8)
     pages = begin(pool, [1] * 8)
@@ -187,7 +187,7 @@ def test_events_tell_what_can_be_found() -> None:
 
 
 @pytest.mark.parametrize("pages", [3, 4])
-def test_a_log_that_runs_over_gives_a_snapshot_and_the_numbers_go_on(pages: int) -> None:
+def test_overflowing_log_gives_a_snapshot(pages: int) -> None:
     pool = PagePool(5, 4, event_log=2)
     held = begin(pool, [1] * 4 * pages)
     snapshot = [(True, key) for key in keys_of([1] * 4 * pages)]
@@ -198,7 +198,7 @@ def test_a_log_that_runs_over_gives_a_snapshot_and_the_numbers_go_on(pages: int)
     assert pool.take_changes() == wire.PageChanges(2 * pages, [(True, key) for key in keys_of([2] * 4)])
 
 
-def test_salt_tells_prefixes_apart() -> None:
+def test_salt_separates_prefixes() -> None:
     roots = [root_key("m"), root_key("n"), *(root_key("m", **{name: "a"}) for name in ("adapter", "tenant", "cache_salt"))]
     keys = {PrefixKeys(root, 4).extend([1] * 4)[0] for root in roots}
     assert len(keys) == 5 and {len(key) * 8 for key in keys} == {128}

@@ -29,30 +29,30 @@ SHORT = [Victim(4, 10, 9.0), *VICTIMS]
         *("one ends before", "it does not", "all others end before"),
     ],
 )
-def test_as_many_are_offered_as_free_what_a_second_needs(pressure: Pressure, asked: list[int]) -> None:
+def test_offered_requests_free_a_seconds_demand(pressure: Pressure, asked: list[int]) -> None:
     assert Rescue().victims(pressure, (), 1.0) == asked
 
 
-def test_each_victim_is_offered_once_a_second_and_the_next_ones_where_it_found_no_group() -> None:
+def test_each_victim_is_offered_once_a_second() -> None:
     """A copy takes 0.1 s, so an answer 0.3 s."""
     rescue, pressure = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
     asked = [rescue.victims(pressure, (), now) for now in (1.0, 1.29, 1.31, 1.59, 1.7, 2.1, 2.42)]
     assert asked == [[3], [], [2], [], [], [3], [2]], "the last one is never offered"
 
 
-def test_where_a_copy_takes_long_the_next_ones_are_offered_after_half_a_second() -> None:
+def test_slow_copies_offer_the_next_after_half_a_second() -> None:
     large = [Victim(handle, 200, 500.0) for handle in (3, 2, 1)]
     rescue, pressure = Rescue(), Pressure(10.0, 0.02, 1, large, 100.0)
     assert [rescue.victims(pressure, (), now) for now in (1.0, 1.49, 1.51)] == [[3], [], [2]]
 
 
-def test_who_is_on_its_way_out_frees_its_pages_and_is_not_offered() -> None:
+def test_leaving_request_is_not_offered_again() -> None:
     rescue = Rescue()
     assert rescue.victims(Pressure(10.0, 0.02, 1, VICTIMS, 100.0), {3}, 1.0) == []
     assert rescue.victims(Pressure(10.0, 0.02, 5, VICTIMS, 100.0), {3}, 1.0) == [2]
 
 
-def test_they_are_offered_as_early_as_others_took_to_leave() -> None:
+def test_offers_start_as_early_as_past_moves_took() -> None:
     rescue, soon = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
     later = replace(soon, steps_to_full=40.0)
     assert rescue.victims(later, (), 1.0) == [], "a copy takes 0.1 s, and pages last 0.8 s"
@@ -63,7 +63,7 @@ def test_they_are_offered_as_early_as_others_took_to_leave() -> None:
     assert rescue.victims(replace(later, victims=VICTIMS[1:]), (), 1.5) == [2], "0.4 s twice, and 0.1 s"
 
 
-def test_who_leaves_long_after_it_was_asked_for_tells_nothing() -> None:
+def test_late_departure_is_not_measured() -> None:
     rescue, soon = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
     assert rescue.victims(soon, (), 1.0) == [3]
     rescue.left(3, 2.1)

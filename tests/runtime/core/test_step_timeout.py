@@ -35,7 +35,7 @@ def test_bound(times: list[float], bound: float) -> None:
     [(ENOUGH_STEPS, 0.1, HUNG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, NEW_FORM_BOUND_S), (0, 100.0, 500.0)],
     ids=["quick", "slow", "the first of its form", "the first of its form, and slow"],
 )
-def test_the_fitted_time_goes_before_what_was_seen(steps: int, expected_s: float, bound: float) -> None:
+def test_fitted_time_precedes_observed_time(steps: int, expected_s: float, bound: float) -> None:
     times = StepTimes()
     for _ in range(steps):
         times.took(FORM, 90.0)
@@ -50,7 +50,7 @@ def test_a_new_form_is_not_judged_by_others() -> None:
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50))
-def test_a_step_as_long_as_the_last_is_never_hung(times: list[float]) -> None:
+def test_step_as_long_as_the_last_never_times_out(times: list[float]) -> None:
     steps = StepTimes()
     for took in times:
         steps.took(FORM, took)

@@ -50,7 +50,7 @@ async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
     assert await rig.engine.take() == wire.Abort([handle])
 
 
-async def test_a_refusal_reaches_the_door(rig: Rig) -> None:
+async def test_refusal_reaches_the_api_server(rig: Rig) -> None:
     reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
     handle = (await rig.engine.take_submit()).handle
     await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
@@ -59,7 +59,7 @@ async def test_a_refusal_reaches_the_door(rig: Rig) -> None:
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
 
 
-async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> None:
+async def test_lost_engine_ends_open_streams_after_their_tokens(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
@@ -75,7 +75,7 @@ async def test_a_lost_engine_ends_open_streams_after_what_they_had(rig: Rig) -> 
     assert backend.not_ready() == "rank 0 was killed"
 
 
-async def test_a_finished_stream_does_not_care_for_a_lost_engine(rig: Rig) -> None:
+async def test_finished_stream_ignores_a_lost_engine(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))

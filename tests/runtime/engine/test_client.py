@@ -16,7 +16,7 @@ from tests.runtime.fake_runner import make_request
 __all__ = ["rig"]
 
 
-async def test_each_sink_gets_its_tokens_of_a_step_in_one_call(rig: Rig) -> None:
+async def test_each_sink_gets_a_steps_tokens_in_one_call(rig: Rig) -> None:
     one, two = ListSink(), ListSink()
     a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
     assert [(await rig.engine.take_submit()).handle for _ in range(3)] == [a, b, c]
@@ -25,7 +25,7 @@ async def test_each_sink_gets_its_tokens_of_a_step_in_one_call(rig: Rig) -> None
     assert await two.next() == wire.Tokens([b], [1], [0], [11], [])
 
 
-async def test_details_go_to_the_sink_that_asked_beside_its_tokens(rig: Rig) -> None:
+async def test_details_reach_the_requesting_sink_with_its_tokens(rig: Rig) -> None:
     one, two, detail = ListSink(), ListSink(), wire.TokenDetail(-1.0, 0, [], [])
     a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
     told = [wire.PromptDetails(a, 0, 1, [detail])]
@@ -49,7 +49,7 @@ async def test_details_wait_in_the_mailbox_for_their_tokens(rig: Rig) -> None:
     await stream.aclose()
 
 
-async def test_what_the_cache_had_is_told_with_the_first_token(rig: Rig) -> None:
+async def test_cached_tokens_come_with_the_first_token(rig: Rig) -> None:
     backend, other = LocalBackend(rig.client), ListSink()
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
@@ -62,7 +62,7 @@ async def test_what_the_cache_had_is_told_with_the_first_token(rig: Rig) -> None
     assert [(end.reason, end.cached_tokens) for end in rig.meter.ends] == [("abort", 2)]
 
 
-async def test_what_happens_is_measured(rig: Rig) -> None:
+async def test_requests_and_tokens_are_measured(rig: Rig) -> None:
     sink = ListSink()
     handle = rig.client.submit(make_request(5), sink)
     await rig.engine.say(wire.Load(1, 2, 3, 4, 5))
@@ -100,7 +100,7 @@ async def test_an_unreadable_frame_harms_no_other(rig: Rig, caplog: pytest.LogCa
     assert "cannot be read" in caplog.text
 
 
-async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(rig: Rig) -> None:
+async def test_lost_incarnation_drops_requests_and_the_next_serves(rig: Rig) -> None:
     sink = ListSink()
     changes: list[wire.State] = []
     unsubscribe = rig.client.subscribe(lambda: changes.append(rig.client.state()))
@@ -121,7 +121,7 @@ async def test_a_lost_incarnation_forgets_its_requests_and_the_next_one_serves(r
     assert changes == [wire.State(False, 2, "rank 1 was killed"), wire.State(True, 2)]
 
 
-async def test_a_loss_says_whose_fault_it_may_be(rig: Rig) -> None:
+async def test_loss_names_the_suspected_requests(rig: Rig) -> None:
     rig.client.submit(msgspec.structs.replace(make_request(), alone=True), ListSink())
     assert rig.client.has_lone_request
     rig.client.end_incarnation(2, "rank 1 was killed")
@@ -166,7 +166,7 @@ async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
     assert rig.meter.queue_times_s == [0.5]
 
 
-async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: Rig) -> None:
+async def test_draining_client_finishes_its_requests_only(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     running = asyncio.create_task(drain(backend, make_request(2)))
     while not rig.client.is_busy:
@@ -184,7 +184,7 @@ async def test_a_drained_client_takes_nothing_new_and_finishes_what_it_has(rig: 
     assert not rig.client.state().serving
 
 
-async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -> None:
+async def test_stream_open_after_draining_gets_a_reason(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     running = asyncio.create_task(drain(backend, make_request(2)))
     while not rig.client.is_busy:
@@ -198,7 +198,7 @@ async def test_a_stream_that_still_runs_when_draining_ends_hears_why(rig: Rig) -
     assert "lost its engine" not in caught.value.message
 
 
-async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_pod_stops(rig: Rig) -> None:
+async def test_engine_failure_while_draining_reports_the_stopping_pod(rig: Rig) -> None:
     running = asyncio.create_task(drain(LocalBackend(rig.client), make_request(2)))
     while not rig.client.is_busy:
         await asyncio.sleep(0.01)
@@ -209,7 +209,7 @@ async def test_a_stream_whose_engine_dies_while_the_pod_drains_hears_that_the_po
     assert caught.value.code == "shutting_down"
 
 
-async def test_tokens_of_one_step_share_the_time_since_those_before(rig: Rig) -> None:
+async def test_tokens_of_one_step_share_the_elapsed_time(rig: Rig) -> None:
     sink = ListSink()
     one, other = (rig.client.submit(make_request(5), sink) for _ in range(2))
     await rig.engine.say(wire.Tokens([one, other], [0, 0], [0, 0], [7, 7], []))

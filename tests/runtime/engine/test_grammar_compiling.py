@@ -132,7 +132,7 @@ def asking(grammar: wire.Grammar | None, request: wire.Request | None = None) ->
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
 
-def test_tokens_of_others_go_on_while_a_grammar_is_compiled() -> None:
+def test_other_requests_proceed_while_a_grammar_compiles() -> None:
     with Engine() as engine:
         engine.send(wire.Submit(1, asking(LARGE)))
         assert engine.grammars.begun.wait(20)
@@ -149,7 +149,7 @@ def test_tokens_of_others_go_on_while_a_grammar_is_compiled() -> None:
         assert sorted(engine.grammars.compiled) == ["large", "small"]
 
 
-def test_one_that_waits_counts_as_waiting_and_the_loop_sleeps() -> None:
+def test_request_awaiting_its_grammar_counts_as_waiting() -> None:
     with Engine() as engine:
         engine.send(wire.Submit(1, asking(LARGE)))
         engine.until_load(1, 0)
@@ -166,7 +166,7 @@ def test_one_that_waits_counts_as_waiting_and_the_loop_sleeps() -> None:
         assert (engine.loads[-1].free_pages, engine.loads[-1].leaks) == (64, 0)
 
 
-def test_one_that_waits_can_be_aborted_and_asked_for_again() -> None:
+def test_request_awaiting_its_grammar_can_be_aborted() -> None:
     with Engine() as engine:
         engine.send(wire.Submit(1, asking(LARGE)), wire.Submit(2, asking(LARGE)), wire.Abort([1]))
         engine.until_load(1, 0)
@@ -180,7 +180,7 @@ def test_one_that_waits_can_be_aborted_and_asked_for_again() -> None:
         assert engine.ended == [1] and engine.grammars.compiled == ["large"]
 
 
-def test_one_that_leaves_before_a_thread_is_free_is_never_compiled() -> None:
+def test_abandoned_grammar_is_never_compiled() -> None:
     with Engine() as engine:
         first, second, third = (asking(wire.Grammar("regex", f"large {n}")) for n in range(3))
         engine.send(wire.Submit(1, first), wire.Submit(2, second), wire.Submit(3, third), wire.Abort([3]))
@@ -193,7 +193,7 @@ def test_one_that_leaves_before_a_thread_is_free_is_never_compiled() -> None:
 
 
 @pytest.mark.parametrize(("grammar", "status", "says"), [(BROKEN, 400, "grammar: it is broken"), (BUG, 500, "see the log")])
-def test_a_grammar_that_cannot_be_compiled_ends_its_requests_before_any_step(
+def test_invalid_grammar_ends_its_requests_before_any_step(
     grammar: wire.Grammar, status: int, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Engine() as engine:
@@ -209,7 +209,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_requests_before_any_step(
         assert engine.tokens[3] == expected_output(asking(SMALL))
 
 
-def test_who_waited_for_its_grammar_has_its_place_in_the_order_of_arrival() -> None:
+def test_request_with_a_grammar_keeps_its_arrival_order() -> None:
     engine = Engine(limits=Limits(64, 1, 16))
     engine.send(wire.Submit(1, asking(LARGE)))
     assert engine.loop.turn()
@@ -235,7 +235,7 @@ def test_preempted_requests_hold_their_grammars_and_give_equal_tokens() -> None:
         assert engine.grammars.compiled == ["small"]
 
 
-def test_a_stream_taken_over_goes_on_from_its_delivered_tokens() -> None:
+def test_moved_stream_continues_its_grammar_from_delivered_tokens() -> None:
     whole = expected_output(make_request(5, 6))
     with Engine() as engine:
         engine.send(wire.Submit(1, asking(SMALL, make_request(5, 6, delivered=whole[:3], epoch=2))))
@@ -260,7 +260,7 @@ def test_the_real_channel_is_woken_and_sleeps_again(tmp_path: Path) -> None:
     context.destroy(linger=0)
 
 
-def test_over_the_real_channel_a_compiled_grammar_wakes_the_engine(tmp_path: Path) -> None:
+def test_compiled_grammar_wakes_the_engine_over_the_channel(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.PAIR)
     server.bind(f"ipc://{tmp_path}/engine")

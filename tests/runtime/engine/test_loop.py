@@ -81,7 +81,7 @@ def tokens_of(script: Script, handle: int) -> list[int]:
     return [t for frame in frames for h, t in zip(frame.handles, frame.tokens, strict=True) if h == handle]
 
 
-def test_one_frame_a_step_carries_the_tokens_of_all_requests() -> None:
+def test_one_frame_per_step_has_all_requests_tokens() -> None:
     requests = {h: make_request(3, 3, seed=h) for h in range(3)}
     script = Script([wire.Submit(h, r) for h, r in requests.items()])
     run_script(script)
@@ -91,7 +91,7 @@ def test_one_frame_a_step_carries_the_tokens_of_all_requests() -> None:
     assert [end.handle for end in frames[-1].finished] == [0, 1, 2]
 
 
-def test_the_loop_blocks_only_when_there_is_nothing_to_compute() -> None:
+def test_loop_blocks_only_without_work() -> None:
     script = Script([wire.Submit(1, make_request(3, 3))])
     run_script(script)
     assert script.blocked == [True, False, False, True]
@@ -104,7 +104,7 @@ def test_an_abort_takes_effect_before_the_next_step() -> None:
     assert len(tokens_of(script, 2)) == 2
 
 
-def test_refusals_and_requests_that_are_over_are_answered_at_once() -> None:
+def test_refused_and_finished_requests_are_answered_at_once() -> None:
     script = Script([wire.Submit(1, make_request(64, 1, epoch=3)), wire.Submit(2, make_request(3, 2, delivered=[5, 6], epoch=4))])
     run_script(script)
     refused, over = [frame for frame in script.sent if not isinstance(frame, wire.Load)]
@@ -119,7 +119,7 @@ def test_refusals_and_requests_that_are_over_are_answered_at_once() -> None:
     [(0.001, False, 1.0), (2.0, True, 36.0), (1000.0, True, 60.0)],
     ids=["no rate known", "backlog over rate", "never more than a minute"],
 )
-def test_a_full_queue_says_when_to_come_again(tick_s: float, steps_before: bool, retry_after_s: float) -> None:
+def test_full_queue_gives_the_retry_time(tick_s: float, steps_before: bool, retry_after_s: float) -> None:
     warm: list[list[wire.ToEngine | bytes]] = [[wire.Submit(0, make_request(1, 1))], []] if steps_before else []
     script = Script(*warm, [wire.Submit(h, make_request(n, 1)) for h, n in [(1, 4), (2, 5), (3, 6), (4, 7)]])
     run_script(script, tick_s)
@@ -128,7 +128,7 @@ def test_a_full_queue_says_when_to_come_again(tick_s: float, steps_before: bool,
     assert refused.retry_after_s == pytest.approx(retry_after_s, rel=0.1)
 
 
-def test_load_is_reported_every_50_ms_while_busy_and_once_when_idle() -> None:
+def test_load_is_reported_every_50_ms_or_once_idle() -> None:
     script = Script([wire.Submit(1, make_request(3, 40))], [])
     run_script(script, tick_s=0.01)
     loads = script.of(wire.Load)
@@ -153,12 +153,12 @@ def test_an_unreadable_request_ends_and_harms_no_other(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", b"\x93\xa6submit\xa1x\x90", b"\x91\xa5abort"])
-def test_a_frame_that_names_no_request_ends_the_incarnation_so_that_nobody_waits_for_ever(frame: bytes) -> None:
+def test_unknown_frame_ends_the_incarnation(frame: bytes) -> None:
     with pytest.raises(msgspec.DecodeError, match="names no request"):
         run_script(Script([frame]))
 
 
-def test_pages_are_looked_at_once_a_second_however_often_the_engine_falls_idle() -> None:
+def test_pages_are_checked_once_a_second() -> None:
     for tick_s, looks in ((0.001, 1), (0.5, 4)):
         batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(handle, make_request(3, 1))] for handle in (1, 2, 3)]
         script = Script(*batches)
@@ -169,7 +169,7 @@ def test_pages_are_looked_at_once_a_second_however_often_the_engine_falls_idle()
         assert counted.count == looks
 
 
-def test_a_leak_is_logged_when_idle_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_page_leak_is_logged_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
     script = Script([wire.Submit(1, make_request(3, 2))])
     loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(1.0))
     loop._scheduler.pool.take(1)
@@ -179,7 +179,7 @@ def test_a_leak_is_logged_when_idle_and_harms_nobody(caplog: pytest.LogCaptureFi
     assert [load.leaks for load in script.of(wire.Load)][-1] == 2, "counted each time that idleness begins"
 
 
-def test_what_the_cache_spares_is_told_at_the_end_and_in_the_load() -> None:
+def test_cached_tokens_are_reported_at_end_and_in_load() -> None:
     script = Script([wire.Submit(1, make_request(21, 2))], [], [], [wire.Submit(2, make_request(21, 2))])
     run_script(script)
     ends = [end for frame in script.sent if isinstance(frame, wire.Tokens) for end in frame.finished]
@@ -202,7 +202,7 @@ def test_the_order_is_that_of_the_policy() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_as_many_plans_are_in_flight_as_the_runner_works_on(depth: int) -> None:
+def test_plans_in_flight_equal_the_runners_depth(depth: int) -> None:
     requests = {h: make_request(5, 6, seed=h) for h in range(4)}
     script = Script([wire.Submit(h, r) for h, r in requests.items()], [], [], [wire.Abort([3])])
     runner = FakeRunner(64, 4, depth)
@@ -214,7 +214,7 @@ def test_as_many_plans_are_in_flight_as_the_runner_works_on(depth: int) -> None:
     assert loop._scheduler.check() == []
 
 
-def test_a_step_that_waited_for_the_one_before_it_took_the_time_since() -> None:
+def test_pipelined_step_time_excludes_its_predecessor() -> None:
     """Two plans are in flight all the time; each look at the clock takes 1 s, and two of them are between two ends."""
     script = Script([wire.Submit(h, make_request(1, 20, seed=h)) for h in range(2)])
     loop = EngineLoop(FakeRunner(64, 4, depth=2), LIMITS, script, Clock(1.0))
@@ -256,7 +256,7 @@ def test_a_lost_peer_ends_the_engine_and_its_socket(tmp_path: Path) -> None:
     context.destroy(linger=0)
 
 
-def test_frames_pass_the_socket_and_its_end_ends_the_loop(tmp_path: Path) -> None:
+def test_frames_pass_the_socket_and_closing_ends_the_loop(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
     ours: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -293,7 +293,7 @@ def queue_times(script: Script) -> list[float]:
     return [wait_s for frame in script.sent if isinstance(frame, wire.Tokens) for wait_s in frame.queue_times_s]
 
 
-def test_each_request_s_time_in_the_queue_is_told_once_when_its_first_step_starts() -> None:
+def test_queue_time_is_reported_once_at_the_first_step() -> None:
     requests: list[wire.ToEngine | bytes] = [
         wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)
     ]  # four rows: the last one waits
@@ -304,7 +304,7 @@ def test_each_request_s_time_in_the_queue_is_told_once_when_its_first_step_start
     assert waits[-1] > 2 * max(waits[:4])
 
 
-def test_a_preempted_request_is_not_in_the_queue_s_times_again() -> None:
+def test_preemption_adds_no_queue_time() -> None:
     requests: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(8, 16, seed=h)) for h in range(4)]
     script = Script(requests[:2], requests[2:])
     loop = EngineLoop(FakeRunner(14, 4), LIMITS, script, Clock(0.001))
@@ -313,7 +313,7 @@ def test_a_preempted_request_is_not_in_the_queue_s_times_again() -> None:
     assert len(queue_times(script)) == 4
 
 
-def test_a_request_that_leaves_the_queue_unserved_has_no_time() -> None:
+def test_unserved_request_has_no_queue_time() -> None:
     requests: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)]
     script = Script(requests[:2], [*requests[2:], wire.Abort([4])])
     loop = run_script(script)
@@ -345,7 +345,7 @@ class TimedScript(Script):
             self.reports.append((self._clock.now, self.sent[-1]))
 
 
-def test_preemptions_are_reported_at_once_but_not_more_often_than_every_10_ms() -> None:
+def test_preemptions_are_reported_at_most_every_10_ms() -> None:
     limits, clock = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), Clock(0.001)
     script = TimedScript(clock, [wire.Submit(h, make_request(6, 30, seed=h)) for h in range(4)])
     EngineLoop(FakeRunner(16, 4), limits, script, clock, SchedulerConfig(eviction_policy="lru")).run()
@@ -354,7 +354,7 @@ def test_preemptions_are_reported_at_once_but_not_more_often_than_every_10_ms() 
     assert any(gap_s < 0.02 and rise for gap_s, rise in pairs), "one did not wait for the 50 ms"
 
 
-def test_reports_come_with_what_the_cache_finds() -> None:
+def test_reports_contain_cache_changes() -> None:
     batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(h, make_request(21, 6, seed=h))] for h in range(30)]
     script = Script(*batches)
     loop = run_script(script, tick_s=0.003)

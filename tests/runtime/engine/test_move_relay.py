@@ -26,7 +26,7 @@ class Ends:
             self.relay.order(frame, self.heard.append)
 
 
-def test_who_asked_hears_until_it_decides() -> None:
+def test_requesting_router_receives_updates_until_it_decides() -> None:
     ends = Ends()
     ends.order(OUT)
     ends.relay.tell(FROZEN)
@@ -46,7 +46,7 @@ def test_a_released_request_ends_here(said: list[MoveReport]) -> None:
     assert ends.let_go == [7]
 
 
-def test_a_target_that_gave_up_is_heard_once() -> None:
+def test_abandoned_move_is_reported_once() -> None:
     ends = Ends()
     ends.order(IN)
     ends.relay.tell(FAILED)
@@ -56,7 +56,7 @@ def test_a_target_that_gave_up_is_heard_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "next incarnation"])
-def test_nobody_hears_of_a_router_or_an_incarnation_that_is_gone(how: str) -> None:
+def test_lost_router_or_incarnation_receives_no_updates(how: str) -> None:
     ends = Ends()
     hear = ends.heard.append
     ends.relay.order(OUT, hear)

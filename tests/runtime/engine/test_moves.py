@@ -135,7 +135,7 @@ def both(report: copying.Report) -> list[tuple[int, copying.Report]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_stopped_request_is_frozen_after_its_step_and_ends_without_a_word_when_it_is_released(depth: int) -> None:
+def test_stopped_request_freezes_after_its_step_and_is_released(depth: int) -> None:
     engine = Engine(depth=depth)
     request = make_request(10, 30)
     engine.turn(wire.Submit(1, request), times=4)
@@ -153,7 +153,7 @@ def test_a_stopped_request_is_frozen_after_its_step_and_ends_without_a_word_when
     assert (load.running, load.free_pages, load.leaks) == (0, 40, 0)
 
 
-def test_an_idle_engine_tells_at_once_that_a_connection_for_pages_was_turned_away() -> None:
+def test_idle_engine_reports_a_refused_page_connection_at_once() -> None:
     engine = Engine()
     engine.turn(times=2)
     assert [load.refused_copies for load in engine.of(wire.Load)] == [0]
@@ -161,7 +161,7 @@ def test_an_idle_engine_tells_at_once_that_a_connection_for_pages_was_turned_awa
     assert [load.refused_copies for load in engine.of(wire.Load)] == [0, 1]
 
 
-def test_pages_are_sent_after_the_plans_in_flight_which_may_write_what_is_shared() -> None:
+def test_pages_are_sent_after_plans_that_may_write_them() -> None:
     engine = Engine(depth=2)
     engine.turn(wire.Submit(1, make_request(30, 30)), wire.Submit(2, make_request(30, 30)), times=4)
     engine.turn(out())
@@ -174,7 +174,7 @@ def test_pages_are_sent_after_the_plans_in_flight_which_may_write_what_is_shared
 
 
 @pytest.mark.parametrize("how", ["thaw", "lease", "failed"])
-def test_a_frozen_request_goes_on_when_the_move_is_off(how: str) -> None:
+def test_frozen_request_resumes_after_a_cancelled_move(how: str) -> None:
     engine = Engine()
     engine.turn(wire.Submit(1, request := make_request(10, 12)), times=4)
     engine.turn(out(), times=2)
@@ -197,7 +197,7 @@ def test_a_frozen_request_goes_on_when_the_move_is_off(how: str) -> None:
     ]
 
 
-def test_a_move_that_is_asked_for_again_does_not_forget_what_was_sent_without_a_drafts_part() -> None:
+def test_repeated_move_keeps_its_missing_draft_pages() -> None:
     runner, carrier = FakeRunner(44, 4), FakeCarrier()
     scheduler = make_scheduler(Limits(128, 4, 128), runner.pool, SchedulerConfig())
     moving = EngineMoves(scheduler, carrier, lambda frame: None, lambda handle: None)
@@ -218,7 +218,7 @@ def test_a_move_that_is_asked_for_again_does_not_forget_what_was_sent_without_a_
     assert carrier.drafted == [0, 0]
 
 
-def test_a_request_that_ends_while_it_is_copied_ends_the_move() -> None:
+def test_request_that_ends_during_the_copy_ends_the_move() -> None:
     engine = Engine()
     engine.turn(wire.Submit(1, make_request(6, 8)), times=7)
     engine.turn(moves.MoveOut("m", 1, 0, moves.Prepared("m", 0, THERE, b"k" * 32), "stop"))
@@ -243,7 +243,7 @@ def test_a_move_that_cannot_be_is_answered(asked: moves.MoveOut, code: str) -> N
     assert engine.tokens(1) == expected_output(request)
 
 
-def test_reserved_pages_are_given_back_only_when_every_rank_has_forgotten_the_move() -> None:
+def test_reserved_pages_are_freed_after_every_rank_forgot_them() -> None:
     engine = Engine()
     engine.turn(wire.Prepare("m", make_request(10, 20)), times=2)
     prepared = engine.of(moves.Prepared)[0]
@@ -261,7 +261,7 @@ def test_reserved_pages_are_given_back_only_when_every_rank_has_forgotten_the_mo
     assert (load.reserved_pages, load.free_pages, load.leaks) == (0, 40, 0)
 
 
-def test_a_request_starts_on_its_pages_once_all_ranks_have_them_and_computes_only_the_rest() -> None:
+def test_request_starts_on_transferred_pages_and_computes_the_rest() -> None:
     engine = Engine()
     request = make_request(10, 20)
     whole = expected_output(request)
@@ -282,7 +282,7 @@ def test_a_request_starts_on_its_pages_once_all_ranks_have_them_and_computes_onl
     assert engine.load.free_pages == 40
 
 
-def test_a_start_before_the_pages_are_here_computes_all_and_gives_them_back() -> None:
+def test_start_before_the_pages_computes_all_and_frees_them() -> None:
     engine = Engine()
     request = make_request(10, 8)
     engine.turn(wire.Prepare("m", request), times=2)
@@ -293,7 +293,7 @@ def test_a_start_before_the_pages_are_here_computes_all_and_gives_them_back() ->
 
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled while pages came", "still compiled"])
-def test_the_grammar_of_a_request_is_compiled_while_its_pages_come(is_compiled: bool) -> None:
+def test_grammar_compiles_while_pages_arrive(is_compiled: bool) -> None:
     grammars = Slow()
     engine = Engine(grammars=grammars)
     request = asking(LARGE, make_request(10, 20))
@@ -327,7 +327,7 @@ def test_a_full_pool_refuses_a_move() -> None:
     assert engine.carrier.of("expect") == []
 
 
-def test_of_two_routers_that_want_the_same_room_the_first_gets_it() -> None:
+def test_first_of_two_routers_gets_the_pages() -> None:
     engine = Engine(num_pages=16)
     engine.turn(wire.Prepare("of one", make_request(30, 20)), wire.Prepare("of another", make_request(30, 20, seed=3)), times=2)
     assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["of one"]
@@ -339,7 +339,7 @@ def test_of_two_routers_that_want_the_same_room_the_first_gets_it() -> None:
     assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["of one", "a third"]
 
 
-def test_a_request_that_fits_only_without_reserved_pages_waits_without_spinning() -> None:
+def test_request_awaiting_reserved_pages_waits_without_spinning() -> None:
     engine = Engine(num_pages=16)
     engine.turn(wire.Prepare("m", make_request(30, 20)), times=2)
     engine.inbox.waited.clear()
@@ -361,7 +361,7 @@ def test_turned_away_connections_are_counted() -> None:
 
 
 @pytest.mark.parametrize("end", ["it lets them in", "the router gives up"])
-def test_nobody_is_told_where_to_send_pages_before_every_rank_lets_them_in(end: str) -> None:
+def test_page_addresses_are_sent_after_every_rank_is_ready(end: str) -> None:
     engine = Engine()
     engine.carrier.is_slow = True
     request = make_request(10, 30, delivered=[1, 2])

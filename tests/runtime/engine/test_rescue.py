@@ -7,7 +7,7 @@ from tests.runtime.engine.test_moves import Engine, out
 from tests.runtime.fake_runner import expected_output, make_request
 
 
-def test_requests_are_offered_before_they_are_preempted_and_a_frozen_one_is_not_preempted() -> None:
+def test_requests_are_offered_before_preemption() -> None:
     engine = Engine(num_pages=16)
     requests = {handle: make_request(12, 26, seed=handle) for handle in (1, 2)}
     engine.turn(*[wire.Submit(handle, request) for handle, request in requests.items()], times=8)
@@ -22,7 +22,7 @@ def test_requests_are_offered_before_they_are_preempted_and_a_frozen_one_is_not_
 
 
 @pytest.mark.parametrize("leaves", ["with pages", "computed anew"])
-def test_requests_are_offered_earlier_once_it_took_others_long_to_leave(leaves: str) -> None:
+def test_offers_come_earlier_after_slow_departures(leaves: str) -> None:
     engine = Engine(depth=2)
 
     def until_asked(first: int) -> moves.AskRescue:

@@ -120,7 +120,7 @@ def test_tokens_and_logprobs_are_those_of_a_request_alone(
 
 @here
 @pytest.mark.parametrize("stages", [1, 2], ids=["tp2", "pp2"])
-def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, stages: int) -> None:
+def test_several_ranks_equal_one_rank(folder: Path, tmp_path: Path, stages: int) -> None:
     draft = save_draft(folder, tmp_path / "draft", noise=0.02)
     told = {"speculative_method": "draft", "draft_dir": str(draft), "pipeline_parallel_size": stages}
 
@@ -152,6 +152,6 @@ def test_several_ranks_give_what_they_give_alone(folder: Path, tmp_path: Path, s
         ("llama", {"model_impl": "transformers"}, "only models of the fused decoder"),
     ],
 )
-def test_what_is_not_fixed_is_refused(tmp_path: Path, family: str, fields: dict[str, Any], why: str) -> None:
+def test_unsupported_shape_is_refused(tmp_path: Path, family: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=f"batch-invariant: .*{why}"):
         load(save(tmp_path / "model", family), **fields)

@@ -97,7 +97,7 @@ def test_self_drafts_move_as_their_pages_do(folder: Path, ways: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("shape", ["best_first", "static"])
-def test_branches_that_are_not_in_their_places_yet_stay_behind(folder: Path, ways: dict[str, Any], shape: TreeShape) -> None:
+def test_incomplete_branches_are_not_moved(folder: Path, ways: dict[str, Any], shape: TreeShape) -> None:
     """What was accepted from a branch just before a move is computed again by the other group."""
     requests = [make_request(kind, **sampling) for kind, sampling in KINDS.items()]
     way = ways["noisy" if shape == "best_first" else "layers"]

@@ -47,7 +47,7 @@ def router(field: Field) -> Mover:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Mover, mode: moves.MoveMode) -> None:
+def test_moved_requests_continue_with_equal_tokens(router: Mover, mode: moves.MoveMode) -> None:
     requests = [make_request(f"{kind} {mode}", **sampling) for kind, sampling in KINDS.items()]
     plain = undisturbed(router, requests)
     streams = [router.submit(request) for request in requests]
@@ -69,7 +69,7 @@ def test_requests_move_to_and_fro_and_go_on_with_equal_tokens(router: Mover, mod
     router.settle()
 
 
-def test_requests_with_proposals_move_and_go_on_with_equal_tokens(model: Path) -> None:
+def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> None:
     """They are looked up anew at the target. What was accepted lies in the pages that move, what was rejected does not count."""
     few = {"allowed_token_ids": [3, 4, 5]}
     kinds = {
@@ -124,7 +124,7 @@ def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:
     router.settle()
 
 
-def test_the_target_reads_what_arrived_and_computes_nothing_of_it_anew(model: Path) -> None:
+def test_target_uses_transferred_pages_without_recomputation(model: Path) -> None:
     with running_field(model, [[1], [1]], BUILD) as field:
         router = field.mover
         (plain,) = undisturbed(router, [make_request("zeroed")])
@@ -142,7 +142,7 @@ def test_the_target_reads_what_arrived_and_computes_nothing_of_it_anew(model: Pa
         assert stream.tokens != plain.tokens
 
 
-def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(model: Path) -> None:
+def test_wrong_key_is_refused_and_the_source_continues(model: Path) -> None:
     """The engines' clock is slow, so that no lease ends before the door of a crowded machine has answered."""
     request = make_request("key", max_tokens=150)
     with running_field(model, [[1], [1]], BUILD, clock=lambda: time.monotonic() / 30) as field:
@@ -161,7 +161,7 @@ def test_a_wrong_key_is_refused_and_counted_and_the_source_goes_on(model: Path) 
         router.until(lambda: router.loads[1].refused_copies == 1)
 
 
-def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(field: Field, router: Mover) -> None:
+def test_corrupted_page_ends_the_move_and_the_source_continues(field: Field, router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("corrupted")])
     stream = router.submit(make_request("corrupted"))
     router.until(lambda: len(stream.tokens) >= 2)
@@ -176,7 +176,7 @@ def test_a_corrupted_page_ends_the_move_and_the_source_goes_on(field: Field, rou
     router.settle()
 
 
-def test_a_move_that_nobody_commits_leaves_both_groups_as_they_were(router: Mover) -> None:
+def test_uncommitted_move_leaves_both_groups_unchanged(router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("undecided")])
     stream = router.submit(make_request("undecided"))
     router.until(lambda: len(stream.tokens) >= 2)
@@ -190,7 +190,7 @@ def test_a_move_that_nobody_commits_leaves_both_groups_as_they_were(router: Move
     router.settle()
 
 
-def test_a_commit_without_pages_computes_the_request_anew(router: Mover) -> None:
+def test_commit_without_pages_recomputes_the_request(router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("early")])
     stream = router.submit(make_request("early"))
     router.until(lambda: len(stream.tokens) >= 2)
@@ -201,7 +201,7 @@ def test_a_commit_without_pages_computes_the_request_anew(router: Mover) -> None
     router.settle()
 
 
-def test_a_copy_no_faster_than_it_may_be_leaves_the_others_alone(router: Mover) -> None:
+def test_bounded_copy_rate_does_not_slow_others(router: Mover) -> None:
     requests = [make_request(f"slow {i}", max_tokens=150) for i in range(2)]
     plain = undisturbed(router, requests)
     moved, other = (router.submit(request) for request in requests)

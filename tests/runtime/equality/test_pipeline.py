@@ -99,7 +99,7 @@ def test_stages_of_compiled_kernels_give_the_tokens_of_transformers(tmp_path: Pa
 
 @pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
 @groups
-def test_plans_in_flight_draw_equal_tokens(
+def test_plans_in_flight_sample_equal_tokens(
     folder: Path, plain: list[Served], pods: list[int], stages: int, limits: Limits
 ) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
@@ -112,7 +112,7 @@ def test_plans_in_flight_draw_equal_tokens(
 
 
 @groups
-def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
+def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
         watched = Watched(runner)
         return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted), watched.most_in_flight
@@ -153,9 +153,7 @@ def test_details_of_prompts_come_from_the_last_stage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("pods", "stages"), [([2], 2), ([1, 1], 2), ([3], 3)], ids=["pp2", "pp2 over two pods", "pp3"])
-def test_nobody_waits_in_a_circle_when_hidden_states_are_larger_than_what_is_on_its_way(
-    tmp_path: Path, pods: list[int], stages: int
-) -> None:
+def test_large_hidden_states_cause_no_deadlock(tmp_path: Path, pods: list[int], stages: int) -> None:
     folder = save_tiny(tmp_path / "model", hidden_size=512, max_position_embeddings=1024)
     chance = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB_SIZE, (700,), generator=chance).tolist() for _ in range(5)]
@@ -202,7 +200,7 @@ def test_requests_that_are_aborted_in_flight_harm_no_other(
     assert any(0 < len(answer.tokens) < NUM_TOKENS for answer in channel.answers[::2])
 
 
-def test_stages_over_gloo_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+def test_stages_over_gloo_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def rank(own: Collective) -> list[list[Served]]:
         runner = make_model_runner(folder, join_library("gloo", own, "127.0.0.1"), wide(2))
         if own.rank:
@@ -245,7 +243,7 @@ def test_stages_on_gpus_are_refused() -> None:
             join_group(spec, torch.device(device))
 
 
-def test_each_stage_measures_its_own_memory_and_all_agree_on_the_pages(folder: Path) -> None:
+def test_stages_measure_their_memory_and_agree_on_pages(folder: Path) -> None:
     """Stages of 2, 1 and 1 layers: a page of the first is twice as large, and its pool holds the fewest."""
 
     def load(group: Collective) -> RankReady:

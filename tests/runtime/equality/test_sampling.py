@@ -68,16 +68,16 @@ def assert_equal(ours: list[Served], plain: list[Served], names: Sequence[str] =
 
 
 @pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
-def test_other_steps_draw_equal_tokens(folder: Path, plain: list[Served], limits: Limits) -> None:
+def test_other_step_sizes_sample_equal_tokens(folder: Path, plain: list[Served], limits: Limits) -> None:
     assert len({tuple(one.tokens) for one in plain}) == len(FIELDS), "the requests differ"
     assert_equal(answers(folder, requests(), limits), plain)
 
 
-def test_two_ranks_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+def test_two_ranks_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     assert_equal(answers(folder, requests(), pods=(2,)), plain)
 
 
-def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served]) -> None:
+def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
         watched = Watched(runner)
         return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted)
@@ -89,7 +89,7 @@ def test_preempted_requests_draw_equal_tokens(folder: Path, plain: list[Served])
 
 
 @pytest.mark.parametrize("delivered", [1, 5, 13])
-def test_replayed_requests_draw_equal_tokens(folder: Path, plain: list[Served], delivered: int) -> None:
+def test_replayed_requests_sample_equal_tokens(folder: Path, plain: list[Served], delivered: int) -> None:
     replayed = [
         wire.Request(one.id, 2, one.prompt, whole.tokens[:delivered], one.sampling)
         for one, whole in zip(requests(), plain, strict=True)
@@ -103,7 +103,7 @@ def test_replayed_requests_draw_equal_tokens(folder: Path, plain: list[Served], 
             assert rest[str(number)].finish == whole.finish
 
 
-def test_prompt_logprobs_come_once_and_are_the_same_in_other_steps(folder: Path) -> None:
+def test_prompt_logprobs_come_once_and_equal_other_steps(folder: Path) -> None:
     asked = requests(prompt_logprobs=1)
     whole = answers(folder, asked)
     for limits in SHAPES.values():
@@ -113,7 +113,7 @@ def test_prompt_logprobs_come_once_and_are_the_same_in_other_steps(folder: Path)
                 assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
 
 
-def test_a_prompt_that_is_preempted_half_way_is_told_once(folder: Path) -> None:
+def test_preempted_prompt_is_reported_once(folder: Path) -> None:
     """Requests that decode take the pages of one whose long prompt comes in chunks."""
     short = [wire.Request(str(n), 1, [n, 1], [], wire.Sampling(40, n, 0.0, return_gaps=True)) for n in range(3)]
     long = wire.Request("long", 1, [n % 200 for n in range(60)], [], wire.Sampling(4, 9, 0.0, prompt_logprobs=1))
@@ -133,7 +133,7 @@ def test_a_prompt_that_is_preempted_half_way_is_told_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [None, 0], ids=["prompt computed once", "prompt told by each"])
-def test_siblings_of_one_prompt_draw_what_each_draws_alone(folder: Path, told: int | None) -> None:
+def test_siblings_sample_the_same_as_alone(folder: Path, told: int | None) -> None:
     """n = 4: four requests of one prompt with seeds of their own share its pages, unless each wants its prompt's logprobs."""
     prompt = requests()[7].prompt
     fields: dict[str, Any] = {"presence_penalty": 0.5, "prompt_logprobs": told}

@@ -103,7 +103,7 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
 
 
 @groups
-def test_prompts_in_chunks_of_seven_tokens_and_shared_prefixes_change_no_token(model: Path, ranks: int, stages: int) -> None:
+def test_chunks_and_shared_prefixes_change_no_token(model: Path, ranks: int, stages: int) -> None:
     scheduler = on_ranks(model, [ranks], replace(BUILD, stages=stages), partial(compare_runs, Disturbance(budget=7)))
     assert scheduler.sharing.hit_tokens > 3 * 28, "the siblings shared their prompt, and others a part of it"
     assert scheduler.pool.counters.copied > 0
@@ -118,20 +118,20 @@ def test_preemption_at_random_steps_changes_no_token(model: Path, policy: Schedu
 
 
 @groups
-def test_preemption_beside_plans_in_flight_changes_no_token(model: Path, ranks: int, stages: int) -> None:
+def test_preemption_with_plans_in_flight_changes_no_token(model: Path, ranks: int, stages: int) -> None:
     disturbance = Disturbance(budget=24, lag=2, thief=5)
     scheduler = on_ranks(model, [ranks], replace(BUILD, stages=stages), partial(compare_runs, disturbance))
     assert scheduler.num_preemptions > 0
     assert scheduler.sharing.hit_tokens > 0
 
 
-def test_requests_that_come_late_join_the_batch_and_change_no_token(model: Path) -> None:
+def test_late_requests_join_the_batch_and_change_no_token(model: Path) -> None:
     scheduler = on_ranks(model, [1], BUILD, partial(compare_runs, Disturbance(lag=3)))
     assert scheduler.sharing.hit_tokens > 0
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_every_family_keeps_its_tokens_in_chunks_with_shared_prefixes_and_preemption(tmp_path: Path, family: str) -> None:
+def test_every_family_keeps_its_tokens_under_all_schedules(tmp_path: Path, family: str) -> None:
     """Windows, soft caps, layers without positions and experts; mixtures by the models of transformers."""
     folder = save_tiny(tmp_path / "model", family)
     scheduler = on_ranks(folder, [1], BUILD, partial(compare_runs, Disturbance(budget=7, lag=2, thief=5)))

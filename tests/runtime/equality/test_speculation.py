@@ -73,7 +73,7 @@ def assert_path_taken(watched: Watched, least: float = 0.2) -> None:
 
 
 @groups
-def test_every_way_to_sample_draws_equal_tokens_with_drafts(
+def test_every_sampling_mode_is_equal_with_drafts(
     folder: Path, plain: list[Served], oracle: Oracle, pods: list[int], stages: int
 ) -> None:
     served, watched = run(folder, requests(), DRAFTS, made=build(stages=stages, oracle=oracle), pods=pods)
@@ -90,7 +90,7 @@ def test_each_way_to_sample_alone_takes_fewer_steps(folder: Path, plain: list[Se
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_prompts_in_chunks_and_few_rows_draw_equal_tokens(folder: Path, plain: list[Served], oracle: Oracle, stages: int) -> None:
+def test_prompt_chunks_and_few_rows_sample_equal_tokens(folder: Path, plain: list[Served], oracle: Oracle, stages: int) -> None:
     limits = Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=13)
     served, watched = run(folder, requests(), DRAFTS, limits, build(stages=stages, oracle=oracle), [stages])
     assert_equal(served, plain)
@@ -99,7 +99,7 @@ def test_prompts_in_chunks_and_few_rows_draw_equal_tokens(folder: Path, plain: l
 
 @pytest.mark.parametrize("rules", [DRAFTS, LOOKUPS], ids=["drafts", "lookups"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_preempted_requests_draw_equal_tokens(
+def test_preempted_requests_sample_equal_tokens(
     folder: Path, plain: list[Served], oracle: Oracle, stages: int, rules: SchedulerConfig
 ) -> None:
     made = build(11, stages, oracle)
@@ -113,7 +113,7 @@ def test_preempted_requests_draw_equal_tokens(
 
 
 @pytest.mark.parametrize("delivered", [1, 5, 13])
-def test_replayed_requests_draw_equal_tokens(folder: Path, plain: list[Served], oracle: Oracle, delivered: int) -> None:
+def test_replayed_requests_sample_equal_tokens(folder: Path, plain: list[Served], oracle: Oracle, delivered: int) -> None:
     replayed = [
         wire.Request(one.id, 2, one.prompt, whole.tokens[:delivered], one.sampling)
         for one, whole in zip(requests(), plain, strict=True)
@@ -128,7 +128,7 @@ def test_replayed_requests_draw_equal_tokens(folder: Path, plain: list[Served], 
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_what_comes_later_finds_pages_that_were_filled_by_runs(folder: Path, plain: list[Served], stages: int) -> None:
+def test_later_requests_find_pages_filled_by_runs(folder: Path, plain: list[Served], stages: int) -> None:
     """A second request goes on from prompt and output of the first: its prefix was computed, in part, as proposals."""
     one = next(r for r, name in zip(requests(), FIELDS, strict=True) if name == "seeded")
     first = plain[list(FIELDS).index("seeded")].tokens
@@ -159,7 +159,7 @@ def test_siblings_share_their_prompt_and_speculate_each_for_itself(folder: Path)
     assert_path_taken(watched)
 
 
-def test_requests_with_and_without_proposals_share_steps(folder: Path, plain: list[Served], oracle: Oracle) -> None:
+def test_speculating_and_plain_requests_share_steps(folder: Path, plain: list[Served], oracle: Oracle) -> None:
     methods: list[Speculation] = [Speculation("none"), Speculation(), Speculation("ngram", 2), Speculation(None, 1)]
     asked = [msgspec.structs.replace(one, speculation=methods[at % 4]) for at, one in enumerate(requests())]
     served, watched = run(folder, asked, DRAFTS, made=build(oracle=oracle))
@@ -187,14 +187,14 @@ def repeating() -> list[wire.Request]:
 
 
 @groups
-def test_lookups_draw_equal_tokens(folder: Path, pods: list[int], stages: int) -> None:
+def test_lookups_sample_equal_tokens(folder: Path, pods: list[int], stages: int) -> None:
     whole = run(folder, repeating(), PLAIN)[0]
     served, watched = run(folder, repeating(), LOOKUPS, made=build(stages=stages), pods=pods)
     assert_equal(served, whole, list(REPEATING))
     assert_path_taken(watched)
 
 
-def test_a_stop_token_inside_a_run_ends_the_request_there(folder: Path, plain: list[Served]) -> None:
+def test_stop_token_inside_a_run_ends_the_request(folder: Path, plain: list[Served]) -> None:
     at = list(FIELDS).index("seeded")
     one, whole = requests()[at], plain[at].tokens
     cases: list[Callable[[wire.Sampling], wire.Sampling]] = [

@@ -92,7 +92,7 @@ def run(
         ("draft", "best_first", "pp2 x tp2", "preempted"),
     ],
 )
-def test_every_way_to_sample_draws_equal_tokens(
+def test_every_sampling_mode_is_equal_with_trees(
     folder: Path, plain: list[Served], ways: dict[str, Any], way: str, shape: TreeShape, group: str, limits: str
 ) -> None:
     (pods, stages), (bounds, num_pages) = GROUPS[group], LIMITS[limits]
@@ -106,7 +106,7 @@ def test_every_way_to_sample_draws_equal_tokens(
 
 
 @pytest.mark.parametrize(("group", "limits"), [("one", "together"), ("tp2", "preempted"), ("pp2", "chunks of 7")])
-def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: str) -> None:
+def test_lookup_trees_sample_equal_tokens(folder: Path, group: str, limits: str) -> None:
     (pods, stages), (bounds, num_pages) = GROUPS[group], LIMITS[limits]
     asked = [msgspec.structs.replace(one, prompt=one.prompt[: 20 + n]) for n, one in enumerate(repeating())]
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
@@ -118,7 +118,7 @@ def test_trees_of_lookups_draw_equal_tokens(folder: Path, group: str, limits: st
 
 @pytest.mark.parametrize("widths", [(), (3, 2)], ids=["chain", "tree"])
 @pytest.mark.parametrize("way", ["ngram", "draft", "self_draft"])
-def test_replayed_requests_draw_equal_tokens(folder: Path, ways: dict[str, Any], way: Method, widths: tuple[int, ...]) -> None:
+def test_replayed_requests_sample_equal_tokens(folder: Path, ways: dict[str, Any], way: Method, widths: tuple[int, ...]) -> None:
     """A draft computes what others had drawn, and lookups find it."""
     asked = repeating() if way == "ngram" else requests()
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
@@ -179,7 +179,7 @@ def test_each_way_to_sample_alone_accepts_branches(folder: Path, plain: list[Ser
 
 @pytest.mark.parametrize("shape", ["best_first", "static"])
 @pytest.mark.parametrize("limits", LIMITS)
-def test_a_draft_that_is_the_target_is_never_wrong_in_its_first_branch(
+def test_target_as_draft_always_accepts_the_first_branch(
     folder: Path, ways: dict[str, Any], shape: TreeShape, limits: str
 ) -> None:
     """So its pages hold what they should behind every tree. Requests without state; some begin alike."""
@@ -195,9 +195,7 @@ def test_a_draft_that_is_the_target_is_never_wrong_in_its_first_branch(
     assert watched.num_branched == 0 and watched.num_accepted > 60
 
 
-def test_what_comes_later_finds_pages_that_were_filled_by_branches(
-    folder: Path, plain: list[Served], ways: dict[str, Any]
-) -> None:
+def test_later_requests_find_pages_filled_by_branches(folder: Path, plain: list[Served], ways: dict[str, Any]) -> None:
     """A second request goes on from prompt and output of the first: part of its prefix was computed in other slots."""
     at = list(FIELDS).index("seeded")
     one, first = requests()[at], plain[at].tokens
@@ -221,7 +219,7 @@ def test_requests_choose_their_own_trees(folder: Path, plain: list[Served], ways
     assert watched.num_branched > 0
 
 
-def test_a_stop_token_inside_a_branch_ends_the_request_there(folder: Path, plain: list[Served], ways: dict[str, Any]) -> None:
+def test_stop_token_inside_a_branch_ends_the_request(folder: Path, plain: list[Served], ways: dict[str, Any]) -> None:
     at = list(FIELDS).index("seeded")
     one, whole = requests()[at], plain[at].tokens
     for change in ({"stop_token_ids": [whole[3]]}, {"stop_token_ids": [whole[4]], "min_tokens": 3}, {"max_tokens": 5}):
@@ -234,7 +232,7 @@ def test_a_stop_token_inside_a_branch_ends_the_request_there(folder: Path, plain
 
 
 @pytest.mark.parametrize(("family", "level"), [("mistral", "fused"), ("qwen2", "transformers")], ids=["window", "any model"])
-def test_windows_and_models_of_any_kind_see_their_own_branch_alone(tmp_path: Path, family: str, level: Level) -> None:
+def test_all_windows_and_models_attend_only_to_the_branch(tmp_path: Path, family: str, level: Level) -> None:
     """A window is of positions: behind a tree it begins where it would behind the branch alone."""
     folder = save_tiny(tmp_path / "model", family, **({"sliding_window": 7} if family == "mistral" else {}))
     asked = [one for one, name in zip(requests(), FIELDS, strict=True) if name in ("greedy", "seeded", "penalties")]

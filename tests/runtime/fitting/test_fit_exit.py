@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("fit") / "model", num_hidden_layers=4)
 
 
-def test_the_map_is_that_of_least_squares_whatever_parts_the_pairs_come_in() -> None:
+def test_fit_equals_least_squares_for_any_split() -> None:
     chance = torch.Generator().manual_seed(1)
     x = torch.randn((200, 5), generator=chance, dtype=torch.float64) + 3
     weight, bias = torch.randn((4, 5), generator=chance, dtype=torch.float64), torch.randn(4, generator=chance).double()
@@ -49,7 +49,7 @@ def test_a_ratio_is_so_many_layers_and_never_all(ratio: float, layers: int, firs
     assert exit_layers(ratio, layers) == first
 
 
-def test_a_fitted_exit_agrees_more_often_than_none_and_is_read_as_it_was_written(folder: Path, tmp_path: Path) -> None:
+def test_fitted_exit_agrees_more_and_round_trips(folder: Path, tmp_path: Path) -> None:
     made = fit(spec(folder, ratio=0.75), CPU, itertools.count().__next__)
     card = made.card
     assert (card.num_layers, card.ratio, card.model_hash) == (3, 0.75, weights_hash(folder))
@@ -62,7 +62,7 @@ def test_a_fitted_exit_agrees_more_often_than_none_and_is_read_as_it_was_written
     assert torch.allclose(read(states), made(states), atol=1e-4)
 
 
-def test_equal_seeds_give_equal_exits_and_time_bounds_the_writing(folder: Path) -> None:
+def test_equal_seeds_give_equal_exits_within_the_time(folder: Path) -> None:
     one, same, other = (fit(spec(folder, seconds=40.0, seed=seed), CPU, itertools.count().__next__) for seed in (5, 5, 6))
     assert one.card == same.card and bool((one.weight == same.weight).all())
     assert one.card.num_tokens < 3000 * 0.5, "the time was over first"
@@ -78,7 +78,7 @@ def test_models_that_cannot_draft_by_their_layers_are_refused(tmp_path: Path) ->
         fit(spec(mixture), CPU, itertools.count().__next__)
 
 
-def test_files_that_are_no_exit_for_the_model_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_invalid_exit_file_is_refused(folder: Path, tmp_path: Path) -> None:
     good = tmp_path / "good"
     write_exit(good, fit(spec(folder, tokens=200), CPU, itertools.count().__next__))
     save_file(load_file(good), tmp_path / "bare")
@@ -99,7 +99,7 @@ def test_files_that_are_no_exit_for_the_model_are_refused(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(("flags", "ratio", "layers"), [([], 0.4, 2), (["--ratio", "0.75"], 0.75, 3)], ids=["default", "told"])
-def test_the_command_fits_and_tells_the_agreement(
+def test_command_fits_and_prints_the_agreement(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], ratio: float, layers: int
 ) -> None:
     out = tmp_path / "exit.safetensors"
@@ -109,7 +109,7 @@ def test_the_command_fits_and_tells_the_agreement(
     assert (card.ratio, card.num_layers) == (ratio, layers)
 
 
-def test_the_command_says_why_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_reason_of_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fit-exit", str(tmp_path / "none"), "--out", str(tmp_path / "exit")]) == 1
     assert "no such file or folder" in capfd.readouterr().err
     flat = save_tiny(tmp_path / "flat", num_hidden_layers=1)

@@ -37,13 +37,13 @@ def short(outcome: Outcome) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("model_type", SOME)
-def test_some_classes_do_what_the_page_says(model_type: str) -> None:
+def test_some_architectures_work_as_documented(model_type: str) -> None:
     outcome = try_model(model_type)
     assert short(outcome) == told()[model_type], outcome
 
 
 @pytest.mark.slow
-def test_all_classes_do_what_the_page_says() -> None:
+def test_all_architectures_work_as_documented() -> None:
     from tests.architectures.apart import try_apart
 
     context = multiprocessing.get_context("forkserver")

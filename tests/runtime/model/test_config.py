@@ -29,7 +29,7 @@ def parsed(**changes: Any) -> ModelConfig:
     return parse_config({**BASE, **changes})
 
 
-def test_what_is_left_out_has_the_defaults_of_the_family() -> None:
+def test_missing_fields_have_the_family_defaults() -> None:
     config = parsed()
     assert (config.num_kv_heads, config.head_dim, config.max_position, config.tied) == (4, 16, 2048, False)
     assert config.rms_norm_eps == 1e-6 and config.ropes == (Rope(10000.0),) * 3
@@ -51,7 +51,7 @@ def test_families_differ_in_biases_and_norms(architecture: str, biases: tuple[bo
     assert ((config.qkv_bias, config.o_bias, config.mlp_bias), config.qk_norm) == (biases, qk_norm)
 
 
-def test_asked_for_biases_are_there() -> None:
+def test_requested_biases_are_loaded() -> None:
     config = parsed(attention_bias=True, mlp_bias=True)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
 
@@ -68,7 +68,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize(("fields", "rope"), ROPES.values(), ids=ROPES.keys())
-def test_rope_is_read_as_written_by_transformers_4_and_5(fields: dict[str, Any], rope: tuple[str, float, float]) -> None:
+def test_rope_of_transformers_4_and_5_is_read(fields: dict[str, Any], rope: tuple[str, float, float]) -> None:
     (read,) = set(parsed(**fields).ropes)
     assert read is not None and (read.kind, read.theta, read.factor) == rope
 
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_computed_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         parsed(**fields)
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_computed_is_refused_by_name(fields: dict[str, Any], said
     [(None, "does not exist"), ("{", "cannot be read"), ("[]", "expected a JSON object")],
     ids=["missing", "broken", "list"],
 )
-def test_a_config_file_that_is_none_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_invalid_config_file_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=said):
@@ -221,7 +221,7 @@ def test_too_many_ranks_are_refused() -> None:
         partition(parsed(intermediate_size=2), 3)
 
 
-def test_a_rank_with_fewer_heads_gets_more_of_the_mlp() -> None:
+def test_rank_with_fewer_heads_gets_more_mlp() -> None:
     smol = parsed(
         hidden_size=576,
         intermediate_size=1536,

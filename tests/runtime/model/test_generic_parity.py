@@ -94,15 +94,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("kind", "changes", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_our_attention_cannot_do_is_refused_with_the_reason(
-    tmp_path: Path, kind: str, changes: dict[str, Any], said: str
-) -> None:
+def test_unsupported_attention_is_refused_with_the_reason(tmp_path: Path, kind: str, changes: dict[str, Any], said: str) -> None:
     folder = save_tiny(tmp_path / "model", kind, **changes)
     with pytest.raises(ModelError, match=said):
         generate(folder, [1], Build())
 
 
-def test_what_cannot_be_split_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:
+def test_unsplittable_model_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="4 is more than the model's 3 KV heads"):
         generate(models("mixtral"), [4], GENERIC)
     folder = save_tiny(tmp_path / "model", "gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=256)

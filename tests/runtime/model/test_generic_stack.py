@@ -50,7 +50,7 @@ CUTS: dict[str, Cut | None] = {
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_a_stack_is_what_its_parts_make(tmp_path: Path, cut: Cut | None) -> None:
+def test_stack_equals_its_concatenated_parts(tmp_path: Path, cut: Cut | None) -> None:
     kept = tensors()
     with stored(tmp_path, kept) as checkpoint:
         read = read_stack(KINDS, checkpoint, SHAPE, torch.float64, cut)
@@ -62,7 +62,7 @@ def test_a_stack_is_what_its_parts_make(tmp_path: Path, cut: Cut | None) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=8).map(sorted), st.lists(st.integers(0, 40), min_size=2, max_size=6))
-def test_places_of_all_parts_make_up_what_is_kept(ends: list[int], tops: list[int]) -> None:
+def test_indices_of_all_parts_cover_the_kept_rows(ends: list[int], tops: list[int]) -> None:
     spans = [Span(low, high) for low, high in zip(ends[::2], ends[1::2], strict=False)]
     tops = sorted({0, 41, *tops})
     kept: list[int | None] = [None] * sum(span.size for span in spans)
@@ -74,7 +74,7 @@ def test_places_of_all_parts_make_up_what_is_kept(ends: list[int], tops: list[in
     assert kept == [index for span in spans for index in range(span.start, span.stop)]
 
 
-def test_what_makes_up_no_stack_is_left_to_others(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_no_stack(tmp_path: Path) -> None:
     with stored(tmp_path, tensors()) as checkpoint:
 
         def read(shape: tuple[int, ...], cut: Cut | None = None) -> Tensor | None:

@@ -61,14 +61,14 @@ def test_two_stages_give_the_tokens_of_transformers(models: Models, family: str,
 
 @groups
 @pytest.mark.parametrize("family", ["mixtral", "gemma3_text"])
-def test_stages_and_their_ranks_give_the_tokens_of_one_rank(models: Models, family: str, pods: list[int], stages: int) -> None:
+def test_stages_and_ranks_equal_one_rank(models: Models, family: str, pods: list[int], stages: int) -> None:
     """In float64, where no near-tie is excused."""
     alone = generate(models(family), [1], staged(1, torch.float64))
     assert generate(models(family), pods, staged(stages, torch.float64), chunk=5) == alone
 
 
 @groups
-def test_plans_in_flight_draw_equal_tokens(models: Models, pods: list[int], stages: int) -> None:
+def test_plans_in_flight_sample_equal_tokens(models: Models, pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
         watched = Watched(runner)
         return serve(watched, requests(), limits), watched.most_in_flight, len(watched.admitted)
@@ -85,7 +85,7 @@ def test_plans_in_flight_draw_equal_tokens(models: Models, pods: list[int], stag
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_stage_reads_its_own_layers_and_no_table_that_it_does_not_need(tmp_path: Path, tied: bool) -> None:
+def test_each_stage_reads_only_its_layers_and_tables(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny(tmp_path / "model", "mixtral", num_hidden_layers=4, tie_word_embeddings=tied)
 
     def held(stages: int) -> list[tuple[int, int]]:
@@ -156,14 +156,14 @@ CUTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("index", "name"), [(index, name) for name in CUTS for index in range(3) if index == 0 or name != "wider inside"]
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(index: int, name: str) -> None:
+def test_model_that_cannot_be_cut_is_refused(index: int, name: str) -> None:
     fields, why = CUTS[name]
     with pytest.raises(ModelError, match=why):
         part = Part(Toy(**fields), Stage(index, 3), 8)
         probe(part, 64, VOCAB_SIZE, torch.device("cpu"), torch.float32, whole=True)
 
 
-def test_layers_of_other_stages_are_empty_and_still_tell_their_kind() -> None:
+def test_layers_of_other_stages_are_empty_with_their_kind() -> None:
     part = Part(Toy(), Stage(1, 3), 8)
     assert [isinstance(layer, ToyLayer) for layer in part.model.layers] == [False, False, True, True, False]
     assert [layer.kind for layer in part.model.layers] == ["toy"] * 5

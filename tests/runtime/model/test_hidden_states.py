@@ -52,7 +52,7 @@ def test_states_are_those_that_the_whole_model_passes_through(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_first_stage_keeps_a_head_for_its_first_layers(tmp_path: Path, tied: bool) -> None:
+def test_first_stage_has_a_head_for_its_exit(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny(tmp_path / "model", num_hidden_layers=LAYERS, tie_word_embeddings=tied)
 
     def scores(group: Collective, stages: int) -> tuple[torch.Tensor | None, int]:

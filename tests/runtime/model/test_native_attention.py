@@ -73,7 +73,7 @@ def test_kernel_equals_the_definition(target: str, dtype: torch.dtype, dim: int)
     ids=["window", "window over splits", "scale", "softcap"],
 )
 @pytest.mark.parametrize("target", TARGETS)
-def test_kernel_knows_every_form(target: str, form: AttentionForm) -> None:
+def test_kernel_exists_for_every_configuration(target: str, form: AttentionForm) -> None:
     check(compiled(target), case([3, 40, 1100], 8, 4, 4, 32, torch.float32), form)
 
 
@@ -105,7 +105,7 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
         assert torch.equal(alone.attended(NativeAttention(made), AttentionForm())[0], together[row])
 
 
-def test_shapes_that_no_kernel_knows_are_told() -> None:
+def test_unsupported_shapes_are_reported() -> None:
     made = compiled("native")
     assert decodes(made, 4, 2, 64, torch.float32)
     assert not decodes(made, 4, 2, made.lanes + 1, torch.float32)

@@ -35,7 +35,7 @@ def test_a_processor_takes_the_best_that_it_can_run(
     assert (None if found is None else found.name.removesuffix(found.name[-20:])) == wanted
 
 
-def test_what_the_image_lacks_is_not_taken(tmp_path: Path) -> None:
+def test_missing_kernel_file_is_not_loaded(tmp_path: Path) -> None:
     assert shipped(tmp_path, "x86_64", V4) is None
     (tmp_path / "x86-64-v4-0123456789abcdef.so").touch()
     assert shipped(tmp_path, "x86_64", V4) is None, "it was made from other sources"
@@ -74,7 +74,7 @@ def test_an_image_is_given_every_level_of_its_architecture(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("compiler")
-def test_what_cannot_be_compiled_leaves_nothing_and_fails_the_build(tmp_path: Path) -> None:
+def test_failed_compilation_leaves_no_file_and_fails_the_build(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         compile_to(tmp_path / "one.so", ("-march=armv8-a",))
     assert list(tmp_path.glob("*.so")) == []
@@ -86,9 +86,7 @@ def test_what_cannot_be_compiled_leaves_nothing_and_fails_the_build(tmp_path: Pa
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
-def test_shipped_kernels_are_loaded_without_a_compiler_and_use_the_threads_of_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the lowest level, so that every test machine has it."""
     level = LEVELS[2]
     compile_to(shipped_path(tmp_path, level), level.options)

@@ -46,7 +46,7 @@ def on(target: str) -> Library:
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("target", TARGETS)
-def test_linear_equals_its_twin(target: str, dtype: torch.dtype, precision: Precision) -> None:
+def test_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for outputs, inputs, biased in [(48, 64, False), (250, 38, True), (16, 2, True), (7, 130, False), (400, 96, True)]:
         weight, bias = noise(outputs, inputs), noise(outputs) if biased else None
         linear = NativeLinear(on(target), weight, bias, precision)
@@ -64,7 +64,7 @@ def test_linear_equals_its_twin(target: str, dtype: torch.dtype, precision: Prec
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("target", TARGETS)
-def test_gated_linear_equals_its_twin(target: str, dtype: torch.dtype, precision: Precision) -> None:
+def test_gated_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for inner, inputs, biased in [(48, 64, False), (33, 38, True), (200, 96, True)]:
         weight, bias = noise(2 * inner, inputs), noise(2 * inner) if biased else None
         linear = NativeGated(on(target), weight, bias, precision)
@@ -115,7 +115,7 @@ def test_int8_without_a_compiler_gives_the_same_numbers() -> None:
     torch.testing.assert_close(residual, twin(x) + 1)
 
 
-def test_a_tied_embedding_is_read_from_the_blocks_of_the_head() -> None:
+def test_tied_embedding_is_read_from_the_heads_blocks() -> None:
     weight = noise(37, 48, dtype=torch.bfloat16)
     blocks = NativeLinear(compiled("native"), weight, None).blocks
     assert torch.equal(blocks.index_select(0, torch.tensor([36, 0, 15, 16])), weight[[36, 0, 15, 16]])

@@ -146,7 +146,7 @@ def test_compiled_kernels_give_the_tokens_of_transformers(tmp_path: Path, family
     assert taken, "no linear was compiled"
 
 
-def test_a_tied_table_is_kept_once_and_computes_alike_in_bf16(tmp_path: Path) -> None:
+def test_tied_table_is_stored_once_and_equal_in_bf16(tmp_path: Path) -> None:
     if library() is None:
         pytest.skip("no compiler here")
     folder = save_tiny(tmp_path / "model", "llama", tie_word_embeddings=True)
@@ -177,7 +177,7 @@ def compiled_parts(runner: Any) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_way_of_batching_gives_the_same_tokens_in_float64(models: Models, family: Family) -> None:
+def test_every_batching_gives_equal_tokens_in_float64(models: Models, family: Family) -> None:
     wide = Build(dtype=torch.float64)
     whole = generate(models(family), [1], wide)
     assert whole == [stream.tokens for stream in reference(models(family), whole, torch.float64)]
@@ -216,7 +216,7 @@ def test_only_norms_are_held_twice(models: Models, family: Family, world_size: i
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_a_request_replayed_from_any_point_draws_the_same_tokens(models: Models, temperature: float) -> None:
+def test_request_replayed_from_any_point_samples_equal_tokens(models: Models, temperature: float) -> None:
     asked = [Asked(prompt, seed=11 + i, temperature=temperature, top_p=0.95, top_k=40) for i, prompt in enumerate(prompts())]
     wide = Build(dtype=torch.float64)
     whole = on_ranks(models("llama"), [1], wide, lambda runner: Driver(runner).generate(asked, NUM_TOKENS))

@@ -118,7 +118,7 @@ def test_layouts() -> None:
         assert isinstance(make_linear(weight, None, Kernels(True, True)), TwofoldLinear)
 
 
-def test_a_second_layout_is_kept_only_where_it_helps_and_fits() -> None:
+def test_second_layout_exists_only_where_it_helps_and_fits() -> None:
     intel, other = Processor(True), Processor()
     assert choose_kernels(torch.float64, CPU, intel, 100, 10) == Kernels()
     assert choose_kernels(torch.float32, torch.device("cuda"), intel, 100, 10) == Kernels()

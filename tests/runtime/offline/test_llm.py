@@ -88,7 +88,7 @@ def test_greedy_outputs_are_those_of_transformers(engines: list[LLM], transforme
             assert only(output).logprobs is None and output.prompt_logprobs is None
 
 
-def test_seeds_give_equal_outputs_whatever_the_ranks_the_batch_or_n(engines: list[LLM]) -> None:
+def test_seeds_give_equal_outputs_for_any_parallelism(engines: list[LLM]) -> None:
     several = [
         SamplingParams(seed=seed, max_tokens=10, n=3, top_k=40, presence_penalty=0.3, ignore_eos=True) for seed in range(4)
     ]
@@ -100,7 +100,7 @@ def test_seeds_give_equal_outputs_whatever_the_ranks_the_batch_or_n(engines: lis
     assert first == [outputs[0] for outputs in whole[0]]
 
 
-def test_what_the_cache_had_of_a_prompt_is_told_however_the_answer_ends(engines: list[LLM]) -> None:
+def test_cached_prompt_tokens_are_reported(engines: list[LLM]) -> None:
     prompt = "a prompt that is asked several times, longer than a page or two of the cache"
     asked = [
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
@@ -118,7 +118,7 @@ def only_ids(output: Any) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
-def test_a_prompt_may_be_ids_and_parameters_may_be_left_out(engines: list[LLM]) -> None:
+def test_prompt_may_be_ids_and_parameters_may_be_omitted(engines: list[LLM]) -> None:
     ids = list(b"The king")
     both: list[Prompt] = [ids, "The king"]
     by_ids, by_text = engines[0].generate(both, GREEDY)
@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_transformers(engines: list[LLM], transformer: Any
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_texts_stop_and_match_what_was_asked(engines: list[LLM]) -> None:
+def test_outputs_obey_stops_and_grammars(engines: list[LLM]) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
     asked = [
         SamplingParams(seed=1, max_tokens=60, structured_outputs=StructuredOutputsParams(json=schema)),
@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("prompts", "params", "why"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_be_served_is_a_value_error_that_names_it(engines: list[LLM], prompts: Any, params: Any, why: str) -> None:
+def test_impossible_request_is_a_value_error(engines: list[LLM], prompts: Any, params: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         engines[0].generate(prompts, params)
     assert len(engines[0].generate("a", GREEDY)) == 1
@@ -203,7 +203,7 @@ def test_more_prompts_than_go_at_once_are_all_answered(engines: list[LLM], monke
     assert [output.prompt for output in outputs] == prompts
 
 
-def test_a_full_queue_is_waited_for_and_a_caller_of_a_closed_engine_is_told(folder: Path) -> None:
+def test_full_queue_is_awaited_and_closed_engine_raises(folder: Path) -> None:
     with LLM(str(folder), max_num_seqs=1, max_num_queued_reqs=1, **OPTIONS) as engine:
         engine._group.backend = full = FullBackend(engine._group.backend)  # type: ignore[assignment]
         assert len(engine.generate(["a"] * 6, GREEDY)) == 6
@@ -224,7 +224,7 @@ def test_a_full_queue_is_waited_for_and_a_caller_of_a_closed_engine_is_told(fold
         assert [str(error) for error in told] == ["the engine was closed"]
 
 
-def test_a_supervisor_that_breaks_tells_the_caller_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_failure_raises_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = threading.Event()
 
     async def run(self: object) -> None:
@@ -258,7 +258,7 @@ class FullBackend:
 
 
 @pytest.mark.system  # two more starts of torch
-def test_a_lost_rank_ends_the_call_and_the_engine_comes_back(folder: Path) -> None:
+def test_lost_rank_ends_the_call_and_the_engine_recovers(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as engine:
         [pid] = ranks_of(os.getpid())[-1:]
         timer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
@@ -295,7 +295,7 @@ def ranks_of(pid: int) -> list[int]:
     return sorted(found)
 
 
-def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+def test_unloadable_model_raises_its_reason(tmp_path: Path) -> None:
     save = {"architectures": ["GPT2LMHeadModel"], "max_position_embeddings": 8}
     (tmp_path / "config.json").write_text(json.dumps(save))
     with pytest.raises(ModelError, match=r"tokenizer\.json|GPT2"):
@@ -315,7 +315,7 @@ def test_options_are_flags() -> None:
         make_settings(".", {"nnodes": 2, "tensor_parallel_size": 2, "token_file": __file__}, {})
 
 
-def test_parameters_mean_what_their_http_fields_mean() -> None:
+def test_parameters_equal_their_http_fields() -> None:
     body = make_body("a", SamplingParams(logit_bias={7: 1.0}, stop=("x", "y"), top_k=-1, structured_outputs=None))
     assert body.logit_bias == {7: 1.0} and body.stop == ["x", "y"] and body.top_k == -1
     assert body.max_tokens == 16 and body.temperature == 1.0

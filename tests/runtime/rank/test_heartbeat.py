@@ -13,7 +13,7 @@ from phalanx_runtime.rank_spec import BEAT_S, Beat
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 
-def test_an_idle_rank_only_says_that_it_lives() -> None:
+def test_idle_rank_sends_only_heartbeats() -> None:
     assert Heartbeat().beat(1.0) == Beat()
 
 
@@ -29,7 +29,7 @@ def test_a_step_grows_old_by_the_hearts_own_turns() -> None:
     assert heart.beat(1.0) == Beat(step=8, step_s=0.0, bound_s=10.0)
 
 
-def test_the_same_number_in_the_next_step_is_another_step() -> None:
+def test_repeated_step_number_is_another_step() -> None:
     heart = Heartbeat()
     for _ in range(2):
         heart.began(0, 10.0)
@@ -37,7 +37,7 @@ def test_the_same_number_in_the_next_step_is_another_step() -> None:
         assert heart.beat(1.0).step_s == 1.0
 
 
-def test_the_thread_beats_until_nobody_listens() -> None:
+def test_heartbeat_thread_ends_with_its_receiver() -> None:
     heard: list[Beat] = []
     done = threading.Event()
 
@@ -57,7 +57,7 @@ def plan(step: int) -> StepPlan:
     return StepPlan(step, [], [0], [8], [1], [[]], [5], [])
 
 
-def test_the_heart_tells_of_each_step_and_its_bound() -> None:
+def test_heartbeat_contains_each_step_and_its_bound() -> None:
     heart = Heartbeat()
     watch = StepWatch(heart)
     bounds = []
@@ -70,7 +70,7 @@ def test_the_heart_tells_of_each_step_and_its_bound() -> None:
     assert bounds == [(0, FIRST_BOUND_S), (1, FIRST_BOUND_S), (2, FIRST_BOUND_S), (3, HUNG_FLOOR_S), (4, 20.0)]
 
 
-def test_of_several_steps_the_oldest_is_told() -> None:
+def test_oldest_of_several_steps_is_reported() -> None:
     heart = Heartbeat()
     heart.began(1, 10.0)
     heart.began(2, 20.0)
@@ -95,7 +95,7 @@ class Noting:
         self.heard.append(("ended", plan.step))
 
 
-def test_the_loop_tells_its_watch_of_every_step_and_of_the_fitted_time() -> None:
+def test_loop_reports_every_step_and_its_fitted_time() -> None:
     class Once:
         """A channel with one request, then none."""
 

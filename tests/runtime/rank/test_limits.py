@@ -67,7 +67,7 @@ def test_threads(asked: int | None, limit: float, ranks: int, threads: int) -> N
     assert rank_threads(asked, limit, ranks) == threads
 
 
-def test_the_pool_takes_a_share_of_the_memory_and_no_more_than_the_most() -> None:
+def test_pool_takes_its_memory_share_up_to_the_maximum() -> None:
     assert cpu_pool_bytes(100 * GIB, 1) == CPU_POOL_BYTES
     assert cpu_pool_bytes(100 * GIB, 2) == CPU_POOL_BYTES // 2
     assert cpu_pool_bytes(4 * GIB, 1) == int(0.3 * 4 * GIB)
@@ -78,16 +78,16 @@ def test_the_pool_takes_a_share_of_the_memory_and_no_more_than_the_most() -> Non
     [(10 * GIB, 2 * GIB, 4 * GIB, 4 * GIB), (10 * GIB, 8 * GIB, 4 * GIB, 2 * GIB), (10, 9, 20, 1)],
     ids=["enough", "what is left", "little is left"],
 )
-def test_the_pool_takes_what_weights_and_the_largest_step_leave(usable: int, taken: int, most: int, expected: int) -> None:
+def test_pool_takes_memory_left_by_weights_and_largest_step(usable: int, taken: int, most: int, expected: int) -> None:
     assert pool_bytes(usable, taken, most, "") == expected
 
 
-def test_a_rank_without_memory_for_a_pool_says_what_to_do() -> None:
+def test_rank_without_memory_for_a_pool_names_the_remedy() -> None:
     with pytest.raises(ModelError, match=r"take 3072 MiB of the 2048 MiB.*: raise the limit, or lower max_num_batched_tokens"):
         pool_bytes(2 * GIB, 3 * GIB, GIB, "raise the limit")
 
 
-def test_the_longest_request_is_bounded_by_wish_model_and_pool() -> None:
+def test_longest_request_is_bounded_by_flag_model_and_pool() -> None:
     assert longest_request(None, 100, 10, 16) == 100
     assert longest_request(None, 1000, 10, 16) == 160
     assert longest_request(64, 1000, 10, 16) == 64

@@ -96,12 +96,12 @@ def test_ranks_with_a_draft_and_without_agree(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["no room beside its weights", "no room for its largest step"])
-def test_no_rank_waits_for_one_whose_draft_does_not_fit(folder: Path, why: str) -> None:
+def test_no_rank_waits_for_one_with_an_oversized_draft(folder: Path, why: str) -> None:
     found = rooms(folder, ALL) if why == "no room beside its weights" else rooms(folder, is_draft_large=True)
     assert [room.num_pages for room in found] == [0, 0]
 
 
-def test_a_target_whose_steps_find_no_memory_beside_a_draft_is_served_without(folder: Path) -> None:
+def test_draft_is_dropped_if_target_steps_lack_memory(folder: Path) -> None:
     """By itself, or from the next start on where another rank is in the step."""
     [room] = rooms(folder, is_target_large=True, ranks=1)
     assert room.num_pages == 0 and "no memory for the largest step" in room.lack
@@ -124,7 +124,7 @@ def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position
     assert room.holds(spec, max_position) == holds
 
 
-def test_the_largest_step_is_measured_before_the_pool_takes_the_rest(folder: Path, tmp_path: Path) -> None:
+def test_largest_step_is_measured_before_the_pool(folder: Path, tmp_path: Path) -> None:
     """On a machine of 2 GiB, half of it held, whose largest step takes nothing or much, in the model and for its scores."""
     (tmp_path / "meminfo").write_text(f"MemTotal: {2 << 20} kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)

@@ -14,14 +14,14 @@ def allocate(mib: int) -> float:
     return float(torch.ones(mib * MIB // 4).sum())
 
 
-def test_the_peak_of_work_that_freed_its_memory_is_seen() -> None:
+def test_peak_of_freed_memory_is_measured() -> None:
     gauge = make_memory_profiler(torch.device("cpu"))
     allocate(1)
     assert 60 * MIB < gauge.peak(lambda: allocate(64)) < 96 * MIB
     assert gauge.peak(lambda: None) < 8 * MIB
 
 
-def test_what_stays_is_held() -> None:
+def test_remaining_memory_is_counted() -> None:
     gauge = make_memory_profiler(torch.device("cpu"))
     before = gauge.held()
     kept = torch.ones(64 * MIB // 4)
@@ -29,7 +29,7 @@ def test_what_stays_is_held() -> None:
     assert kept[0] == 1
 
 
-def test_where_the_mark_cannot_be_set_back_what_is_resident_counts(tmp_path: Path) -> None:
+def test_resident_memory_counts_without_a_resettable_peak(tmp_path: Path) -> None:
     (tmp_path / "clear_refs").mkdir()
     status = tmp_path / "status"
     status.write_text("VmHWM: 900 kB\nVmRSS: 100 kB\nRssAnon: 50 kB\n")

@@ -134,9 +134,7 @@ def arrive(source: Rank, target: Rank) -> None:
     ],
     ids=["the same", "another", "none at the target", "none at the source", "lost at the source", "lost at the target"],
 )  # fmt: skip
-def test_the_layers_of_a_draft_go_with_the_pages_to_the_same_draft_alone(
-    theirs: bytes | None, ours: bytes | None, lost: str, is_carried: bool
-) -> None:
+def test_draft_layers_move_only_to_the_same_draft(theirs: bytes | None, ours: bytes | None, lost: str, is_carried: bool) -> None:
     def rank(seed: int, name: bytes | None) -> tuple[Rank, list[LayerCache]]:
         caches, layers = make_caches(seed), make_caches(seed + 10, heads=1)
         return Rank(caches, name and DraftPages(name, partial(open_pages, [*caches, *layers]))), layers  # type: ignore[arg-type]
@@ -164,7 +162,7 @@ def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> N
 
 
 @pytest.mark.parametrize("what", ["wrong key", "unknown move", "used", "nonsense", "silence"])
-def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
+def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
     before = [cache.k.clone() for cache in target.caches]
     if what in ("wrong key", "used"):
         target.door.obey(ExpectPages("m1", KEY, 0, [5], 0))
@@ -185,7 +183,7 @@ def test_whoever_does_not_belong_is_closed_and_counted(source: Rank, target: Ran
     assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
 
 
-def test_a_stranger_that_speaks_slowly_is_cut_as_one_that_is_silent() -> None:
+def test_slow_unknown_connection_is_closed_like_a_silent_one() -> None:
     told: list[Report] = []
     door = KvTransferServer(0, SECRET, PAGE_SIZE, lambda: open_pages(make_caches(1)), lambda step: None, told.append, hello_s=0.1)
     try:
@@ -230,7 +228,7 @@ def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
     assert failed.code == "incompatible"
 
 
-def test_nothing_writes_a_page_of_a_move_that_was_forgotten(source: Rank, target: Rank) -> None:
+def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
     target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
     order = SendPages("m1", target.address, KEY, 0, [0] * NUM_PAGES, 0, None, bytes_per_s=20_000.0)
     source.door.obey(order)
@@ -244,7 +242,7 @@ def test_nothing_writes_a_page_of_a_move_that_was_forgotten(source: Rank, target
     assert not source.same(target, [(0, NUM_PAGES - 1)])
 
 
-def test_a_copy_is_no_faster_than_it_may_be_and_ends_when_it_is_stopped(source: Rank, target: Rank) -> None:
+def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:
     target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
     size = open_pages(source.caches).page_bytes
     source.door.obey(SendPages("m1", target.address, KEY, 0, [1, 2, 3], 0, None, bytes_per_s=size / 0.05))
@@ -257,7 +255,7 @@ def test_a_copy_is_no_faster_than_it_may_be_and_ends_when_it_is_stopped(source: 
     assert not [one for one in source.reports if isinstance(one, SendFailed)]
 
 
-def test_pages_are_neither_read_nor_written_before_their_step_is_computed(source: Rank, target: Rank) -> None:
+def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None:
     target.door.obey(ExpectPages("m1", KEY, 0, [5], 3))
     source.door.obey(SendPages("m1", target.address, KEY, 0, [1], 2, 4))
     time.sleep(0.05)
@@ -270,7 +268,7 @@ def test_pages_are_neither_read_nor_written_before_their_step_is_computed(source
     assert source.same(target, [(1, 5)])
 
 
-def test_rank_0_orders_all_ranks_and_hears_them(source: Rank, target: Rank) -> None:
+def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank) -> None:
     opened: list[KvTransferServer] = []
 
     def group(caches: list[list[LayerCache]]) -> PageCarrier:

@@ -143,7 +143,7 @@ def pages_of(engine: "zmq.Socket[bytes]") -> set[bytes]:
             return found
 
 
-def test_a_rank_without_a_model_says_why_on_its_last_line(tmp_path: Path) -> None:
+def test_rank_without_a_model_prints_the_reason_last(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     with process(msgspec.json.encode(spec(tmp_path))) as started:
         assert started.wait(BOUND_S) == EXIT_MODEL
@@ -174,7 +174,7 @@ def test_a_rank_imports_no_transformers() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> None:
+def test_pool_size_follows_bytes_or_memory_limit(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     cpu = torch.device("cpu")
     page_bytes = 2 * 3 * 2 * 16 * 16 * 4
@@ -193,7 +193,7 @@ def test_the_pool_is_sized_by_bytes_or_by_the_memory_limit(tmp_path: Path) -> No
         load_rank(own, SoloCollective(), cpu, machine)
 
 
-def test_the_memory_of_the_largest_step_is_measured_and_changes_no_token(tmp_path: Path) -> None:
+def test_largest_step_is_measured_and_changes_no_token(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", max_position_embeddings=4096)
     cpu = torch.device("cpu")
     large = with_settings(spec(folder), max_num_batched_tokens=4096, max_num_seqs=4096, page_size=PAGE_SIZE)
@@ -223,7 +223,7 @@ def test_the_place_of_a_rank_follows_its_spec() -> None:
     assert place_of(with_settings(beside, incarnation=2), 7).pod_name != place.pod_name
 
 
-def test_a_backend_that_needs_a_gpu_is_refused_on_cpu() -> None:
+def test_gpu_backend_is_refused_on_cpu() -> None:
     with pytest.raises(ModelError, match="nccl"):
         join_group(with_settings(spec(Path("m")), backend="nccl"), torch.device("cpu"))
 

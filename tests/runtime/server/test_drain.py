@@ -16,7 +16,7 @@ from tests.runtime.server.serving_pods import ask, client_of, make_settings, ser
 
 
 @pytest.mark.parametrize(("timeout", "signals"), [("0", 1), ("0.1", 1), ("600", 2)], ids=["at once", "after a time", "twice"])
-async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path: Path, timeout: str, signals: int) -> None:
+async def test_signal_ends_streams_with_an_error_then_the_server(tmp_path: Path, timeout: str, signals: int) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder, "--shutdown-timeout", timeout), "mute") as running:
         await running.ready()
@@ -33,7 +33,7 @@ async def test_a_signal_ends_streams_with_an_error_and_then_the_server(tmp_path:
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
-async def test_a_signal_before_the_server_has_begun_is_obeyed(tmp_path: Path) -> None:
+async def test_signal_during_start_is_obeyed(tmp_path: Path) -> None:
     """As when a group that found no room is deleted while its first pod still starts."""
     server = make_server(make_settings(make_model(tmp_path / "tiny")), command("mute"))
     former = signal.signal(signal.SIGTERM, server.handle_exit)
@@ -46,7 +46,7 @@ async def test_a_signal_before_the_server_has_begun_is_obeyed(tmp_path: Path) ->
     assert server.exit_code == 0
 
 
-async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_path: Path) -> None:
+async def test_terminating_server_finishes_requests_and_accepts_no_new(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
         await running.ready()
@@ -69,7 +69,7 @@ async def test_after_a_signal_what_runs_goes_on_and_nothing_new_is_taken(tmp_pat
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
-async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its_streams(tmp_path: Path) -> None:
+async def test_terminating_leader_reports_draining_and_finishes_streams(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder, "--shutdown-timeout", "600"), "mute") as running:
         await running.ready()
@@ -93,7 +93,7 @@ async def test_after_a_signal_a_router_hears_that_the_group_drains_and_keeps_its
                 await running.task
 
 
-async def test_a_signal_to_all_pods_of_a_group_lets_open_streams_finish(tmp_path: Path) -> None:
+async def test_group_termination_finishes_open_streams(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with two_pods(folder) as (leader, member):
         asking = asyncio.create_task(ask(leader))
@@ -130,7 +130,7 @@ async def test_a_member_leaves_though_its_group_serves_when(tmp_path: Path, memb
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "group_restarting")
 
 
-async def test_a_member_that_alone_is_told_to_leave_waits_for_open_streams_and_its_group_for_a_successor(tmp_path: Path) -> None:
+async def test_terminating_member_waits_for_streams_and_a_successor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with two_pods(folder) as (leader, member):
         asking = asyncio.create_task(ask(leader))
@@ -153,7 +153,7 @@ async def test_a_member_that_alone_is_told_to_leave_waits_for_open_streams_and_i
             assert (await ask(leader)).status_code == 200
 
 
-async def test_a_member_without_a_group_that_serves_leaves_at_once(tmp_path: Path) -> None:
+async def test_member_without_a_serving_group_leaves_at_once(tmp_path: Path) -> None:
     flags = ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--shutdown-timeout", "600", "--master-port", "1"]
     async with served(make_settings(make_model(tmp_path / "tiny"), *flags), "ready") as member:
         member.server.handle_exit(signal.SIGTERM, None)

@@ -58,7 +58,7 @@ def test_deaths_are_those_without_a_cause_outside(before: Group, event: Event, d
     assert (group.deaths, bool(group.death)) == (deaths, deaths > 0)
 
 
-def test_an_echo_is_counted_once_its_cause_is_known() -> None:
+def test_secondary_failure_is_counted_with_its_cause() -> None:
     group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
     group, _ = advance(group, RanksFailed(1, 1, "oom"), 0.1)
     assert (group.deaths, group.death) == (1, "pod 1: oom")
@@ -155,7 +155,7 @@ def test_an_echo_is_counted_once_its_cause_is_known() -> None:
         "the only pod is told to leave",
     ],
 )
-def test_what_the_leader_does(before: Group, event: Event, phase: str, incarnation: int, actions: list[Action]) -> None:
+def test_leader_transition_table(before: Group, event: Event, phase: str, incarnation: int, actions: list[Action]) -> None:
     after, done = advance(before, event, 110.0)
     assert (after.phase, after.incarnation, done) == (phase, incarnation, actions)
 
@@ -168,7 +168,7 @@ def test_back_off(failures: int, has_served: bool, delay_s: float) -> None:
     assert backoff_s(failures, has_served) == delay_s
 
 
-def test_a_long_service_makes_failures_forgotten() -> None:
+def test_long_serving_resets_failures() -> None:
     before = replace(SERVING, failures=5)
     assert advance(before, RanksFailed(0, 1, "oom"), 159.9)[0].failures == 6
     assert advance(before, RanksFailed(0, 1, "oom"), 160.0)[0].failures == 1
@@ -179,7 +179,7 @@ def test_a_long_service_makes_failures_forgotten() -> None:
     [(LOADING, [NO_DRAFT]), (SERVING, [NO_DRAFT]), (LOADING, [LOST_PEER, NO_DRAFT]), (SERVING, [NO_DRAFT, OTHER_DRAFT])],
     ids=["at start", "while serving", "behind a pod that lost a peer by it", "on several ranks"],
 )
-def test_what_drafts_and_failed_is_left_out_of_all_starts_after_it(before: Group, events: list[Event]) -> None:
+def test_failed_draft_is_left_out_of_later_starts(before: Group, events: list[Event]) -> None:
     group, starts = before, list[Action]()
     for event in [*events, BackoffOver(2), RanksFailed(0, 2, "oom"), BackoffOver(3)]:
         group, actions = advance(group, event, 100.0)
@@ -192,7 +192,7 @@ READY = [RanksReady(pod, 2) for pod in range(2)]
 
 @pytest.mark.parametrize("between", [[], READY], ids=["loads", "serves"])
 @pytest.mark.parametrize("first", [LOST_PEER, RanksFailed(0, 1, "oom")], ids=["lost peer", "other failure"])
-def test_what_was_started_before_it_was_known_that_the_draft_failed_ends(first: Event, between: list[Event]) -> None:
+def test_start_before_the_draft_failure_was_known_ends(first: Event, between: list[Event]) -> None:
     """The echo of a group that served starts the next incarnation at once, with the draft; no request is to blame for its end."""
     group, done = advance(SERVING, first, 100.0)
     assert done[-1] == StartRanks(2, ("a", "b"))
@@ -238,7 +238,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 100)), max_size=60))
-def test_starts_and_stops_alternate_every_number_starts_once_and_none_runs_with_a_draft_that_failed(
+def test_starts_and_stops_alternate_without_a_failed_draft(
     events: list[tuple[Event, float]],
 ) -> None:
     group, now = Group(3), 0.0
@@ -280,7 +280,7 @@ def account(rank: int) -> MemoryAccount:
     )
 
 
-def test_accounts_of_all_ranks_are_kept_until_the_incarnation_ends() -> None:
+def test_memory_of_all_ranks_is_kept_per_incarnation() -> None:
     group, _ = advance(LOADING, RanksReady(1, 1, (account(1),)), 0.0)
     group, _ = advance(group, RanksReady(1, 1, (account(1),)), 0.0)
     group, _ = advance(group, RanksReady(0, 1, (account(0),)), 0.0)

@@ -21,7 +21,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, {"model_name": "m", **labels})
 
 
-def test_what_an_engine_counts_is_added_up_over_incarnations() -> None:
+def test_engine_counters_are_summed_over_incarnations() -> None:
     metrics, registry, _ = make()
     metrics.load(wire.Load(1, 2, 30, 4, 8, 2, 100, 40, 5, 1, 0))
     metrics.load(wire.Load(1, 2, 30, 4, 8, 3, 100, 40, 5, 1, 0))
@@ -37,7 +37,7 @@ def test_what_an_engine_counts_is_added_up_over_incarnations() -> None:
         assert value(registry, f"{prefix}kv_cache_usage_perc") == 0
 
 
-def test_what_routers_are_told_is_shown_to_people() -> None:
+def test_router_reports_are_shown_as_metrics() -> None:
     metrics, registry, _ = make()
     before = wire.Load(2, 1, 30, 4, 8, waiting_prompt_tokens=20, oldest_wait_s=0.5, step_s=0.02, steps_to_full=7.5, refusals=3)
     metrics.load(before)

@@ -29,7 +29,7 @@ async def running(folder: Path, count: int, *words: str) -> AsyncIterator[Ranks]
     assert not [rank for rank in range(count) if is_alive(mark_of(folder, 1, rank)["pid"])]
 
 
-async def test_ranks_are_told_their_specs_and_say_ready(tmp_path: Path) -> None:
+async def test_ranks_receive_their_specs_and_report_ready(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         assert await ranks.ready() == [READY, READY]
         assert mark_of(tmp_path, 1, 1).items() >= {"rank": 1, "world_size": 2, "hosts": ["127.0.0.1"] * 2}.items()
@@ -45,7 +45,7 @@ async def test_ranks_are_told_their_specs_and_say_ready(tmp_path: Path) -> None:
     ],
     ids=["all ranks", "the one with a reason of its own", "all lost a peer elsewhere", "the one that drafts"],
 )
-async def test_the_reason_of_an_end_is_what_the_rank_said_last(
+async def test_failure_reason_is_the_ranks_last_line(
     tmp_path: Path, words: tuple[str, ...], why: str, is_echo: bool, is_draft: bool
 ) -> None:
     ranks = await Ranks.start([make_spec(tmp_path, rank, 2) for rank in range(2)], command(*words))
@@ -60,7 +60,7 @@ async def test_the_reason_of_an_end_is_what_the_rank_said_last(
 
 
 @pytest.mark.parametrize("codes", [("1", "5", "3"), ("3", "5", "1")], ids=["behind another", "before another"])
-async def test_what_drafts_is_told_whatever_else_failed_beside_it(tmp_path: Path, codes: tuple[str, ...]) -> None:
+async def test_draft_failure_is_reported_beside_others(tmp_path: Path, codes: tuple[str, ...]) -> None:
     async with running(tmp_path, 3, "exit-each", *codes) as ranks:
         await until(lambda: all(process.ended.done() for process in ranks._processes))
         end = await ranks.failure()
@@ -80,7 +80,7 @@ async def test_output_that_is_no_ready_line_is_logged(tmp_path: Path, caplog: py
         await until(lambda: "unexpected output of rank 0: hello" in caplog.text)
 
 
-async def test_a_stopped_rank_is_hung_and_the_watch_lets_others_be(tmp_path: Path) -> None:
+async def test_stopped_rank_is_hung_others_are_not(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
         failure = asyncio.create_task(ranks.failure())
@@ -95,7 +95,7 @@ async def test_a_program_that_cannot_start_leaves_no_rank(tmp_path: Path) -> Non
         await Ranks.start([make_spec(tmp_path)], [str(tmp_path / "no-such-program")])
 
 
-async def test_ranks_leave_when_asked(tmp_path: Path) -> None:
+async def test_ranks_exit_on_request(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
         await ranks.leave()
@@ -159,7 +159,7 @@ def launch(incarnation: int) -> Launch:
     return Launch(incarnation, ("127.0.0.1",), "00")
 
 
-async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Path) -> None:
+async def test_next_incarnation_starts_after_the_former_ended(tmp_path: Path) -> None:
     report = Report()
     async with pod_of(tmp_path, report, "ready") as pod:
         pod.start(launch(1))
@@ -176,7 +176,7 @@ async def test_the_next_incarnation_starts_after_the_former_is_gone(tmp_path: Pa
     assert report.failed == []
 
 
-async def test_the_launcher_says_what_it_does(tmp_path: Path) -> None:
+async def test_launcher_logs_its_actions(tmp_path: Path) -> None:
     report = Report()
     async with pod_of(tmp_path, report, "ready") as pod:
         assert (pod.activity, pod.ranks()) == ("idle", [])
@@ -190,7 +190,7 @@ async def test_the_launcher_says_what_it_does(tmp_path: Path) -> None:
         await until(lambda: not pod.ranks())
 
 
-async def test_a_rank_whose_pipes_outlive_it_holds_the_launcher_and_that_shows(tmp_path: Path) -> None:
+async def test_pipes_outliving_a_rank_are_reported(tmp_path: Path) -> None:
     async with pod_of(tmp_path, Report(), "escape") as pod:
         pod.start(launch(1))
         await until(lambda: pod.activity == "running")
@@ -221,7 +221,7 @@ class Busy(Report):
         await asyncio.Event().wait()
 
 
-async def test_a_lost_draft_is_told_also_by_a_pod_that_is_told_to_end(tmp_path: Path) -> None:
+async def test_ending_pod_reports_its_lost_draft(tmp_path: Path) -> None:
     """Another pod lost its peer and said so first: without this word the next start drafts again."""
     report = Busy()
     async with pod_of(tmp_path, report, "draft-dies") as pod:
@@ -251,7 +251,7 @@ def a_bug() -> Path:
     ],
     ids=["the model is not found", "the model has no assets", "a bug"],
 )
-async def test_what_goes_wrong_beside_the_ranks_is_reported(
+async def test_failure_beside_the_ranks_is_reported(
     tmp_path: Path, locate: Callable[[], Path] | None, error: Exception | None, why: str
 ) -> None:
     report = Report(error)

@@ -41,11 +41,11 @@ def test_hang(pulse: HeartbeatState, why: str) -> None:
     assert hang_reason(pulse, BOUNDS) == why
 
 
-def test_a_beat_ends_the_silence_and_brings_the_newest_step() -> None:
+def test_heartbeat_ends_the_silence_with_the_newest_step() -> None:
     assert HeartbeatState(4.0, BUSY).after_beat(IDLE) == HeartbeatState(0.0, IDLE)
 
 
-def test_a_late_turn_of_the_watch_counts_as_one_turn() -> None:
+def test_late_watch_turn_counts_as_one() -> None:
     assert HeartbeatState(4.0, IDLE).after_turn(0.5) == HeartbeatState(4.5, IDLE)
     assert HeartbeatState(0.0, IDLE).after_turn(3600.0) == HeartbeatState(MAX_TURN_S, IDLE)
     assert not hang_reason(HeartbeatState(0.0, IDLE).after_turn(3600.0), BOUNDS)

@@ -95,7 +95,7 @@ async def shake_hands(port: int, pod: int, version: int = PROTOCOL_VERSION) -> t
     return connection, reader, await connection.receive()
 
 
-async def test_a_pod_that_knows_the_token_joins_and_obeys(leader: Leader) -> None:
+async def test_pod_with_the_token_joins_and_obeys(leader: Leader) -> None:
     member = Member.make()
     async with member.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
@@ -126,9 +126,7 @@ async def test_a_pod_that_knows_the_token_joins_and_obeys(leader: Leader) -> Non
     ],
     ids=["wrong token", "another StatefulSet's key", "another size", "a second leader", "an index too high"],
 )
-async def test_a_pod_that_is_none_of_the_group_is_turned_away_and_told(
-    leader: Leader, token: str, pod: int, num_pods: int, why: str
-) -> None:
+async def test_foreign_pod_is_refused_with_a_reason(leader: Leader, token: str, pod: int, num_pods: int, why: str) -> None:
     member = Member.make(pod, token, num_pods)
     async with member.joins(leader.port):
         await until(lambda: len(member.losses) >= 2)
@@ -136,7 +134,7 @@ async def test_a_pod_that_is_none_of_the_group_is_turned_away_and_told(
     assert leader.events == []
 
 
-async def test_a_leader_that_does_not_know_the_token_is_not_obeyed() -> None:
+async def test_leader_without_the_token_is_not_obeyed() -> None:
     member = Member.make()
     challenge, lie, order = say.Challenge(PROTOCOL_VERSION, b"nonce"), say.Welcome(b"no proof"), say.Start(1, ["evil"], b"")
     async with pretended(challenge, lie, order, after=1) as port, member.joins(port):
@@ -153,14 +151,14 @@ async def test_a_leader_that_does_not_know_the_token_is_not_obeyed() -> None:
     ],
     ids=["no challenge", "no welcome"],
 )
-async def test_a_leader_that_says_the_wrong_thing_is_left(frames: tuple[say.Frame, ...], after: int, why: str) -> None:
+async def test_leader_with_an_invalid_message_is_disconnected(frames: tuple[say.Frame, ...], after: int, why: str) -> None:
     member = Member.make()
     async with pretended(*frames, after=after) as port, member.joins(port):
         await until(lambda: bool(member.losses))
     assert why in member.losses[0]
 
 
-async def test_a_leader_that_says_what_only_pods_say_is_left(leader: Leader) -> None:
+async def test_leader_with_a_pods_message_is_disconnected(leader: Leader) -> None:
     member = Member.make()
     async with member.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
@@ -182,7 +180,7 @@ async def test_a_pod_tries_again_until_the_leader_is_there() -> None:
     await rendezvous.close()
 
 
-async def test_a_pod_that_comes_anew_replaces_its_old_connection(leader: Leader) -> None:
+async def test_returning_pod_replaces_its_connection(leader: Leader) -> None:
     first, second = Member.make(), Member.make()
     async with first.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
@@ -204,7 +202,7 @@ async def test_a_silent_peer_is_lost() -> None:
     await rendezvous.close()
 
 
-async def test_both_sides_ping_and_nobody_minds(leader: Leader) -> None:
+async def test_both_sides_answer_pings(leader: Leader) -> None:
     connection, reader, welcome = await shake_hands(leader.port, 2)
     assert isinstance(welcome, say.Welcome)
     ping = frame_bytes(say.Ping())
@@ -228,7 +226,7 @@ def frame_bytes(frame: say.Frame) -> bytes:
     [b"GET / HTTP/1.1\r\n\r\n", (3).to_bytes(4, "big") + b"\xc1\xc1\xc1", frame_bytes(say.Serve(1)), b""],
     ids=["too long", "no frame", "an unexpected frame", "closed at once"],
 )
-async def test_nonsense_ends_a_connection_and_harms_nobody(leader: Leader, data: bytes) -> None:
+async def test_malformed_data_closes_one_connection(leader: Leader, data: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
     writer.write(data)
     writer.write_eof()
@@ -238,7 +236,7 @@ async def test_nonsense_ends_a_connection_and_harms_nobody(leader: Leader, data:
     assert leader.events == []
 
 
-async def test_a_pod_that_says_what_only_leaders_say_is_lost(leader: Leader) -> None:
+async def test_pod_with_a_leaders_message_is_lost(leader: Leader) -> None:
     connection, _, _ = await shake_hands(leader.port, 2)
     connection.send(say.Serve(1))
     await until(lambda: len(leader.events) == 2)
@@ -247,7 +245,7 @@ async def test_a_pod_that_says_what_only_leaders_say_is_lost(leader: Leader) -> 
     await settle()
 
 
-async def test_a_pod_of_another_version_is_told(leader: Leader) -> None:
+async def test_pod_of_another_version_is_reported(leader: Leader) -> None:
     connection, _, welcome = await shake_hands(leader.port, 2, version=99)
     assert isinstance(welcome, say.Welcome)
     assert "version 1, pod 2 speaks 99" in welcome.refused

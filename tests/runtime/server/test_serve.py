@@ -30,7 +30,7 @@ from tests.runtime.pods import is_alive, make_model, mark_of, until
 from tests.runtime.server.serving_pods import Running, ask, client_of, make_settings, served
 
 
-async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> None:
+async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder), "ready") as running:
         assert (await running.get("/healthz")).status_code == 200
@@ -62,7 +62,7 @@ async def test_a_pod_answers_over_http_and_says_its_state(tmp_path: Path) -> Non
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
-async def test_a_pod_is_ready_only_when_its_door_has_the_tokenizer(tmp_path: Path) -> None:
+async def test_pod_is_ready_once_its_tokenizer_is_loaded(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     (folder / "tokenizer.json").write_text("{}")
     async with served(make_settings(folder), "ready") as running:
@@ -70,7 +70,7 @@ async def test_a_pod_is_ready_only_when_its_door_has_the_tokenizer(tmp_path: Pat
         assert (await running.get("/readyz")).status_code == 500
 
 
-async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> None:
+async def test_unrecoverable_pod_fails_its_liveness_probe(tmp_path: Path) -> None:
     class Held:
         """A supervisor whose launcher waits for a killed rank that the kernel holds."""
 
@@ -95,7 +95,7 @@ async def test_a_pod_that_cannot_mend_itself_is_not_alive(tmp_path: Path) -> Non
     assert health.json()["ranks"][1] == {"rank": 1, "alive": True, "silent_s": 36.0}
 
 
-async def test_while_ranks_load_the_pod_is_well_but_not_ready_and_tells_routers_so(tmp_path: Path) -> None:
+async def test_loading_pod_is_alive_but_not_ready(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with served(make_settings(folder), "hang") as running:
         assert (await running.get("/healthz")).status_code == 200
@@ -145,7 +145,7 @@ async def test_without_a_token_there_is_no_link(tmp_path: Path) -> None:
             await websockets.connect(f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}")
 
 
-async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path) -> None:
+async def test_two_pods_serve_with_one_api_server(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -168,7 +168,7 @@ async def test_two_pods_serve_together_and_the_second_has_no_door(tmp_path: Path
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(tmp_path: Path, rank: int) -> None:
+async def test_failing_draft_restarts_the_group_without_it(tmp_path: Path, rank: int) -> None:
     """In the leader's pod or another: all ranks of the start that is ready are told why nothing drafts.
 
     It is the second, or the third where a pod tells of its lost peer long before the other one tells of the draft.
@@ -188,7 +188,7 @@ async def test_a_group_whose_draft_fails_where_ranks_wait_starts_again_without(t
         assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
 
 
-async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
+async def test_pod_enforces_its_api_keys(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     keys = tmp_path / "keys"
     keys.write_text("alice sk-alice -1")
@@ -200,7 +200,7 @@ async def test_a_pod_knows_its_api_keys(tmp_path: Path) -> None:
             assert (await ask(running)).status_code == 200
 
 
-async def test_a_pod_of_another_statefulset_of_that_name_is_not_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_model(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

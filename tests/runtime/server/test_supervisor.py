@@ -106,7 +106,7 @@ async def group_in(folder: Path) -> AsyncIterator[Group]:
     assert not [pid for pid in pids if is_alive(pid)], "a rank outlived its pod"
 
 
-async def test_one_pod_serves_and_a_killed_rank_means_a_new_incarnation(tmp_path: Path) -> None:
+async def test_killed_rank_starts_a_new_incarnation(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(1, "ready")
         await group.serving(1)
@@ -122,7 +122,7 @@ async def test_one_pod_serves_and_a_killed_rank_means_a_new_incarnation(tmp_path
         assert await group.answer(request) == expected_output(request)
 
 
-async def test_open_streams_hear_of_the_loss(tmp_path: Path) -> None:
+async def test_open_streams_receive_the_loss(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(1, "mute")
         await group.serving(1)
@@ -140,7 +140,7 @@ async def test_open_streams_hear_of_the_loss(tmp_path: Path) -> None:
     ("word", "why"),
     [("silent-at", "pod 1: rank 1 is hung: silent for"), ("slow-at", "pod 1: rank 1 is hung: step 7 has taken 11.0 s")],
 )
-async def test_a_hung_rank_ends_all_and_the_group_comes_back(
+async def test_hung_rank_ends_all_and_the_group_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, word: str, why: str
 ) -> None:
     async with group_in(tmp_path) as group:
@@ -154,7 +154,7 @@ async def test_a_hung_rank_ends_all_and_the_group_comes_back(
         assert await group.answer(request) == expected_output(request)
 
 
-async def test_streams_end_and_readiness_goes_when_a_rank_is_stopped(tmp_path: Path) -> None:
+async def test_stopped_rank_ends_streams_and_readiness(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(1, "mute")
         await group.serving(1)
@@ -170,7 +170,7 @@ async def test_streams_end_and_readiness_goes_when_a_rank_is_stopped(tmp_path: P
         await group.serving(2)
 
 
-async def test_three_pods_start_together_and_start_again_when_any_rank_dies(tmp_path: Path) -> None:
+async def test_three_pods_start_and_restart_together(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(3, "ready")
         group.join(1, 3, "ready")
@@ -187,7 +187,7 @@ async def test_three_pods_start_together_and_start_again_when_any_rank_dies(tmp_
         assert await group.answer(request) == expected_output(request)
 
 
-async def test_a_pod_that_leaves_stops_the_group_until_it_is_back(tmp_path: Path) -> None:
+async def test_leaving_pod_stops_the_group_until_it_returns(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")
         group.join(1, 2, "ready")
@@ -200,7 +200,7 @@ async def test_a_pod_that_leaves_stops_the_group_until_it_is_back(tmp_path: Path
         await group.serving(2)
 
 
-async def test_the_other_pods_stop_when_the_leader_leaves_and_meet_the_next_one(tmp_path: Path) -> None:
+async def test_leaving_leader_stops_pods_until_the_next_leader(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")
         group.join(1, 2, "ready")
@@ -211,7 +211,7 @@ async def test_the_other_pods_stop_when_the_leader_leaves_and_meet_the_next_one(
         assert "leader 127.0.0.1" in group.members[1].status().reason
 
 
-async def test_a_model_that_cannot_be_loaded_is_the_reason_everywhere_and_backs_off(tmp_path: Path) -> None:
+async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")
         group.join(1, 2, "exit", "4", "no such tensor")

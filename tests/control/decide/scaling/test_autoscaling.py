@@ -37,7 +37,7 @@ def shown(world: World, gauge: str) -> float | None:
     return world.metrics.registry.get_sample_value(gauge, {"namespace": "team", "service": "chat"})
 
 
-async def test_the_count_is_written_by_the_scale_subresource_and_told() -> None:
+async def test_replicas_are_written_by_the_scale_subresource() -> None:
     world = await scaled()
     writes = await world.look()
     assert "merge inferenceservices/scale chat" in writes
@@ -53,7 +53,7 @@ async def test_the_count_is_written_by_the_scale_subresource_and_told() -> None:
     assert len(world.groups) == 3
 
 
-async def test_a_calm_service_is_looked_at_every_fifteen_seconds_and_writes_nothing() -> None:
+async def test_idle_service_is_reconciled_every_15_seconds_without_writes() -> None:
     world = await scaled(busy=0.3)
     await world.look()
     for turn in range(4):
@@ -62,7 +62,7 @@ async def test_a_calm_service_is_looked_at_every_fifteen_seconds_and_writes_noth
         assert (world.next_s, world.routers.hear_s) == (15.0, 15.0)
 
 
-async def test_a_count_that_changed_meanwhile_is_decided_anew() -> None:
+async def test_conflicting_replicas_cause_a_new_decision() -> None:
     world = await scaled()
     world.kube.failures["merge inferenceservices/scale chat"] = Conflict("changed meanwhile")
     with pytest.raises(Conflict):
@@ -80,7 +80,7 @@ def somebody_scales(world: World) -> None:
     world.now, world.clock = "2026-01-02T03:05:00Z", 160.0
 
 
-async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
+async def test_foreign_replicas_are_reported_and_kept_five_minutes() -> None:
     world = await scaled()
     await world.look()
     somebody_scales(world)
@@ -93,7 +93,7 @@ async def test_another_writer_is_said_and_left_alone_for_five_minutes() -> None:
     assert world.condition("ScalingActive") == ("True", "Active")
 
 
-async def test_another_writer_is_said_after_a_zero_though_the_count_has_no_owner_then() -> None:
+async def test_foreign_replicas_after_zero_are_reported_without_owner() -> None:
     world = await scaled()
     await world.look()
     body = world.service
@@ -114,7 +114,7 @@ async def test_another_writer_is_said_after_a_zero_though_the_count_has_no_owner
     assert world.condition("ScalingActive") == ("True", "Active")
 
 
-async def test_who_wrote_the_first_count_is_no_other_writer() -> None:
+async def test_first_writer_of_replicas_is_no_other_writer() -> None:
     world = await scaled()
     body = world.service
     metadata = body["metadata"] | {"managedFields": [written_by("kubectl", NOW)]}
@@ -122,7 +122,7 @@ async def test_who_wrote_the_first_count_is_no_other_writer() -> None:
     assert "merge inferenceservices/scale chat" in await world.look()
 
 
-async def test_when_routers_are_silent_the_count_holds_and_the_condition_says_so() -> None:
+async def test_silent_routers_hold_replicas_with_a_condition() -> None:
     world = await scaled()
     world.routers.says = None
     await world.look()
@@ -145,7 +145,7 @@ async def test_the_others_modes_say_and_do_not_write(mode: str, reason: str) -> 
     assert world.service["spec"]["replicas"] == 2
 
 
-async def test_without_autoscaling_nothing_is_said_of_it() -> None:
+async def test_service_without_autoscaling_has_no_scaling_condition() -> None:
     world = World()
     await world.settle()
     assert world.status.autoscaling is None
@@ -196,7 +196,7 @@ async def test_how_long_groups_take_to_start_is_remembered() -> None:
     assert world.status.autoscaling.cold_start_seconds == 90
 
 
-async def test_a_new_leader_takes_no_group_that_is_there_for_one_that_starts() -> None:
+async def test_new_leader_counts_existing_groups_as_started() -> None:
     world = await scaled(busy=0.3)
     await world.look()
     world.cluster.start_pods(ready=False)
@@ -211,7 +211,7 @@ async def test_a_new_leader_takes_no_group_that_is_there_for_one_that_starts() -
 HOT = Hotspot("chat-g-aaaaa", "kv", 0.95, 0.5, 12.0, "migrate")
 
 
-async def test_a_hotspot_that_lasts_is_shown_and_said_once_and_so_is_its_end() -> None:
+async def test_lasting_hotspot_and_its_end_are_reported_once() -> None:
     world = World()
     world.cluster.start_router_pods()
     await world.settle()
@@ -276,16 +276,16 @@ def test_budgets_are_divided_by_the_routers() -> None:
 
 @pytest.mark.parametrize("routing", ["PrefixAware", "LeastLoad", "RoundRobin"])
 @pytest.mark.parametrize(("mode", "fails_open"), [("FailOpen", True), ("FailClosed", False)])
-def test_routers_are_told_how_to_choose_and_how_to_fail(routing: str, mode: str, fails_open: bool) -> None:
+def test_routers_receive_routing_and_failure_policy(routing: str, mode: str, fails_open: bool) -> None:
     policy = policy_of(make_service(router={"policy": routing, "failureMode": mode}).spec, 1)
     assert (policy.routing, policy.fails_open) == (routing, fails_open)
 
 
-def test_without_a_word_routers_choose_by_cost_and_caches_and_fail_open() -> None:
+def test_default_policy_routes_by_cost_and_fails_open() -> None:
     assert policy_of(make_service().spec, 1, 7) == BalancePolicy(number=7)
 
 
-def test_the_number_of_a_policy_rises_with_each_change_and_only_then() -> None:
+def test_policy_number_rises_only_with_a_change() -> None:
     spec = make_service().spec
     first = PublishedPolicy().renewed(spec, 1, ["a"], 1000.0)
     same = first.renewed(spec, 1, ["a"], 2000.0)
@@ -316,7 +316,7 @@ def test_the_example_in_the_guide_is_valid() -> None:
         ("leaves that count for five minutes", autoscaler.CONFLICT_S == 300.0),
     ],
 )
-def test_the_guide_tells_the_numbers_of_the_rule(words: str, constant: bool) -> None:
+def test_guide_states_the_constants_of_the_rule(words: str, constant: bool) -> None:
     guide = " ".join((pathlib.Path(__file__).parents[4] / "docs" / "scaling.md").read_text().split())
     assert words in guide and constant
 
@@ -324,7 +324,7 @@ def test_the_guide_tells_the_numbers_of_the_rule(words: str, constant: bool) -> 
 FALLBACK: dict[str, Any] = {"onMetricsLoss": "Fallback", "fallbackReplicas": 4}
 
 
-async def test_when_routers_are_silent_for_long_there_are_as_many_groups_as_the_spec_falls_back_to() -> None:
+async def test_long_silence_sets_the_fallback_replicas() -> None:
     world = await scaled(busy=0.3, **FALLBACK)
     await world.look()
     world.routers.says = None
@@ -345,7 +345,7 @@ async def test_when_routers_are_silent_for_long_there_are_as_many_groups_as_the_
     assert world.service["spec"]["replicas"] == 6, "no group is taken away for want of numbers"
 
 
-async def test_the_last_changes_are_told_the_newest_last() -> None:
+async def test_status_lists_the_last_changes_newest_last() -> None:
     world = await scaled(busy=0.2, minReplicas=1)
     for count in range(2, 9):
         policy = world.service["spec"]["autoscaling"] | {"minReplicas": count}
@@ -363,7 +363,7 @@ async def test_the_last_changes_are_told_the_newest_last() -> None:
     assert world.status.autoscaling and world.status.autoscaling.history == before, "only changes are told"
 
 
-async def test_what_another_writer_keeps_from_being_written_is_no_change() -> None:
+async def test_blocked_write_is_no_change() -> None:
     world = await scaled()
     await world.look()
     somebody_scales(world)
@@ -372,7 +372,7 @@ async def test_what_another_writer_keeps_from_being_written_is_no_change() -> No
     assert world.status.autoscaling and len(world.status.autoscaling.history) == 1
 
 
-async def test_advice_is_told_as_a_change_once() -> None:
+async def test_recommendation_is_reported_once_per_change() -> None:
     world = await scaled(mode="Advisory")
     for _ in range(3):
         await world.look()

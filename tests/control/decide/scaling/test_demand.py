@@ -40,7 +40,7 @@ def test_groups_that_a_load_needs(asked: OfferedLoad, groups: int, cause: str) -
     assert (found.groups, cause in found.why) == (groups, True), found
 
 
-def test_the_wait_falls_with_more_groups_and_rises_with_burstier_arrivals() -> None:
+def test_wait_falls_with_groups_and_rises_with_burstiness() -> None:
     calm, bursty = load(3.0), replace(load(3.0), shape=replace_scv(9.0))
     waits = [wait_p95_s(n, 3.0, calm, ABILITY) for n in range(3, 12)]
     assert waits[0] == float("inf") and waits == sorted(waits, reverse=True) and waits[-1] == 0
@@ -51,7 +51,7 @@ def replace_scv(scv: float) -> Traffic:
     return Traffic(SHAPE.window_s, 1, SHAPE.prompt, SHAPE.prompt_squared, SHAPE.missed, SHAPE.output, scv)
 
 
-def test_a_tight_ttft_target_needs_more_groups_and_one_out_of_reach_does_not_need_all() -> None:
+def test_ttft_target_adds_groups_unless_it_is_unreachable() -> None:
     asked = replace(load(3.0), shape=replace_scv(20.0))
     own_s = own_ttft_s(asked, ABILITY)
     loose, tight, absurd = (demand(asked, ABILITY, Targets(ttft_s=own_s * times)) for times in (10.0, 1.6, 0.5))
@@ -60,7 +60,7 @@ def test_a_tight_ttft_target_needs_more_groups_and_one_out_of_reach_does_not_nee
     assert absurd.groups < 10
 
 
-def test_streams_of_a_group_fit_the_itl_target_and_the_pages() -> None:
+def test_streams_per_group_fit_itl_target_and_pages() -> None:
     asked = load(1.0)
     many, few = (most_streams(asked, ABILITY, Targets(itl_s=itl_s)) for itl_s in (0.2, 0.05))
     assert 1 <= few < many
@@ -74,14 +74,14 @@ def test_more_load_never_needs_fewer_groups(busy: float, times: float) -> None:
     assert demand(load(busy * times), ABILITY, TARGETS).groups >= demand(load(busy), ABILITY, TARGETS).groups
 
 
-def test_a_slower_group_makes_more_work_of_the_same_load() -> None:
+def test_slower_group_needs_more_groups_for_the_same_load() -> None:
     assert busy_groups(load(1.0), replace(ABILITY, speed=2.0), TARGETS) > 1.9
 
 
 # --- what routers say ----------------------------------------------------------------------------------------------------
 
 
-def test_routers_add_up_and_groups_are_seen_by_the_freshest() -> None:
+def test_load_is_summed_over_routers_groups_use_newest_report() -> None:
     first = summary(group("a", streams=2, pressure=0.9, state="suspect"), rate=1.0, queued=3, idle_s=5.0, emptied=["a", "b"])
     other = summary(group("a", streams=3, pressure=0.4), rate=3.0, queued=1, idle_s=9.0, emptied=["b"])
     fleet = fleet_of(first, other)
@@ -90,7 +90,7 @@ def test_routers_add_up_and_groups_are_seen_by_the_freshest() -> None:
     assert fleet.traffic[60.0].prompt == pytest.approx(SHAPE.prompt)
 
 
-def test_routers_excuse_together_what_one_of_them_does_and_no_more_than_there_was() -> None:
+def test_excuses_of_routers_are_merged_and_bounded() -> None:
     told = [summary(group("a", deaths=deaths, excused=excused)) for deaths, excused in ((2, 1), (3, 2), (0, 9))]
     assert fleet_of(*told[:2]).groups["a"].excused == 2, "two streams may have had the same death"
     assert [fleet_of(one).groups["a"].excused for one in told] == [1, 2, 0], "a later death is not excused in advance"
@@ -102,7 +102,7 @@ def test_old_answers_do_not_count() -> None:
     assert not merge([], 0, 45.0).is_heard
 
 
-def test_a_group_that_lies_weighs_no_more_than_one_in_trouble() -> None:
+def test_inconsistent_group_counts_like_an_overloaded_one() -> None:
     absurd = [1e9, 1e9, 0.0, 1e9, 1e9]
     liar = group("z", pressure=1e9, backlog_s=1e12, speed=1e9, step_model=absurd, streams=-5, running=-7)
     fleet = fleet_of(summary(group("a"), group("b"), liar))
@@ -113,5 +113,5 @@ def test_a_group_that_lies_weighs_no_more_than_one_in_trouble() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[], [0.1], [-1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-def test_what_is_no_step_model_is_none(numbers: list[float]) -> None:
+def test_invalid_step_model_is_ignored(numbers: list[float]) -> None:
     assert fleet_of(summary(group("a", step_model=numbers))).groups["a"].model is None

@@ -53,7 +53,7 @@ def step(low: float, high: float, at_s: float, until_s: float = 1e9) -> Rate:
         pytest.param(lambda now_s: 5.0 + 0.05 * min(now_s, 200.0), 290.0, 1.0, 1.0, id="over"),
     ],
 )
-def test_what_is_expected(rate: Rate, until_s: float, scv: float, expected: float) -> None:
+def test_forecast_table(rate: Rate, until_s: float, scv: float, expected: float) -> None:
     assert grown(rate, until_s, scv=scv)[-1] == pytest.approx(expected, abs=0.03)
 
 
@@ -72,9 +72,7 @@ def test_a_burst_is_never_believed(low: float, times: float, at_s: float, second
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(2.0, 100.0), st.floats(0.1, 3.0), st.floats(0.0, 15.0), st.floats(14.6, 16.5))
-def test_a_ramp_is_followed_within_a_tenth_as_long_as_it_goes(
-    low: float, per_minute: float, first_s: float, every_s: float
-) -> None:
+def test_ramp_is_forecast_within_ten_percent(low: float, per_minute: float, first_s: float, every_s: float) -> None:
     """Where a minute brings so much more that it is not chance."""
     rate = ramp(low, low * per_minute / 60)
     for number, found in enumerate(grown(rate, 400.0, every_s, first_s=first_s)):
@@ -95,7 +93,7 @@ def test_windows_that_are_not_full_yet_are_no_growth() -> None:
     assert set(grown(step(0.0, 20.0, 0.0), 300.0)) == {1.0}
 
 
-def test_after_a_gap_it_begins_anew() -> None:
+def test_forecast_restarts_after_a_gap() -> None:
     rate = ramp(5.0, 0.05)
     trend = ArrivalTrend()
     for now_s in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0, 120.0, 135.0, 150.0):
@@ -105,7 +103,7 @@ def test_after_a_gap_it_begins_anew() -> None:
     assert trend.minutes == () and growth(trend, HORIZON_S, 1.0) == 1.0
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_history_is_bounded() -> None:
     trend = ArrivalTrend()
     for turn in range(1000):
         trend = followed(trend, 15.0 * turn, 100)

@@ -84,19 +84,19 @@ ZERO = replace(RULES, least=0, to_zero=True)
         pytest.param(fleet_of(summary(group(step_model=[]), rate=9.0)), 1, RULES, 60.0, (1, "Unmeasured"), id="no step measured"),
     ],
 )
-def test_what_is_decided(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, expected: tuple[int, str]) -> None:
+def test_decision_table(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, expected: tuple[int, str]) -> None:
     found = steps(fleet, groups, rules, seconds)
     assert (found.groups, found.verdict) == expected, found
     assert found.why or found.verdict == "Steady"
 
 
-def test_a_queue_wakes_as_many_as_it_needs_once_the_steps_are_known() -> None:
+def test_queue_adds_needed_groups_once_step_times_are_known() -> None:
     memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("a"), fleet_of(summary(group("a"), rate=1.0))), ZERO)
     long = fleet_of(summary(held=90, queued=90, queued_tokens=250_000))
     assert steps(long, 0, ZERO, 0.0, memory).groups == 4
 
 
-def test_growth_is_at_most_doubling_or_four_in_fifteen_seconds() -> None:
+def test_growth_is_bounded_per_15_seconds() -> None:
     flood = fleet_of(summary(*(group(name) for name in "abc"), rate=rate_for(300.0)))
     memory, count, counts = ScaleHistory(), 3, []
     for now in range(0, 60, 2):
@@ -107,7 +107,7 @@ def test_growth_is_at_most_doubling_or_four_in_fifteen_seconds() -> None:
     assert counts[-1] > 40
 
 
-def test_nothing_is_decided_while_the_groups_that_serve_have_just_changed() -> None:
+def test_recent_change_of_groups_delays_decisions() -> None:
     memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("abc"), CALM), RULES)
     memory, first = evaluate(memory, ScaleInputs(61.0, 3, frozenset("ab"), CALM), RULES)
     assert (first.groups, "just changed" in first.why) == (3, True)
@@ -116,7 +116,7 @@ def test_nothing_is_decided_while_the_groups_that_serve_have_just_changed() -> N
     assert decision.verdict == "In"
 
 
-def test_growth_that_follows_from_arrivals_alone_goes_on_meanwhile() -> None:
+def test_growth_from_arrivals_continues_after_a_change() -> None:
     """A queue does not: it may be what the groups that changed left behind."""
     queue = fleet_of(summary(*(group(name, backlog_s=11.0) for name in "abc"), rate=rate_for(0.4)))
     found = []
@@ -129,13 +129,13 @@ def test_growth_that_follows_from_arrivals_alone_goes_on_meanwhile() -> None:
     assert found == [("Steady", "Out", "Steady"), ("Steady", "Steady", "Out")]
 
 
-def test_panic_by_arrivals_goes_on_meanwhile() -> None:
+def test_panic_from_arrivals_continues_after_a_change() -> None:
     memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("ab"), CALM), RULES)
     memory, found = evaluate(memory, ScaleInputs(3.0, 1, frozenset("a"), BUSY), RULES)
     assert (found.groups, found.verdict) == (3, "Panic")
 
 
-def test_a_look_between_evaluations_decides_nothing_and_says_the_same() -> None:
+def test_look_between_evaluations_repeats_the_last_decision() -> None:
     memory, first = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("a"), BUSY), RULES)
     again, second = evaluate(memory, ScaleInputs(1.0, 3, frozenset("a"), BUSY), RULES)
     assert (second.verdict, second.why, second.needed) == ("Steady", first.why, first.needed)
@@ -176,7 +176,7 @@ def test_a_steady_load_does_not_flap(busy: float) -> None:
     assert len(service.changes) <= 2 and reversals(service.changes) == 0, service.changes
 
 
-def test_in_a_blackout_the_count_holds_and_goes_on_after_it() -> None:
+def test_blackout_holds_the_count_until_it_ends() -> None:
     def rate(now_s: float) -> float:
         return rate_for(1.0 if now_s < 600 else 5.0)
 
@@ -216,7 +216,7 @@ class Lie:
     ],
     ids=["overloaded", "slow steps", "idle and fast", "nonsense"],
 )
-def test_a_lying_group_moves_the_count_by_two_at_most(lies: dict[str, Any]) -> None:
+def test_inconsistent_group_changes_the_count_by_two_at_most(lies: dict[str, Any]) -> None:
     honest = SimulatedService(lambda _: rate_for(2.5), groups=4, seed=1).run(HOUR / 2)
     lied_to = SimulatedService(lambda _: rate_for(2.5), groups=4, seed=1, disturb=lie("g1", **lies)).run(HOUR / 2)
     assert abs(lied_to.wanted - honest.wanted) <= 2
@@ -224,7 +224,7 @@ def test_a_lying_group_moves_the_count_by_two_at_most(lies: dict[str, Any]) -> N
     assert lied_to.wanted >= 3
 
 
-def test_a_flapping_group_neither_flaps_the_count_nor_stops_growth() -> None:
+def test_flapping_group_neither_flaps_count_nor_stops_growth() -> None:
     def serving(now_s: float, names: frozenset[str]) -> frozenset[str]:
         return names - {"g0"} if now_s % 40 < 20 else names
 
@@ -234,7 +234,7 @@ def test_a_flapping_group_neither_flaps_the_count_nor_stops_growth() -> None:
     assert growing.wanted >= 7
 
 
-def test_from_zero_to_one_to_more_and_back_to_zero() -> None:
+def test_count_goes_from_zero_up_and_back_to_zero() -> None:
     def rate(now_s: float) -> float:
         return 0.0 if now_s < 100 or now_s > 900 else rate_for(1.2)
 
@@ -304,7 +304,7 @@ rules_of = st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans(), st.sa
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(wild_summaries, max_size=2), min_size=1, max_size=5), rules_of, st.integers(0, 40))
-def test_whatever_routers_say_the_count_stays_in_bounds_and_steps_stay_small(
+def test_any_reports_keep_count_in_bounds_and_steps_small(
     told: list[list[RouterSummary]], rules: ScalingRules, groups: int
 ) -> None:
     memory = ScaleHistory()

@@ -57,7 +57,7 @@ def test_when_an_expression_fired_last(cron: str, now: str, fired: str | None) -
         ("@daily", "1 fields"),
     ],
 )
-def test_what_is_no_expression_is_refused_by_field(text: str, words: str) -> None:
+def test_invalid_cron_expression_is_refused_by_field(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_cron(text)
 
@@ -76,9 +76,7 @@ def field(least: int, most: int) -> st.SearchStrategy[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(field(0, 59), field(0, 23), field(1, 31), field(0, 7), st.integers(0, 40 * 24 * 60))
-def test_the_last_firing_is_that_of_a_search_minute_by_minute(
-    minute: str, hour: str, day: str, weekday: str, offset: int
-) -> None:
+def test_last_firing_equals_search_by_minute(minute: str, hour: str, day: str, weekday: str, offset: int) -> None:
     cron = parse_cron(f"{minute} {hour} {day} * {weekday}")
     now = at("2026-01-01T00:00") + offset * MINUTE
     one = now
@@ -111,14 +109,14 @@ def test_schedules_follow_the_clocks_of_their_zone(now: str, fired: str) -> None
     assert last_fired(schedule("0 8 * * *", "Europe/Berlin"), at(now)) == at(fired)
 
 
-def test_a_firing_in_the_hour_that_is_left_out_comes_later() -> None:
+def test_firing_in_a_skipped_hour_comes_later() -> None:
     """On 2026-03-29 clocks in Berlin go from 02:00 to 03:00."""
     nightly = schedule("30 2 * * *", "Europe/Berlin")
     assert last_fired(nightly, at("2026-03-29T00:59:00+00:00")) == at("2026-03-28T01:30:00+00:00")
     assert last_fired(nightly, at("2026-03-29T02:00:00+00:00")) == at("2026-03-29T01:30:00+00:00")
 
 
-def test_a_firing_in_the_hour_that_comes_twice_is_the_first() -> None:
+def test_firing_in_a_repeated_hour_is_the_first() -> None:
     """On 2026-10-25 clocks in Berlin go from 03:00 back to 02:00."""
     nightly = schedule("30 2 * * *", "Europe/Berlin")
     for now in (
@@ -134,7 +132,7 @@ def test_a_firing_in_the_hour_that_comes_twice_is_the_first() -> None:
 @given(
     st.sampled_from(["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata"]), st.integers(0, 366 * 24 * 60)
 )
-def test_a_firing_never_lies_ahead_and_never_more_than_two_days_back(zone: str, offset: int) -> None:
+def test_last_firing_is_past_and_within_two_days(zone: str, offset: int) -> None:
     now = datetime.datetime(2026, 1, 1, tzinfo=UTC) + offset * MINUTE
     fired = last_fired(schedule("30 2 * * *", zone), now)
     assert fired is not None and fired <= now < fired + datetime.timedelta(days=2)

@@ -35,7 +35,7 @@ class Watch:
     in_flight=st.sampled_from([1, 2]),
     pages=st.sampled_from([12, 64]),
 )
-def test_nobody_is_computed_beside_it_and_all_end(kinds: list[tuple[bool, int, int]], in_flight: int, pages: int) -> None:
+def test_isolated_request_runs_alone_and_all_finish(kinds: list[tuple[bool, int, int]], in_flight: int, pages: int) -> None:
     runner = FakeRunner(pages, 4)
     scheduler = Scheduler(Limits(40, 4, 16, 8, plans_in_flight=in_flight), runner.pool)
     requests = {i: asked(i, *kind) for i, kind in enumerate(kinds)}

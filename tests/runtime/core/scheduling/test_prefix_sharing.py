@@ -66,19 +66,19 @@ def test_equal_prompts_of_one_burst_are_computed_once(length: int, budget: int) 
     assert sum(end.cached_tokens for end in engine.finished.values()) == 3 * (length - 1)
 
 
-def test_a_burst_with_a_shared_prefix_computes_the_prefix_once() -> None:
+def test_burst_with_a_shared_prefix_computes_it_once() -> None:
     engine = Engine()
     engine.serve({i: make_request([*PROMPT[:32], 40 + i, 41 + i], 3, seed=i) for i in range(4)})
     assert engine.computed - 4 * 2 == 32 + 4 * 2
 
 
-def test_sharers_in_the_step_of_the_writer_wait_for_nothing() -> None:
+def test_sharers_in_the_writers_step_need_no_wait() -> None:
     engine = Engine()
     engine.serve({i: make_request([*PROMPT[:32], 40 + i], 1, seed=i) for i in range(4)})
     assert [len(plan.rows) for plan in engine.runner.plans] == [4]
 
 
-def test_a_finished_prompt_is_found_later_and_says_how_much() -> None:
+def test_finished_prompt_is_found_with_its_length() -> None:
     engine = Engine()
     engine.serve({1: make_request(PROMPT, 6)})
     computed = engine.computed
@@ -89,7 +89,7 @@ def test_a_finished_prompt_is_found_later_and_says_how_much() -> None:
     assert engine.scheduler.load().pages_reused == 11
 
 
-def test_a_prompt_that_leaves_another_inside_a_page_copies_what_is_common() -> None:
+def test_prompt_that_diverges_inside_a_page_copies_it() -> None:
     engine = Engine()
     engine.serve({1: make_request(PROMPT, 6)})
     engine.serve({2: make_request([*PROMPT[:34], 1, 2, 3], 2)})
@@ -119,7 +119,7 @@ def test_pages_are_shared_within_equal_salt_only(
     assert engine.finished[1].cached_tokens == (length - 1 if shared else 0)
 
 
-def test_a_request_for_details_of_its_prompt_computes_all_of_it_and_others_share_its_pages() -> None:
+def test_request_for_prompt_logprobs_computes_all_others_share() -> None:
     engine = Engine()
     engine.serve({1: make_request(PROMPT, 2)})
     told = make_request(PROMPT, 2)
@@ -141,7 +141,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert engine.computed == 3 * (39 + 2)
 
 
-def test_what_a_preempted_request_had_computed_is_no_hit_of_the_cache() -> None:
+def test_recomputed_tokens_are_no_cache_hit() -> None:
     engine = Engine(num_pages=12, limits=replace(LIMITS, max_num_seqs=3))
     engine.serve({i: make_request([i, *PROMPT[:10]], 20, seed=i) for i in range(3)})
     assert engine.scheduler.num_preemptions > 0
@@ -149,7 +149,7 @@ def test_what_a_preempted_request_had_computed_is_no_hit_of_the_cache() -> None:
     assert [end.cached_tokens for end in engine.finished.values()] == [0, 0, 0]
 
 
-def test_the_next_of_the_burst_writes_what_its_dead_writer_did_not() -> None:
+def test_next_request_computes_what_an_aborted_writer_left() -> None:
     engine = Engine(limits=replace(LIMITS, max_num_batched_tokens=8))
     for handle, request in siblings(3).items():
         engine.scheduler.submit(handle, request)
@@ -161,7 +161,7 @@ def test_the_next_of_the_burst_writes_what_its_dead_writer_did_not() -> None:
     assert engine.computed == 39 + 1 + 2 * 2, "no token of the prompt is computed twice, but for its last"
 
 
-def test_events_of_pages_replay_to_what_the_cache_finds() -> None:
+def test_page_events_replay_to_the_cache_content() -> None:
     engine = Engine(num_pages=14)
     for seed in range(4):
         engine.serve({seed: make_request([seed, *PROMPT], 3, seed=seed)})
@@ -172,7 +172,7 @@ def test_events_of_pages_replay_to_what_the_cache_finds() -> None:
     assert engine.scheduler.load().pages_evicted > 0
 
 
-def test_a_tail_goes_over_to_a_copier_when_its_writer_leaves() -> None:
+def test_partial_page_passes_to_a_copier_after_its_writer() -> None:
     engine = Engine()
     for handle in (1, 2):
         assert engine.scheduler.submit(handle, make_request(PROMPT, 20, seed=handle)) is None
@@ -185,7 +185,7 @@ def test_a_tail_goes_over_to_a_copier_when_its_writer_leaves() -> None:
     assert engine.copies == 2
 
 
-def test_a_tail_is_copied_into_a_page_that_others_share_and_harms_none() -> None:
+def test_partial_page_copy_harms_no_sharer() -> None:
     """Two prompts that end with a page and differ in its last token: the tail is one, the pages have two keys. A third finds
     the second's page by its key before it is written."""
     engine, begin = Engine(), PROMPT[:35]

@@ -48,7 +48,7 @@ class Engine:
         return self.load()
 
 
-def test_reports_are_numbered_and_tell_the_highest_handle_that_came_in() -> None:
+def test_reports_are_numbered_and_name_the_newest_handle() -> None:
     engine = Engine()
     assert (engine.load().sequence, engine.load().last_handle) == (1, 0)
     engine.submit(3, make_request(4, 2))
@@ -58,7 +58,7 @@ def test_reports_are_numbered_and_tell_the_highest_handle_that_came_in() -> None
     assert load.max_num_batched_tokens == 32
 
 
-def test_prompt_tokens_are_counted_less_what_the_cache_holds() -> None:
+def test_prompt_tokens_are_counted_without_cached_ones() -> None:
     engine = Engine(limits=replace(LIMITS, max_num_seqs=1))
     engine.submit(1, make_request(PROMPT, 2))
     assert (engine.load().waiting_prompt_tokens, engine.load().waiting_pages) == (40, 10)
@@ -77,7 +77,7 @@ def test_prompt_tokens_are_counted_less_what_the_cache_holds() -> None:
     assert (load.waiting_prompt_tokens, load.waiting_pages) == (2, 12), "cached pages are free until somebody holds them"
 
 
-def test_a_burst_of_equal_prompts_is_as_much_work_as_one() -> None:
+def test_burst_of_equal_prompts_counts_as_one() -> None:
     engine = Engine(limits=replace(LIMITS, max_waiting=100))
     for handle in range(8):
         engine.submit(handle, make_request(PROMPT, 2, seed=handle))
@@ -121,7 +121,7 @@ def test_refusals_are_those_of_a_full_queue() -> None:
     assert engine.load().refusals == 2
 
 
-def test_steps_are_followed_and_the_longest_since_the_last_report_is_told() -> None:
+def test_longest_step_since_the_last_report_is_reported() -> None:
     engine = Engine()
     engine.submit(1, make_request(40, 30))
     assert [engine.step(wall_s).step_s for wall_s in (1.0, 3.0)] == pytest.approx([1.0, 2.0])
@@ -143,7 +143,7 @@ def test_outputs_are_followed() -> None:
     assert engine.finish().mean_output_tokens == 6.0
 
 
-def test_steps_to_full_tell_when_pages_run_out() -> None:
+def test_steps_to_full_predicts_page_exhaustion() -> None:
     engine = Engine(num_pages=150)
     assert engine.load().steps_to_full is None
     for handle in range(3):
@@ -194,7 +194,7 @@ def test_depths_grow_by_a_half_at_most() -> None:
     assert list(depths(0)) == []
 
 
-def test_the_longest_prefix_that_many_share_is_told_with_its_share() -> None:
+def test_longest_shared_prefix_is_reported_with_its_share() -> None:
     heavy = HotPrefixes()
     for i in range(400):
         if i % 2:
@@ -207,7 +207,7 @@ def test_the_longest_prefix_that_many_share_is_told_with_its_share() -> None:
     assert 0.4 < first.token_share <= 0.5
 
 
-def test_two_branches_of_one_prefix_are_told_beside_it() -> None:
+def test_two_branches_of_a_prefix_are_reported() -> None:
     heavy = HotPrefixes()
     for i in range(100):
         heavy.add([*keys_of("root", 2), *keys_of(f"branch{i % 2}-", 2), *keys_of(f"own{i}-", 9)], 100)
@@ -215,7 +215,7 @@ def test_two_branches_of_one_prefix_are_told_beside_it() -> None:
     assert told == {b"root1": 1.0, b"branch0-1": 0.5, b"branch1-1": 0.5}
 
 
-def test_no_share_is_told_that_is_too_high_and_no_more_than_eight() -> None:
+def test_reported_shares_are_lower_bounds_up_to_eight() -> None:
     heavy = HotPrefixes()
     for i in range(3000):
         heavy.add(keys_of(f"{i % 700}-", 3), 50)
@@ -224,7 +224,7 @@ def test_no_share_is_told_that_is_too_high_and_no_more_than_eight() -> None:
     assert all(prefix.token_share <= 1 / 700 + 1e-9 for prefix in told)
 
 
-def test_what_was_heavy_fades() -> None:
+def test_prefix_load_decays() -> None:
     heavy = HotPrefixes()
     heavy.decay(0.0)
     for _ in range(10):
@@ -236,7 +236,7 @@ def test_what_was_heavy_fades() -> None:
     assert heavy.heaviest()[0].token_share > 0.9
 
 
-def test_prefixes_are_told_by_the_keys_of_the_cache() -> None:
+def test_prefixes_are_reported_by_cache_keys() -> None:
     engine = Engine()
     for handle in range(12):
         engine.submit(handle, make_request([*PROMPT[:16], handle, handle, handle, handle, 9], 1, seed=handle))
@@ -262,7 +262,7 @@ class Right(FakeRunner):
         return filled(plan, drafted)
 
 
-def test_where_steps_give_several_tokens_pages_run_out_so_much_sooner() -> None:
+def test_several_tokens_per_step_exhaust_pages_sooner() -> None:
     """Every step gives four tokens and takes a second and a half: what is told as time until the pages are full comes true."""
     engine = Engine(num_pages=150)
     engine.runner = Right(150, 4)
@@ -281,7 +281,7 @@ def test_where_steps_give_several_tokens_pages_run_out_so_much_sooner() -> None:
     assert engine.now - began < 0.5 * late.steps_to_full * 1.5, "not a step for each token"
 
 
-def test_by_how_much_tokens_come_faster_is_told() -> None:
+def test_speedup_of_tokens_is_reported() -> None:
     engine = Engine(num_pages=100)
     engine.runner = Right(100, 4)
     speculating = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))

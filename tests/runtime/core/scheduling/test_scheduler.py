@@ -43,7 +43,7 @@ def test_a_request_runs_to_max_tokens() -> None:
     assert scheduler.schedule() is None
 
 
-def test_a_prompt_is_cut_to_the_budget_and_draws_once_after_its_last_chunk() -> None:
+def test_prompt_is_chunked_and_sampled_after_its_last_chunk() -> None:
     scheduler, runner = make_scheduler(budget=4)
     scheduler.submit(1, make_request(10, 2))
     finish(scheduler, runner)
@@ -55,7 +55,7 @@ def test_a_prompt_is_cut_to_the_budget_and_draws_once_after_its_last_chunk() -> 
     ]
 
 
-def test_decodes_go_first_and_prefill_gets_the_rest_of_the_budget() -> None:
+def test_decodes_precede_prefill_in_the_budget() -> None:
     scheduler, runner = make_scheduler(budget=8)
     scheduler.submit(1, make_request(20, 3, seed=1))
     step(scheduler, runner)
@@ -78,7 +78,7 @@ def test_rows_are_bounded_and_reused() -> None:
     assert {row for plan in runner.plans for row in plan.rows} == {0, 1}
 
 
-def test_a_stop_token_ends_the_request_after_it_was_delivered() -> None:
+def test_stop_token_ends_the_request_after_delivery() -> None:
     undisturbed = expected_output(make_request(5, 10))
     request = make_request(5, 10, stop=[undisturbed[3]])
     scheduler, runner = make_scheduler()
@@ -88,7 +88,7 @@ def test_a_stop_token_ends_the_request_after_it_was_delivered() -> None:
     assert reasons == {1: "stop"}
 
 
-def test_a_stop_token_before_min_tokens_does_not_end_the_request() -> None:
+def test_stop_token_before_min_tokens_is_ignored() -> None:
     undisturbed = expected_output(make_request(5, 10))
     request = make_request(5, 10, stop=[undisturbed[0]], min_tokens=2)
     scheduler, runner = make_scheduler()
@@ -108,7 +108,7 @@ def test_a_request_ends_at_the_longest_context(num_pages: int, model_len: int) -
     assert reasons == {1: "length"}
 
 
-def test_delivered_tokens_are_context_and_draws_go_on_at_their_count() -> None:
+def test_delivered_tokens_are_context_and_advance_the_seed() -> None:
     whole = expected_output(make_request(5, 8))
     scheduler, runner = make_scheduler()
     scheduler.submit(1, make_request(5, 8, delivered=whole[:3], epoch=2))
@@ -129,7 +129,7 @@ def test_delivered_tokens_are_context_and_draws_go_on_at_their_count() -> None:
     ],
     ids=["max_tokens were delivered", "a stop token was delivered", "no token is wanted", "the context is full"],
 )
-def test_what_was_delivered_may_end_the_request_at_once(request_: wire.Request, reason: wire.FinishReason) -> None:
+def test_delivered_tokens_may_end_the_request_at_once(request_: wire.Request, reason: wire.FinishReason) -> None:
     scheduler, _ = make_scheduler(max_waiting=0)
     assert scheduler.submit(1, request_) == wire.Finished(1, 0, reason)
     assert scheduler.is_idle()
@@ -152,7 +152,7 @@ def test_a_full_queue_refuses_with_its_backlog() -> None:
     assert (answer.status, answer.backlog_tokens) == (429, 11)
 
 
-def test_the_backlog_counts_as_much_output_as_requests_had_lately() -> None:
+def test_backlog_uses_the_recent_output_length() -> None:
     scheduler, runner = make_scheduler()
     assert scheduler.submit(1, make_request(5, 20)) is None
     finish(scheduler, runner)
@@ -168,7 +168,7 @@ def test_a_handle_in_use_is_refused() -> None:
     assert answer.code == "handle_in_use"
 
 
-def test_the_youngest_is_preempted_when_pages_run_out_and_its_tokens_are_the_same() -> None:
+def test_newest_request_is_preempted_and_keeps_its_tokens() -> None:
     scheduler, runner = make_scheduler(num_pages=6, seqs=3, budget=32)
     requests = {handle: make_request(6, 10, seed=handle) for handle in range(3)}
     for handle, request in requests.items():
@@ -180,7 +180,7 @@ def test_the_youngest_is_preempted_when_pages_run_out_and_its_tokens_are_the_sam
     assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 8, "its own full pages are cached still"
 
 
-def test_an_abort_frees_what_the_request_held() -> None:
+def test_abort_frees_pages() -> None:
     scheduler, runner = make_scheduler(seqs=1)
     scheduler.submit(1, make_request())
     scheduler.submit(2, make_request())
@@ -194,7 +194,7 @@ def test_an_abort_frees_what_the_request_held() -> None:
     assert scheduler.backlog_tokens == 0
 
 
-def test_an_abort_during_a_step_frees_pages_after_its_commit_and_drops_its_token() -> None:
+def test_abort_during_a_step_frees_pages_after_commit() -> None:
     scheduler, runner = make_scheduler()
     scheduler.submit(1, make_request(5, seed=1))
     scheduler.submit(2, make_request(5, seed=2))
@@ -227,7 +227,7 @@ def test_check_sees_a_lost_row() -> None:
 
 
 @pytest.mark.parametrize("bad", [StepResult(7, [1]), StepResult(1, [])], ids=["another step", "too few tokens"])
-def test_a_result_that_does_not_match_the_plan_is_a_bug(bad: StepResult) -> None:
+def test_result_that_mismatches_the_plan_is_a_bug(bad: StepResult) -> None:
     scheduler, _ = make_scheduler()
     scheduler.submit(1, make_request())
     scheduler.schedule()
@@ -265,7 +265,7 @@ def test_the_fake_model_sees_the_whole_context() -> None:
     assert PoolShape(1, 2) == FakeRunner(1, 2).pool
 
 
-def test_a_full_queue_still_takes_a_stream_that_has_begun_elsewhere() -> None:
+def test_full_queue_accepts_a_stream_started_elsewhere() -> None:
     scheduler, _ = make_scheduler(max_waiting=0)
     assert isinstance(scheduler.submit(1, make_request(5)), Refuse)
     lost_before_its_first_token = msgspec.structs.replace(make_request(5), epoch=1)
@@ -274,7 +274,7 @@ def test_a_full_queue_still_takes_a_stream_that_has_begun_elsewhere() -> None:
     assert scheduler.submit(3, delivered) is None
 
 
-def test_a_request_that_was_complete_when_it_came_ends_without_a_token() -> None:
+def test_request_complete_on_arrival_ends_without_a_token() -> None:
     scheduler = Scheduler(Limits(64, 4, 16), PoolShape(16, 4))
     assert scheduler.submit(1, msgspec.structs.replace(make_request(3, 8), epoch=1, delivered=[5])) is None
     plan = scheduler.schedule()

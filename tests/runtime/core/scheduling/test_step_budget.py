@@ -26,20 +26,20 @@ def test_plans_in_flight_share_the_target(flights: int, decodes: int, elsewhere:
     assert prefill_tokens(limits, MODEL, decodes, 100 * decodes, elsewhere) == pytest.approx(tokens, abs=1)
 
 
-def test_a_prompt_stretches_the_decodes_of_a_step_and_not_what_is_proposed_behind_them() -> None:
+def test_prompt_chunk_stretches_decodes_not_draft_tokens() -> None:
     """Ten decodes take 2 ms, and forty proposals reach the target of 6 ms: prompts get the few tokens that they always get."""
     limits = replace(LIMITS, itl_target_s=0.006)
     assert prefill_tokens(limits, MODEL, 50, 1000, proposals=40) == LEAST_TOKENS
     assert prefill_tokens(limits, MODEL, 50, 1000) == pytest.approx(15, abs=1), "decodes that the target cannot hold"
 
 
-def test_what_any_prompt_tokens_cost_leaves_prompts_their_share() -> None:
+def test_fixed_prefill_cost_leaves_prompts_their_share() -> None:
     """Ten decodes take 20 ms, which the target cannot hold, any prompt tokens 10: they get a quarter of 20 ms beside it."""
     model = StepModel(0.019, 0.0001, 0, 0.0, 0.0, prompt_s=0.010)
     assert prefill_tokens(replace(LIMITS, itl_target_s=0.015), model, 10, 1000) == pytest.approx(50, abs=1)
 
 
-def test_a_step_with_proposals_gives_prompts_what_is_left_of_the_target() -> None:
+def test_step_with_draft_tokens_gives_prompts_the_rest() -> None:
     """Eight streams with seven proposals each, whatever pays, and a long prompt."""
     how = SpeculationConfig("ngram", 7, is_adaptive=False)
     limits = replace(LIMITS, max_num_seqs=9, itl_target_s=0.0045)
@@ -60,7 +60,7 @@ def test_a_step_with_proposals_gives_prompts_what_is_left_of_the_target() -> Non
 
 
 @pytest.mark.parametrize("flights", [1, 2])
-def test_a_prompt_beside_a_stream_in_another_plan_keeps_within_the_target(flights: int) -> None:
+def test_prompt_and_stream_in_different_plans_meet_the_target(flights: int) -> None:
     scheduler = Scheduler(replace(LIMITS, plans_in_flight=flights), PoolShape(1000, 4))
     for tokens in range(1, 200):
         scheduler.fit.add(StepWork(tokens, 0, 0), MODEL.predict(StepWork(tokens, 0, 0)))

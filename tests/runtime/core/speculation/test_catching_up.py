@@ -42,7 +42,7 @@ def turn(runner: FakeRunner, made: Scheduler, pass_s: float) -> tuple[StepPlan, 
     return plan, made.commit(result, 0.020 + 0.0001 * sum(plan.counts) + draft_s)
 
 
-def test_a_draft_computes_nothing_of_a_request_that_rests_and_all_of_it_before_it_drafts_again() -> None:
+def test_draft_skips_paused_request_and_computes_it_later() -> None:
     runner = FakeRunner(500, 4)
     made = scheduler(runner)
     asked = make_request(5, 1500)
@@ -61,7 +61,7 @@ def test_a_draft_computes_nothing_of_a_request_that_rests_and_all_of_it_before_i
     assert sum(bool(one.paths) for one in plans[-40:]) > 30, "and it pays again"
 
 
-def test_what_is_longer_than_a_step_is_caught_up_with_in_several() -> None:
+def test_long_catch_up_is_split_over_steps() -> None:
     """The draft is too slow for 150 steps, and a step holds 32 tokens."""
     runner = FakeRunner(400, 4)
     made = scheduler(runner, budget=32)
@@ -79,7 +79,7 @@ def test_what_is_longer_than_a_step_is_caught_up_with_in_several() -> None:
 
 
 @pytest.mark.parametrize("pass_s", [0.00001, 0.1], ids=["it pays", "it does not: what drafts began a probe ends"])
-def test_what_is_longer_than_a_step_is_caught_up_with_in_one_step_after_another(pass_s: float) -> None:
+def test_long_catch_up_takes_consecutive_steps(pass_s: float) -> None:
     """A request came without what a draft computed: twenty steps of room, and what a pass takes is known."""
     length, pool = 20 * 512, PagePool(3000, 4)
     request = running_request([7] * (length + 1), "draft", pages=2)
@@ -101,7 +101,7 @@ def test_what_is_longer_than_a_step_is_caught_up_with_in_one_step_after_another(
 
 
 @pytest.mark.parametrize(("most", "max_tokens"), [(0, 30), (4, 1), (4, 2), (4, 3)])
-def test_a_prompt_is_not_drafted_for_a_request_that_gets_no_proposals(most: int, max_tokens: int) -> None:
+def test_prompt_of_a_request_without_drafts_is_not_drafted(most: int, max_tokens: int) -> None:
     runner = FakeRunner(200, 4)
     made = scheduler(runner)
     made.submit(1, msgspec.structs.replace(make_request(30, max_tokens), speculation=Speculation(num_tokens=most)))
@@ -112,7 +112,7 @@ def test_a_prompt_is_not_drafted_for_a_request_that_gets_no_proposals(most: int,
         assert most or not plan.paths
 
 
-def test_prompts_are_drafted_as_they_come_while_drafts_pay_and_not_while_they_do_not() -> None:
+def test_prompts_are_drafted_only_while_drafts_pay() -> None:
     for pass_s, is_drafted in ((0.0001, True), (0.100, False)):
         runner = FakeRunner(400, 4)
         made = scheduler(runner)
@@ -125,7 +125,7 @@ def test_prompts_are_drafted_as_they_come_while_drafts_pay_and_not_while_they_do
         assert [(one.start, len(one.tokens)) for one in told] == ([(0, 50)] if is_drafted else [])
 
 
-def test_who_finds_pages_that_a_draft_left_out_catches_up_with_them() -> None:
+def test_request_that_finds_undrafted_pages_catches_up() -> None:
     """The first request has no drafts; the second finds its pages and drafts: from nothing that the draft did not compute."""
     runner = FakeRunner(200, 4)
     made = scheduler(runner, SpeculationConfig("draft", 4, is_adaptive=False, drafts=DRAFTS))
@@ -146,7 +146,7 @@ def test_who_finds_pages_that_a_draft_left_out_catches_up_with_them() -> None:
     assert expected_output(later)[-len(output) :] == output
 
 
-def test_a_copied_page_brings_what_the_draft_had_computed_before_the_step() -> None:
+def test_copied_page_keeps_the_drafts_earlier_work() -> None:
     pool = PagePool(4, 4)
     source, target, other, _ = pool.take(4) or []
     pool.mark_drafted(source, 3)
@@ -166,9 +166,7 @@ def test_a_copied_page_brings_what_the_draft_had_computed_before_the_step() -> N
     st.integers(0, 200),
     st.floats(1e-6, 1e-2),
 )
-def test_what_is_caught_up_with_is_paid_out_of_what_it_brings(
-    chances: list[float], missing: int, steps: int, behind_s: float
-) -> None:
+def test_catch_up_cost_must_be_earned_back(chances: list[float], missing: int, steps: int, behind_s: float) -> None:
     costs = StepCosts(0.010, lambda count: 0.0, behind_s=behind_s)
     worth = with_catching_up(chances, costs, 1, missing, steps)
     assert sum(worth) <= sum(chances) and list(worth) == sorted(worth, reverse=True)
@@ -188,7 +186,7 @@ class Counting(PagePool):
         return super().drafted(page)
 
 
-def test_what_did_not_pay_is_not_looked_at_in_each_step() -> None:
+def test_unprofitable_draft_is_not_reconsidered_each_step() -> None:
     """A pass of the draft takes a hundred steps: requests are looked at now and then, for a probe at the latest."""
     pool = Counting(100, 4)
     speculator = Speculator(Limits(1000, 4, 64), pool, ADAPTIVE)
@@ -211,7 +209,7 @@ def test_what_did_not_pay_is_not_looked_at_in_each_step() -> None:
 
 
 @pytest.mark.parametrize(("token_s", "pays"), [(0.0004, True), (0.0009, True), (0.00099, False), (0.002, False)])
-def test_nothing_is_looked_up_where_not_even_what_is_surely_right_would_pay(token_s: float, pays: bool) -> None:
+def test_lookup_is_skipped_where_certain_tokens_do_not_pay(token_s: float, pays: bool) -> None:
     """Sixteen decodes in 16 ms: a token for sure has to take less than a millisecond, and the margin."""
     costs = StepCosts(0.016, lambda count: count * token_s)
     assert could_pay(costs, 16, 200) == pays

@@ -28,7 +28,7 @@ DRAFTS: frozenset[Method] = frozenset({"self_draft"})
     st.integers(0, 8),
     st.integers(1, 6),
 )
-def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
+def test_chosen_drafts_maximize_speed_with_measured_row_costs(
     offers: list[DraftCandidate], token_s: float, pass_s: float, share: float, room: int, others: int
 ) -> None:
     """A row takes at most what a pass with one takes: such a share of it."""
@@ -46,13 +46,13 @@ def test_drafts_are_the_fastest_of_all_that_there_are_with_what_each_row_takes(
     assert speed(chosen) == pytest.approx(best) if best > MARGIN * decodes * (1 + 1e-9) else not any(chosen)
 
 
-def test_a_lookup_is_taken_where_a_draft_beside_it_has_a_dear_row() -> None:
+def test_lookup_precedes_an_expensive_draft_row() -> None:
     offers = [DraftCandidate([0.9], True), DraftCandidate([0.8], True), DraftCandidate([0.7])]
     costs = StepCosts(1.0, lambda count: 0.01 * count, 0.01, draft_row_s=5.0)
     assert choose_draft_lengths(offers, costs, 3, 10).taken == [[0], [], [0]]
 
 
-def test_of_an_offer_whose_next_level_is_too_dear_nothing_behind_it_is_taken() -> None:
+def test_levels_behind_an_expensive_level_are_dropped() -> None:
     """Its sibling on the first level would be free, but what an offer gets are its first proposals."""
     tree = DraftCandidate([0.9, 0.5, 0.4], True, [0, 1, 0])
     costs = StepCosts(1.0, lambda count: 0.0, 0.01, draft_row_s=5.0)
@@ -61,7 +61,7 @@ def test_of_an_offer_whose_next_level_is_too_dear_nothing_behind_it_is_taken() -
     assert sum(map(len, taken)) == 2
 
 
-def test_passes_and_further_rows_are_told_apart() -> None:
+def test_costs_of_passes_and_rows_are_separate() -> None:
     cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
     for rows in (0, 0, 63, 63, 0):
         cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)
@@ -71,7 +71,7 @@ def test_passes_and_further_rows_are_told_apart() -> None:
     assert cost.draft_s(2, 0, 10) == pytest.approx(2 * told.pass_s + 10 * told.draft_row_s)
 
 
-def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
+def test_probes_of_one_request_do_not_price_all() -> None:
     """16 requests, steps of 21 ms, a pass of 2 ms for each that is drafted for: even if all drafts are right they cost more than
     they bring, and a probe of one tells nothing of it."""
     runner, tokens = FakeRunner(16 * 100, 4, has_pages=False), 300
@@ -89,7 +89,7 @@ def test_probes_of_one_request_do_not_promise_that_all_are_as_cheap() -> None:
     assert 0 < sum(count > 1 for count in deep) <= 4, f"it was tried, and given up; {len(deep)} steps"
 
 
-def test_siblings_of_a_tree_share_the_row_of_their_parent() -> None:
+def test_siblings_of_a_tree_share_their_parents_row() -> None:
     """Two trees of three tokens for one place: a second request is one row more, its further tokens are none."""
     trees = [DraftCandidate([0.5, 0.4, 0.3], True, [0, 0, 0])] * 2
     costs = StepCosts(1.0, lambda count: 0.001 * count, 0.01, draft_row_s=0.2)
@@ -97,7 +97,7 @@ def test_siblings_of_a_tree_share_the_row_of_their_parent() -> None:
     assert choose_draft_lengths(trees, StepCosts(1.0, lambda count: 0.2 * count, 0.01), 2, 10).taken != [[0, 1, 2], [0, 1, 2]]
 
 
-def test_a_further_row_that_is_nearly_forgotten_is_learned_at_once() -> None:
+def test_outdated_row_cost_is_relearned_at_once() -> None:
     cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
     for rows in (0, 0, 63, 63, *[0] * 2000):
         cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)

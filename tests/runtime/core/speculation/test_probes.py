@@ -37,7 +37,7 @@ class Wrong(FakeRunner):
         return [(token + 1) % VOCAB for token in found] if len(self.plans) < self._turns else found
 
 
-def test_where_nothing_pays_a_probe_is_made_now_and_then() -> None:
+def test_unprofitable_drafts_are_probed_periodically() -> None:
     """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
     runner = Wrong(60, 4)
     made = scheduler(runner, SpeculationConfig("draft", 4, drafts=DRAFTS))
@@ -83,12 +83,12 @@ def test_dear_probes_take_little_of_the_time() -> None:
     ],
     ids=["cheap", "dear", "four in vain", "twelve in vain", "twice the last rest", "dearer", "the longest rest"],
 )
-def test_the_next_probe_waits_for_what_the_last_one_cost(over: float, rest: int, num_vain: int, steps: int) -> None:
+def test_next_probe_waits_in_proportion_to_the_last(over: float, rest: int, num_vain: int, steps: int) -> None:
     assert tokens_after(over, rest, num_vain) == steps
 
 
 @given(st.floats(0.0, 50.0), st.integers(PROBE_EVERY, LONGEST_REST), st.integers(0, 1000))
-def test_no_rest_takes_more_than_its_share_nor_is_too_long(over: float, rest: int, num_vain: int) -> None:
+def test_pause_between_probes_is_bounded(over: float, rest: int, num_vain: int) -> None:
     """A share is not held where that would take more than twice the last rest, or than the longest."""
     steps = tokens_after(over, rest, num_vain)
     assert PROBE_EVERY <= steps <= LONGEST_REST and steps <= 2 * rest
@@ -96,7 +96,7 @@ def test_no_rest_takes_more_than_its_share_nor_is_too_long(over: float, rest: in
     assert tokens_after(over, rest, num_vain + 1) >= steps
 
 
-def test_where_drafts_never_pay_probes_take_less_and_less_of_the_time() -> None:
+def test_never_profitable_drafts_are_probed_less_and_less() -> None:
     drafted = drafting_steps(Wrong(1000, 4), 3000, 0.004)
     shares = [sum(drafted[first : first + 750]) / 750 for first in (0, 750, 2250)]
     assert shares[0] > shares[1] > shares[2] > 0
@@ -111,7 +111,7 @@ def test_probes_go_on_where_a_draft_gets_better() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [100.0, 0.0])
-def test_a_pause_in_a_probe_doubles_the_rest_at_most(pause_s: float) -> None:
+def test_pause_in_a_probe_at_most_doubles_the_wait(pause_s: float) -> None:
     """Whatever a probe seemed to cost, the next comes within twice the steps; a cheap one changes nothing. The first two come one
     behind the other, for nothing is known of the draft."""
     request = running_request([8] * 3, "draft", pages=2)
@@ -129,7 +129,7 @@ def test_a_pause_in_a_probe_doubles_the_rest_at_most(pause_s: float) -> None:
     assert gaps[:2] == [1, (4 if pause_s else 1) * PROBE_EVERY + 1] and max(gaps) <= LONGEST_REST
 
 
-def test_a_probe_looks_for_a_line_that_may_be_drawn() -> None:
+def test_probe_chooses_a_likely_sampled_token() -> None:
     """What agrees most goes on with a token that the request may not draw, another line with one that it may; neither pays."""
     request = running_request([8, 1, 2, 5, 7, 1, 2, 6, 8, 1, 2], "ngram", pages=2)
     assert request.proposing is not None
@@ -168,7 +168,7 @@ def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None
     assert slow and sum(sum(plan.depths) > 0 for plan in late) > 15
 
 
-def test_what_a_pass_takes_is_found_by_few_drafts_of_few_requests() -> None:
+def test_pass_cost_is_learned_from_few_small_drafts() -> None:
     """Sixteen requests whose prompts the draft has not computed, and a draft that never pays: it is known after some steps."""
     runner = Wrong(2000, 4)
     made = make_scheduler(
@@ -186,14 +186,14 @@ def test_what_a_pass_takes_is_found_by_few_drafts_of_few_requests() -> None:
     assert max(drafted) == 1 and 2 < sum(map(bool, drafted)) < 15, "one at a time, and seldom"
 
 
-def test_a_pause_in_a_draft_is_not_what_its_passes_cost() -> None:
+def test_pause_in_a_draft_is_no_pass_cost() -> None:
     model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
     for draft_s in (0.001, 0.001, 0.001, 5.0):
         cost.learn(model, plain, 1, 1, 0.012 + draft_s, draft_s)
     assert cost.pass_s == pytest.approx(0.0011)
 
 
-def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
+def test_first_passes_count_by_the_fastest() -> None:
     """The first of all may have loaded what later ones find: alone it is not believed, and soon forgotten."""
     model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
     believed = []
@@ -206,7 +206,7 @@ def test_the_first_passes_of_a_draft_count_by_the_fastest_of_them() -> None:
 UNPAYING = StepModel(0.001, 1.0, 0, 0.0, 0.0)
 
 
-def test_steps_with_prompts_that_teach_nothing_of_a_draft_do_not_each_try_it() -> None:
+def test_steps_with_prompts_do_not_each_probe_a_draft() -> None:
     """A saturated server: a prompt chunk in every step, and nothing known of passes."""
     request = running_request([8] * 3, "draft", pages=2)
     speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), SpeculationConfig("draft", drafts=DRAFTS))
@@ -218,7 +218,7 @@ def test_steps_with_prompts_that_teach_nothing_of_a_draft_do_not_each_try_it() -
     assert 0 < tried <= 10
 
 
-def test_what_a_pass_takes_is_asked_of_a_draft_and_not_of_a_lookup() -> None:
+def test_pass_cost_is_learned_from_drafts_not_lookups() -> None:
     """The lookup lacks nothing, the drafted request a prompt; neither pays."""
     found = running_request([8, 1, 2, 5, 7, 1, 2], "ngram", pages=2)
     lacking = running_request([7] * 30, "draft", pages=2)
@@ -233,7 +233,7 @@ def test_what_a_pass_takes_is_asked_of_a_draft_and_not_of_a_lookup() -> None:
     assert [(chunk.depth, len(chunk.behind)) for chunk in making.chunks] == [(0, 0), (1, 29)]
 
 
-def test_what_a_probe_catches_up_with_is_paid_for_as_a_part_of_it() -> None:
+def test_catch_up_is_part_of_a_probes_cost() -> None:
     def rest_after(parts: int) -> int:
         probing = Probing()
         for step in range(parts):
@@ -264,7 +264,7 @@ class Asked(StepModel):
 
 
 @pytest.mark.parametrize(("methods", "is_asked"), [(["none", "none"], False), (["none", "ngram"], True)])
-def test_steps_of_requests_that_want_no_proposals_reckon_nothing(methods: list[Method], is_asked: bool) -> None:
+def test_steps_without_speculation_compute_no_costs(methods: list[Method], is_asked: bool) -> None:
     requests = [running_request([8, 1, 2, 5, 7, 1, 2], method, pages=2) for method in methods]
     for request, method in zip(requests, methods, strict=True):
         request.proposing = None if method == "none" else request.proposing

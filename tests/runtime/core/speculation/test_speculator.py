@@ -58,14 +58,14 @@ def running_request(tokens: list[int], method: Method, pages: int = 0) -> Reques
     return request
 
 
-def test_a_step_enters_no_more_for_many_long_prompts_than_for_one() -> None:
+def test_step_drafts_a_bounded_number_of_prompt_tokens() -> None:
     requests = [running_request([at % 50 for at in range(AT_ONCE // 2 + 2)], "ngram", pages=2) for _ in range(4)]
     setting = SpeculationConfig("ngram", 4, False)
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 0, 0]
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 4, 4]
 
 
-def test_a_request_without_a_page_for_proposals_leaves_others_what_drafts_may_catch_up_with() -> None:
+def test_request_without_draft_pages_leaves_catch_up_to_others() -> None:
     """Each is to be caught up with by more than half of what a step may."""
 
     def wants(pages: int) -> Request:
@@ -88,7 +88,7 @@ class Counted(list[float]):
         return super().__iter__()
 
 
-def test_proposals_are_ordered_once_whatever_drafts_cost_and_not_at_all_where_none_can_pay() -> None:
+def test_draft_tokens_are_ranked_once_or_not_at_all() -> None:
     chances = Counted(0.9**at for at in range(1, 17))
     paying = choose_draft_lengths([DraftCandidate(chances, True)], StepCosts(1.0, lambda count: 0.001 * count, 0.001), 1, 100)
     assert len(paying.taken[0]) == 16 and chances.reads == 2, "for their sum, and for their order"
@@ -97,7 +97,7 @@ def test_proposals_are_ordered_once_whatever_drafts_cost_and_not_at_all_where_no
     assert chances.reads == 1
 
 
-def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
+def test_acceptance_follows_the_request_from_the_average() -> None:
     engine, own = AcceptanceRates(0.99), AcceptanceRates(0.9)
     line, parents = [([1, 2, 3], 4)], [-1, 0, 1]
 
@@ -116,7 +116,7 @@ def test_chances_follow_a_request_and_begin_with_what_others_had() -> None:
     assert len(set(every)) == 8 * 5 + 8 * 16, "five magnitudes, and sixteen levels"
 
 
-def test_what_was_not_looked_at_teaches_nothing() -> None:
+def test_unverified_drafts_teach_nothing() -> None:
     shares = AcceptanceRates(0.9)
     add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0])
     assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.4, 0.5]
@@ -165,7 +165,7 @@ def test_under_load_nothing_is_proposed_and_alone_much() -> None:
     assert [deepest(64, chance) for chance in (0.3, 0.6, 0.85)] == [0, 0, 0]
 
 
-def test_before_any_step_was_measured_likely_proposals_are_made() -> None:
+def test_likely_drafts_are_used_before_any_measurement() -> None:
     assert choose_draft_lengths([DraftCandidate([0.9, 0.5, 0.3]), DraftCandidate([0.3, 0.2], True)], None, 2, 10).taken == [
         [0, 1],
         [],
@@ -183,7 +183,7 @@ def test_a_tree_pays_a_pass_for_each_level_alone() -> None:
     assert taken(0.01) == [[0, 1, 2, 3]] and taken(0.2) == [[0, 1, 3]] and taken(5.0) == [[]]
 
 
-def test_trees_are_made_where_they_promise_more_than_chains_and_cost_no_more() -> None:
+def test_trees_are_used_where_they_beat_chains() -> None:
     """The first of two is right two times of three, else the second: trees bring more, until their proposals cost much more."""
 
     class Irregular(FakeRunner):
@@ -210,7 +210,7 @@ def test_trees_are_made_where_they_promise_more_than_chains_and_cost_no_more() -
         assert sum(sum(plan.depths) > 0 for plan in late) > len(late) / 2
 
 
-def test_the_cost_of_proposals_is_what_was_measured() -> None:
+def test_draft_cost_is_the_measured_one() -> None:
     model, plain = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100)
     cost = VerifyCost()
     assert cost.costs(model, plain).plain_s == pytest.approx(0.010)
@@ -227,7 +227,7 @@ def test_the_cost_of_proposals_is_what_was_measured() -> None:
     assert cost.costs(model, StepWork(0, 40, 100)).extra_s(1) == pytest.approx(0.001), "other sizes are not judged by this one"
 
 
-def test_noise_far_above_the_cost_of_a_proposal_does_not_hide_it() -> None:
+def test_noise_does_not_hide_the_draft_cost() -> None:
     """One proposal in steps of sixteen decodes, whose times differ by six times what it costs."""
     chance = random.Random(5)
     model, plain, cost = StepModel(0.05, 0.001, 0, 0.0, 0.0), StepWork(0, 16, 1000), VerifyCost()
@@ -241,7 +241,7 @@ def scheduler(runner: FakeRunner, speculating: SpeculationConfig, max_num_seqs: 
     return make_scheduler(Limits(200, max_num_seqs, 64), runner.pool, SchedulerConfig(speculating=speculating))
 
 
-def test_a_method_that_is_not_offered_is_refused_by_its_field_but_a_begun_stream_goes_on() -> None:
+def test_missing_method_is_refused_but_started_stream_continues() -> None:
     made = scheduler(FakeRunner(40, 4), SpeculationConfig())
     asked = make_request(5, 6)
     refused = made.submit(1, wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=Speculation("draft")))
@@ -261,7 +261,7 @@ def finish(runner: FakeRunner, made: Scheduler, wall_s: float | None = None) -> 
     return output
 
 
-def test_a_request_asks_for_its_own_method_and_depth() -> None:
+def test_request_selects_its_method_and_depth() -> None:
     for wanted, deepest in (
         (Speculation(), 3),
         (Speculation("none"), 0),
@@ -278,7 +278,7 @@ def test_a_request_asks_for_its_own_method_and_depth() -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_no_more_is_proposed_than_the_request_may_still_draw(method: Method) -> None:
+def test_drafts_do_not_exceed_the_remaining_tokens(method: Method) -> None:
     """Of its last tokens the last of all needs no proposal: it is drawn in any case."""
     proposed = {}
     for left in (1, 2, 3, 9):
@@ -289,7 +289,7 @@ def test_no_more_is_proposed_than_the_request_may_still_draw(method: Method) -> 
     assert proposed == {1: 0, 2: 1, 3: 2, 9: 4}
 
 
-def test_ranks_that_lost_their_draft_are_asked_no_more() -> None:
+def test_ranks_without_their_draft_get_no_requests() -> None:
     runner = FakeRunner(60, 4)
     made = scheduler(runner, SpeculationConfig("draft", 3, False, DRAFTS))
     made.submit(1, make_request(5, 40))
@@ -317,7 +317,7 @@ class Mute(FakeRunner):
 
 
 @pytest.mark.parametrize("tree", [Tree(), Tree([2, 2], "static"), Tree([2, 2])], ids=["chain", "static", "best first"])
-def test_what_was_not_drafted_counts_as_no_proposal(tree: Tree) -> None:
+def test_undrafted_tokens_are_not_counted(tree: Tree) -> None:
     runner = Short(80, 4)
     made = scheduler(runner, SpeculationConfig("draft", 8, False, DRAFTS, tree=tree))
     made.submit(1, make_request(5, 100))
@@ -330,7 +330,7 @@ def test_what_was_not_drafted_counts_as_no_proposal(tree: Tree) -> None:
     assert bool(counts.branched) == bool(tree.widths)
 
 
-def test_a_draft_that_says_nothing_proposes_nothing() -> None:
+def test_silent_draft_adds_no_tokens() -> None:
     runner = Mute(80, 4)
     made = scheduler(runner, SpeculationConfig("draft", 4, False, DRAFTS))
     made.submit(1, make_request(5, 40))
@@ -339,7 +339,7 @@ def test_a_draft_that_says_nothing_proposes_nothing() -> None:
     assert made.speculator.counts().paths == 0 and sum(made.speculator.counts().proposed) == 0
 
 
-def test_what_fills_up_a_grown_tree_teaches_nothing_and_an_empty_place_of_an_asked_one_does() -> None:
+def test_padding_teaches_nothing_and_missing_nodes_count() -> None:
     shares = AcceptanceRates(0.9)
     add_tree(shares, [-1, 0, 1], [-1, -2, -3], [0, 1], unasked={2})
     assert [shares.of(grade, 0.5) for grade in (-1, -2, -3)] == [0.6, 0.6, 0.5]
@@ -347,7 +347,7 @@ def test_what_fills_up_a_grown_tree_teaches_nothing_and_an_empty_place_of_an_ask
     assert [shares.of(grade, 0.5) for grade in (-11, -12, -13)] == [0.6, 0.6, 0.4]
 
 
-def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals() -> None:
+def test_draft_tokens_keep_steps_within_the_itl_target() -> None:
     """A step of 10 ms and 1 ms for each proposal: what pays is cut where the target is, and a pass of the draft counts."""
     for limit_s, depths in ((math.inf, [8]), (0.0141, [4]), (0.0105, [0]), (0.005, [0])):
         costs = StepCosts(0.010, lambda count: 0.001 * count, limit_s=limit_s)
@@ -360,7 +360,7 @@ def test_no_step_passes_the_target_of_the_time_between_tokens_for_its_proposals(
     ]
 
 
-def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() -> None:
+def test_itl_target_counts_catch_up_once_per_request() -> None:
     """Of 4 ms that are left one request needs 3 before its first proposal, the likeliest, and the other nothing."""
     costs = StepCosts(0.010, lambda count: 0.0005 * count, 0.0001, limit_s=0.0141)
 
@@ -383,9 +383,7 @@ def test_a_target_counts_what_a_draft_catches_up_with_once_for_each_request() ->
     st.floats(0, 0.5),
     st.floats(0.5, 3.0),
 )
-def test_however_likely_proposals_are_the_target_holds(
-    offers: list[DraftCandidate], token_s: float, pass_s: float, limit_s: float
-) -> None:
+def test_itl_target_holds_for_any_acceptance(offers: list[DraftCandidate], token_s: float, pass_s: float, limit_s: float) -> None:
     found = choose_draft_lengths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
     depths = [len(taken) for taken in found.taken]
     passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
@@ -393,7 +391,7 @@ def test_however_likely_proposals_are_the_target_holds(
 
 
 @pytest.mark.parametrize(("target_ms", "longest_ms"), [(None, 13.0), (20.0, 13.0), (12.5, 12.0), (11.0, 11.0)])
-def test_an_engine_with_a_target_proposes_no_more_than_it_allows(target_ms: float | None, longest_ms: float) -> None:
+def test_engine_with_itl_target_limits_draft_tokens(target_ms: float | None, longest_ms: float) -> None:
     """Steps of 10 ms and 1 ms for each token, every third draft wrong: two proposals are best, if the target allows them."""
     runner = FakeRunner(60, 4)
     limits = Limits(200, 4, 64, itl_target_s=None if target_ms is None else target_ms / 1e3)

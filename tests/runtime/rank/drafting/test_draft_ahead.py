@@ -79,7 +79,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(
     assert watched.num_accepted == watched.num_proposed > 60
 
 
-def test_self_drafts_know_it_too(folder: Path) -> None:
+def test_self_drafts_know_the_grammar(folder: Path) -> None:
     """An exit that is wrong about scores is right where little may be drawn."""
     exit = save_exit(folder, folder.parent / "exit.safetensors")
     made = Build(torch.float64, num_pages=200, speculative={"speculative_method": "self_draft", "draft_exit": str(exit)})
@@ -90,7 +90,7 @@ def test_self_drafts_know_it_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("widths", [[], [2, 2]], ids=["chain", "tree"])
-def test_places_behind_the_end_of_a_grammar_are_no_proposals(folder: Path, twin: dict[str, str], widths: list[int]) -> None:
+def test_positions_behind_a_grammars_end_are_not_drafted(folder: Path, twin: dict[str, str], widths: list[int]) -> None:
     """Three letters follow the first one, where eight tokens are asked for."""
     ways: dict[str, dict[str, Any]] = {"one": {"grammar": wire.Grammar("regex", "ab[a-c]c"), "stop_token_ids": [EOS_ID]}}
     how = SchedulerConfig(
@@ -108,7 +108,7 @@ def sampler(tmp_path: Path) -> Sampler:
     return Sampler(VOCAB_SIZE, RankGrammars(partial(read_tokenizer, tmp_path, VOCAB_SIZE), VOCAB_SIZE))
 
 
-def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
+def test_sampling_ahead_leaves_the_row_unchanged(tmp_path: Path) -> None:
     drawn, chance = sampler(tmp_path), torch.Generator().manual_seed(2)
     asked = wire.Sampling(50, 3, 1.0, repetition_penalty=1.5, frequency_penalty=0.7, bad_words=[[97, 98]], grammar=WORDS)
     new = NewRow(0, asked, 2, [1, 2, 97, 97])
@@ -129,7 +129,7 @@ def test_what_is_drawn_ahead_leaves_the_row_as_it_was(tmp_path: Path) -> None:
     assert [drawn.draw(scores[at : at + 1], [(0, 2 + at)]).tokens[0] for at in range(6)] == along
 
 
-def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
+def test_nothing_is_drafted_where_no_token_is_allowed(tmp_path: Path) -> None:
     drawn = sampler(tmp_path)
     new = NewRow(0, wire.Sampling(9, 1, 0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
     drawn.admit(new)
@@ -155,9 +155,7 @@ def test_nothing_is_proposed_where_nothing_can_be_drawn(tmp_path: Path) -> None:
     ],
     ids=["plain", "allowed", "word", "word begun before", "no word", "too early an end", "an end", "grammar", "both", "wrong"],
 )
-def test_how_many_tokens_of_a_lookup_may_be_drawn(
-    tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int
-) -> None:
+def test_allowed_length_of_a_lookup(tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int) -> None:
     drawn = sampler(tmp_path)
     drawn.admit(NewRow(0, wire.Sampling(9, 1, **sampling), 2, [1, 2]))
     assert drawn.num_fitting(0, tokens, 1) == count
@@ -172,7 +170,7 @@ class Unsearched(list[int]):
         raise AssertionError("looked through")
 
 
-def test_what_may_follow_is_found_without_looking_through_all_that_is_known(tmp_path: Path) -> None:
+def test_allowed_tokens_are_found_without_scanning_the_vocabulary(tmp_path: Path) -> None:
     """Neither the context nor the bans are copied for it, and the allowed tokens are not searched."""
     drawn = sampler(tmp_path)
     few = Unsearched(range(VOCAB_SIZE - 1))
@@ -207,7 +205,7 @@ def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
     assert after.num_proposed < before.num_proposed
 
 
-def test_a_draft_stops_behind_a_token_that_ends_its_request() -> None:
+def test_draft_stops_behind_a_stop_token() -> None:
     """Of two paths one is over after its second token: the third pass is the other's alone."""
     new = {row: NewRow(row, wire.Sampling(9, row, 0.0, stop_token_ids=[7], min_tokens=2)) for row in (0, 1)}
     paths = [Proposed(0, 3, True), Proposed(1, 3, True)]

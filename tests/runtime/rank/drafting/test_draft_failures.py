@@ -148,9 +148,7 @@ def test_first_layers_that_fail_are_no_draft_any_more(
     assert_went_on(watched, caplog.messages, steps, "a step of the self-draft failed: out of memory")
 
 
-def test_first_layers_that_fail_on_several_ranks_end_the_incarnation(
-    folder: Path, exit: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_exit_layers_on_ranks_end_the_incarnation(folder: Path, exit: Path, caplog: pytest.LogCaptureFixture) -> None:
     """None can leave the pass that the others are in; the supervisor starts the group again without the draft."""
     made = Build(torch.float64, num_pages=200, make_proposer=partial(failing_exit, exit, 3))
     with pytest.raises(DraftLost, match="a step of the self-draft failed: out of memory"):

@@ -73,7 +73,7 @@ def assert_path_taken(watched: Watched) -> None:
 
 
 @methods
-def test_time_in_drafts_is_told_by_the_clock_that_steps_are(folder: Path, drafts: dict[str, dict[str, Any]], method: str) -> None:
+def test_draft_time_uses_the_clock_of_steps(folder: Path, drafts: dict[str, dict[str, Any]], method: str) -> None:
     def work(runner: ModelRunner) -> set[float]:
         runner.clock = partial(next, itertools.count(0.0, 0.25))
         watched = Watched(runner)
@@ -85,7 +85,7 @@ def test_time_in_drafts_is_told_by_the_clock_that_steps_are(folder: Path, drafts
 
 @methods
 @groups
-def test_every_way_to_sample_draws_equal_tokens(
+def test_every_sampling_mode_is_equal_with_a_draft(
     folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, pods: list[int], stages: int
 ) -> None:
     made = Build(torch.float64, num_pages=200, stages=stages, speculative=drafts[method])
@@ -96,7 +96,7 @@ def test_every_way_to_sample_draws_equal_tokens(
 
 @methods
 @pytest.mark.parametrize("stages", [1, 2])
-def test_prompts_in_chunks_draw_equal_tokens(
+def test_prompt_chunks_sample_equal_tokens(
     folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, stages: int
 ) -> None:
     made = Build(torch.float64, num_pages=200, stages=stages, speculative=drafts[method])
@@ -108,7 +108,7 @@ def test_prompts_in_chunks_draw_equal_tokens(
 
 @methods
 @pytest.mark.parametrize("stages", [1, 2])
-def test_preempted_requests_draw_equal_tokens(
+def test_preempted_requests_sample_equal_tokens(
     folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, stages: int
 ) -> None:
     how = rules(method, 6 if method == "draft" else 4)  # some are rejected with their pages
@@ -120,7 +120,7 @@ def test_preempted_requests_draw_equal_tokens(
 
 
 @methods
-def test_prompts_are_told_with_their_logprobs_beside_drafts(folder: Path, drafts: dict[str, Any], method: str) -> None:
+def test_prompt_logprobs_are_complete_with_drafts(folder: Path, drafts: dict[str, Any], method: str) -> None:
     asked = requests(prompt_logprobs=1)
     whole = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())[0]
     made = Build(torch.float64, num_pages=200, speculative=drafts[method])
@@ -165,7 +165,7 @@ def test_a_draft_that_is_the_target_is_never_wrong(
     assert watched.num_accepted == watched.num_proposed, "every proposal is what the target draws"
 
 
-def test_a_draft_catches_up_with_what_was_decoded_without_it(folder: Path, twin: dict[str, str]) -> None:
+def test_draft_catches_up_with_tokens_decoded_without_it(folder: Path, twin: dict[str, str]) -> None:
     """Requests that wait for others' prompts are decoded plainly meanwhile; depths differ from step to step."""
     asked = [msgspec.structs.replace(one, speculation=Speculation(None, n % 3)) for n, one in enumerate(stateless())]
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())

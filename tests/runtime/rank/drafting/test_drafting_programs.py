@@ -84,7 +84,7 @@ REFUSED: dict[str, Refused] = {
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
-def test_what_can_never_draft_for_the_model_is_refused_at_start(folder: Path, tmp_path: Path, case: Refused) -> None:
+def test_incompatible_draft_is_refused_at_start(folder: Path, tmp_path: Path, case: Refused) -> None:
     served, fields, reason = case(folder, tmp_path)
     with pytest.raises(ModelError, match=reason):
         load(served, **fields)
@@ -127,7 +127,7 @@ WITHOUT: dict[str, Callable[[Path, Path], tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("case", WITHOUT.values(), ids=WITHOUT.keys())
-def test_what_cannot_be_loaded_is_served_without(
+def test_unloadable_draft_is_left_out(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Callable[[Path, Path], tuple[dict[str, Any], str]]
 ) -> None:
     fields, reason = case(folder, tmp_path)

@@ -128,7 +128,7 @@ def test_changes_are_those_of_transformers(fields: dict[str, Any], twin: Twin, h
         ({"bad_words": [[1], [2, 99]]}, "bad_words names token 99"),
     ],
 )
-def test_a_token_that_the_model_does_not_have_fails_its_request_alone(fields: dict[str, Any], name: str) -> None:
+def test_token_outside_the_vocabulary_fails_only_its_request(fields: dict[str, Any], name: str) -> None:
     raw = torch.zeros(2, VOCAB)
     outcome = changed(raw, [([1], [], wire.Sampling(9, 0, **fields)), ([1], [], wire.Sampling(9, 0, logit_bias={3: 1.0}))])
     assert list(outcome.failed) == [0]

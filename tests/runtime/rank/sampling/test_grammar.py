@@ -103,7 +103,7 @@ def outputs(answers: list[Served]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_a_random_model_always_answers_in_its_grammar_on_one_rank_and_on_two(folder: Path) -> None:
+def test_random_model_obeys_grammars_on_one_or_two_ranks(folder: Path) -> None:
     requests = [asked(kind, seed, 1.0 if seed else 0.0) for seed in range(6) for kind in GRAMMARS]
     requests += [asked("json", 40 + seed, 0.9, top_p=0.9, repetition_penalty=1.1) for seed in range(2)]
 
@@ -128,7 +128,7 @@ def test_replayed_from_any_point_the_output_is_the_same(grammars: RankGrammars) 
             assert run(Sampler(VOCAB_SIZE, grammars), [ask], 240, [whole[:cut]])[0] == [whole], (kind, cut)
 
 
-def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: RankGrammars) -> None:
+def test_complete_grammar_ends_the_request(grammars: RankGrammars) -> None:
     sampler = Sampler(VOCAB_SIZE, grammars)
     sampler.admit(NewRow(0, wire.Sampling(9, 0, grammar=wire.Grammar("regex", "ab"))))
     import torch
@@ -140,9 +140,7 @@ def test_a_complete_grammar_ends_the_request_without_an_end_token(grammars: Rank
 
 
 @pytest.mark.parametrize("min_tokens", [0, 5])
-def test_a_grammar_that_is_complete_already_ends_its_replay_before_min_tokens_as_it_ends_the_request(
-    grammars: RankGrammars, min_tokens: int
-) -> None:
+def test_complete_grammar_ends_a_replay_before_min_tokens(grammars: RankGrammars, min_tokens: int) -> None:
     sampling = wire.Sampling(9, 0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
     ask = Ask([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
     whole, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9)
@@ -165,7 +163,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("more", "why"), FAILING.values(), ids=FAILING.keys())
-def test_what_cannot_be_drawn_ends_its_request_only(folder: Path, more: dict[str, Any], why: str) -> None:
+def test_unsampleable_row_ends_only_its_request(folder: Path, more: dict[str, Any], why: str) -> None:
     requests = [asked("regex", 0, 0.0), asked("regex", 1, 1.0, **more), asked("json", 2, 1.0)]
     answers = on_ranks(folder, [1], Build(), lambda runner: serve(runner, requests, LIMITS))
     bad = answers[1].refused
@@ -177,13 +175,13 @@ def test_what_cannot_be_drawn_ends_its_request_only(folder: Path, more: dict[str
         check(kind, text_of(answer.tokens))
 
 
-def test_delivered_tokens_that_do_not_fit_the_grammar_fail_the_request(grammars: RankGrammars) -> None:
+def test_delivered_tokens_outside_the_grammar_fail_the_request(grammars: RankGrammars) -> None:
     ask = Ask([1], asked("regex", 0, 0.0).sampling)
     _, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [[ord("q")]])
     assert "doesn't satisfy the grammar" in failures[0]
 
 
-def test_a_runtime_without_a_tokenizer_for_grammars_says_so(tmp_path: Path) -> None:
+def test_missing_grammar_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     broken = RankGrammars(partial(read_tokenizer, tmp_path, 10), 10)
@@ -207,7 +205,7 @@ def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: RankGrammars, mon
     assert grammars.matcher(wire.Grammar("lark", "start: /a/")).allowed()[ord("a")]
 
 
-def test_a_grammar_that_somebody_holds_is_not_compiled_again(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_in_use_is_not_compiled_again(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_GRAMMARS", 1)
     a, b = (wire.Grammar("regex", letter) for letter in "ab")
     with ThreadPoolExecutor(1) as thread:
@@ -219,7 +217,7 @@ def test_a_grammar_that_somebody_holds_is_not_compiled_again(grammars: RankGramm
     assert sorted(grammars.matcher(a).allowed().nonzero()[0].tolist()) == [ord("a")]
 
 
-def test_a_model_with_more_scores_than_its_tokenizer_has_tokens_is_masked_whole(tmp_path: Path) -> None:
+def test_logits_beyond_the_tokenizer_are_masked(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 256]}))

@@ -71,7 +71,7 @@ def test_prompt_logprobs_are_those_of_transformers(
             assert_detail(detail, prompt[position], rows[position - 1])
 
 
-def test_a_request_that_has_output_does_not_tell_its_prompt_again(folder: Path) -> None:
+def test_resumed_request_repeats_no_prompt_logprobs(folder: Path) -> None:
     asked = [Asked(prompts()[1], more={"prompt_logprobs": 0}, delivered=(5,))]
 
     def work(runner: Any) -> dict[int, TokenDetail]:

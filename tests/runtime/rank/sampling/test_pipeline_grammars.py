@@ -91,7 +91,7 @@ def test_steps_go_on_while_the_drawer_compiles(folder: Path, slow: type[Slow], p
 
 
 @groups
-def test_a_burst_of_orders_waits_for_no_rank_that_computes(folder: Path, slow: type[Slow], pods: list[int], stages: int) -> None:
+def test_burst_of_orders_waits_for_no_computing_rank(folder: Path, slow: type[Slow], pods: list[int], stages: int) -> None:
     """The drawer is held in a step, and takes no message meanwhile."""
     several = [wire.Grammar("regex", f"[a-{letter}]{{9}}") for letter in "bcdefgh"]
 
@@ -109,7 +109,7 @@ def test_a_burst_of_orders_waits_for_no_rank_that_computes(folder: Path, slow: t
     assert on_ranks(folder, pods, build(stages, slow), work) == len(several)
 
 
-def test_the_drawer_tells_why_a_grammar_cannot_be_used(folder: Path, slow: type[Slow], caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_rank_reports_an_unusable_grammar(folder: Path, slow: type[Slow], caplog: pytest.LogCaptureFixture) -> None:
     def work(runner: ModelRunner) -> dict[int, wire.Refused]:
         with Engine(limits=LIMITS, real=(runner, runner.grammars())) as engine:
             engine.send(
@@ -163,7 +163,7 @@ class Known:
         return self.made.setdefault(grammar.text, f"compiled {grammar.text}")
 
 
-def test_the_drawer_holds_a_grammar_until_nobody_at_rank_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_rank_keeps_a_grammar_while_rank_0_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_GRAMMARS", 0)
     orders: list[CompileOrder] = []
     far = RemoteGrammars(orders.append)
@@ -181,7 +181,7 @@ def test_the_drawer_holds_a_grammar_until_nobody_at_rank_0_does(monkeypatch: pyt
     assert isinstance(second.exception(), RuntimeError)
 
 
-def test_the_service_answers_each_order_once_and_nothing_after_its_end() -> None:
+def test_service_answers_each_order_once_before_its_end() -> None:
     answers: list[CompileResult] = []
     told = threading.Semaphore(0)
 
@@ -206,7 +206,7 @@ def test_the_service_answers_each_order_once_and_nothing_after_its_end() -> None
     assert "without grammars" in answers[-1].why
 
 
-def test_who_drafts_has_a_grammar_too_before_it_is_told_that_there_is_one() -> None:
+def test_drafting_rank_has_the_grammar_before_its_use() -> None:
     orders: list[CompileOrder] = []
     far, compiler = RemoteGrammars(orders.append), Known()
     both = BothGrammars(far, ThreadedGrammars(compiler))

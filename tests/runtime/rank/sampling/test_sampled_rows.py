@@ -74,14 +74,14 @@ def test_a_row_is_followed_along_whatever_branch_was_accepted(
             tokens += [*(proposed[node] for node in accepted), chance.randrange(VOCAB)]
 
 
-def test_a_row_whose_draws_depend_on_nothing_is_known_and_not_followed() -> None:
+def test_row_without_history_is_known_but_not_tracked() -> None:
     rows = SampledRowMirror(VOCAB, None)
     rows.follow(plan_of(0, [1, 2, 3], [], [], [NewRow(0, wire.Sampling(9, 1, 1.0, logit_bias={3: 1.0}), 3)], []))
     rows.follow(plan_of(3, [4], [5], [OWN], [], []))
     assert not rows.rows[0].has_state and rows.rows[0].sampling.logit_bias == {3: 1.0}
 
 
-def test_a_row_that_starts_anew_forgets_what_it_was() -> None:
+def test_restarted_row_forgets_its_history() -> None:
     asked = wire.Sampling(9, 1, 1.0, presence_penalty=1.0)
     rows = SampledRowMirror(VOCAB, None)
     rows.follow(plan_of(0, [1, 2], [], [], [NewRow(0, asked, 2, [1, 2])], []))

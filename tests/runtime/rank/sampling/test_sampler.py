@@ -66,7 +66,7 @@ def distribution(sampling: wire.Sampling) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS.keys())
-def test_draws_follow_the_distribution(fields: dict[str, Any]) -> None:
+def test_samples_follow_the_distribution(fields: dict[str, Any]) -> None:
     """Fails wrongly once in 10^6 choices of the seeds below; they are fixed, so in fact never or always."""
     sampler = Sampler(VOCAB)
     samplings = [wire.Sampling(99, seed, **fields) for seed in range(DRAWS)]
@@ -109,7 +109,7 @@ asks = st.builds(
 
 @settings(deadline=None, max_examples=40)
 @given(several=st.lists(asks, min_size=2, max_size=5), cut=st.integers(0, 11))
-def test_a_request_alone_in_a_batch_or_resumed_draws_equal_tokens(several: list[Ask], cut: int) -> None:
+def test_batched_alone_and_resumed_requests_sample_equal_tokens(several: list[Ask], cut: int) -> None:
     together, failures = run(Sampler(16), several, 12)
     assert failures == {}
     for ask, output in zip(several, together, strict=True):
@@ -120,7 +120,7 @@ def test_a_request_alone_in_a_batch_or_resumed_draws_equal_tokens(several: list[
     assert run(used, several, 12, begun)[0] == together, "preempted and resumed, or replayed"
 
 
-def test_plain_rows_are_drawn_as_if_special_ones_were_not_there() -> None:
+def test_plain_rows_are_unaffected_by_special_ones() -> None:
     plain = [Ask([1], wire.Sampling(9, seed, temperature)) for seed, temperature in ((1, 0.0), (2, 1.0), (3, 0.5))]
     special = Ask([1], wire.Sampling(9, 4, logit_bias={2: 100.0}))
     outputs, _ = run(Sampler(16), [plain[0], special, plain[1], plain[2], special], 6)
@@ -145,7 +145,7 @@ def test_min_tokens_keeps_every_end_away_until_then() -> None:
         assert not set(output[:min_tokens]) & set(ends)
 
 
-def test_logprobs_are_of_raw_scores_though_the_draw_is_not() -> None:
+def test_logprobs_are_of_raw_logits() -> None:
     sampler = Sampler(VOCAB)
     sampling = wire.Sampling(9, 0, 0.3, top_k=1, logit_bias={2: 50.0}, repetition_penalty=1.7, logprobs=3)
     sampler.admit(NewRow(0, sampling, 1, [4]))
@@ -171,7 +171,7 @@ def gap_of(**fields: Any) -> float:
     return detail.gap
 
 
-def test_the_gap_of_a_greedy_draw_is_that_of_its_two_best_scores() -> None:
+def test_greedy_gap_is_that_of_the_two_best() -> None:
     spread = float(torch.tensor(LOGITS, dtype=torch.float64).std())
     assert gap_of(temperature=0.0) == pytest.approx(0.6 / spread)
     assert gap_of(temperature=0.0, logit_bias={7: 0.599}) == pytest.approx(0.001 / spread)
@@ -201,7 +201,7 @@ def test_a_token_changes_only_where_its_gap_is_small(
         assert logit_gap(raw, raw, one) <= 2 * noise / float(raw.std())
 
 
-def test_a_winner_that_the_next_cut_would_lose_has_a_small_gap() -> None:
+def test_token_near_the_filters_edge_has_a_small_gap() -> None:
     raw = torch.tensor([2.0, 1.0, 0.999, -3.0], dtype=torch.float64)
     wins = next(seed for seed in range(1000) if draw(raw.unsqueeze(0), [Draw(seed, 0, top_k=2)]) == [1])
     assert logit_gap(raw, raw, Draw(wins, 0, top_k=2)) <= 0.001 / float(raw.std()) + 1e-12
@@ -216,7 +216,7 @@ FILTERS: dict[str, tuple[dict[str, Any], str, float]] = {
 
 
 @pytest.mark.parametrize(("fields", "name", "value"), FILTERS.values(), ids=FILTERS.keys())
-def test_filters_keep_what_transformers_keeps(fields: dict[str, Any], name: str, value: float) -> None:
+def test_filters_keep_the_same_tokens_as_transformers(fields: dict[str, Any], name: str, value: float) -> None:
     from transformers.generation import logits_process
 
     raw = torch.randn(20, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2

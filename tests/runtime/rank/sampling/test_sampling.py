@@ -43,14 +43,14 @@ def keys_of(pairs: list[tuple[int, int]]) -> Tensor:
 
 @pytest.mark.parametrize("pairs", [[(7, j) for j in range(DRAWS)], [(s, 3) for s in range(DRAWS)]], ids=["one seed", "one index"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_distribution(pairs: list[tuple[int, int]], temperature: float) -> None:
+def test_samples_follow_the_distribution(pairs: list[tuple[int, int]], temperature: float) -> None:
     """Fails wrongly once in 10^8 runs; the draws are fixed by their seeds, so in fact never or always."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, 1.4])
     tokens = draw(logits.expand(len(pairs), -1), [Draw(seed, index, temperature) for seed, index in pairs])
     assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < chi_square_limit(len(logits) - 1)
 
 
-def test_draws_of_neighbouring_indices_are_independent() -> None:
+def test_samples_of_adjacent_indices_are_independent() -> None:
     """Pairs of successive draws of one seed over 4 tokens: 16 cells."""
     tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(1, index) for index in range(DRAWS + 1)])
     pairs = [4 * tokens[2 * i] + tokens[2 * i + 1] for i in range(DRAWS // 2)]
@@ -66,14 +66,14 @@ def test_noise_is_finite_whatever_the_bits(bits: list[int]) -> None:
         assert bool(noise.isfinite().all()) and float(noise.max()) < most and float(noise.min()) > least
 
 
-def test_what_is_excluded_is_not_drawn_where_its_noise_was_infinite_once() -> None:
+def test_masked_token_is_never_sampled_at_infinite_noise() -> None:
     """At this seed's first index token 343 had the least bits of all, which float32 took for zero."""
     scores = torch.full((1, 512), -torch.inf)
     scores[0, 5] = 1.0
     assert draw(scores, [Draw(1852965621, 0)]) == [5]
 
 
-def test_noise_follows_the_bits_distance_from_zero_as_a_gumbel_does_in_both_tails() -> None:
+def test_gumbel_noise_is_accurate_in_both_tails() -> None:
     """float32 as float64, where noise is large too: so it is drawn as often as it should be."""
     near = torch.tensor([0, 1, 5, 77, 1000, 123_457, 2**20 + 3, -(2**22), 2**30, -(2**31) + 2**20], dtype=torch.int32)
     exact = torch.tensor([-math.log(-math.log1p(-(abs(bits + 0.5) / 2**31))) for bits in near.tolist()], dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_any_part_of_the_vocabulary_has_the_same_noise(seed: int, index: int, cu
         assert torch.equal(floats, gumbel(keys, tokens, dtype))
 
 
-def test_the_batch_around_a_draw_decides_nothing() -> None:
+def test_sample_is_independent_of_its_batch() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     draws = [
         Draw(1, 0),
@@ -116,7 +116,7 @@ def test_the_batch_around_a_draw_decides_nothing() -> None:
     assert together[1] == int(logits[1].argmax())
 
 
-def test_seeds_and_indices_name_different_draws() -> None:
+def test_seeds_and_indices_give_different_samples() -> None:
     keys = {noise_key(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(1000)}
     assert len(keys) == 4000
 
@@ -146,7 +146,7 @@ def kept_by_definition(scores: list[float], one: Draw) -> set[int]:
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.123, 1e-6]),
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
-def test_filters_keep_what_their_definition_keeps(scores: list[float], top_k: int | None, top_p: float, min_p: float) -> None:
+def test_filters_keep_the_tokens_of_their_definition(scores: list[float], top_k: int | None, top_p: float, min_p: float) -> None:
     one = Draw(0, 0, 1.0, top_p, top_k, min_p)
     # A float64 mass may fall on either side of a cut that it equals: the strategies' values are not such.
     assert kept(torch.tensor(scores, dtype=torch.float64), one) == kept_by_definition(scores, one)

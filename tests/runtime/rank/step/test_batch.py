@@ -90,7 +90,7 @@ def test_padding_repeats_the_rows_own_first_page() -> None:
     ]
 
 
-def test_masks_show_the_past_and_no_more_than_the_window() -> None:
+def test_masks_show_the_past_within_the_window() -> None:
     _, batch = mixed()
     band, (part, whole) = batch.bands[0], batch.chunks
     assert visible(band.masks[None]) == [list(range(10)), list(range(6))]
@@ -101,7 +101,7 @@ def test_masks_show_the_past_and_no_more_than_the_window() -> None:
     assert visible(part.masks[3]) == [[2, 3, 4], [3, 4, 5]]
 
 
-def test_a_row_that_starts_anew_forgets_its_pages() -> None:
+def test_restarted_row_forgets_its_pages() -> None:
     made, _ = mixed()
     batch = made.build(StepPlan(3, [row(0)], [0], [0], [2], [[11]], [1, 2], [(0, 0)]))
     assert batch.slots.tolist()[:2] == [11 * HEADS * PAGE, (11 * HEADS + 1) * PAGE]
@@ -110,7 +110,7 @@ def test_a_row_that_starts_anew_forgets_its_pages() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20], ids=["one by one", "two", "all"])
-def test_however_little_is_gathered_at_once_attention_is_the_same(gather_bytes: int, window: int | None) -> None:
+def test_attention_is_equal_for_any_gather_size(gather_bytes: int, window: int | None) -> None:
     _, batch = mixed()
     assert [band.size for band in batch.bands] == [2]
     chance = torch.Generator().manual_seed(1)

@@ -54,7 +54,7 @@ def test_levels_and_places_follow_from_parents(parents: list[int]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 3), max_size=2), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_what_a_draft_is_offered_is_the_best_tree_of_so_many(widths: list[int], count: int, chance: random.Random) -> None:
+def test_offered_tree_is_the_most_likely_one(widths: list[int], count: int, chance: random.Random) -> None:
     shares: dict[int, float] = {}
 
     def share(grade: int) -> float:
@@ -87,7 +87,7 @@ def assert_whole(found: CandidateTree, count: int) -> None:
     assert all(parent < node for node, parent in enumerate(found.parents))
 
 
-def test_lookups_of_several_places_are_merged_where_they_begin_alike() -> None:
+def test_lookup_branches_with_one_prefix_are_merged() -> None:
     def share(grade: int) -> float:
         return 0.5 if grade < 8 else 0.25
 
@@ -103,7 +103,7 @@ def rivals(tokens: Sequence[int], shares: Sequence[float]) -> Rivals:
     return Rivals(list(tokens), [math.log(share) if share else -math.inf for share in shares])
 
 
-def test_a_known_shape_is_filled_level_by_level() -> None:
+def test_fixed_shape_is_filled_level_by_level() -> None:
     one = FixedTree(SHAPE)
     one.add(OWN, rivals([10, 11, 12], [0.5, 0.3, 0.1]), ())
     assert one.next() == [0, 3] and one.slots == [0, 3] and one.num_rivals(0) == 2
@@ -115,7 +115,7 @@ def test_a_known_shape_is_filled_level_by_level() -> None:
     assert one.slots == [0, 3, 1] and one.drafted() == DraftedPath([10, 20, 40, 11, 30, 21])
 
 
-def test_behind_an_end_and_where_nothing_is_left_nothing_is_proposed() -> None:
+def test_nothing_is_drafted_behind_an_end() -> None:
     one = FixedTree(SHAPE)
     one.add(OWN, rivals([10, 11], [0.5, 0.0]), {10})
     assert one.next() == [] and one.drafted() == DraftedPath([10, *[NO_TOKEN] * 5])
@@ -158,7 +158,7 @@ def test_best_first_keeps_the_likeliest_that_it_could_reach(
 
 
 @pytest.mark.parametrize("one", [Draw(3, 5, 0.0), Draw(3, 5, 0.8), Draw(3, 5, 1.1, 0.9, 12, 0.02)], ids=["greedy", "warm", "cut"])
-def test_the_first_of_several_is_the_draw_and_the_others_follow(one: Draw) -> None:
+def test_first_of_several_is_the_sample_others_follow(one: Draw) -> None:
     scores = 2 * torch.randn((4, 40), generator=torch.Generator().manual_seed(2))
     several = draw_several(scores, [one] * 4, 20)
     assert [found.tokens[0] for found in several] == draw(scores, [one] * 4)
@@ -186,7 +186,7 @@ CPU = torch.device("cpu")
 
 @settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(1, 3), st.sampled_from([None, 3, 100]), st.integers(0, 3))
-def test_each_token_of_a_tree_sees_its_own_branch_alone(parents: list[int], own: int, window: int | None, computed: int) -> None:
+def test_each_tree_token_attends_only_to_its_branch(parents: list[int], own: int, window: int | None, computed: int) -> None:
     """As if each branch were a chain of its own: the same numbers for each of its tokens."""
     heads, page, dim = 2, 4, 8
     own = 0 if computed else own
@@ -257,7 +257,7 @@ def test_grown_trees_are_filled_in_and_handed_on() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 1.0}], ids=["at once", "one by one"])
-def test_a_run_follows_the_branch_that_is_drawn(sampling: dict[str, Any]) -> None:
+def test_run_follows_the_sampled_branch(sampling: dict[str, Any]) -> None:
     """The rows of scores are those behind each proposal: a wrong one would draw other tokens."""
     asked, prompt = wire.Sampling(20, 5, 1.0, **sampling), [3, 1]
     plain = Sampler(16)

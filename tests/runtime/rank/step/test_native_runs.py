@@ -112,7 +112,7 @@ def test_runs_of_any_length_after_anything(sizes: Runs, page: int, window: int |
     check(Case(runs, page=page, dim=32, seed=seed), AttentionForm(window=window))
 
 
-def test_a_token_gives_the_same_bits_however_its_prompt_is_cut() -> None:
+def test_token_has_equal_bits_for_any_prompt_chunks() -> None:
     attention = NativeAttention(compiled())
     whole = Case([(150, 300)])
     wanted = whole.attended(attention, AttentionForm())
@@ -128,7 +128,7 @@ def test_a_token_gives_the_same_bits_however_its_prompt_is_cut() -> None:
             assert torch.equal(part.attended(attention, AttentionForm()), wanted[first:last])
 
 
-def test_shapes_that_the_kernel_does_not_know_are_told() -> None:
+def test_unsupported_kernel_shapes_are_reported() -> None:
     made = compiled()
     assert attends(made, 16, 64, torch.bfloat16)
     assert not attends(made, 16, 64, torch.float32)
@@ -200,7 +200,7 @@ def without_first(made: Case, computed: int) -> Case:
 
 
 @pytest.mark.parametrize(("window", "num_kernel"), [(40, 6), (4, 0)], ids=["wide", "narrow"])
-def test_a_window_narrower_than_a_tree_is_left_to_the_twin(window: int, num_kernel: int) -> None:
+def test_narrow_window_uses_the_reference_implementation(window: int, num_kernel: int) -> None:
     batch = BatchBuilder(CacheShape(16, 2, 1 << 10), torch.bfloat16, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 60))
     chance = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(7, heads, 32, generator=chance).bfloat16() for heads in (4, 2, 2))

@@ -80,7 +80,7 @@ def taken(model: OneLayer) -> int:
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_dry_run_covers_the_chunk_that_ends_the_longest_context(softcap: float | None, wide: bool) -> None:
+def test_dry_run_covers_the_last_chunk_at_maximum_length(softcap: float | None, wide: bool) -> None:
     model = OneLayer(softcap, width=1 << 20 if wide else 8)
     needs = rehearsed(model, LENGTH)
     assert model.lengths == [LENGTH // 2 if wide else LENGTH]  # a wide model is extrapolated, a narrow one run
@@ -88,7 +88,7 @@ def test_the_dry_run_covers_the_chunk_that_ends_the_longest_context(softcap: flo
     assert taken(model) * 0.7 <= needs < 192 << 20
 
 
-def test_many_long_contexts_that_decode_take_no_more_than_was_reserved() -> None:
+def test_many_long_decodes_fit_the_reserved_memory() -> None:
     model = OneLayer(None)
     reserved = rehearsed(model, LENGTH)
     rows = TOKENS  # each gathers 8 MiB: together they would take 4 GiB
@@ -106,7 +106,7 @@ def test_many_long_contexts_that_decode_take_no_more_than_was_reserved() -> None
     assert peak * 0.7 <= reserved < 192 << 20
 
 
-def test_a_context_that_the_chunk_fills_alone_is_run_as_such() -> None:
+def test_chunk_that_fills_the_context_runs_alone() -> None:
     model = OneLayer(None)
     rehearsed(model, TOKENS // 2)
     assert model.lengths == [TOKENS]
@@ -135,6 +135,6 @@ def test_tiles_of_queries_give_equal_results(
     torch.testing.assert_close(attend(q, k, v, mask, form), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_one_more_token_of_context_costs_a_mask_a_key_and_a_value() -> None:
+def test_context_token_costs_a_mask_key_and_value() -> None:
     kv = KvLayout(2, (64, 128), frozenset({None, 16}))
     assert rehearsal.context_bytes(kv, 10, torch.bfloat16) == 10 * (2 * 2 + 3) + 2 * 2 * 128 * 2

@@ -62,7 +62,7 @@ def run_with(
 
 @settings(deadline=None, max_examples=40)
 @given(several=st.lists(asks, min_size=1, max_size=4), wrong=st.lists(st.integers(0, NUM_TOKENS)), depth=st.integers(1, 5))
-def test_runs_are_what_is_drawn_one_by_one(several: list[Ask], wrong: list[int], depth: int) -> None:
+def test_runs_equal_sampling_one_by_one(several: list[Ask], wrong: list[int], depth: int) -> None:
     plain, failures = run(Sampler(16), several, NUM_TOKENS)
     assert failures == {}
     outputs, accepted = run_with(Sampler(16), several, plain, wrong, depth)
@@ -70,7 +70,7 @@ def test_runs_are_what_is_drawn_one_by_one(several: list[Ask], wrong: list[int],
     assert accepted or len(wrong) > 3 or all(len(one) < 2 for one in plain)
 
 
-def test_details_are_those_of_draws_one_by_one() -> None:
+def test_details_equal_sampling_one_by_one() -> None:
     ask = Ask([3, 1], wire.Sampling(20, 5, 1.0, logprobs=2, return_gaps=True, presence_penalty=0.5))
     plain = Sampler(16)
     plain.admit(NewRow(0, ask.sampling, 2, ask.prompt))
@@ -87,7 +87,7 @@ def test_details_are_those_of_draws_one_by_one() -> None:
     assert (drawn.tokens, drawn.runs, drawn.details) == (tokens[:3], [3], details[:3])
 
 
-def test_a_run_ends_where_nothing_can_be_drawn_and_the_next_step_says_so() -> None:
+def test_run_ends_at_an_unsampleable_row_and_reports_it() -> None:
     """Only token 1 is allowed, and it is banned behind another 1: the second draw has nothing left."""
     sampling = wire.Sampling(9, 1, allowed_token_ids=[1], bad_words=[[1, 1]])
     sampler = Sampler(VOCAB)
@@ -100,7 +100,7 @@ def test_a_run_ends_where_nothing_can_be_drawn_and_the_next_step_says_so() -> No
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_behind_an_accepted_proposal_follow_the_distribution(name: str) -> None:
+def test_tokens_behind_an_accepted_draft_follow_the_distribution(name: str) -> None:
     """Each of two tests fails wrongly once in 10^6 choices of the seeds; they are fixed, so in fact never or always."""
     fields: dict[str, Any] = SETTINGS[name]
     sampling = wire.Sampling(99, 0, **fields)
@@ -119,7 +119,7 @@ def test_tokens_behind_an_accepted_proposal_follow_the_distribution(name: str) -
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_behind_each_branch_of_a_tree_follow_the_distribution(name: str) -> None:
+def test_tokens_behind_each_branch_follow_the_distribution(name: str) -> None:
     """Each of three tests fails wrongly once in 10^6 choices of the seeds; they are fixed, so in fact never or always."""
     fields: dict[str, Any] = SETTINGS[name]
     sampling = wire.Sampling(99, 0, **fields)
@@ -178,7 +178,7 @@ def plan_with_paths() -> StepPlan:
     )
 
 
-def test_drafts_are_filled_in_and_every_path_is_looked_at() -> None:
+def test_draft_tokens_are_inserted_and_all_paths_verified() -> None:
     plan = plan_with_paths()
     assert num_drafted(plan) == 3 and plan.depths == [2, 3, 0]
     full = filled(plan, [DraftedPath([31, NO_TOKEN, 33])])
@@ -191,7 +191,7 @@ def test_drafts_are_filled_in_and_every_path_is_looked_at() -> None:
     assert batch.positions[at].tolist() == [4, 5, 6, 6, 7, 8, 9, 5]
 
 
-def test_pages_of_rejected_proposals_are_cut_off_the_table() -> None:
+def test_pages_of_rejected_drafts_are_removed() -> None:
     made = BatchBuilder(CacheShape(4, 1, 1 << 10), torch.float32, torch.device("cpu"))
     made.build(plan_with_paths())
     batch = made.build(StepPlan(2, [], [2], [8], [1], [[9]], [50], [(0, 2)], cuts=[(0, 2)]))
