@@ -20,11 +20,11 @@ from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 CHOICES, PER_REPORT = 2000, 20
 SPACE = KeySpace("model", 16)
 LOAD = wire.Load(
-    1,
-    20,
-    9000,
-    5000,
-    20_000,
+    waiting=1,
+    running=20,
+    outstanding_tokens=9000,
+    free_pages=5000,
+    total_pages=20_000,
     step_model=[0.005, 1e-4, 8, 1e-7, 1e-9, 0.02],
     waiting_prompt_tokens=900,
     running_prompt_tokens=300,
@@ -38,7 +38,7 @@ LOAD = wire.Load(
 def measure(num_groups: int, prompt_tokens: int) -> tuple[float, float]:
     """Microseconds of a choice, and of hashing the pages of a prompt once."""
     draw = random.Random(0)
-    groups = [GroupReport(f"g{i}", f"g{i}", served=wire.Served("model", "layout", 1000)) for i in range(num_groups)]
+    groups = [GroupReport(key=f"g{i}", group=f"g{i}", served=wire.Served("model", "layout", 1000)) for i in range(num_groups)]
     prompt = [draw.randrange(50_000) for _ in range(prompt_tokens)]
     keys = PrefixKeys(root_key("model"), SPACE.page_size).extend(prompt)
     index, lookout = PrefixIndex(), GroupViewBuilder()
@@ -60,7 +60,9 @@ def measure(num_groups: int, prompt_tokens: int) -> tuple[float, float]:
         choice = choose(views, demand, draw.random(), hits=index.hits(asked))
         spent_s += time.thread_time() - began_s
         assert isinstance(choice, Choice)
-        groups[int(choice.key[1:])].ledger.dispatch(number, SentRequest(prompt_tokens, prompt_tokens, 10, 200), now)
+        groups[int(choice.key[1:])].ledger.dispatch(
+            number, SentRequest(prompt_tokens=prompt_tokens, context_tokens=prompt_tokens, pages=10, output_tokens=200), now
+        )
     return spent_s / CHOICES * 1e6, hashing_s * 1e6
 
 

@@ -45,7 +45,15 @@ def measure(pods: list[int]) -> Figures:
     for size in pods:
         for rank in range(first, first + size):
             name = f"bench-{os.getpid()}-{len(pods)}-{first}"
-            place = RankPlace(rank, sum(pods), range(first, first + size), addresses, b"bench", 1, name)
+            place = RankPlace(
+                rank=rank,
+                world_size=sum(pods),
+                near=range(first, first + size),
+                addresses=addresses,
+                token=b"bench",
+                incarnation=1,
+                pod_name=name,
+            )
             ranks.append(context.Process(target=run_rank, args=(place, listeners[rank], answers)))
         first += size
     for process in ranks:

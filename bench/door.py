@@ -49,7 +49,7 @@ class Steps:
         self._running += 1
         for index in range(last + 1):
             await self._next_step()
-            yield Delta(index, [40 + index % 50], "length" if index == last else None)
+            yield Delta(index=index, tokens=[40 + index % 50], finish="length" if index == last else None)
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         return {}

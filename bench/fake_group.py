@@ -86,16 +86,16 @@ class Pacer:
             self._running[handle] = request, sink, index
 
     def state(self) -> wire.State:
-        return wire.State(True, 1, served=wire.Served("bench", "bench", 1000))
+        return wire.State(serving=True, incarnation=1, served=wire.Served("bench", "bench", 1000))
 
     def load(self) -> wire.Load:
         context = 200 * len(self._running)
         return wire.Load(
-            0,
-            len(self._running),
-            0,
-            9_000_000,
-            10_000_000,
+            waiting=0,
+            running=len(self._running),
+            outstanding_tokens=0,
+            free_pages=9_000_000,
+            total_pages=10_000_000,
             sequence=self._reports,
             last_handle=self._handles,
             context_tokens=context,
@@ -140,7 +140,7 @@ class Pacer:
         token = FIRST_ID + self._steps % SPELLED
         frames: dict[int, tuple[EngineSink, wire.Tokens]] = {}
         for handle, (request, sink, index) in list(self._running.items()):
-            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
+            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])))
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
@@ -180,7 +180,7 @@ async def _serve(given: argparse.Namespace) -> None:
             task.cancel()
 
     app = create_app(LocalBackend(cast(EngineClient, engine)), lifespan=lifespan)
-    link = LinkSettings(given.token_file.read_text().strip(), f"group-{given.port}", "bench", 16)
+    link = LinkSettings(token=given.token_file.read_text().strip(), group=f"group-{given.port}", revision="bench", page_size=16)
     app.router.routes.append(LinkEndpoint(gateway, link).route())
     config = uvicorn.Config(
         app, host=given.host, port=given.port, log_config=None, access_log=False, ws="websockets-sansio",

@@ -161,7 +161,9 @@ class Mover:
         prepared = self.heard(moves.Prepared, move)[0]
         here = [one if one.host else moves.PageAddress("localhost", one.port) for one in prepared.addresses]
         told = msgspec.structs.replace(prepared, **{"addresses": here, **changes})
-        self.ends[stream.at].put(moves.MoveOut(move, stream.handle, stream.epoch, told, mode, bytes_per_s))
+        self.ends[stream.at].put(
+            moves.MoveOut(move=move, handle=stream.handle, epoch=stream.epoch, prepared=told, mode=mode, bytes_per_s=bytes_per_s)
+        )
 
     def wait_for_pages(self, move: str) -> None:
         """Returns when a move may be committed, or has failed."""

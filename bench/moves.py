@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.figures import percentile, table
 from bench.mover import Mover, Stream, linked
@@ -57,8 +58,10 @@ class Row:
 def make_request(name: str, prompt: int, max_tokens: int, **sampling: object) -> wire.Request:
     """A request whose prompt no other one shares."""
     chance = random.Random(name)
-    fields = {"max_tokens": max_tokens, "seed": chance.randrange(1 << 31), "temperature": 0.0, **sampling}
-    return wire.Request(name, 0, [chance.randrange(250) for _ in range(prompt)], [], wire.Sampling(**fields))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "seed": chance.randrange(1 << 31), "temperature": 0.0, **sampling}
+    return wire.Request(
+        id=name, epoch=0, prompt=[chance.randrange(250) for _ in range(prompt)], delivered=[], sampling=wire.Sampling(**fields)
+    )
 
 
 @contextmanager

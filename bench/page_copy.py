@@ -49,9 +49,19 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
         KvTransferServer(0, Secret(b"bench", 1), PAGE_SIZE, partial(open_pages, one), lambda step: None, tell) for one in caches
     )
     key, pages = bytes(KEY_BYTES), list(range(count))
-    target.obey(ExpectPages("copy", key, 0, pages, 0))
+    target.obey(ExpectPages(move="copy", key=key, first=0, pages=pages, step=0))
     cpu, wall = time.process_time(), time.perf_counter()
-    source.obey(SendPages("copy", PageAddress("localhost", target.port), key, 0, pages, 0, count * PAGE_SIZE))
+    source.obey(
+        SendPages(
+            move="copy",
+            address=PageAddress("localhost", target.port),
+            key=key,
+            first=0,
+            pages=pages,
+            step=0,
+            num_computed=count * PAGE_SIZE,
+        )
+    )
     done.wait()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     for door in (source, target):

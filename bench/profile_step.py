@@ -61,8 +61,18 @@ def plan_of(step: int, shape: Sequence[tuple[int, int]], proposes: bool = False)
     counts = [count for count, _ in shape]
     tokens = [300 + at * 7 % 30000 for at in range(sum(counts))]
     starts = [length - count for count, length in shape]
-    paths = [Path(row, count - 1) for row, count in enumerate(counts)] if proposes else []
-    return StepPlan(step, new, rows, starts, counts, pages, tokens, [(row, 0) for row in rows], paths=paths)
+    paths = [Path(request=row, depth=count - 1) for row, count in enumerate(counts)] if proposes else []
+    return StepPlan(
+        step=step,
+        admitted=new,
+        rows=rows,
+        starts=starts,
+        counts=counts,
+        pages=pages,
+        tokens=tokens,
+        draws=[(row, 0) for row in rows],
+        paths=paths,
+    )
 
 
 def measured(

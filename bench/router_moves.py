@@ -91,7 +91,9 @@ def make_requests(rounds: int, seed: int) -> list[Asked]:
             prompt = [chance.randrange(256) for _ in range(PROMPT_TOKENS)]
             for choice, sampling in enumerate(samplings):
                 asked = wire.Sampling(**{"max_tokens": OUTPUT_TOKENS, "seed": 7 + number, **sampling})
-                made.append((kind, wire.Request(f"{kind} {number} {choice}", 0, prompt, [], asked)))
+                made.append(
+                    (kind, wire.Request(id=f"{kind} {number} {choice}", epoch=0, prompt=prompt, delivered=[], sampling=asked))
+                )
     return made
 
 
@@ -127,7 +129,9 @@ class Bench:
             while self.report.ends["moved"] < count and len(self.report.wrong) < 20:
                 kind, request = requests[number % len(requests)]
                 number += 1
-                asked = wire.Request(f"{request.id} #{number}", 0, request.prompt, [], request.sampling)
+                asked = wire.Request(
+                    id=f"{request.id} #{number}", epoch=0, prompt=request.prompt, delivered=[], sampling=request.sampling
+                )
                 self._kinds[asked.id] = kind
                 got = await self._hear(asked, moves=True)
                 self.report.streams += 1
@@ -208,7 +212,7 @@ def engines(model: Path, count: int, dtype: str, folder: Path) -> Iterator[list[
 
 async def bench(addresses: Sequence[str], count: int, at_once: int, rounds: int, seed: int) -> Report:
     """The report of one run over engines that serve there."""
-    settings = FleetSettings(LinkSettings(TOKEN, "bench"), policy=BalancePolicy(mode="Off"))
+    settings = FleetSettings(link=LinkSettings(token=TOKEN, router="bench"), policy=BalancePolicy(mode="Off"))
     fleet = RouterBackend(settings, RouterMetrics(CollectorRegistry()))
     task = asyncio.create_task(fleet.run(StaticLeaders(addresses)))
     try:

@@ -69,7 +69,9 @@ class Engine:
         for prompt in prompts:
             self._handle += 1
             sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens, seed=self._handle)
-            refused = self.scheduler.submit(self._handle, wire.Request(str(self._handle), 0, prompt, [], sampling))
+            refused = self.scheduler.submit(
+                self._handle, wire.Request(id=str(self._handle), epoch=0, prompt=prompt, delivered=[], sampling=sampling)
+            )
             assert refused is None, f"a prompt is no request for this model: {refused}"
 
     def step(self) -> bool:
@@ -245,10 +247,12 @@ def main() -> None:
     args = parser.parse_args()
     method: Method = args.method
     runner, ready = load(args, method)
-    limits = Limits(min(2048, ready.max_model_len), MOST_REQUESTS, args.budget)
+    limits = Limits(max_model_len=min(2048, ready.max_model_len), max_num_seqs=MOST_REQUESTS, max_num_batched_tokens=args.budget)
     clock = runner.clock = time.thread_time if args.threads == 1 else time.perf_counter
     tree = Tree(args.tree, args.tree_shape)
-    drafts = SpeculationConfig(method, args.tokens, args.control == "adaptive", frozenset({method}), tree=tree)
+    drafts = SpeculationConfig(
+        method=method, num_tokens=args.tokens, is_adaptive=args.control == "adaptive", drafts=frozenset({method}), tree=tree
+    )
     sampling = sampling_of(json.loads(args.sampling))
     plain, ours = (
         Engine(Part(runner, part, PARTS, MOST_REQUESTS), limits, speculating, clock, sampling)

@@ -39,7 +39,13 @@ def since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCount
         return [count - (old[at] if at < len(old) else 0) for at, count in enumerate(getattr(now, name))]
 
     draft_s = now.draft_s - before.draft_s
-    return SpeculationCounts(now.paths - before.paths, less("proposed"), less("accepted"), now.saved - before.saved, draft_s)
+    return SpeculationCounts(
+        paths=now.paths - before.paths,
+        proposed=less("proposed"),
+        accepted=less("accepted"),
+        saved=now.saved - before.saved,
+        draft_s=draft_s,
+    )
 
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
@@ -52,11 +58,11 @@ def joined(parts: Sequence[Outcome]) -> Outcome:
         sum(one.draws for one in parts),
         sum(one.steps for one in parts),
         SpeculationCounts(
-            sum(one.counts.paths for one in parts),
-            added(one.counts.proposed for one in parts),
-            added(one.counts.accepted for one in parts),
-            sum(one.counts.saved for one in parts),
-            sum(one.counts.draft_s for one in parts),
+            paths=sum(one.counts.paths for one in parts),
+            proposed=added(one.counts.proposed for one in parts),
+            accepted=added(one.counts.accepted for one in parts),
+            saved=sum(one.counts.saved for one in parts),
+            draft_s=sum(one.counts.draft_s for one in parts),
         ),
     )
 

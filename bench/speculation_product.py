@@ -125,7 +125,16 @@ def requests() -> list[wire.Request]:
     }
     common = [(7 * at + 3) % 40 for at in range(8)] * 3
     fields = list(ways.values())
-    return [wire.Request(str(n), 0, [*common, n, 3, 10], [], wire.Sampling(TOKENS, 7 + n, **way)) for n, way in enumerate(fields)]
+    return [
+        wire.Request(
+            id=str(n),
+            epoch=0,
+            prompt=[*common, n, 3, 10],
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=TOKENS, seed=7 + n, **way),
+        )
+        for n, way in enumerate(fields)
+    ]
 
 
 def served(

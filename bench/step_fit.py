@@ -66,7 +66,16 @@ class Stepper:
         self._step += 1
         starts, counts = [start for start, _ in rows], [count for _, count in rows]
         draws = [(row, start + count - 1) for row, (start, count) in enumerate(rows)]
-        plan = StepPlan(self._step, admitted, list(range(len(rows))), starts, counts, pages, [7] * sum(counts), draws)
+        plan = StepPlan(
+            step=self._step,
+            admitted=admitted,
+            rows=list(range(len(rows))),
+            starts=starts,
+            counts=counts,
+            pages=pages,
+            tokens=[7] * sum(counts),
+            draws=draws,
+        )
         began = self._clock()
         self._runner.start(plan)
         self._runner.finish()

@@ -159,7 +159,18 @@ async def answer_as_router(address: str, port: int) -> web.AppRunner:
     async def answer(request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=Asked)
         await asyncio.sleep(asked.wait_s)
-        told = RouterSummary("fake", [], [], 0, 0, 0, 0.0, Histogram(), Histogram(), version=PROTOCOL_VERSION)
+        told = RouterSummary(
+            router="fake",
+            groups=[],
+            traffic=[],
+            queued=0,
+            queued_tokens=0,
+            held=0,
+            idle_s=0.0,
+            ttft=Histogram(),
+            itl=Histogram(),
+            version=PROTOCOL_VERSION,
+        )
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
 
     app = web.Application()

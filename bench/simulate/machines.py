@@ -84,6 +84,13 @@ def _busy(arrivals: Sequence[Arrival], machine: Machine, tokens: int) -> float:
     """Groups' worth of work in one such request a second. No cache holds any of it."""
     prompts, outputs = [one.input_tokens for one in arrivals], [one.output_tokens for one in arrivals]
     squared = fmean(prompt * prompt for prompt in prompts)
-    shape = Traffic(60.0, len(arrivals), fmean(prompts), squared, fmean(prompts), fmean(outputs))
+    shape = Traffic(
+        window_s=60.0,
+        arrivals=len(arrivals),
+        prompt=fmean(prompts),
+        prompt_squared=squared,
+        missed=fmean(prompts),
+        output=fmean(outputs),
+    )
     ability = GroupCapacity(machine.model, 1.0, tokens, machine.step_tokens)
     return busy_groups(OfferedLoad(1.0, shape, 0.0, 0.0), ability, Targets(TTFT_TARGET_S, ITL_TARGET_S))

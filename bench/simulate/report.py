@@ -41,11 +41,11 @@ class Reporter:
         behind = [attended(job.tokens, job.tokens - count) for job, count in zip(engine.waiting, missing, strict=True)]
         behind += [attended(job.tokens, job.computed) for job in engine.prefills]
         return wire.Load(
-            len(engine.waiting),
-            engine.running,
-            sum(missing),
-            pages.free,
-            pages.total,
+            waiting=len(engine.waiting),
+            running=engine.running,
+            outstanding_tokens=sum(missing),
+            free_pages=pages.free,
+            total_pages=pages.total,
             preemptions=engine.preemptions,
             pages_evicted=pages.evicted * pages.block_pages,
             step_model=list(astuple(scale_model(model, self._speed))),
@@ -75,4 +75,12 @@ class Reporter:
 
 def stream_of(job: Job, key: str, context: int) -> StreamView:
     """A running request as balancing sees it."""
-    return StreamView(str(job.number), key, context, context - job.prompt_tokens, job.moves, job.moved_s, job.left)
+    return StreamView(
+        stream=str(job.number),
+        key=key,
+        context=context,
+        generated=context - job.prompt_tokens,
+        moves=job.moves,
+        moved_s=job.moved_s,
+        left=job.left,
+    )

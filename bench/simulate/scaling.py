@@ -159,7 +159,7 @@ class SimulatedOperator:
         snapshot = plan.assessed(service, self._snapshot(), fleet, now)
         free = tuple(f"g{number}" for number in range(len(self._groups), len(self._groups) + plan.most_groups(service, snapshot)))
         self._mind, scaling = autoscaler.scaling(service, snapshot, fleet, self._mind, now, now_s)
-        seen = PlanInputs(snapshot, fleet, scaling)
+        seen = PlanInputs(snapshot=snapshot, fleet=fleet, scaling=scaling)
         return plan.decide(service, seen, plan.desired_groups(service, REVISION, free, seen, now), now)
 
     def _snapshot(self) -> Snapshot:
@@ -167,7 +167,18 @@ class SimulatedOperator:
         groups = tuple(_observed(group) for group in self._groups if group.gone_s is None)
         writer = ReplicasWriter(labels.MANAGER, _time(self.changes[-1][0])) if self.changes else None
         router = ObservedRouter(wanted=1, updated=1, ready=1, current=True)
-        return Snapshot("team", "chat", "uid", 1, "1", True, self._status, groups, writer, router=router)
+        return Snapshot(
+            namespace="team",
+            name="chat",
+            uid="uid",
+            generation=1,
+            resource_version="1",
+            has_replicas=True,
+            status=self._status,
+            groups=groups,
+            replicas_writer=writer,
+            router=router,
+        )
 
     def _carry_out(self, action: Action, now: float) -> bool:
         """Does it; whether anything changed."""
@@ -178,7 +189,7 @@ class SimulatedOperator:
                 self.changes.append((now, count, why))
             case CreateGroup():
                 self._groups.append(_Group(self._floor.make_group(), now, is_ready=False))
-            case DrainGroup(name, _, why, _, purpose):
+            case DrainGroup(name=name, uid=_, why=why, successor=_, purpose=purpose):
                 group = self._of(name)
                 group.draining, group.drained_from_s = DrainMark(_time(now), why, purpose), now
             case KeepGroup(name):
@@ -232,8 +243,10 @@ def _service(scaling: Scaling, groups: int) -> InferenceService:
 
 def _observed(group: _Group) -> ObservedGroup:
     uid, made = f"uid-{group.name}", _time(group.made_s)
-    pod = ObservedPod(f"{group.name}-0", 0, uid, ready=group.is_ready, node="node", uid=f"{uid}-0", created=made)
-    return ObservedGroup(group.name, uid, REVISION, made, 1, pods=(pod,), draining=group.draining)
+    pod = ObservedPod(
+        name=f"{group.name}-0", index=0, owner_uid=uid, ready=group.is_ready, node="node", uid=f"{uid}-0", created=made
+    )
+    return ObservedGroup(name=group.name, uid=uid, revision=REVISION, created=made, size=1, pods=(pod,), draining=group.draining)
 
 
 def _time(now_s: float) -> str:

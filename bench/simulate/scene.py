@@ -10,7 +10,7 @@ from bench.simulate.jobs import Job
 from phalanx_api import wire
 from phalanx_router.balancing.records import TransferMode
 
-NOTHING = wire.Load(0, 0, 0, 0, 1)
+NOTHING = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=0, total_pages=1)
 
 
 @dataclass(slots=True)

@@ -112,7 +112,7 @@ class Group(Process):
         self._ahead_s = 0.0
         self._asked: dict[str, int] = {}
         self._channel = _Channel()
-        limits = Limits(4096, shape.max_num_seqs, 64)
+        limits = Limits(max_model_len=4096, max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=64)
         self.loop = EngineLoop(self.runner, limits, self._channel, self._clock, SchedulerConfig(), carrier=self.carrier)
         self.scheduler = self.loop._scheduler
         self._leader = Leader(name, self._channel.put, self._clock, shape.page_size)
@@ -186,7 +186,7 @@ class Group(Process):
         released = []
         for message in self._channel.inbox:
             match wire.decode_to_engine(message):
-                case moves.MoveOut(move, handle):
+                case moves.MoveOut(move=move, handle=handle):
                     self._asked[move] = handle
                 case moves.Release(move) if self.moving._out.move_of(self._asked.get(move, 0)) == move:
                     released.append(move)

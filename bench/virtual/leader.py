@@ -63,7 +63,7 @@ class _Client(EngineClient):
     def start(self, assets: wire.Assets, incarnation: int, served: wire.Served) -> None:
         """Takes requests from now on."""
         self._assets = assets
-        self._change(wire.State(True, incarnation, served=served))
+        self._change(wire.State(serving=True, incarnation=incarnation, served=served))
 
 
 class _NoMeter:
@@ -79,7 +79,7 @@ class Leader:
     def __init__(self, name: str, put: Callable[[bytes], None], clock: Callable[[], float], page_size: int) -> None:
         self._name = name
         self.client = _Client(cast(EngineMeter, _NoMeter()), put, clock)
-        settings = LinkSettings(TOKEN, name, "r1", page_size, tick_s=0.5, orphan_s=ORPHAN_S)
+        settings = LinkSettings(token=TOKEN, group=name, revision="r1", page_size=page_size, tick_s=0.5, orphan_s=ORPHAN_S)
         self._door = LinkEndpoint(self.client, settings)
 
     async def serve(self, socket: Socket) -> None:

@@ -214,13 +214,15 @@ class World:
     def start_router(self) -> None:
         """Starts a router."""
         self.router = Process("router")
-        link = LinkSettings(TOKEN, "router-0", dial=self.net.dial_from(self.router))
+        link = LinkSettings(token=TOKEN, router="router-0", dial=self.net.dial_from(self.router))
         registry = CollectorRegistry()
         clock = asyncio.get_running_loop().time
-        self.fleet = RouterBackend(FleetSettings(link), RouterMetrics(registry), self.chance.random, clock)
+        self.fleet = RouterBackend(FleetSettings(link=link), RouterMetrics(registry), self.chance.random, clock)
         self.fleet.mover.board = MoveBoard(make=self._machines.move)
         self.fleet.mover.ended.append(self._move_ended)
-        self._fleet_task = asyncio.create_task(self.fleet.run(_Source({n: Endpoint(n, n, n) for n in self.groups})))
+        self._fleet_task = asyncio.create_task(
+            self.fleet.run(_Source({n: Endpoint(key=n, address=n, group=n) for n in self.groups}))
+        )
 
     def kill_router(self) -> None:
         """Ends the router; another one comes in its place."""

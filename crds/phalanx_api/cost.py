@@ -30,8 +30,9 @@ NUM = len(SCALES)
 RIDGE = 1e-9
 SHORTEST_S = 1e-6
 HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
-FEWEST_TOLD, MOST_TOLD = 5, 8
-"""Numbers of coefficients of a `StepModel`: those without a default, and all."""
+COEFFICIENTS = ("fixed_s", "token_s", "knee_tokens", "context_s", "attention_s", "error", "row_s", "prompt_s")
+"""Fields of `StepModel` in the order in which they are sent."""
+REQUIRED_COEFFICIENTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class StepWork:
     prefill_context: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """The step-time function with its coefficients. `error`: mean relative error on steps before they were learnt."""
 
@@ -63,10 +64,15 @@ class StepModel:
 
         Missing trailing coefficients cost nothing; further ones are ignored.
         """
-        if len(numbers) < FEWEST_TOLD or not all(map(math.isfinite, numbers)) or min(numbers) < 0 or numbers[0] + numbers[1] <= 0:
+        if (
+            len(numbers) < REQUIRED_COEFFICIENTS
+            or not all(map(math.isfinite, numbers))
+            or min(numbers) < 0
+            or numbers[0] + numbers[1] <= 0
+        ):
             return None
-        fixed_s, token_s, knee, *rest = numbers[:MOST_TOLD]
-        return StepModel(fixed_s, token_s, int(knee), *rest)
+        fields = dict(zip(COEFFICIENTS, numbers, strict=False))
+        return StepModel(knee_tokens=int(fields.pop("knee_tokens")), **fields)
 
     def predict(self, work: StepWork) -> float:
         """Returns the seconds of this step."""
@@ -185,8 +191,8 @@ class _Candidate:
     def model(self) -> StepModel:
         fixed, token, context, attention, row, prompt = (a * scale for a, scale in zip(self._scaled, SCALES, strict=True))
         return StepModel(
-            fixed,
-            token,
+            fixed_s=fixed,
+            token_s=token,
             knee_tokens=self.knee,
             context_s=context,
             attention_s=attention,

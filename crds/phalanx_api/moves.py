@@ -32,7 +32,7 @@ class PageAddress(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
-class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared"):
+class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared", kw_only=True):
     """The target reserved pages: `held_tokens` of the request are in its cache and need no copy.
 
     `key` is valid for one transfer to each address, within the lease.
@@ -46,7 +46,7 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared"):
     """Tokens that the reserved pages hold, cached ones included; 0: unknown. The source freezes before it exceeds them."""
 
 
-class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
+class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out", kw_only=True):
     """To the source: send this request's pages. `bytes_per_s` bounds all its ranks together."""
 
     move: str
@@ -57,7 +57,7 @@ class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out"):
     bytes_per_s: float | None = None
 
 
-class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen"):
+class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen", kw_only=True):
     """From the source, after the last token: the request has `num_output` output tokens, computes no more, and keeps its pages.
 
     `num_computed`: prompt and output tokens in the pages that it sends. `tail_s`: expected time of the remaining pages.

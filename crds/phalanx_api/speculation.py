@@ -46,7 +46,7 @@ class Speculation(msgspec.Struct, frozen=True, array_like=True):
     tree: Tree | None = None
 
 
-class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True):
+class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What became of proposals since the start of an engine.
 
     `paths`: requests for which tokens were proposed in a step, one for each such step. `proposed[p]` and `accepted[p]` count

@@ -57,7 +57,7 @@ def add_up(histograms: Sequence[Histogram]) -> Histogram:
     return Histogram([sum(column) for column in zip(*filled, strict=True)])
 
 
-class Hotspot(msgspec.Struct, frozen=True):
+class Hotspot(msgspec.Struct, frozen=True, kw_only=True):
     """An overloaded group: its main cause, the signal and its median over all groups, the duration, and the measure in
     progress."""
 
@@ -69,7 +69,7 @@ class Hotspot(msgspec.Struct, frozen=True):
     action: str
 
 
-class GroupSummary(msgspec.Struct, frozen=True):
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One group as a router observes it. `pressure`, `backlog_s`, `speed`, `itl_s`: see `phalanx_router.routing.view`."""
 
     group: str
@@ -103,7 +103,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
     """Deaths caused by a request of this router under which other groups died too."""
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a router in the last `window_s`: arrivals, and mean token counts."""
 
     window_s: float
@@ -125,7 +125,7 @@ class UnknownVersion(msgspec.Struct, frozen=True):
     why: str
 
 
-class RouterSummary(msgspec.Struct, frozen=True):
+class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One router now. Counters are since its start."""
 
     router: str
@@ -166,7 +166,7 @@ class Budgets(msgspec.Struct, frozen=True):
     """Of all live tokens."""
 
 
-class BalancePolicy(msgspec.Struct, frozen=True):
+class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's policy for a router. Targets are seconds."""
 
     number: int = 0

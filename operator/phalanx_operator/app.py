@@ -101,8 +101,8 @@ def _assemble(
     asking = RouterPoller(kube, http, lambda key: loop.wake(key))
     notes, offers, refusals = EventRecorder(kube, identity), SchedulerDiscovery(kube), ImageRefusals(kube)
     reconciler = Reconciler(
-        kube,
-        children,
+        client=kube,
+        children=children,
         hands=hands,
         notes=notes,
         metrics=metrics,

@@ -28,7 +28,7 @@ from phalanx_operator.render import objects as names
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PollTiming:
     """Timing of polls, in seconds."""
 
@@ -78,7 +78,7 @@ class RouterRefused(Exception):
         self.is_denied = status in (401, 403)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Service:
     policy: BalancePolicy
     hear_s: float
@@ -87,7 +87,7 @@ class _Service:
     token: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Router:
     target: RouterTarget
     first_asked: float
@@ -140,7 +140,7 @@ class RouterPoller:
 
     def tell(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, hear_s: float) -> None:
         """See Routers."""
-        service = self._services.setdefault(key, _Service(policy, hear_s))
+        service = self._services.setdefault(key, _Service(policy=policy, hear_s=hear_s))
         wanted = {target.uid: target for target in targets}
         for uid, router in list(service.routers.items()):
             if wanted.get(uid) != router.target:
@@ -151,7 +151,7 @@ class RouterPoller:
             service.changed = asyncio.Event()
         for uid, target in wanted.items():
             if uid not in service.routers:
-                router = service.routers[uid] = _Router(target, self._clock())
+                router = service.routers[uid] = _Router(target=target, first_asked=self._clock())
                 router.task = asyncio.get_running_loop().create_task(self._ask_on(key, service, router))
 
     def forget(self, key: Key) -> None:

@@ -18,7 +18,7 @@ LEASE_SECONDS = "PHALANX_LEASE_SECONDS"
 _NAMESPACE_PATTERN = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The operator's settings."""
 

@@ -68,7 +68,9 @@ def create_app(
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     responses = response_counter(registry, metrics_prefix)
-    server = ServerContext(backend, ApiMetrics(registry, responses, metrics_prefix), limits, keep_alive_s=keep_alive_s)
+    server = ServerContext(
+        backend=backend, metrics=ApiMetrics(registry, responses, metrics_prefix), limits=limits, keep_alive_s=keep_alive_s
+    )
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
     app.add_middleware(CallerMiddleware, keys=keys)

@@ -10,7 +10,7 @@ from typing import Protocol
 from phalanx_api import wire
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """Output tokens that follow those already delivered. The last delta carries `finish`."""
 

@@ -35,7 +35,7 @@ class Health:
     ranks: Sequence[RankHealth] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthTotals:
     """Counts over ended requests since this process started."""
 

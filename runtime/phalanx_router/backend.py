@@ -101,7 +101,7 @@ class RouterBackend:
                         reason = run.stream.journal.end()
                         if reason is not None:  # all tokens arrived and only the Finished was lost
                             outcome, end = "finished", reason
-                            yield Delta(len(run.stream.journal.delivered), [], reason)
+                            yield Delta(index=len(run.stream.journal.delivered), tokens=[], finish=reason)
                             return
                         self._set_back(run, setback)
         except BackendError as error:
@@ -133,7 +133,9 @@ class RouterBackend:
             raise self._leaving("the router shuts down and accepts no requests: retry")
         keys = PromptKeys(request.prompt, request.tenant, request.cache_salt)
         adoption = self.stream_registry.take_up(request)
-        run = StreamSession(Stream(request) if adoption is None else adoption.stream, self.links.tokenizer(), keys)
+        run = StreamSession(
+            stream=Stream(request) if adoption is None else adoption.stream, tokenizer=self.links.tokenizer(), keys=keys
+        )
         run.began_at = self._clock()
         run.deaths = ALONE_AFTER if run.stream.journal.is_alone else 0  # a leader does not report the number
         if adoption is not None:

@@ -88,10 +88,10 @@ class _Server(uvicorn.Server):
 
 async def serve(settings: Settings) -> int:
     """Serves until a signal, then calls `leave`; returns the exit code."""
-    link = LinkSettings(settings.token, socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    link = LinkSettings(token=settings.token, router=socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
-        link,
-        settings.served_names,
+        link=link,
+        served_names=settings.served_names,
         patience_s=settings.patience_s,
         retry_after_s=settings.retry_after_s,
         policy=settings.policy,

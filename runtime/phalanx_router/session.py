@@ -16,7 +16,7 @@ from phalanx_router.routing.quota import QuotaGrant
 from phalanx_router.streams.stream import Setback, Stream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """Limits and intervals of one router."""
 
@@ -51,7 +51,7 @@ class FleetSettings:
 _next_number: Callable[[], int] = count().__next__
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class StreamSession:
     """Routing state of one stream."""
 

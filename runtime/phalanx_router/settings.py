@@ -14,7 +14,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One router's settings: either `leaders` is given, or the pods of `service` in `namespace` are watched."""
 

@@ -11,7 +11,7 @@ from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import GroupView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UrgentChange:
     """State that, when it changes, ends the operator's long poll at once."""
 

@@ -42,7 +42,7 @@ class GenerationError(RuntimeError):
     """The engine lost the requests: a rank ended. It comes back by itself, so `generate` may be called again."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Choice:
     """One sequence as it comes."""
 
@@ -144,9 +144,9 @@ class LLM:
             room = self._model.assets.max_model_len - len(prompts[0])
             body = body.model_copy(update={"max_tokens": max(room, 1)})
         requests = await backend_requests(
-            lambda prompt: draw_seed(), body, caller=Caller(""), model=self._model, prompts=prompts, id=draw_id("req-")
+            lambda prompt: draw_seed(), body, caller=Caller(request_id=""), model=self._model, prompts=prompts, id=draw_id("req-")
         )
-        return [_Choice(request, make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
+        return [_Choice(request=request, reply=make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
 
     async def _run(self, choice: _Choice, room: asyncio.Semaphore) -> None:
         """Computes one sequence to its end; a full queue is waited for. Raises BackendError."""

@@ -17,8 +17,8 @@ from phalanx_router.settings import make_parser
 from phalanx_runtime.server.link import connection as open_link
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "streams.md"
-LEADER = open_link.LinkSettings("token", "group", "r1", 16)
-ROUTER = FleetSettings(link.LinkSettings("token", "router-0"))
+LEADER = open_link.LinkSettings(token="token", group="group", revision="r1", page_size=16)
+ROUTER = FleetSettings(link=link.LinkSettings(token="token", router="router-0"))
 FLAGS = make_parser().parse_args(["serve"])
 MIB = 1 << 20
 

@@ -51,7 +51,18 @@ def test_median_interval_lies_between_two_values(count: int, low: float, high: f
 
 def test_part_of_a_runner_owns_its_rows_and_pages() -> None:
     new = NewRow(1, sampling_of({}))
-    plan = StepPlan(3, [new], [1, 0], [0, 4], [2, 1], [[0, 2], []], [7, 8, 9], [(1, 1)], [(0, 1)], cuts=[(1, 1)])
+    plan = StepPlan(
+        step=3,
+        admitted=[new],
+        rows=[1, 0],
+        starts=[0, 4],
+        counts=[2, 1],
+        pages=[[0, 2], []],
+        tokens=[7, 8, 9],
+        draws=[(1, 1)],
+        copies=[(0, 1)],
+        cuts=[(1, 1)],
+    )
     moved = shifted(plan, first_row=64, first_page=100)
     assert [one.row for one in moved.admitted] == [65] and moved.rows == [65, 64]
     assert moved.pages == [[100, 102], []] and moved.copies == [(100, 101)]
@@ -64,10 +75,15 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
     prompts = [[number, 3, 4, 5, 3, 4, 5, 3, 4] for number in range(6, 10)]
 
     def work(runner: ModelRunner) -> list[tuple[Outcome, Outcome]]:
-        limits, sampling = Limits(120, 4, 64), sampling_of({"allowed_token_ids": [3, 4, 5]})
+        limits, sampling = (
+            Limits(max_model_len=120, max_num_seqs=4, max_num_batched_tokens=64),
+            sampling_of({"allowed_token_ids": [3, 4, 5]}),
+        )
         plain, ours = (
             Engine(Part(runner, at, 2, 4), limits, speculating, time.perf_counter, sampling)
-            for at, speculating in enumerate((SpeculationConfig(), SpeculationConfig("ngram", 4, is_adaptive=False)))
+            for at, speculating in enumerate(
+                (SpeculationConfig(), SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False))
+            )
         )
         return take_turns(plain, ours, [prompts[:3], prompts[3:]], count=2, max_tokens=20)
 
@@ -83,7 +99,9 @@ def test_output_states_where_all_drafts_were_generated(proposed: list[int], is_s
     assert has_all([(Outcome([]), ours)]) == is_said
 
 
-@pytest.mark.parametrize(("counts", "told"), [(SpeculationCounts(20, [20, 16], [13, 2]), "0.75"), (SpeculationCounts(), "-")])
+@pytest.mark.parametrize(
+    ("counts", "told"), [(SpeculationCounts(paths=20, proposed=[20, 16], accepted=[13, 2]), "0.75"), (SpeculationCounts(), "-")]
+)
 def test_accepted_tokens_are_reported_per_draft_length(counts: SpeculationCounts, told: str) -> None:
     """However many steps went without."""
     plain = Outcome([[1]], whole_s=1.0, decode_s=1.0, decoded=1, draws=1, steps=1)

@@ -94,4 +94,6 @@ def test_another_file_is_no_fit(tmp_path: Path) -> None:
 def test_older_fit_file_loads_without_newer_fields(tmp_path: Path) -> None:
     known = {"fixed_s": 0.01, "token_s": 1e-4, "knee_tokens": 8, "context_s": 0.0, "attention_s": 0.0, "error": 0.05}
     (tmp_path / "fit.json").write_text(json.dumps({"step_model": known}))
-    assert read_model(tmp_path / "fit.json") == StepModel(0.01, 1e-4, 8, 0.0, 0.0, 0.05)
+    assert read_model(tmp_path / "fit.json") == StepModel(
+        fixed_s=0.01, token_s=1e-4, knee_tokens=8, context_s=0.0, attention_s=0.0, error=0.05
+    )

@@ -45,12 +45,18 @@ def make_service(**spec: Any) -> InferenceService:
 def make_group(name: str, revision: str = "new", *, ready: bool = True, created: str = "1", **fields: Any) -> ObservedGroup:
     uid = f"uid-{name}"
     size = fields.pop("size", 2)
-    pods = tuple(ObservedPod(f"{name}-{i}", i, uid, ready=ready, node=f"node-{i}") for i in range(size))
-    return ObservedGroup(name, uid, revision, created, size, **{"pods": pods} | fields)
+    pods = tuple(ObservedPod(name=f"{name}-{i}", index=i, owner_uid=uid, ready=ready, node=f"node-{i}") for i in range(size))
+    return ObservedGroup(name=name, uid=uid, revision=revision, created=created, size=size, **{"pods": pods} | fields)
 
 
 def make_desired(replicas: int, revision: str = "new", routers: int = 1, **fields: Any) -> Desired:
-    return Desired(revision, replicas, routers, group_names("chat", "uid-1", revision, replicas + 50), **fields)
+    return Desired(
+        revision=revision,
+        replicas=replicas,
+        routers=routers,
+        names=group_names("chat", "uid-1", revision, replicas + 50),
+        **fields,
+    )
 
 
 def make_snapshot(*groups: ObservedGroup, **fields: Any) -> Snapshot:

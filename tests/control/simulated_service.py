@@ -19,7 +19,7 @@ from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
 MODEL = StepModel(fixed_s=0.02, token_s=1.2e-4, knee_tokens=0, context_s=7e-8, attention_s=1e-9)
 CAPACITY_PAGES, PAGE = 12_500, 16
 PROMPT, OUTPUT = 1000.0, 200.0
-SHAPE = Traffic(60.0, 1, PROMPT, 1.5 * PROMPT**2, PROMPT, OUTPUT, 1.0)
+SHAPE = Traffic(window_s=60.0, arrivals=1, prompt=PROMPT, prompt_squared=1.5 * PROMPT**2, missed=PROMPT, output=OUTPUT, scv=1.0)
 ABILITY = GroupCapacity(MODEL, 1.0, CAPACITY_PAGES * PAGE)
 TARGETS = Targets(ttft_s=2.0, itl_s=0.1)
 RULES = ScalingRules(least=1, most=20, targets=TARGETS)
@@ -96,7 +96,7 @@ class SimulatedService:
         elif self._heard is not None:
             self._heard = replace(self._heard, age_s=self._heard.age_s + self._every_s)
         fleet = merge([self._heard], 1, 45.0) if self._heard else Fleet(asked=1)
-        scene = ScaleInputs(self.now_s, self.wanted, self.serving, fleet, self._cold_s)
+        scene = ScaleInputs(now_s=self.now_s, groups=self.wanted, serving=self.serving, fleet=fleet, cold_s=self._cold_s)
         self.memory, decision = evaluate(self.memory, scene, self.rules)
         self.decisions.append(decision)
         if decision.groups != self.wanted:
@@ -133,21 +133,40 @@ class SimulatedService:
         context = streams * (PROMPT + OUTPUT / 2)
         groups = [
             GroupSummary(
-                name, "r", "fresh", False, round(streams), round(streams), 0, context / (CAPACITY_PAGES * PAGE), 0.0,
-                ABILITY.step_s(0, streams, context), 1.0, round(context), CAPACITY_PAGES, PAGE,
-                [MODEL.fixed_s, MODEL.token_s, MODEL.knee_tokens, MODEL.context_s, MODEL.attention_s],
+                group=name,
+                revision="r",
+                state="fresh",
+                draining=False,
+                streams=round(streams),
+                running=round(streams),
+                waiting=0,
+                pressure=context / (CAPACITY_PAGES * PAGE),
+                backlog_s=0.0,
+                itl_s=ABILITY.step_s(0, streams, context),
+                speed=1.0,
+                live_tokens=round(context),
+                total_pages=CAPACITY_PAGES,
+                page_size=PAGE,
+                step_model=[MODEL.fixed_s, MODEL.token_s, MODEL.knee_tokens, MODEL.context_s, MODEL.attention_s],
             )
             for name in sorted(serving)
-        ]  # fmt: skip
+        ]
         windows = [
             replace_window(SHAPE, window_s, sum(count for at, count in self._arrivals if at > self.now_s - window_s))
             for window_s in (6.0, 60.0, 300.0)
         ]
         requests = round(self._queued * rate_for(1.0))
         return RouterSummary(
-            "r", groups, windows, requests, int(requests * PROMPT), 0 if serving else requests,
-            self.now_s - self._last_arrival_s, Histogram(), Histogram(),
-        )  # fmt: skip
+            router="r",
+            groups=groups,
+            traffic=windows,
+            queued=requests,
+            queued_tokens=int(requests * PROMPT),
+            held=0 if serving else requests,
+            idle_s=self.now_s - self._last_arrival_s,
+            ttft=Histogram(),
+            itl=Histogram(),
+        )
 
     def _follow(self, count: int) -> None:
         while len(self._born) < count:
@@ -160,7 +179,15 @@ class SimulatedService:
 
 
 def replace_window(shape: Traffic, window_s: float, arrivals: int) -> Traffic:
-    return Traffic(window_s, arrivals, shape.prompt, shape.prompt_squared, shape.missed, shape.output, shape.scv)
+    return Traffic(
+        window_s=window_s,
+        arrivals=arrivals,
+        prompt=shape.prompt,
+        prompt_squared=shape.prompt_squared,
+        missed=shape.missed,
+        output=shape.output,
+        scv=shape.scv,
+    )
 
 
 def square(low: float, high: float, period_s: float) -> Callable[[float], float]:

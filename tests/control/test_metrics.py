@@ -129,7 +129,7 @@ async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     world.cluster.start_router_pods()
     await world.settle()
     assert gauges(world) == (3, 3, 0, 0, None)
-    hot = Hotspot(min(world.groups), "kv", 0.95, 0.5, 12.0, "migrate")
+    hot = Hotspot(group=min(world.groups), cause="kv", signal=0.95, median=0.5, since_s=12.0, action="migrate")
     world.clock = 100.0
     world.routers.says = summary(*map(group, world.groups), rate=rate_for(1.2), hotspots=[hot])
     await world.change(replicas=2)

@@ -27,13 +27,21 @@ IMAGES = {"PHALANX_RUNTIME_IMAGE": "r:1", "PHALANX_ROUTER_IMAGE": "o:1"}
 
 
 def test_settings_come_from_the_environment_or_flags() -> None:
-    assert read_settings([], IMAGES) == Settings("r:1", "o:1")
+    assert read_settings([], IMAGES) == Settings(runtime_image="r:1", router_image="o:1")
     told = IMAGES | {"PHALANX_NAMESPACES": "a,b", "PHALANX_OPERATOR_PORT": "1", "POD_NAME": "p"}
-    assert read_settings([], told) == Settings("r:1", "o:1", namespaces=("a", "b"), port=1, pod_name="p")
-    assert read_settings(["--prometheus-namespace", "m"], IMAGES) == Settings("r:1", "o:1", prometheus_namespace="m")
-    assert read_settings([], IMAGES | {"PHALANX_LEASE_SECONDS": "20"}) == Settings("r:1", "o:1", lease_seconds=20)
+    assert read_settings([], told) == Settings(
+        runtime_image="r:1", router_image="o:1", namespaces=("a", "b"), port=1, pod_name="p"
+    )
+    assert read_settings(["--prometheus-namespace", "m"], IMAGES) == Settings(
+        runtime_image="r:1", router_image="o:1", prometheus_namespace="m"
+    )
+    assert read_settings([], IMAGES | {"PHALANX_LEASE_SECONDS": "20"}) == Settings(
+        runtime_image="r:1", router_image="o:1", lease_seconds=20
+    )
     flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
-    assert read_settings(flags, told) == Settings("x", "o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p")
+    assert read_settings(flags, told) == Settings(
+        runtime_image="x", router_image="o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p"
+    )
 
 
 @pytest.mark.parametrize(

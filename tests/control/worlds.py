@@ -48,9 +48,19 @@ class World:
             ImageRefusals(self.kube, clock=lambda: self.clock),
         )
         self.reconciler = Reconciler(
-            self.kube, self.children, hands, EventRecorder(self.kube, "me"), self.metrics, self.routers, offers, refusals,
-            manifests or Manifests(), now=lambda: self.now, clock=lambda: self.clock, pace_s=pace_s,
-        )  # fmt: skip
+            client=self.kube,
+            children=self.children,
+            hands=hands,
+            notes=EventRecorder(self.kube, "me"),
+            metrics=self.metrics,
+            routers=self.routers,
+            offers=offers,
+            refusals=refusals,
+            manifests=manifests or Manifests(),
+            now=lambda: self.now,
+            clock=lambda: self.clock,
+            pace_s=pace_s,
+        )
         if spec or kube is None:
             body = make_body(**spec)
             for field in [field for field, value in body["spec"].items() if value is None]:

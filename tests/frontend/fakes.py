@@ -91,8 +91,8 @@ def saying(text: str, *, finish: wire.FinishReason = "length", cached_tokens: in
 
 def one_by_one(tokens: Sequence[int], finish: wire.FinishReason, cached_tokens: int = 0) -> list[Step]:
     """A delta for each token; the last has the reason."""
-    steps: list[Step] = [Delta(index, [token]) for index, token in enumerate(tokens[:-1])]
-    return [*steps, Delta(len(tokens) - 1, [tokens[-1]], finish, cached_tokens)]
+    steps: list[Step] = [Delta(index=index, tokens=[token]) for index, token in enumerate(tokens[:-1])]
+    return [*steps, Delta(index=len(tokens) - 1, tokens=[tokens[-1]], finish=finish, cached_tokens=cached_tokens)]
 
 
 @cache
@@ -114,7 +114,7 @@ def drawing(request: wire.Request) -> Sequence[Step]:
     is_endless = sampling.max_tokens > 200
     tokens = [_draw(request.prompt, seed, index) for index in range(5 if is_endless else sampling.max_tokens)]
     if is_endless:
-        return [*(Delta(index, [token]) for index, token in enumerate(tokens)), asyncio.Event()]
+        return [*(Delta(index=index, tokens=[token]) for index, token in enumerate(tokens)), asyncio.Event()]
     return one_by_one(tokens, "length")
 
 
@@ -140,7 +140,7 @@ def prompt_details_of(request: wire.Request) -> list[wire.TokenDetail]:
 
 def _detail(token: int, count: int, gap: float | None) -> wire.TokenDetail:
     best = [(token + step) % tiny_tokenizer().get_vocab_size() for step in range(count)]
-    return wire.TokenDetail(-0.25, 0, best, [-0.25 - step for step in range(count)], gap)
+    return wire.TokenDetail(logprob=-0.25, rank=0, top_ids=best, top_logprobs=[-0.25 - step for step in range(count)], gap=gap)
 
 
 def told(request: wire.Request, delta: Delta) -> Delta:

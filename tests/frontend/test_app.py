@@ -68,7 +68,9 @@ async def test_the_model_s_own_sampling_is_the_default() -> None:
 
 async def test_tokens_that_come_together_leave_together() -> None:
     tokens = token_ids("once upon a time")
-    answer = await post(scripted(Delta(0, tokens[:2]), Delta(2, tokens[2:], "length")), stream=True)
+    answer = await post(
+        scripted(Delta(index=0, tokens=tokens[:2]), Delta(index=2, tokens=tokens[2:], finish="length")), stream=True
+    )
     texts = [json.loads(event)["choices"][0]["text"] for event in events(answer)[:-1]]
     assert len(texts) == 2 and "".join(texts) == "once upon a time"
 
@@ -96,14 +98,18 @@ async def test_usage_counts_cached_and_generated_tokens(path: str) -> None:
 
 
 async def test_a_kept_alive_stream_carries_comments() -> None:
-    backend = scripted(KeepAlive(), Delta(0, token_ids("a")), KeepAlive(), Delta(1, token_ids("b"), "length"))
+    backend = scripted(
+        KeepAlive(), Delta(index=0, tokens=token_ids("a")), KeepAlive(), Delta(index=1, tokens=token_ids("b"), finish="length")
+    )
     streamed = await post(backend, stream=True)
     assert streamed.text.count(": keep-alive\n") == 2 and streamed.text.startswith(": keep-alive\n")
     assert (await post(backend)).json()["choices"][0]["text"] == "ab"
 
 
 async def test_openai_client_ignores_comments_between_events() -> None:
-    backend = scripted(Delta(0, token_ids("a")), KeepAlive(), KeepAlive(), Delta(1, token_ids("b"), "length"))
+    backend = scripted(
+        Delta(index=0, tokens=token_ids("a")), KeepAlive(), KeepAlive(), Delta(index=1, tokens=token_ids("b"), finish="length")
+    )
     async with served(create_app(backend)) as url, Target(url, "").client() as client:
         model = (await client.models.list()).data[0].id
         stream = await client.completions.create(model=model, prompt="x", stream=True)
@@ -128,7 +134,7 @@ async def test_a_client_that_leaves_aborts_its_request(is_streamed: bool, has_be
 
     def script(request: wire.Request) -> Sequence[Step]:
         reached.set()
-        return [*([Delta(0, token_ids("a"))] if has_begun else []), asyncio.Event()]
+        return [*([Delta(index=0, tokens=token_ids("a"))] if has_begun else []), asyncio.Event()]
 
     backend = FakeBackend(script)
     async with served(create_app(backend)) as url:

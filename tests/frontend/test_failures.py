@@ -25,10 +25,10 @@ async def test_a_refusal_before_the_first_token_has_its_status(is_streamed: bool
 @pytest.mark.parametrize(
     ("steps", "code"),
     [
-        ([Delta(0, token_ids("a")), FULL], "queue_full"),
-        ([Delta(0, token_ids("a")), RuntimeError("a bug")], "internal_error"),
-        ([Delta(0, token_ids("a"))], "internal_error"),
-        ([Delta(0, token_ids("a")), Delta(2, token_ids("b"), "length")], "internal_error"),
+        ([Delta(index=0, tokens=token_ids("a")), FULL], "queue_full"),
+        ([Delta(index=0, tokens=token_ids("a")), RuntimeError("a bug")], "internal_error"),
+        ([Delta(index=0, tokens=token_ids("a"))], "internal_error"),
+        ([Delta(index=0, tokens=token_ids("a")), Delta(index=2, tokens=token_ids("b"), finish="length")], "internal_error"),
         ([KeepAlive(), FULL], "queue_full"),
     ],
     ids=["refusal", "bug", "end without a reason", "a token is missing", "refusal after a comment"],
@@ -40,7 +40,7 @@ async def test_failure_after_the_first_byte_is_an_event(steps: list[Step], code:
 
 
 async def test_a_bug_of_the_backend_is_a_500() -> None:
-    answer = await post(scripted(Delta(0, token_ids("a")), RuntimeError("a bug")))
+    answer = await post(scripted(Delta(index=0, tokens=token_ids("a")), RuntimeError("a bug")))
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 

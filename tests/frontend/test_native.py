@@ -70,7 +70,14 @@ async def test_token_ids_are_a_prompt_as_they_are() -> None:
 
 async def test_a_stream_carries_each_piece_and_then_the_whole() -> None:
     tokens = token_ids("once upon a time")
-    backend = FakeBackend(lambda request: [KeepAlive(), Delta(0, tokens[:2]), KeepAlive(), Delta(2, tokens[2:], "length")])
+    backend = FakeBackend(
+        lambda request: [
+            KeepAlive(),
+            Delta(index=0, tokens=tokens[:2]),
+            KeepAlive(),
+            Delta(index=2, tokens=tokens[2:], finish="length"),
+        ]
+    )
     answer = await generate(backend, prompt="x", stream=True)
     *pieces, whole = events(answer)
     assert "".join(piece["text"] for piece in pieces) == whole["text"] == "once upon a time"
@@ -86,7 +93,7 @@ async def test_a_stop_string_cuts_text_and_tokens() -> None:
 
 
 async def test_eos_is_a_token_without_text() -> None:
-    backend = FakeBackend(lambda request: [Delta(0, [*token_ids("ab"), eos_id()], "stop")])
+    backend = FakeBackend(lambda request: [Delta(index=0, tokens=[*token_ids("ab"), eos_id()], finish="stop")])
     body = (await generate(backend, prompt="x")).json()
     assert (body["text"], body["token_ids"][-1], body["finish_reason"]) == ("ab", eos_id(), "stop")
 
@@ -126,13 +133,13 @@ async def test_refusal_has_status_and_retry_after(is_streamed: bool) -> None:
 
 async def test_a_failure_in_a_stream_is_its_last_event() -> None:
     broken = BackendError(503, "group_restarting", "gone")
-    backend = FakeBackend(lambda request: [Delta(0, token_ids("a")), broken])
+    backend = FakeBackend(lambda request: [Delta(index=0, tokens=token_ids("a")), broken])
     answer = await generate(backend, prompt="x", stream=True)
     last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
     assert (answer.status_code, last["error"]["code"]) == (200, "group_restarting")
 
 
-@pytest.mark.parametrize("script", [[ValueError("bug")], [Delta(0, [5])]], ids=["a bug", "no end"])
+@pytest.mark.parametrize("script", [[ValueError("bug")], [Delta(index=0, tokens=[5])]], ids=["a bug", "no end"])
 async def test_unexpected_failure_is_a_500(script: list[Any]) -> None:
     answer = await generate(FakeBackend(lambda request: script), prompt="x")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
@@ -187,7 +194,7 @@ async def test_an_entry_that_is_no_object_is_named(entry: object) -> None:
 
 
 async def test_refused_batch_entry_contains_its_error() -> None:
-    backend = FakeBackend(lambda request: [FULL] if request.id.endswith("1") else [Delta(0, [5], "length")])
+    backend = FakeBackend(lambda request: [FULL] if request.id.endswith("1") else [Delta(index=0, tokens=[5], finish="length")])
     responses = (await batch(backend, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})).json()["responses"]
     assert [response.get("finish_reason") for response in responses] == ["length", None, "length"]
     assert (responses[1]["error"]["status"], responses[1]["error"]["retry_after_s"]) == (429, 2.2)

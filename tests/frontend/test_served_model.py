@@ -64,7 +64,7 @@ async def test_model_created_time_is_its_first_appearance() -> None:
     backend, times = FakeBackend(), iter(range(100, 200))
     registry = CollectorRegistry()
     metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
-    door = ServerContext(backend, metrics, Limits(), unix_s=lambda: next(times))
+    door = ServerContext(backend=backend, metrics=metrics, limits=Limits(), unix_s=lambda: next(times))
     first, again = model_card(door, door.assets(), "tiny"), model_card(door, (await door.model()).assets, "tiny")
     assert first["created"] == again["created"] == 100
     backend.current_assets = tiny_assets(names=["next"])

@@ -35,7 +35,19 @@ class Job:
         tokens = [(number * 31 + i) % 997 for i in range(self.prompt)]
         sampling = wire.Sampling(max_tokens=self.output, seed=number)
         ttft_ms, deadline_ms = (None if s is None else 1e3 * s for s in (self.ttft_s, self.deadline_s))
-        return wire.Request(f"r{number}", 0, tokens, [], sampling, self.priority, self.tenant, "", ttft_ms, None, deadline_ms)
+        return wire.Request(
+            id=f"r{number}",
+            epoch=0,
+            prompt=tokens,
+            delivered=[],
+            sampling=sampling,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt="",
+            ttft_target_ms=ttft_ms,
+            tpot_target_ms=None,
+            deadline_ms=deadline_ms,
+        )
 
 
 @dataclass
@@ -86,7 +98,7 @@ class Simulation:
         wall_s = TRUTH.predict(describe(decodes, chunks)) * (1 + self.noise * self.chance.uniform(-1, 1))
         self.steps.append((wall_s, sum(count for _, count in chunks), len(decodes)))
         self.now += wall_s
-        frame = self.scheduler.commit(StepResult(plan.step, [1] * len(plan.draws)), wall_s)
+        frame = self.scheduler.commit(StepResult(step=plan.step, tokens=[1] * len(plan.draws)), wall_s)
         for handle in frame.handles:
             self.first_s.setdefault(handle, self.now)
         self.end_s |= {end.handle: self.now for end in frame.finished}

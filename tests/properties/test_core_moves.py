@@ -74,9 +74,11 @@ class Side:
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
-        limits = Limits(64, self.shape.seqs, 24, plans_in_flight=self.shape.flights)
-        drafting = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
-        rules = SchedulerConfig(self.shape.policy, "lru", self.shape.caching)
+        limits = Limits(
+            max_model_len=64, max_num_seqs=self.shape.seqs, max_num_batched_tokens=24, plans_in_flight=self.shape.flights
+        )
+        drafting = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=frozenset({"draft"}))
+        rules = SchedulerConfig(scheduling_policy=self.shape.policy, eviction_policy="lru", prefix_caching=self.shape.caching)
         rules = replace(rules, speculating=drafting) if self.shape.drafts else rules
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
 
@@ -284,7 +286,9 @@ def test_moved_draft_reuses_its_pages_and_computes_the_rest() -> None:
 
 
 def test_request_awaiting_its_grammar_stays_frozen() -> None:
-    scheduler = make_scheduler(Limits(64, 4, 24), FakeRunner(16, 4).pool, SchedulerConfig())
+    scheduler = make_scheduler(
+        Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24), FakeRunner(16, 4).pool, SchedulerConfig()
+    )
     asked = make_request(5, 6)
     assert isinstance(scheduler.reservations.reserve("m", asked, len(asked.prompt) + 16), Reservation)
     assert scheduler.submit(1, asked, move="m", is_held=True) is None

@@ -42,8 +42,7 @@ class Arrival:
         shared = [(self.family * 17 + 5 * i * i) % VOCAB for i in range(min(self.common, self.prompt))]
         own = [(handle * 11 + 7 * i) % VOCAB for i in range(self.prompt - len(shared))]
         request = make_request(shared + own, self.max_tokens, seed=handle)
-        wishes = (self.priority, f"t{self.tenant}", "", self.target_ms)
-        return wire.Request(request.id, 0, request.prompt, [], request.sampling, *wishes)
+        return msgspec.structs.replace(request, priority=self.priority, tenant=f"t{self.tenant}", ttft_target_ms=self.target_ms)
 
 
 NOTHING = SpeculationConfig()
@@ -64,14 +63,14 @@ class Shape:
 
 DRAFTS: frozenset[Method] = frozenset({"draft", "self_draft"})
 PROPOSING = [
-    SpeculationConfig("ngram", 4, is_adaptive=False),
-    SpeculationConfig("draft", 3, is_adaptive=False, drafts=DRAFTS),
-    SpeculationConfig("self_draft", 16, is_adaptive=False, drafts=DRAFTS),
-    SpeculationConfig("draft", 5, drafts=DRAFTS),
-    SpeculationConfig("draft", 8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
-    SpeculationConfig("self_draft", 7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
-    SpeculationConfig("ngram", 6, is_adaptive=False, tree=Tree([3, 2])),
-    SpeculationConfig("draft", 9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False),
+    SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=DRAFTS),
+    SpeculationConfig(method="self_draft", num_tokens=16, is_adaptive=False, drafts=DRAFTS),
+    SpeculationConfig(method="draft", num_tokens=5, drafts=DRAFTS),
+    SpeculationConfig(method="draft", num_tokens=8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig(method="self_draft", num_tokens=7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
+    SpeculationConfig(method="ngram", num_tokens=6, is_adaptive=False, tree=Tree([3, 2])),
+    SpeculationConfig(method="draft", num_tokens=9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
 ]
 ARRIVALS = st.lists(
     st.builds(
@@ -108,8 +107,16 @@ class Workload:
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
         self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculating.method != "self_draft")
-        limits = Limits(64, shape.seqs, shape.budget, long_prefill_tokens=shape.threshold, plans_in_flight=shape.flights)
-        rules = SchedulerConfig(shape.policy, "lru", prefix_caching=shape.caching, speculating=shape.speculating)
+        limits = Limits(
+            max_model_len=64,
+            max_num_seqs=shape.seqs,
+            max_num_batched_tokens=shape.budget,
+            long_prefill_tokens=shape.threshold,
+            plans_in_flight=shape.flights,
+        )
+        rules = SchedulerConfig(
+            scheduling_policy=shape.policy, eviction_policy="lru", prefix_caching=shape.caching, speculating=shape.speculating
+        )
         self.scheduler = make_scheduler(limits, self.runner.pool, rules)
         self.shape = shape
         self.todo = dict(enumerate(arrivals))
@@ -219,8 +226,7 @@ class Workload:
 
 
 def replace_delivered(request: wire.Request, delivered: list[int]) -> wire.Request:
-    wishes = (request.priority, request.tenant, request.cache_salt, request.ttft_target_ms)
-    return wire.Request(request.id, 0, request.prompt, delivered, request.sampling, *wishes)
+    return msgspec.structs.replace(request, delivered=delivered)
 
 
 @settings(max_examples=300, deadline=None)
@@ -288,7 +294,7 @@ def test_multi_step_runs_free_pages_and_keep_the_tokens() -> None:
 
 def test_draft_tokens_preempt_no_request_and_take_no_page() -> None:
     """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
-    drafts = SpeculationConfig("draft", 16, is_adaptive=False, drafts=DRAFTS)
+    drafts = SpeculationConfig(method="draft", num_tokens=16, is_adaptive=False, drafts=DRAFTS)
     for speculating in (NOTHING, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
         arrivals = [Arrival(0, 7, 9) for _ in range(4)]
         run = Workload(arrivals, Shape(16, 4, 4, 60, speculating=speculating)).run()

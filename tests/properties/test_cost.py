@@ -34,7 +34,7 @@ def test_step_work_is_the_sum_of_its_parts() -> None:
 
 
 def test_step_below_the_knee_costs_as_much() -> None:
-    model = StepModel(0.001, 0.01, 8, 0.0, 0.0)
+    model = StepModel(fixed_s=0.001, token_s=0.01, knee_tokens=8, context_s=0.0, attention_s=0.0)
     assert model.predict(StepWork(0, 1, 0)) == model.predict(StepWork(4, 4, 0)) == pytest.approx(0.081)
     assert model.predict(StepWork(8, 4, 0)) == pytest.approx(0.121)
 
@@ -77,7 +77,7 @@ def test_prefill_limit_is_tight(model: StepModel, decodes: int, mean: int, limit
 @pytest.mark.parametrize("knee", [0, 32, 128])
 def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
     rng = random.Random(knee)
-    truth = StepModel(0.005, 0.0008, knee, 2e-7, 3e-8)
+    truth = StepModel(fixed_s=0.005, token_s=0.0008, knee_tokens=knee, context_s=2e-7, attention_s=3e-8)
     fit = StepFit()
     for _ in range(600):
         work = random_work(rng)
@@ -96,7 +96,7 @@ def test_the_fit_finds_the_function_through_noise_and_pauses(knee: int) -> None:
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_fit_follows_a_machine_that_changed_speed(factor: float) -> None:
     rng = random.Random(11)
-    first = StepModel(0.005, 0.0008, 32, 2e-7, 3e-8)
+    first = StepModel(fixed_s=0.005, token_s=0.0008, knee_tokens=32, context_s=2e-7, attention_s=3e-8)
     fit = StepFit()
     for truth in (first, scale_model(first, factor)):
         for _ in range(800):
@@ -110,7 +110,7 @@ def test_fit_follows_a_machine_that_changed_speed(factor: float) -> None:
 
 def test_fit_recovers_the_fixed_cost_of_prompts() -> None:
     rng = random.Random(5)
-    truth = StepModel(0.005, 0.0002, 0, 2e-7, 0.0, row_s=0.0005, prompt_s=0.02)
+    truth = StepModel(fixed_s=0.005, token_s=0.0002, knee_tokens=0, context_s=2e-7, attention_s=0.0, row_s=0.0005, prompt_s=0.02)
     fit = StepFit()
     for _ in range(800):
         work = random_work(rng)

@@ -61,7 +61,7 @@ def test_last_request_of_the_policy_is_preempted(
     """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
     each token the first, which has one more, has the most slack."""
     runner = FakeRunner(16, 4)
-    scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, SchedulerConfig(policy))
+    scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, SchedulerConfig(scheduling_policy=policy))
     for handle in (1, 2, 3):
         request = msgspec.structs.replace(asked(8, 24, seed=handle), **(wishes if handle < 3 else those_of_the_third))
         assert scheduler.submit(handle, request, float(handle)) is None
@@ -186,12 +186,21 @@ def test_deadline_queue_is_sorted_again_when_keys_shrink() -> None:
     queue = Queue(policy, 16)
     sizes = [(100, 30.0), (10, 20.0), (900, 21.0), (500, 22.0), (2000, 23.0)]
     for order, (size, ttft_s) in enumerate(sizes):
-        wanted = wire.Request(str(order), 0, [1] * size, [], wire.Sampling(4, 0), ttft_target_ms=1e3 * ttft_s)
+        wanted = wire.Request(
+            id=str(order),
+            epoch=0,
+            prompt=[1] * size,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=4, seed=0),
+            ttft_target_ms=1e3 * ttft_s,
+        )
         queue.push(make_request(order, order, wanted, 4096), 0.0)
     first = queue.first(0.0)
     assert first is not None and first.order == 1
-    assert policy.learn(StepModel(0.0, 0.01, 0, 0.0, 0.0), 1.0)
-    assert not policy.learn(StepModel(0.0, 0.0105, 0, 0.0, 0.0), 1.0), "too small a change to sort a queue for"
+    assert policy.learn(StepModel(fixed_s=0.0, token_s=0.01, knee_tokens=0, context_s=0.0, attention_s=0.0), 1.0)
+    assert not policy.learn(StepModel(fixed_s=0.0, token_s=0.0105, knee_tokens=0, context_s=0.0, attention_s=0.0), 1.0), (
+        "too small a change to sort a queue for"
+    )
     queue.sort(0.0)
     served = []
     while (request := queue.first(0.0)) is not None:

@@ -48,7 +48,10 @@ async def test_router_reports_a_leader_that_refuses_its_version(caplog: pytest.L
 
 
 async def test_router_reports_a_leader_that_answers_in_another_version() -> None:
-    odd = FakeLeader("odd", Script(first=wire.encode(wire.Welcome(OTHER, "odd", "r1", 16, ""))))
+    odd = FakeLeader(
+        "odd",
+        Script(first=wire.encode(wire.Welcome(protocol_version=OTHER, group="odd", revision="r1", page_size=16, assets_hash=""))),
+    )
     async with running_router(odd, ready=0) as router:
         await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
         why = f"the leader supports link version {OTHER}, this router {PROTOCOL_VERSION}"
@@ -67,7 +70,7 @@ async def test_a_leader_of_the_right_version_clears_the_report() -> None:
 async def test_router_refuses_an_operator_of_another_version(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with running_router(FakeLeader("a")) as router:
-        response = await router.post(msgspec.json.encode(Asked(BalancePolicy(7), 0.0, OTHER)))
+        response = await router.post(msgspec.json.encode(Asked(BalancePolicy(number=7), 0.0, OTHER)))
         assert response.status_code == 426
         assert f"supports summary version {PROTOCOL_VERSION}, the operator sent {OTHER}" in response.text
         assert router.fleet.balancing.policy.number == 0, "the policy is ignored"

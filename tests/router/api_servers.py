@@ -29,9 +29,9 @@ class FakeEngine:
     def __init__(self) -> None:
         self.submitted: dict[int, tuple[wire.Request, EngineSink]] = {}
         self.aborted: list[int] = []
-        self.present: wire.State = wire.State(True, 1)
+        self.present: wire.State = wire.State(serving=True, incarnation=1)
         self.known_assets: wire.Assets | None = ASSETS
-        self.reported = wire.Load(0, 0, 0, 8, 8)
+        self.reported = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8)
         self.subscribers: list[Callable[[], None]] = []
         self.followers: list[EngineObserver] = []
         self.found = PageKeys()
@@ -112,7 +112,7 @@ class FakeEngine:
             if index >= self.hold:
                 continue
             self._next[handle] += 1
-            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens([], [], [], [], [])))
+            _, frame = frames.setdefault(id(sink), (sink, wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])))
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
@@ -171,7 +171,17 @@ def make_link_settings(
     max_waiting_tokens: int = 1_000_000,
     hello_s: float = 5.0,
 ) -> LinkSettings:
-    return LinkSettings(TOKEN, "group-a", "r1", 16, tick_s, heartbeat_s, stall_s, max_waiting_tokens, hello_s)
+    return LinkSettings(
+        token=TOKEN,
+        group="group-a",
+        revision="r1",
+        page_size=16,
+        tick_s=tick_s,
+        heartbeat_s=heartbeat_s,
+        stall_s=stall_s,
+        max_waiting_tokens=max_waiting_tokens,
+        hello_s=hello_s,
+    )
 
 
 @asynccontextmanager

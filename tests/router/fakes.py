@@ -40,7 +40,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 def make_request(prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 16, id: str = "request") -> wire.Request:
-    return wire.Request(id, 0, list(prompt), [], wire.Sampling(max_tokens=max_tokens, seed=7, temperature=0.0))
+    return wire.Request(
+        id=id, epoch=0, prompt=list(prompt), delivered=[], sampling=wire.Sampling(max_tokens=max_tokens, seed=7, temperature=0.0)
+    )
 
 
 @dataclass(slots=True)
@@ -90,8 +92,8 @@ class FakeLeader:
         self.script = script or Script()
         self.token = token
         self.port = 0
-        self.state = wire.State(True, 1)
-        self.load = wire.Load(0, 0, 0, 10, 10)
+        self.state = wire.State(serving=True, incarnation=1)
+        self.load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=10, total_pages=10)
         self.submitted: list[wire.Submit] = []
         self.aborted: list[int] = []
         self.fetched = 0
@@ -108,7 +110,7 @@ class FakeLeader:
         return f"127.0.0.1:{self.port}"
 
     def endpoint(self, created: str = "", leaving: bool = False) -> Endpoint:
-        return Endpoint(self.group, self.address, self.group, created, leaving)
+        return Endpoint(key=self.group, address=self.address, group=self.group, created=created, leaving=leaving)
 
     async def start(self) -> None:
         """Listens, on the same port as before when it was stopped."""
@@ -181,7 +183,17 @@ class FakeLeader:
                 return
             self._running[connection] = {}
             assets_hash = script.assets.content_hash if script.tell_assets else ""
-            await connection.send(wire.encode(wire.Welcome(script.protocol_version, self.group, self.revision, 16, assets_hash)))
+            await connection.send(
+                wire.encode(
+                    wire.Welcome(
+                        protocol_version=script.protocol_version,
+                        group=self.group,
+                        revision=self.revision,
+                        page_size=16,
+                        assets_hash=assets_hash,
+                    )
+                )
+            )
             await connection.send(wire.encode(self.state))
             parts = [self._step(connection)] + ([] if script.silent else [self._beat(connection)])
             tasks = [asyncio.create_task(part) for part in parts]
@@ -237,7 +249,13 @@ class FakeLeader:
             self.steps += 1
             if script.stale:
                 stale = [epoch - 1 for epoch in frame.epochs]
-                wrong = wire.Tokens(frame.handles, stale, frame.indices, [token + 1 for token in frame.tokens], [])
+                wrong = wire.Tokens(
+                    handles=frame.handles,
+                    epochs=stale,
+                    indices=frame.indices,
+                    tokens=[token + 1 for token in frame.tokens],
+                    finished=[],
+                )
                 await connection.send(wire.encode(wrong))
             for _ in range(script.echo):
                 await connection.send(wire.encode(frame))
@@ -250,7 +268,7 @@ class FakeLeader:
                 self.cut()
 
     def _frame(self, running: dict[int, _Running]) -> wire.Tokens:
-        frame = wire.Tokens([], [], [], [], [])
+        frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
         for handle, entry in list(running.items()):
             request = entry.submit.request
             index = entry.next_index
@@ -294,16 +312,23 @@ def make_settings(
     find_s: float = 3.0,
 ) -> FleetSettings:
     """Balancing never looks unless it is told how often."""
-    link = LinkSettings(token, "router-0", heartbeat_timeout_s, open_timeout_s=1.0, first_retry_s=0.01, last_retry_s=0.05)
+    link = LinkSettings(
+        token=token,
+        router="router-0",
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        open_timeout_s=1.0,
+        first_retry_s=0.01,
+        last_retry_s=0.05,
+    )
     return FleetSettings(
-        link,
-        served_names,
-        max_replays,
-        patience_s,
-        keep_alive_s,
-        2.0,
-        refusal_pause_s,
-        max_moves,
+        link=link,
+        served_names=served_names,
+        max_replays=max_replays,
+        patience_s=patience_s,
+        keep_alive_s=keep_alive_s,
+        retry_after_s=2.0,
+        refusal_pause_s=refusal_pause_s,
+        max_moves=max_moves,
         queue=queue or QueueBounds(),
         tick_s=tick_s,
         hold_s=hold_s,

@@ -15,7 +15,7 @@ KEY = {"authorization": f"Bearer {KEYS[0].key}"}
 
 def leader(group: str, page_bytes: int, counts: SpeculationCounts) -> FakeLeader:
     made = FakeLeader(group)
-    made.state = wire.State(True, 1, served=wire.Served("model", "layout", page_bytes))
+    made.state = wire.State(serving=True, incarnation=1, served=wire.Served("model", "layout", page_bytes))
     made.load = msgspec.structs.replace(made.load, speculation=counts)
     return made
 
@@ -31,14 +31,14 @@ async def told(router: Router, **wanted: Any) -> dict[str, Any]:
 
 
 async def test_draft_counts_are_summed_and_token_time_is_averaged() -> None:
-    a = leader("a", 16 * 4096, SpeculationCounts(4, [4, 4], [3, 1]))
-    b = leader("b", 16 * 2048, SpeculationCounts(2, [2], [2]))
+    a = leader("a", 16 * 4096, SpeculationCounts(paths=4, proposed=[4, 4], accepted=[3, 1]))
+    b = leader("b", 16 * 2048, SpeculationCounts(paths=2, proposed=[2], accepted=[2]))
     async with running_router(a, b) as router:
         document = await told(router, acceptance_rate=6 / 10)
         assert document["kv_bytes_per_token"] == 4096
         assert document["memory"] == [], "a router has no rank"
         assert document["total_requests"] == 0
-        a.load = msgspec.structs.replace(a.load, speculation=SpeculationCounts(14, [14, 4], [13, 1]))
+        a.load = msgspec.structs.replace(a.load, speculation=SpeculationCounts(paths=14, proposed=[14, 4], accepted=[13, 1]))
         await told(router, acceptance_rate=16 / 20)
 
 

@@ -83,7 +83,7 @@ async def test_failures_blamed_on_a_request_are_excused() -> None:
         await router.until_ready(4)
         died = {group.group: group.deaths or 1 for group in groups}
         for group in groups:
-            await group.tell(wire.State(True, 2, deaths=died[group.group], death="pod 0: rank 0 ended"))
+            await group.tell(wire.State(serving=True, incarnation=2, deaths=died[group.group], death="pod 0: rank 0 ended"))
         await until(lambda: {name: counted.note.deaths for name, counted in restarts().items()} == died)
         assert sum(group.deaths for group in groups) == 3
         assert {name: counted.recent for name, counted in restarts().items()} == {

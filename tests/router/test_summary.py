@@ -26,7 +26,16 @@ from tests.control.summaries import summary
 from tests.router.api_servers import http_server
 from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, expected, hear, make_request, make_settings
 
-HOT = wire.Load(1, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0, waiting_prompt_tokens=300)
+HOT = wire.Load(
+    waiting=1,
+    running=4,
+    outstanding_tokens=4000,
+    free_pages=5,
+    total_pages=100,
+    context_tokens=1500,
+    mean_output_tokens=200.0,
+    waiting_prompt_tokens=300,
+)
 KEYS = (ApiKey("alice", "sk-alice"),)
 
 
@@ -92,7 +101,9 @@ async def test_group_failures_are_sent_at_once_and_kept() -> None:
     async with running_router(leader) as router:
         await router.ask()
         asked = asyncio.create_task(router.ask(wait_s=9.0))
-        await leader.tell(wire.State(False, 2, "loading the model", deaths=1, death="pod 0: rank 0 ended"))
+        await leader.tell(
+            wire.State(serving=False, incarnation=2, reason="loading the model", deaths=1, death="pod 0: rank 0 ended")
+        )
         told = (await asyncio.wait_for(asked, 5)).groups[0]
         assert (told.incarnation, told.deaths, told.death) == (2, 1, "pod 0: rank 0 ended")
         leader.cut()
@@ -150,11 +161,13 @@ async def test_other_paths_and_methods_are_as_before() -> None:
 
 async def test_newest_policy_is_applied() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
-        second = BalancePolicy(2, "Route", 3, Budgets(2, 1e6, 0.01), 1.0, 0.05, ["b"])
+        second = BalancePolicy(
+            number=2, mode="Route", routers=3, budgets=Budgets(2, 1e6, 0.01), ttft_target_s=1.0, itl_target_s=0.05, empty=["b"]
+        )
         told = await router.ask(policy=second)
         assert told.policy == 2 and told.emptied == ["b"]
         assert {group.group: group.draining for group in told.groups} == {"a": False, "b": True}
-        assert (await router.ask(policy=BalancePolicy(1))).policy == 2
+        assert (await router.ask(policy=BalancePolicy(number=1))).policy == 2
         assert router.fleet.balancing.policy == second
 
 
@@ -175,7 +188,7 @@ async def test_a_question_waits_until_there_is_a_hotspot() -> None:
         told = await asked
         assert [(spot.group, spot.cause, spot.action) for spot in told.hotspots] == [("a", "kv", "migrate")]
         asked = await ask_later(router)
-        router.leaders[0].load = wire.Load(0, 0, 0, 10, 10)
+        router.leaders[0].load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=10, total_pages=10)
         assert (await asked).hotspots == []
 
 
@@ -191,7 +204,7 @@ async def test_a_question_waits_until_a_group_is_empty() -> None:
     async with running_router(FakeLeader("a", Script(hold_at=3))) as router:
         stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
         await router.leaders[0].until(lambda: bool(router.leaders[0].submitted))
-        policy = BalancePolicy(1, empty=["a"])
+        policy = BalancePolicy(number=1, empty=["a"])
         told = await router.ask(policy=policy)
         assert told.emptied == [] and told.groups[0].streams == 1
         asked = await ask_later(router, policy)
@@ -205,11 +218,11 @@ async def test_a_question_waits_until_a_request_is_held() -> None:
         stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
         await router.leaders[0].until(lambda: router.leaders[0].steps == 3)
         asked = await ask_later(router)
-        await router.leaders[0].tell(wire.State(False, 1, "loading"))
+        await router.leaders[0].tell(wire.State(serving=False, incarnation=1, reason="loading"))
         told = await asked
         assert (told.held, told.queued, told.queued_tokens) == (1, 1, 6)
         assert [group.state for group in told.groups] == ["dead"]
-        await router.leaders[0].tell(wire.State(True, 2))
+        await router.leaders[0].tell(wire.State(serving=True, incarnation=2))
         router.leaders[0].release()
         assert (await stream).tokens == expected([1, 2, 3], 8)
 
@@ -226,7 +239,7 @@ async def test_poll_waits_until_a_group_connects_or_is_lost() -> None:
 
 async def test_abandoned_poll_leaves_the_next_one_complete() -> None:
     """Its handler goes on until its time is over, and may be the first to see what has changed."""
-    now = [UrgentChange(frozenset(), False, False, frozenset(), False)]
+    now = [UrgentChange(hotspots=frozenset(), is_saturated=False, has_held=False, emptied=frozenset(), is_leaving=False)]
     door = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: now[0])
 
     async def ask(wait_s: float) -> Response:
@@ -270,7 +283,14 @@ async def test_unread_answer_does_no_harm() -> None:
 async def test_poll_waits_until_a_group_loses_its_draft() -> None:
     async with running_router(FakeLeader("a"), FakeLeader("b")) as router:
         asked = await ask_later(router)
-        router.leaders[1].load = wire.Load(0, 0, 0, 10, 10, speculation=SpeculationCounts(lost="no tensors" * 50))
+        router.leaders[1].load = wire.Load(
+            waiting=0,
+            running=0,
+            outstanding_tokens=0,
+            free_pages=10,
+            total_pages=10,
+            speculation=SpeculationCounts(lost="no tensors" * 50),
+        )
         told = {group.group: group.draft_lost for group in (await asked).groups}
         assert told["a"] == "" and told["b"] == ("no tensors" * 50)[:300]
 
@@ -279,6 +299,6 @@ async def test_summary_contains_the_model_version_of_a_group() -> None:
     leader = FakeLeader("a")
     async with running_router(leader) as router, asyncio.timeout(10):
         assert (await router.ask()).groups[0].model_version == ""
-        await leader.tell(wire.State(True, 1, served=wire.Served("hash", "layout", 1000, "c0ffee")))
+        await leader.tell(wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000, "c0ffee")))
         while (await router.ask()).groups[0].model_version != "c0ffee":
             await asyncio.sleep(0.005)

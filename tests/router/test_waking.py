@@ -23,7 +23,7 @@ from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
 
-STARTING = wire.State(False, 1, "loading")
+STARTING = wire.State(serving=False, incarnation=1, reason="loading")
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def test_a_request_is_held_until_a_group_is_ready() -> None:
         stream = asyncio.create_task(hear(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         await asyncio.sleep(0.03)
-        await leader.tell(wire.State(True, 1))
+        await leader.tell(wire.State(serving=True, incarnation=1))
         heard = await stream
         assert heard.tokens == expected([1, 2, 3], 16)
         assert heard.keep_alives > 0

@@ -36,7 +36,9 @@ def save_draft(target: Path, folder: Path, noise: float = 0.03) -> Path:
 def save_exit(target: Path, file: Path, num_layers: int = 2, width: int = 64, noise: float = 0.005) -> Path:
     """An exit of the target that maps a state nearly to itself."""
     chance = torch.Generator().manual_seed(4)
-    card = ExitCard(weights_hash(target), num_layers, 0.5, 1, 0.0, 0.0)
+    card = ExitCard(
+        model_hash=weights_hash(target), num_layers=num_layers, ratio=0.5, num_tokens=1, agreement_raw=0.0, agreement_fitted=0.0
+    )
     weight = torch.eye(width) + noise * torch.randn((width, width), generator=chance)
     write_exit(file, Exit(card, weight, torch.zeros(width)))
     return file

@@ -132,7 +132,11 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
                 time.sleep(0.01)
             return super().run(plan)
 
-    run_engine(HeldRunner(NUM_PAGES, PAGE_SIZE), Limits(200, 8, 64), str(spec["engine_socket"]))
+    run_engine(
+        HeldRunner(NUM_PAGES, PAGE_SIZE),
+        Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64),
+        str(spec["engine_socket"]),
+    )
 
 
 def wait_for_parent() -> NoReturn:

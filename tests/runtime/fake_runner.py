@@ -99,7 +99,9 @@ class FakeRunner:
         drawn = [token for run, _ in runs for token in run]
         taken = [(at, nodes) for at, (_, nodes) in enumerate(runs) if nodes != list(range(len(nodes)))]
         lengths = [len(run) for run, _ in runs] if plan.paths else []
-        return StepResult(plan.step, drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown), undrafted=undrafted(grown))
+        return StepResult(
+            step=plan.step, tokens=drawn, runs=lengths, taken=taken, shapes=grown_shapes(grown), undrafted=undrafted(grown)
+        )
 
     def _run(self, plan: StepPlan, i: int, proposed: DraftedPath) -> tuple[list[int], list[int]]:
         """The tokens that request i draws, up to the first that is not proposed, and the proposals that it accepts."""
@@ -213,4 +215,4 @@ def make_request(
     """A request; a number stands for a prompt of that many tokens."""
     tokens = [(seed + 3 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
     sampling = wire.Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop or [], min_tokens=min_tokens)
-    return wire.Request(f"r{seed}", epoch, tokens, delivered or [], sampling)
+    return wire.Request(id=f"r{seed}", epoch=epoch, prompt=tokens, delivered=delivered or [], sampling=sampling)

@@ -16,7 +16,13 @@ MODES: tuple[moves.MoveMode, ...] = ("stop", "precopy")
 def make_request(name: str, prompt: int = 37, **sampling: Any) -> wire.Request:
     chance = random.Random(name)
     tokens = [chance.randrange(256) for _ in range(prompt)]
-    return wire.Request(name, 0, tokens, [], wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}))
+    return wire.Request(
+        id=name,
+        epoch=0,
+        prompt=tokens,
+        delivered=[],
+        sampling=wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **sampling}),
+    )
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -76,7 +76,17 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Rank
     for size in pods:
         name = f"test-{os.getpid()}-{next(_names)}"
         for rank in range(first, first + size):
-            places.append(RankPlace(rank, world_size, range(first, first + size), addresses, token, 1, name))
+            places.append(
+                RankPlace(
+                    rank=rank,
+                    world_size=world_size,
+                    near=range(first, first + size),
+                    addresses=addresses,
+                    token=token,
+                    incarnation=1,
+                    pod_name=name,
+                )
+            )
         first += size
     return list(zip(places, listeners, strict=True))
 
@@ -120,7 +130,13 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
-    form = Form(build.dtype, device, build.kernels, source.max_position, has_exit=bool(build.speculative or build.make_proposer))
+    form = Form(
+        dtype=build.dtype,
+        device=device,
+        kernels=build.kernels,
+        positions=source.max_position,
+        has_exit=bool(build.speculative or build.make_proposer),
+    )
     model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
@@ -208,7 +224,16 @@ class Driver:
         draws = [(at, len(self._outputs[i])) for at, i in enumerate(running) if self._computed[i] == len(self._tokens[i])]
         pages = [self._more_pages(i) for i in running]
         counts = [len(part) for part in parts]
-        plan = StepPlan(self._step, new, running, starts, counts, pages, [token for part in parts for token in part], draws)
+        plan = StepPlan(
+            step=self._step,
+            admitted=new,
+            rows=running,
+            starts=starts,
+            counts=counts,
+            pages=pages,
+            tokens=[token for part in parts for token in part],
+            draws=draws,
+        )
         self._step += 1
         self._runner.start(plan)
         result = self._runner.finish()
@@ -221,7 +246,9 @@ class Driver:
         self._free += self.pages.pop(row, [])
         self.pages[row] = []
         one = self._asked[row]
-        sampling = wire.Sampling(1, one.seed, one.temperature, one.top_p, one.top_k, **one.more)
+        sampling = wire.Sampling(
+            max_tokens=1, seed=one.seed, temperature=one.temperature, top_p=one.top_p, top_k=one.top_k, **one.more
+        )
         return NewRow(row, sampling, len(one.prompt), list(self._tokens[row]) if needs_history(sampling) else [])
 
     def prompt_details(self, row: int) -> dict[int, wire.TokenDetail]:

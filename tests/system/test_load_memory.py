@@ -61,7 +61,7 @@ def load_and_tell(folder: Path, rank: int, level: Level, first: Path) -> None:
     kernels = Kernels(packed=can_pack(torch.float32))
     prepare_process(make_spec(folder), System())
     make_linear(torch.zeros(64, 64), None, kernels)(torch.zeros(1, 64))  # the library's own code and threads
-    form = Form(torch.float32, cpu, kernels, 256)
+    form = Form(dtype=torch.float32, device=cpu, kernels=kernels, positions=256)
     open_model(first, level).load(SoloCollective(), form)
     source = open_model(folder, level)
     kept: list[Model] = []

@@ -30,7 +30,7 @@ FLAGS = ("--dtype", "float64", "--tensor-parallel-size", "2")
 def make_request(kind: str) -> wire.Request:
     chance = random.Random(kind.split(" ", maxsplit=1)[0])
     sampling = wire.Sampling(**{"max_tokens": TOKENS, "seed": 7, "temperature": 0.0, **KINDS[kind]})
-    return wire.Request(kind, 0, [chance.randrange(256) for _ in range(100)], [], sampling)
+    return wire.Request(id=kind, epoch=0, prompt=[chance.randrange(256) for _ in range(100)], delivered=[], sampling=sampling)
 
 
 def whole(mover: Mover, streams: list[Stream]) -> list[list[int]]:

@@ -179,7 +179,7 @@ async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operat
     print(f"acted on {time.monotonic() - killed:.1f} s after the leader was killed")
     lease = server.of("leases")[LEASE]["spec"]
     assert (holder(server), lease["leaseTransitions"]) == ("second", 2), "nobody else led meanwhile"
-    assert lease["leaseDurationSeconds"] == Settings("r", "o").lease_seconds
+    assert lease["leaseDurationSeconds"] == Settings(runtime_image="r", router_image="o").lease_seconds
 
 
 @pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["a lease that never runs out"], indirect=True)

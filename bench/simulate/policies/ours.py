@@ -50,7 +50,7 @@ class Ours:
 
     def opened(self, group: int) -> None:
         """Its leader is linked."""
-        self._told[group] = GroupReport(f"g{group}", f"g{group}", served=self._served, page_size=PAGE)
+        self._told[group] = GroupReport(key=f"g{group}", group=f"g{group}", served=self._served, page_size=PAGE)
 
     def closed(self, group: int) -> None:
         """Its link is gone."""
@@ -117,7 +117,11 @@ class Ours:
             self._traffic.begin(job.prompt_tokens, scene.now)
         self._jobs[job.number] = self._waiting[job.number] = job
         demand = RequestDemand(job.tokens, OUTPUT_TOKENS)
-        self._queue.add(QueuedRequest(job.number, demand, self._came[job.number], has_started=job.first_s is not None))
+        self._queue.add(
+            QueuedRequest(
+                ticket=job.number, demand=demand, arrived_at=self._came[job.number], has_started=job.first_s is not None
+            )
+        )
         return self.woken(scene)
 
     def woken(self, scene: Scene) -> list[Send]:
@@ -163,7 +167,13 @@ class Ours:
     def _enter(self, job: Job, group: int, hit_tokens: int, now: float) -> None:
         missing = max(1, job.tokens - hit_tokens)
         behind = attended(job.tokens, job.tokens - missing)
-        sent = SentRequest(missing, job.tokens, -(-missing // PAGE), OUTPUT_TOKENS - job.generated, behind)
+        sent = SentRequest(
+            prompt_tokens=missing,
+            context_tokens=job.tokens,
+            pages=-(-missing // PAGE),
+            output_tokens=OUTPUT_TOKENS - job.generated,
+            attended=behind,
+        )
         self._told[group].ledger.dispatch(job.handle, sent, now)
 
     def started(self, job: Job, group: int, now: float) -> None:

@@ -15,7 +15,7 @@ LOOK_BACK_DAYS = 8 * 366
 """Farther back than any two days on which the same expression fires: leap days lie up to eight years apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
     name: str
     least: int
@@ -50,15 +50,15 @@ class _Field:
 
 
 _FIELDS = (
-    _Field("minute", 0, 59),
-    _Field("hour", 0, 23),
-    _Field("day of month", 1, 31),
-    _Field("month", 1, 12, _MONTHS, 1),
-    _Field("day of week", 0, 7, _DAYS),
+    _Field(name="minute", least=0, most=59),
+    _Field(name="hour", least=0, most=23),
+    _Field(name="day of month", least=1, most=31),
+    _Field(name="month", least=1, most=12, words=_MONTHS, first_word=1),
+    _Field(name="day of week", least=0, most=7, words=_DAYS),
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cron:
     """A parsed expression. `days` are those of the month, `weekdays` count from Sunday, 0."""
 
@@ -99,8 +99,8 @@ def parse_cron(text: str) -> Cron:
     minutes, hours, days, months, weekdays = (field.values(part) for field, part in zip(_FIELDS, parts, strict=True))
     weekdays = frozenset(day % 7 for day in weekdays)
     return Cron(
-        minutes,
-        hours,
+        minutes=minutes,
+        hours=hours,
         days=days,
         months=months,
         weekdays=weekdays,

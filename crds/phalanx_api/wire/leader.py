@@ -12,7 +12,7 @@ Cause = Literal["", "outside", "alone"]
 """Why an incarnation ended: perhaps any request that ran; nothing inside (a pod left); or, of all requests, only one alone."""
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome", kw_only=True):
     """First frame of a leader, the response to `Hello`."""
 
     protocol_version: int
@@ -43,7 +43,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
-class TokenDetail(msgspec.Struct, frozen=True, array_like=True):
+class TokenDetail(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What was asked about one token: its logprob and rank (0 is the most probable), the most probable tokens with theirs.
 
     Logprobs are of the model's scores before penalties, temperature and filters. `gap` is the distance between the two best
@@ -74,7 +74,7 @@ class Cached(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens", kw_only=True):
     """All tokens of one engine step, as parallel lists, in order of index within each request.
 
     `details` is parallel to `tokens` when any request of the step asked for some, else empty. `queue_times_s`: how long each
@@ -93,7 +93,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens"):
     cached: list[Cached] = []
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", kw_only=True):
     """The request does not run here. `status` is the HTTP status for the client, `code` the machine-readable reason."""
 
     handle: int
@@ -124,7 +124,7 @@ class PageChanges(msgspec.Struct, frozen=True, array_like=True, tag="page_change
     is_snapshot: bool = False
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=True):
     """What the engine has in hand. `outstanding_tokens` counts prompt tokens not yet computed and output tokens still allowed.
 
     Since the engine's start: preemptions; prompt tokens of requests that began, and those of them found in the prefix cache;
@@ -200,7 +200,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     """Of the source that the model was fetched from: commit of a hub, digest of a manifest; empty: not told, or not fetched."""
 
 
-class State(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=True):
     """Whether the group serves. When `incarnation` changes, every request that ran in the former one is lost, and all pages.
 
     A group that does not serve has lost its requests too, unless it is `draining`: then it takes no more, and finishes those.
@@ -242,7 +242,7 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets"):
+class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only=True):
     """What a door needs of a model: files by name (tokenizer, chat template, generation config) and limits.
 
     `content_hash` is `make_assets` of the rest, so a door may keep it for ever.
@@ -270,8 +270,8 @@ def make_assets(
         hasher.update(_encode([name, files[name]]))
     hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size]))
     return Assets(
-        hasher.hexdigest(),
-        files,
+        content_hash=hasher.hexdigest(),
+        files=files,
         served_names=served_names,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,

@@ -18,7 +18,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
+class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False, kw_only=True):
     """How tokens of one request are drawn and when it ends. Already validated by the door.
 
     `temperature` 0 is greedy. `top_k` None keeps every token. `stop_token_ids` ends the request with reason "stop"
@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False
     return_gaps: bool = False
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to be generated. `delivered` are output tokens that the client already has: the next index is their count.
 
     `epoch` rises when a group that had the request is lost, not when one refused it: above 0 the stream has begun.

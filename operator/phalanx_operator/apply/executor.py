@@ -106,7 +106,7 @@ class ActionExecutor:
 
         Raises KubeError at the first call that fails; the other actions stay undone.
         """
-        making = GroupBuild(revision, self._images, gang)
+        making = GroupBuild(revision=revision, images=self._images, gang=gang)
         await self._try_successor(actions, service, making)
         is_going = any(group.terminating for group in snapshot.groups) or any(isinstance(one, DeleteGroup) for one in actions)
         for action in actions:

@@ -47,7 +47,7 @@ GANG_LOOK_S = 30.0
 """Interval in which groups that wait for a gang scheduler are checked."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
     """Inputs of a plan besides the spec."""
 
@@ -84,10 +84,10 @@ def desired_groups(service: InferenceService, revision: str, names: tuple[str, .
     past = followed(service, seen, revision, now)
     waits = _waits(service, seen, past, now)
     return Desired(
-        revision,
-        replicas,
-        service.spec.router.replicas,
-        names,
+        revision=revision,
+        replicas=replicas,
+        routers=service.spec.router.replicas,
+        names=names,
         max_unavailable=unavailable,
         max_surge=0 if no_room and unavailable else surge,
         partition=rollout.partition,
@@ -126,11 +126,11 @@ def followed(service: InferenceService, seen: PlanInputs, revision: str, now: st
 def _waits(service: InferenceService, seen: PlanInputs, past: RecoveryStatus | None, now: str) -> PlacementTurn:
     """Returns what keeps new groups from being created now."""
     if seen.back and seen.no_way_back:
-        return PlacementTurn(seen.no_way_back, RECORD_LOOK_S, is_stuck=True)
+        return PlacementTurn(why=seen.no_way_back, left_s=RECORD_LOOK_S, is_stuck=True)
     pause_s = recovery.pause_s(past, service.spec.restart_policy, now)
     if past and pause_s > 0:
         why = f"{past.given_up} groups were given up for their restarts; the next one is created after a pause"
-        return PlacementTurn(why, pause_s, told=True, is_stuck=True)
+        return PlacementTurn(why=why, left_s=pause_s, told=True, is_stuck=True)
     return seen.turn
 
 
@@ -181,7 +181,7 @@ def decide(service: InferenceService, seen: PlanInputs, desired: Desired, now: s
     tick_s = PANIC_TICK_S if empty or (scaling and scaling.decision.panicking) else TICK_S if scaling else None
     said = _told(service, seen, desired=desired, past=past, waits=waits, now=now)
     again_s = _again_s(service, seen, desired=desired, waits=waits, most_s=tick_s or RESYNC_S, now=now)
-    return Plan(tuple(actions), said, hear_s=tick_s or HEAR_S, empty=empty, again_s=again_s, in_line=waits.in_line)
+    return Plan(actions=tuple(actions), status=said, hear_s=tick_s or HEAR_S, empty=empty, again_s=again_s, in_line=waits.in_line)
 
 
 def with_plan_errors(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
@@ -216,11 +216,21 @@ def _mended(service: InferenceService, seen: PlanInputs, actions: tuple[GroupAct
         begun = recovery.begun(group, policy)
         if begun:
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in begun)
-            found.append(RestartGroup(group.name, group.uid, pods, group.noted or group.restarts, "its other pods were replaced"))
+            found.append(
+                RestartGroup(
+                    name=group.name,
+                    uid=group.uid,
+                    pods=pods,
+                    note=group.noted or group.restarts,
+                    why="its other pods were replaced",
+                )
+            )
         elif recovery.overdue(group, policy, now):
             pods = tuple((pod.name, pod.uid) for pod in group.pods)
             why = f"it is not ready after {policy.startup_seconds} s"
-            found.append(RestartGroup(group.name, group.uid, pods, recovery.restarted(group, policy, now), why))
+            found.append(
+                RestartGroup(name=group.name, uid=group.uid, pods=pods, note=recovery.restarted(group, policy, now), why=why)
+            )
     return tuple(found)
 
 
@@ -237,7 +247,7 @@ def _noted(groups: Iterable[ObservedGroup], actions: tuple[GroupAction, ...]) ->
 def _gangs(groups: Iterable[ObservedGroup]) -> list[KeepGang]:
     """Returns gang objects to keep: one may be missing where a pod has no node."""
     return [
-        KeepGang(group.name, group.uid, group.gang, group.size, "its pods have no nodes yet")
+        KeepGang(name=group.name, uid=group.uid, kind=group.gang, pods=group.size, why="its pods have no nodes yet")
         for group in live(groups)
         if group.gang in ("Native", "Volcano") and not all(pod.node for pod in group.pods)
     ]

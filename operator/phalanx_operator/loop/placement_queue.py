@@ -14,7 +14,7 @@ A reconcile of any other service queues it at the end. All times and random numb
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx_operator.decide.groups.admission import PlacementTurn
 from phalanx_operator.kube.store import Key
@@ -87,17 +87,17 @@ class Turns:
             holder = self._holders[device] = _Holder(service, waiting[0], now_s, seen=True)
         if holder and holder.service != service:
             why = f"group {holder.group} of {'/'.join(holder.service)} is waiting for nodes; it is placed first"
-            return PlacementTurn(why, *_patience(holder, now_s), in_line=True)
+            return replace(_waiting_turn(holder, now_s, why), in_line=True)
         if holder or waiting:
             group = holder.group if holder else waiting[0]
-            return PlacementTurn(f"group {group} is waiting for nodes; it is placed first", *_patience(holder, now_s))
+            return _waiting_turn(holder, now_s, f"group {group} is waiting for nodes; it is placed first")
         pause = self._pauses.get(service)
         if pause and now_s < pause.until_s:
             return PlacementTurn(
-                f"the next attempt follows after a pause; {pause.why}", pause.until_s - now_s, told=True, is_stuck=True
+                why=f"the next attempt follows after a pause; {pause.why}", left_s=pause.until_s - now_s, told=True, is_stuck=True
             )
         if device in self._lines and (first := self._lines[device].first) != service:
-            return PlacementTurn(f"{'/'.join(first)} creates a group first", CALLED_S, in_line=True)
+            return PlacementTurn(why=f"{'/'.join(first)} creates a group first", left_s=CALLED_S, in_line=True)
         return PlacementTurn()
 
     def _drop_unseen(self, now_s: float) -> None:
@@ -162,7 +162,8 @@ class Turns:
         self.line("", service, waits=False)
 
 
-def _patience(holder: _Holder | None, now_s: float) -> tuple[float, bool]:
-    """Returns the seconds until the next look at this group, and whether the wait is long enough for a condition."""
+def _waiting_turn(holder: _Holder | None, now_s: float, why: str) -> PlacementTurn:
+    """Returns the turn of a service that waits for `holder`: a wait of `TOLD_S` is long enough for a condition."""
     waited_s = now_s - holder.since_s if holder else 0.0
-    return (TOLD_S - waited_s, False) if waited_s < TOLD_S else (LOOK_S, True)
+    is_long = waited_s >= TOLD_S
+    return PlacementTurn(why=why, left_s=LOOK_S if is_long else TOLD_S - waited_s, told=is_long)

@@ -59,7 +59,7 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciler:
     """Reconciles services with their specs."""
 
@@ -136,8 +136,8 @@ class Reconciler:
         )
         gang, kind, turn = await self._placement(key, service, snapshot)
         seen = PlanInputs(
-            snapshot,
-            fleet,
+            snapshot=snapshot,
+            fleet=fleet,
             scaling=scaling,
             gang=kind,
             turn=turn,
@@ -186,10 +186,12 @@ class Reconciler:
         gang = gangs.chosen(service, served or frozenset())
         turn = self._turn(key, service, snapshot)
         if served is None:
-            turn = PlacementTurn("the API server did not report which schedulers it serves", RETRY_S, told=True, is_stuck=True)
+            turn = PlacementTurn(
+                why="the API server did not report which schedulers it serves", left_s=RETRY_S, told=True, is_stuck=True
+            )
         elif missing := gangs.missing_gang_reason(gang, served):
             why = f"spec.placement.gang: the cluster does not serve PodGroups of {missing}"
-            turn = PlacementTurn(why, ASK_AGAIN_S, told=True, is_stuck=True)
+            turn = PlacementTurn(why=why, left_s=ASK_AGAIN_S, told=True, is_stuck=True)
         elif gang.kind != "Fallback":
             turn = FREE
         return gang, snapshot.status.gang if served is None else gang.kind, turn

@@ -152,7 +152,7 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Children:
     """Stores of all child objects and of the nodes, with writes that the informers have not reported yet."""
 

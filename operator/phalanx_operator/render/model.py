@@ -9,7 +9,7 @@ from phalanx_api.spec.model import Cache, Model, SecretRef
 from phalanx_operator.render.objects import Object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """The MODEL argument, more flags, and what the pod must have for them."""
 
@@ -24,18 +24,18 @@ def model_source(model: Model) -> ModelSource:
     """How the runtime gets this model."""
     scheme, _, rest = model.uri.partition("://")
     if scheme == "file":
-        return ModelSource(rest)
+        return ModelSource(argument=rest)
     if scheme == "pvc":
         claim, _, path = rest.partition("/")
         volume = {"name": pod_template.MODEL_VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         mount = {"name": pod_template.MODEL_VOLUME, "mountPath": labels.MODEL_DIR, "readOnly": True}
-        return ModelSource(f"{labels.MODEL_DIR}/{path}".rstrip("/"), volumes=(volume,), mounts=(mount,))
+        return ModelSource(argument=f"{labels.MODEL_DIR}/{path}".rstrip("/"), volumes=(volume,), mounts=(mount,))
     flags = ("--revision", model.revision) if model.revision else ()
     cache = _cache_volume(model.cache)
     folder = labels.MODEL_CACHE_DIR if cache else labels.CACHE_DIR
     is_fixed = model.cache is not None and model.cache.read_only
     flags = (*flags, "--download-dir", folder, *(("--cached-only",) if is_fixed else ()))
-    remote = ModelSource(model.uri, flags=flags, volumes=cache, mounts=_cache_mount(cache, is_fixed))
+    remote = ModelSource(argument=model.uri, flags=flags, volumes=cache, mounts=_cache_mount(cache, is_fixed))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
 
 

@@ -59,7 +59,7 @@ STARTUP_S, LIVENESS_S = 600, 60
 _LIVENESS_PROBES = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBuild:
     """What a group is made with beside its spec: its revision, the images, who places its pods, nodes to keep away from, a key
     that its pods alone have."""

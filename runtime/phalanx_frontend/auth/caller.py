@@ -21,7 +21,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _SCOPE_KEY = "phalanx.caller"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """The sender of one request."""
 
@@ -90,7 +90,9 @@ class CallerMiddleware:
 
         key = self._keys.find(headers.get(b"authorization", b""))
         last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
-        scope[_SCOPE_KEY] = Caller(id, key, bool(self._keys), is_drawn, last_event_id)
+        scope[_SCOPE_KEY] = Caller(
+            request_id=id, key=key, has_keys=bool(self._keys), is_drawn=is_drawn, last_event_id=last_event_id
+        )
         try:
             if self._keys and key is None and scope["path"] not in OPEN_PATHS:
                 await error_response(unauthorised(b"authorization" in headers))(scope, receive, named)

@@ -117,7 +117,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     job = AnswerJob(
         id=id,
         stream=stream,
-        choices=[Choice(request, reply, format.choice(0, prompt, None, reply), meter, past)],
+        choices=[Choice(request=request, reply=reply, format=format.choice(0, prompt, None, reply), meter=meter, past=past)],
         per_prompt=1,
         format=format,
         is_streamed=bool(body.stream),

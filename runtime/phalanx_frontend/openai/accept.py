@@ -70,7 +70,14 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     if last is not None:
         resumed = await find_resumable(server.backend, last, requests)
         requests, pasts = [request for request, _ in resumed], [past for _, past in resumed]
-    head = ChunkHeader(id, int(server.unix_s()), name, has_usage, Spelling(model.tokenizer, wants.as_ids), wants=wants)
+    head = ChunkHeader(
+        id=id,
+        created=int(server.unix_s()),
+        model=name,
+        has_usage=has_usage,
+        spelling=Spelling(model.tokenizer, wants.as_ids),
+        wants=wants,
+    )
     format = endpoint.format(head, body, model)
     echoes = prompt_echoes(body, model, prompts, wants)
     choices = []
@@ -78,7 +85,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         reply = make_reply(body, model, request, wants)
         meter = server.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, server.seconds)
         written = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
-        choices.append(Choice(request, reply, written, meter, pasts[index]))
+        choices.append(Choice(request=request, reply=reply, format=written, meter=meter, past=pasts[index]))
     job = AnswerJob(
         id=id,
         stream=stream,
@@ -150,11 +157,11 @@ def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGra
 def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
     """Builds a backend request with the caller's tenant and a priority that its key allows."""
     return wire.Request(
-        id,
-        0,
-        prompt,
-        [],
-        sampling,
+        id=id,
+        epoch=0,
+        prompt=prompt,
+        delivered=[],
+        sampling=sampling,
         priority=caller.priority(body.priority),
         tenant=caller.tenant(body.tenant, body.user),
         cache_salt=body.cache_salt or "",

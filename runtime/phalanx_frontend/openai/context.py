@@ -12,7 +12,7 @@ from phalanx_frontend.metrics import ApiMetrics, Clock
 from phalanx_frontend.openai.served_model import ModelCache, ServedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
     """Shared state of the routes."""
 

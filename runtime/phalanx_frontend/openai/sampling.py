@@ -63,7 +63,7 @@ COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion. The default of a chat is the rest of the context."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults from generation_config.json. `max_tokens=None`: no bound except the context."""
 

@@ -20,7 +20,7 @@ LONG_TEXT = 4096
 """Characters from which a text is tokenised in a thread; a shorter text takes less time than the thread switch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A parsed model."""
 
@@ -69,7 +69,9 @@ def load_model(assets: wire.Assets) -> ServedModel:
         template = str(error)
     document = assets.files["tokenizer.json"]
     defaults = read_defaults(assets.files.get("generation_config.json"))
-    return ServedModel(assets, TextTokenizer(document), template, defaults, GrammarCheck(document))
+    return ServedModel(
+        assets=assets, tokenizer=TextTokenizer(document), template=template, defaults=defaults, grammars=GrammarCheck(document)
+    )
 
 
 class ModelCache:

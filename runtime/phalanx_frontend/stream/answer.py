@@ -24,7 +24,7 @@ from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import DeliveredChoice, Item, SiblingStreams, resume_answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One choice of an answer."""
 

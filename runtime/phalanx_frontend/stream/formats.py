@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     tokens: Sequence[ShownToken] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkHeader:
     """Fields that precede the choices in every chunk, and the token fields to show."""
 

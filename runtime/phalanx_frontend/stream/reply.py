@@ -18,7 +18,7 @@ from phalanx_frontend.text.stop import StopStrings
 # Token fields that a client requested in addition to the text; each token is shown with its text.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFields:
     """Fields shown of each token."""
 
@@ -167,7 +167,7 @@ class Reply:
         """Returns the text of tokens that the client already has; the reply continues after them, or ended with them."""
         wanted, shown = self._needs_details, self._shown
         self._needs_details, self._shown = False, None
-        text = self.feed(Delta(self.completion_tokens, list(tokens)))
+        text = self.feed(Delta(index=self.completion_tokens, tokens=list(tokens)))
         self._needs_details, self._shown = wanted, shown
         if shown is not None:
             shown.skip(len(tokens), len(text))

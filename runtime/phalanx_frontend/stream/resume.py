@@ -169,9 +169,9 @@ async def resume_answer(
     skipped = known[: past.num_delivered]
     skip(reply.skip_delivered(skipped), skipped)
     if reply.finish is not None:
-        yield Delta(reply.completion_tokens, [], reply.finish)
+        yield Delta(index=reply.completion_tokens, tokens=[], finish=reply.finish)
     elif past.finish is not None or len(known) > past.num_delivered:
-        yield Delta(past.num_delivered, known[past.num_delivered :], past.finish)
+        yield Delta(index=past.num_delivered, tokens=known[past.num_delivered :], finish=past.finish)
     if reply.finish is not None:
         return
     stream = backend.generate(request)
@@ -192,8 +192,13 @@ async def resume_answer(
 def _after(delta: Delta, missing: int, finish: wire.FinishReason | None) -> Delta:
     """Returns the delta without its first `missing` tokens. `finish`: set if these ended the reply."""
     if finish is not None:
-        return Delta(delta.index + missing, [], finish)
+        return Delta(index=delta.index + missing, tokens=[], finish=finish)
     tokens, details = delta.tokens[missing:], delta.details[missing:]
     return Delta(
-        delta.index + missing, tokens, delta.finish, delta.cached_tokens, details=details, prompt_details=delta.prompt_details
+        index=delta.index + missing,
+        tokens=tokens,
+        finish=delta.finish,
+        cached_tokens=delta.cached_tokens,
+        details=details,
+        prompt_details=delta.prompt_details,
     )

@@ -127,7 +127,7 @@ class HotspotReport:
     is_saturated: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _CauseTimer:
     """The state of one cause in one group. `over_since`: start of the current uninterrupted excess of the signal."""
 

@@ -14,7 +14,7 @@ TransferMode = MoveMode | Literal["recompute"]
 RefusalCode = Literal["mode", "saturated", "pingpong", "slots", "bytes", "tokens", "no_target", "no_victim", "stale"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
     """A snapshot of one stream of this router."""
 
@@ -30,7 +30,7 @@ class StreamView:
     has_prefix: bool = False  # whether the prompt begins with the heaviest prefix of its group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMove:
     """Move one stream between groups. `source` and `target` are keys of views."""
 

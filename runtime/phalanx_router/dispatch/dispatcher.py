@@ -148,9 +148,9 @@ class Dispatcher:
         ticket, arrived_at = (self._tickets, self._clock()) if before is None else (before.ticket, before.arrived_at)
         has_started = bool(run.group or journal.delivered or journal.epoch)
         waiting = QueuedRequest(
-            ticket,
-            journal.demand(),
-            arrived_at,
+            ticket=ticket,
+            demand=journal.demand(),
+            arrived_at=arrived_at,
             tenant=journal.tenant,
             priority=journal.priority,
             has_started=has_started,
@@ -269,7 +269,7 @@ class Dispatcher:
         """Returns the error when no group takes the request: the last refusal by a group, if there was one."""
         why = f"{why} after {waited_s:g} s" if waited_s else why
         match run.last_setback:
-            case wire.Refused(_, _, status, code, message, retry_after_s):
+            case wire.Refused(handle=_, epoch=_, status=status, code=code, message=message, retry_after_s=retry_after_s):
                 return BackendError(status, code, message, retry_after_s or self._settings.retry_after_s)
             case GroupLost(lost_why):
                 why = f"{why}; earlier: {lost_why}"

@@ -14,7 +14,7 @@ import msgspec
 from phalanx_api import labels
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Address of one leader."""
 
@@ -44,7 +44,7 @@ class StaticLeaders:
     """Fixed list of `host:port` addresses."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        self._leaders = {address: Endpoint(address, address, address) for address in addresses}
+        self._leaders = {address: Endpoint(key=address, address=address, group=address) for address in addresses}
 
     async def run(self, found: Callable[[Leaders], None]) -> None:
         """Calls `found` once and waits until cancelled."""
@@ -52,7 +52,7 @@ class StaticLeaders:
         await asyncio.Event().wait()
 
 
-class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+class Metadata(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
     """Fields of a pod's `metadata` that the router reads."""
 
     uid: str = ""

@@ -60,7 +60,7 @@ class LinkListener(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
     """Settings of links."""
 
@@ -87,7 +87,7 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
-        self.group_report = GroupReport("")
+        self.group_report = GroupReport(key="")
         """Reports and dispatch ledger of this incarnation on this connection, in event loop time."""
         self._feed = PageFeed()
         self._greeter = Handshake(settings.router, settings.instance)
@@ -231,7 +231,9 @@ class LeaderLink:
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
-        self.group_report = GroupReport(self.key, self.endpoint.group, welcome.revision, page_size=welcome.page_size)
+        self.group_report = GroupReport(
+            key=self.key, group=self.endpoint.group, revision=welcome.revision, page_size=welcome.page_size
+        )
         self._feed = PageFeed()
         self._send(wire.SendPages())
         self.is_fetching = False
@@ -242,7 +244,9 @@ class LeaderLink:
         if not self.is_open:
             return
         self.is_open = False
-        self.state = wire.State(False, self.state.incarnation, why, deaths=self.state.deaths, death=self.state.death)
+        self.state = wire.State(
+            serving=False, incarnation=self.state.incarnation, reason=why, deaths=self.state.deaths, death=self.state.death
+        )
         self._outbox.clear()
         self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave, "outside" if is_outside else "")
         self._listener.link_changed(self)
@@ -338,7 +342,9 @@ class LeaderLink:
         before, self.state = self.state, state
         is_new = state.incarnation != before.incarnation
         if is_new:
-            self.group_report = GroupReport(self.key, self.endpoint.group, self.revision, page_size=self.group_report.page_size)
+            self.group_report = GroupReport(
+                key=self.key, group=self.endpoint.group, revision=self.revision, page_size=self.group_report.page_size
+            )
             self._feed.restart()
             self._listener.pages_received(self, wire.PageChanges(0, [], is_snapshot=True))
         self.group_report.served = state.served or self.group_report.served

@@ -155,7 +155,9 @@ class Mover:
         if not source.group_report.served.layout or link.group_report.served.layout != source.group_report.served.layout:
             how = "recompute"
         self._number += 1
-        proposal = MoveRequest(f"{self._name}:{self._number}", at, target, how, why, bytes_per_s=bytes_per_s)
+        proposal = MoveRequest(
+            move=f"{self._name}:{self._number}", at=at, target=target, how=how, why=why, bytes_per_s=bytes_per_s
+        )
         run.move = proposal.move
         self._moved[proposal.move] = run
         self._execute_all(self.board.start(proposal, run.stream.journal.replay(), self._clock()))

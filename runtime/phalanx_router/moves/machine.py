@@ -86,7 +86,12 @@ class Move:
             return self._give_up("stream", "ended", "the stream has left its group or ended", now)
         mode: moves.MoveMode = "stop" if proposal.how == "stop" else "precopy"
         frame_out = moves.MoveOut(
-            proposal.move, proposal.at.handle, proposal.at.epoch, frame, mode=mode, bytes_per_s=proposal.bytes_per_s
+            move=proposal.move,
+            handle=proposal.at.handle,
+            epoch=proposal.at.epoch,
+            prepared=frame,
+            mode=mode,
+            bytes_per_s=proposal.bytes_per_s,
         )
         self._enter(MoveState.COPYING, now, self._settings.copy_s)
         return [ToSource(frame_out, f"the target already has {frame.held_tokens} tokens")]
@@ -229,7 +234,7 @@ class Move:
     def _over(self, outcome: Outcome, code: str, why: str, now: float, stall_s: float | None = None) -> list[Action]:
         self._enter(MoveState.OVER, now, self._settings.linger_s)
         num_bytes = 0 if self._arrived is None else self._arrived.num_bytes
-        return [MoveEnded(self.proposal.move, outcome, code, why, num_bytes=num_bytes, stall_s=stall_s)]
+        return [MoveEnded(move=self.proposal.move, outcome=outcome, code=code, why=why, num_bytes=num_bytes, stall_s=stall_s)]
 
     def _enter(self, state: MoveState, now: float, at_most_s: float) -> None:
         self.state, self.deadline = state, now + at_most_s

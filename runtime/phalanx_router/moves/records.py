@@ -13,7 +13,7 @@ Outcome = Literal["moved", "refused", "timeout", "source", "target", "stream"]
 stream ended or left its group during the move."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
     """Time limits of moves at a router, in seconds."""
 
@@ -35,7 +35,7 @@ class StreamPosition:
     num_delivered: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequest:
     """An order to move a stream from `at` to the group with key `target`. `bytes_per_s` caps the copy; `None` is unlimited."""
 
@@ -97,7 +97,7 @@ class TargetLost:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEnded:
     """The move has ended. `stall_s`: after a completed move, time between the last token of the source and the first of the
     target."""

@@ -44,7 +44,7 @@ class JournalEnd(msgspec.Struct, frozen=True, array_like=True):
     forgotten: bool = False
 
 
-class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
+class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes", kw_only=True):
     """Changes of journals since the last frame: new journals, then tokens, then ends. The sender numbers its streams.
 
     `numbers` and `counts` are parallel: the next `counts[i]` of `tokens` belong to stream `numbers[i]`.

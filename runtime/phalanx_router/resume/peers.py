@@ -84,7 +84,9 @@ class PeerBacklog:
         if not (begun or tails or over):
             return None
         numbers, counts = [number for number, _ in tails], [len(tail) for _, tail in tails]
-        return JournalChanges(begun, numbers, counts, [token for _, tail in tails for token in tail], over)
+        return JournalChanges(
+            begun=begun, numbers=numbers, counts=counts, tokens=[token for _, tail in tails for token in tail], ended=over
+        )
 
 
 class Peers:

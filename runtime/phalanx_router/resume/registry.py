@@ -32,7 +32,7 @@ TAKE_UP_S = 10.0
 """Seconds before an adopted stream that no request takes up is disowned: the client may have disconnected."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
     """A stream that runs at a leader and was adopted by this router."""
 
@@ -162,7 +162,7 @@ class StreamRegistry:
         if run.link is None:  # queued: no group can send it a setback
             run.give_up(BackendError(409, "resumed", why))
         else:
-            run.stream.refused(wire.Refused(run.handle, journal.epoch, 409, "resumed", why))
+            run.stream.refused(wire.Refused(handle=run.handle, epoch=journal.epoch, status=409, code="resumed", message=why))
 
     def _next_epoch(self, request: wire.Request) -> wire.Request:
         """Returns the request to submit, with a new epoch unless the stream was adopted at its group."""
@@ -228,7 +228,9 @@ async def _ask(link: LeaderLink, id: str, tenant: str, timeout_s: float) -> Foun
         return None
     copy = JournalCopy(answer.request, link.group_report.served.model_hash, answer.finish)
     stream = adopting.stream
-    return copy, None if stream is None else Adoption(link, link.key, handle, stream, len(answer.request.delivered))
+    return copy, None if stream is None else Adoption(
+        link=link, key=link.key, handle=handle, stream=stream, num_delivered=len(answer.request.delivered)
+    )
 
 
 def make_copy(run: StreamSession) -> JournalCopy:

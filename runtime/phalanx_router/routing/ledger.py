@@ -13,7 +13,7 @@ from phalanx_api import wire
 from phalanx_api.cost import attended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentRequest:
     """Load that one request adds to a group."""
 
@@ -32,10 +32,16 @@ def make_sent_request(request: wire.Request, page_size: int, hit_tokens: int = 0
     context, given = len(request.prompt) + len(request.delivered), len(request.delivered)
     missing = max(1, context - hit_tokens)
     behind = attended(context, context - missing)
-    return SentRequest(missing, context, -(-missing // page_size), max(0, request.sampling.max_tokens - given), behind)
+    return SentRequest(
+        prompt_tokens=missing,
+        context_tokens=context,
+        pages=-(-missing // page_size),
+        output_tokens=max(0, request.sampling.max_tokens - given),
+        attended=behind,
+    )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LedgerTotals:
     """Number of requests and the sums of their load."""
 

@@ -106,14 +106,14 @@ FORGET_S = 10.0
 """A group that is not viewed for this long is forgotten."""
 RECENT_S = 1.0
 """A preemption counts as recent for this long."""
-EMPTY_LOAD = wire.Load(0, 0, 0, 0, 0)
+EMPTY_LOAD = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=0, total_pages=0)
 NO_PREFIX = wire.HeavyPrefix(b"", 0, 0.0)
 MIN_SPEEDUP, MAX_SPEEDUP = 0.5, MAX_DEPTH + 1.0
 """Bounds on a reported speedup: below the lower one the group would not speculate, the upper one is the maximum depth plus
 one."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class GroupReport:
     """Last reports of one group and its dispatch ledger."""
 

@@ -26,7 +26,7 @@ MAX_TENANTS = 4096
 """Number of counters kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest:
     """One waiting request."""
 

@@ -21,7 +21,7 @@ UNKNOWN = StepModel(fixed_s=0.02, token_s=1e-4, knee_tokens=0, context_s=1e-7, a
 """Placeholder that orders groups by the amount of queued work."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupView:
     """One group at one time. Tokens, pages and requests are counts."""
 

@@ -12,7 +12,7 @@ WINDOWS_S = (6, 60, 300)
 LATENCY_WINDOW_S, LATENCY_SLOT_S = 60, 10
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Second:
     """Sums of one second; `gap`, `gap_squared`: sums over interarrival times."""
 
@@ -97,7 +97,7 @@ class TrafficStats:
         place = at % len(self._seconds)
         second = self._seconds[place]
         if second.at != at:
-            second = self._seconds[place] = _Second(at)
+            second = self._seconds[place] = _Second(at=at)
         return second
 
     def windows(self, now: float) -> list[Traffic]:

@@ -65,7 +65,7 @@ def locate(
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    work = DownloadControl(progress, stop, cached_only=cached_only)
+    work = DownloadControl(progress=progress, stop=stop, cached_only=cached_only)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work)
         return _from_hub(hub, rest, revision, cache_dir)
@@ -184,7 +184,7 @@ def locate_exit(
 ) -> Path:
     """Returns the exit's file, after a download into `cache_dir` if necessary. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    work = DownloadControl(progress, stop or threading.Event(), cached_only=cached_only)
+    work = DownloadControl(progress=progress, stop=stop or threading.Event(), cached_only=cached_only)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:

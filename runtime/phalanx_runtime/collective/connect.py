@@ -25,7 +25,7 @@ _HELLO = struct.Struct("<8sI16s")
 _MAGIC = b"phalanx1"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """Identity of a rank and the addresses of its group."""
 
@@ -50,7 +50,7 @@ def connect(place: RankPlace, timeout_s: float, listener: socket.socket | None =
     deadline = time.monotonic() + timeout_s
     links = Links(_meet(place, far, deadline, listener)) if far else None
     try:
-        pod = SharedPod(near, place.rank, place.pod_name, place.token, place.incarnation)
+        pod = SharedPod(ranks=near, rank=place.rank, name=place.pod_name, token=place.token, incarnation=place.incarnation)
         shared = SharedMemory(pod, max(deadline - time.monotonic(), 0.0)) if len(near) > 1 else None
     except BaseException:
         if links:

@@ -85,7 +85,7 @@ _HEAD = struct.Struct("<II")
 _CARD = struct.Struct("<16s32s32sI")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPod:
     """Ranks of this pod in order, this rank, and the name, token and incarnation that identify the file."""
 

@@ -15,7 +15,7 @@ MORE_DRAWS = 32
 """Logits rows of a step beyond one per request, for draft tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of the engine."""
 

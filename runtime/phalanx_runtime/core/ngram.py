@@ -102,7 +102,7 @@ def _following(tokens: Sequence[int], place: int, count: int) -> list[int]:
 # What an engine knows of one request that wants proposals.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RequestSpeculation:
     """By which method, how many at once at most, and how they may branch.
 

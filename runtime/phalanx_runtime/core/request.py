@@ -14,7 +14,7 @@ from phalanx_api.prefix import PrefixKeys
 from phalanx_runtime.core.ngram import RequestSpeculation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingHints:
     """Inputs of the scheduling policy, in seconds. `arrived_s`: arrival at the router, or here."""
 
@@ -26,7 +26,7 @@ class SchedulingHints:
     deadline_s: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Request:
     """State of one request.
 
@@ -133,8 +133,8 @@ def make_request(handle: int, order: int, asked: wire.Request, max_model_len: in
         stop_token_ids=frozenset(sampling.stop_token_ids),
         alone=asked.alone,
         wishes=SchedulingHints(
-            asked.priority,
-            asked.tenant,
+            priority=asked.priority,
+            tenant=asked.tenant,
             arrived_s=now - asked.waited_ms / 1e3,
             ttft_s=_seconds(asked.ttft_target_ms),
             tpot_s=_seconds(asked.tpot_target_ms),

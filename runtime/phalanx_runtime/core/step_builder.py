@@ -8,7 +8,7 @@ from phalanx_runtime.core.request import Request, needs_history
 from phalanx_runtime.core.step_plan import CatchUp, Growth, NewRow, Path, StepPlan
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ScheduledChunk:
     """The next `count` tokens of a request from `start`, and `depth` draft tokens after them."""
 
@@ -58,7 +58,7 @@ class ScheduledChunk:
         return self.count == 1 and self.start > 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepBuilder:
     """One step."""
 
@@ -95,7 +95,7 @@ class StepBuilder:
             assert request.row is not None, "only running requests compute"
             history = list(request.tokens) if needs_history(request.sampling) else []
             self.admitted.append(NewRow(request.row, request.sampling, request.num_prompt, history))
-        chunk = ScheduledChunk(request, request.computed, count, strays=request.strays)
+        chunk = ScheduledChunk(request=request, start=request.computed, count=count, strays=request.strays)
         self.chunks.append(chunk)
         request.in_flight = True
         return chunk
@@ -135,7 +135,9 @@ class StepBuilder:
             if chunk.depth:
                 tokens.extend(chunk.proposed or [0] * chunk.depth)
                 parents = [] if chunk.growth is not None or is_chain(chunk.parents) else chunk.parents
-                paths.append(Path(i, chunk.depth, chunk.is_drafted, parents, chunk.growth))
+                paths.append(
+                    Path(request=i, depth=chunk.depth, is_drafted=chunk.is_drafted, parents=parents, growth=chunk.growth)
+                )
             if chunk.strays:
                 strays.append((i, chunk.strays))
             if chunk.behind:
@@ -144,8 +146,8 @@ class StepBuilder:
         self.work = self._describe(with_proposals=True) if any(chunk.depth for chunk in self.chunks) else plain
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.depth for chunk in self.chunks]
         return StepPlan(
-            self.step,
-            self.admitted,
+            step=self.step,
+            admitted=self.admitted,
             rows=rows,
             starts=starts,
             counts=counts,

@@ -29,7 +29,7 @@ class Growth(msgspec.Struct, frozen=True, array_like=True):
     """Most draft tokens in a branch, which is the number of draft passes."""
 
 
-class Path(msgspec.Struct, frozen=True, array_like=True):
+class Path(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Draft tokens of one request: the last `depth` of the tokens that it computes in this step.
 
     Draft token p has the slot of position q + p, where the request's own tokens end before q, and the position q + its level; it
@@ -60,7 +60,7 @@ class CatchUp(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only=True):
     """One forward pass over packed tokens. rows, starts, counts and pages are parallel; a row appears at most once."""
 
     step: int
@@ -97,7 +97,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         return [depth_of.get(request, 0) for request, _ in self.draws]
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_only=True):
     """Sampled tokens and the results of draft tokens. `tokens` is parallel to the plan's `draws`."""
 
     step: int

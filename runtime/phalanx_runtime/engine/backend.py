@@ -15,7 +15,7 @@ KEEP_ALIVE_S = 10.0
 """Seconds of silence after which a stream gets a keep-alive. Proxies commonly disconnect after 30 s or 60 s."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Mailbox:
     """Events of one request that its reader has not taken yet."""
 
@@ -39,10 +39,10 @@ class _Mailbox:
         """Takes all queued tokens as one delta."""
         reason = None if self.finished is None else self.finished.reason
         delta = Delta(
-            self.index,
-            self.tokens,
-            reason,
-            self.cached_tokens,
+            index=self.index,
+            tokens=self.tokens,
+            finish=reason,
+            cached_tokens=self.cached_tokens,
             details=self.details or (),
             prompt_details=self.prompt_details or (),
         )
@@ -75,7 +75,7 @@ class LocalBackend:
 
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
         """Deltas in index order; the last has `finish`. Closing the generator early aborts the request."""
-        mailbox = _Mailbox(len(request.delivered))
+        mailbox = _Mailbox(index=len(request.delivered))
         handle = self._client.submit(request, self)
         self._mailboxes[handle] = mailbox
         try:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 RESTART_RETRY_S = 2.0
 """Retry-After while the group restarts: a rank needs a few seconds to load its weights."""
-NO_LOAD = wire.Load(0, 0, 0, 0, 0)
+NO_LOAD = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=0, total_pages=0)
 
 
 class RequestSink(Protocol):
@@ -54,7 +54,7 @@ class EngineObserver(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _OpenRequest:
     """One open request."""
 
@@ -72,7 +72,7 @@ class _OpenRequest:
         """Summary for the meter."""
         decode_s = self.last - self.first if self.first is not None else 0.0
         return EndedRequest(
-            reason,
+            reason=reason,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.tokens,
@@ -93,7 +93,7 @@ class EngineClient:
         self._open: dict[int, _OpenRequest] = {}
         self._unsent: deque[bytes] = deque()
         self._handles = itertools.count(1)
-        self._state = wire.State(False, 0, "starting")
+        self._state = wire.State(serving=False, incarnation=0, reason="starting")
         self._load = NO_LOAD
         self._assets: wire.Assets | None = None
         self._is_leaving = False
@@ -163,7 +163,7 @@ class EngineClient:
         if self._is_leaving or self._stops is not None:
             return
         self._assets = assets
-        self._change(wire.State(True, self._state.incarnation, served=served))
+        self._change(wire.State(serving=True, incarnation=self._state.incarnation, served=served))
         self._drain()
 
     @property
@@ -179,7 +179,7 @@ class EngineClient:
         self._load, self._pages = NO_LOAD, PageKeys()
         self.moves.clear()
         self._meter.load(NO_LOAD)
-        self._change(wire.State(False, next_incarnation, reason, cause=cause))
+        self._change(wire.State(serving=False, incarnation=next_incarnation, reason=reason, cause=cause))
 
     def set_deaths(self, deaths: int, death: str) -> None:
         """Sets the number of deaths and the last reason, which the next state contains."""
@@ -187,17 +187,25 @@ class EngineClient:
 
     def set_reason(self, next_incarnation: int, reason: str) -> None:
         """Updates the reason why the group does not serve."""
-        self._change(wire.State(False, next_incarnation, reason))
+        self._change(wire.State(serving=False, incarnation=next_incarnation, reason=reason))
 
     def pause(self, reason: str) -> None:
         """Accepts no more requests in this incarnation; running ones continue."""
         if self._stops is None:
-            self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
+            self._change(
+                wire.State(
+                    serving=False, incarnation=self._state.incarnation, reason=reason, draining=True, served=self._state.served
+                )
+            )
 
     def drain(self, reason: str) -> None:
         """Accepts no more requests; running ones continue while their incarnation lasts. No other incarnation follows."""
         self._stops = reason
-        self._change(wire.State(False, self._state.incarnation, reason, draining=True, served=self._state.served))
+        self._change(
+            wire.State(
+                serving=False, incarnation=self._state.incarnation, reason=reason, draining=True, served=self._state.served
+            )
+        )
 
     def refuse(self, reason: str) -> None:
         """Ends all requests and accepts no more: the process is stopping."""
@@ -227,7 +235,11 @@ class EngineClient:
         if move:
             self.moves.over(move)
         self._open[handle] = _OpenRequest(
-            sink, len(request.prompt), request.sampling.max_tokens, self._clock(), is_alone=request.alone
+            sink=sink,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            submitted=self._clock(),
+            is_alone=request.alone,
         )
         return handle
 
@@ -394,5 +406,5 @@ def _part(parts: dict[int, tuple[RequestSink, wire.Tokens]], sink: RequestSink) 
     """The frame for this sink in this step."""
     entry = parts.get(id(sink))
     if entry is None:
-        entry = parts[id(sink)] = (sink, wire.Tokens([], [], [], [], []))
+        entry = parts[id(sink)] = (sink, wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[]))
     return entry[1]

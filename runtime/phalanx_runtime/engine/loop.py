@@ -203,7 +203,7 @@ class EngineLoop:
                 if self._compiling is not None and isinstance(frame, wire.Prepare) and frame.request.sampling.grammar is not None:
                     self._compiling.warm(frame.request.sampling.grammar)
                 self._moving.obey(frame, self._clock())
-            case wire.Prepare(move) | moves.MoveOut(move):
+            case wire.Prepare(move) | moves.MoveOut(move=move):
                 why = "this engine does not support moves"
                 self._channel.send(wire.encode(moves.MoveFailed(move, "incompatible", why)))
 
@@ -219,7 +219,7 @@ class EngineLoop:
             self._is_urgent |= answer.backlog_tokens is not None
             self._channel.send(wire.encode(self._refused(handle, request.epoch, answer)))
         elif answer is not None:
-            self._channel.send(wire.encode(wire.Tokens([], [], [], [], [answer])))
+            self._channel.send(wire.encode(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[answer])))
         else:
             self._queued[handle] = now
             if self._compiling is not None and grammar is not None and self._compiling.begin(handle, grammar):
@@ -253,7 +253,14 @@ class EngineLoop:
         if refuse.backlog_tokens is not None:
             wanted_s = refuse.backlog_tokens / self._tokens_per_s if self._tokens_per_s else MIN_RETRY_S
             retry_after_s = min(max(wanted_s, MIN_RETRY_S), MAX_RETRY_S)
-        return wire.Refused(handle, epoch, refuse.status, refuse.code, refuse.message, retry_after_s=retry_after_s)
+        return wire.Refused(
+            handle=handle,
+            epoch=epoch,
+            status=refuse.status,
+            code=refuse.code,
+            message=refuse.message,
+            retry_after_s=retry_after_s,
+        )
 
     def _measure(self, num_tokens: int, wall_s: float) -> None:
         """Updates the rate of computed tokens, an average over about 20 steps."""
@@ -311,7 +318,9 @@ def _unreadable(message: bytes) -> wire.Refused:
     except msgspec.MsgspecError as error:
         raise msgspec.DecodeError(f"frame for the engine names no request: {error}") from error
     epoch = asked[1] if len(asked) > 1 and isinstance(asked[1], int) else 0
-    return wire.Refused(handle, epoch, 500, "unreadable_request", "the engine cannot read this request")
+    return wire.Refused(
+        handle=handle, epoch=epoch, status=500, code="unreadable_request", message="the engine cannot read this request"
+    )
 
 
 def run_engine(

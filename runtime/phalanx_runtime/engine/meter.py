@@ -34,7 +34,7 @@ class EngineMeter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
     """One ended request."""
 

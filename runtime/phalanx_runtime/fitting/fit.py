@@ -92,7 +92,9 @@ class Writer:
             if told:
                 at = torch.tensor(told, device=late.device)
                 yield FitStep([rows[i].number for i in told], early[at], late[at], best[at])
-            tokens = draw(scores, [Draw(_mixed(seed, text.number), len(text.tokens), temperature) for text in rows])
+            tokens = draw(
+                scores, [Draw(seed=_mixed(seed, text.number), index=len(text.tokens), temperature=temperature) for text in rows]
+            )
             for place, (text, token) in enumerate(zip(rows, tokens, strict=True)):
                 text.computed += 1
                 if drawn[place]:
@@ -108,7 +110,7 @@ class Writer:
         fresh = [row for row, text in enumerate(rows) if text.computed == 0]
         return StepPlan(
             step=step,
-            admitted=[NewRow(row, wire.Sampling(1, 0)) for row in fresh],
+            admitted=[NewRow(row, wire.Sampling(max_tokens=1, seed=0)) for row in fresh],
             rows=list(range(len(rows))),
             starts=[text.computed for text in rows],
             counts=[1] * len(rows),
@@ -188,7 +190,7 @@ def fit(spec: FitSpec, device: torch.device, now: Callable[[], float]) -> Exit:
     source = open_model(folder, "fused")
     processor = read_processor()
     dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
-    form = Form(dtype, device, choose_kernels(dtype, device, processor, 0, 1), source.max_position)
+    form = Form(dtype=dtype, device=device, kernels=choose_kernels(dtype, device, processor, 0, 1), positions=source.max_position)
     model = source.load(SoloCollective(), form)
     if not isinstance(model, Decoder) or len(model.layers) < 2:
         raise ModelError(f"{folder}: a draft by the first layers needs a model of at least two")
@@ -200,10 +202,24 @@ def fit(spec: FitSpec, device: torch.device, now: Callable[[], float]) -> Exit:
     if not pairs.ridge.num_pairs or not pairs.num_held:
         raise ModelError(f"{folder}: the model wrote nothing in {spec.seconds:g} s: raise --seconds")
     weight, bias = (part.to(dtype) for part in pairs.ridge.solve())
-    blank = ExitCard(weights_hash(folder), num_layers, spec.ratio, pairs.ridge.num_pairs, agreement_raw=0.0, agreement_fitted=0.0)
+    blank = ExitCard(
+        model_hash=weights_hash(folder),
+        num_layers=num_layers,
+        ratio=spec.ratio,
+        num_tokens=pairs.ridge.num_pairs,
+        agreement_raw=0.0,
+        agreement_fitted=0.0,
+    )
     made = Exit(blank, weight, bias)
     raw, fitted = (_agreement(model, pairs, through) for through in (None, made))
-    card = ExitCard(blank.model_hash, num_layers, spec.ratio, blank.num_tokens, agreement_raw=raw, agreement_fitted=fitted)
+    card = ExitCard(
+        model_hash=blank.model_hash,
+        num_layers=num_layers,
+        ratio=spec.ratio,
+        num_tokens=blank.num_tokens,
+        agreement_raw=raw,
+        agreement_fitted=fitted,
+    )
     return Exit(card, weight, bias)
 
 

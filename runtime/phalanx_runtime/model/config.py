@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Activation] = {
 """Activation names in config.json."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A Llama-shaped model. Terms as in `Family`. `windows[l]` is layer l's sliding window in tokens, None for full attention;
     `ropes[l]` is its rotary embedding, None without one."""

@@ -10,7 +10,7 @@ HeadNorms = Literal["none", "head", "whole"]
 Slides = Literal["never", "always", "by layer"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What config.json does not state. Fields from `tied` on are defaults of config.json fields."""
 

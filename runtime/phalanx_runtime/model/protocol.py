@@ -15,7 +15,7 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import WHOLE, Stage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How weights are stored on the rank."""
 

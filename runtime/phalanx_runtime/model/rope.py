@@ -43,7 +43,7 @@ def optional_number(raw: Json, field: str, default: float | None = None) -> floa
     return None if raw[field] is None else number(raw, field)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary parameters of a layer."""
 
@@ -73,7 +73,7 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
     else:
         full = local = _read_rope(raw, given, number(raw, "rope_theta", family.theta))
         if family.local_theta is not None:
-            local = Rope(number(raw, "rope_local_base_freq", family.local_theta))
+            local = Rope(theta=number(raw, "rope_local_base_freq", family.local_theta))
     ropes = tuple(full if window is None else local for window in windows)
     if family.nope_interval is None:
         return ropes
@@ -107,13 +107,13 @@ def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
     match kind:
         case "default":
-            return Rope(theta, share=share)
+            return Rope(theta=theta, share=share)
         case "linear":
-            return Rope(theta, "linear", number(given, "factor"), share=share)
+            return Rope(theta=theta, kind="linear", factor=number(given, "factor"), share=share)
         case "llama3":
             return Rope(
-                theta,
-                "llama3",
+                theta=theta,
+                kind="llama3",
                 factor=number(given, "factor"),
                 low_freq_factor=number(given, "low_freq_factor"),
                 high_freq_factor=number(given, "high_freq_factor"),
@@ -136,7 +136,12 @@ def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
     scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     scale = number(given, "attention_factor", scale)
     return Rope(
-        theta, "longrope", original_max_position=original, share=share, scale=scale, short_factors=tuple(map(float, factors))
+        theta=theta,
+        kind="longrope",
+        original_max_position=original,
+        share=share,
+        scale=scale,
+        short_factors=tuple(map(float, factors)),
     )
 
 

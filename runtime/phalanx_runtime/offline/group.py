@@ -96,7 +96,13 @@ class LocalGroup:
         client = EngineClient(EngineMetrics(CollectorRegistry(), settings.model.served_names[0], RequestTotals()))
         self.backend = LocalBackend(client)
         client.subscribe(lambda: self._changed(client))
-        place = PodPlace(0, 1, settings.group.leader_host, settings.group.master_port, secrets.token_hex(32))
+        place = PodPlace(
+            pod=0,
+            num_pods=1,
+            leader_host=settings.group.leader_host,
+            port=settings.group.master_port,
+            token=secrets.token_hex(32),
+        )
         supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
         leave = asyncio.create_task(self._leave.wait())
         try:

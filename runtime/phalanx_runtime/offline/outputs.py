@@ -20,7 +20,7 @@ Logprobs = dict[int, Logprob]
 """Logprobs by token id: the actual token first, then the most probable ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One of the n outputs of a request. `stop_reason`: the stop string or named stop token that ended it."""
 
@@ -33,7 +33,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """All outputs for one prompt. `prompt` is None when it was given as ids. `prompt_logprobs[0]` is None."""
 

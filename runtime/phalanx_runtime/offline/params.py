@@ -15,7 +15,7 @@ from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_runtime.settings import ServeSettings, read_settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Constraint on the output, exactly one of: JSON schema, regex, list of choices, Lark grammar, any JSON object."""
 

@@ -90,17 +90,17 @@ def _run_engine(spec: RankSpec, ready: RankReady, runner: "ModelRunner", watch: 
 
     config = spec.engine
     limits = Limits(
-        ready.max_model_len,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_num_queued_reqs,
+        max_model_len=ready.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting=config.max_num_queued_reqs,
         max_waiting_tokens=config.max_num_queued_tokens,
         long_prefill_tokens=config.long_prefill_token_threshold,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
     )
     speculation = SpeculationConfig(
-        config.speculative_method,
-        config.speculative_tokens,
+        method=config.speculative_method,
+        num_tokens=config.speculative_tokens,
         is_adaptive=config.speculative_control == "adaptive",
         drafts=frozenset({config.speculative_method}) - {"none", "ngram"},
         lost=runner.lost_draft,
@@ -108,11 +108,11 @@ def _run_engine(spec: RankSpec, ready: RankReady, runner: "ModelRunner", watch: 
         may_branch=not config.batch_invariant,
     )
     rules = SchedulerConfig(
-        config.scheduling_policy,
-        config.prefix_eviction_policy,
-        config.enable_prefix_caching,
-        ready.served.model_hash,
-        speculation,
+        scheduling_policy=config.scheduling_policy,
+        eviction_policy=config.prefix_eviction_policy,
+        prefix_caching=config.enable_prefix_caching,
+        model=ready.served.model_hash,
+        speculating=speculation,
     )
     run_engine(
         runner,

@@ -19,7 +19,7 @@ USUAL_TOKENS = 4096
 """What the pool has to hold beside a draft where no length is asked for, if the model can do as much."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
     """Pages that all ranks hold, with their bytes on this rank and on all of them; and what else this rank holds and needs.
 
@@ -59,7 +59,9 @@ def measure_kv_sizing(
     first = _num_pages(spec, usable, taken=held, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(first, size, pipeline.world, device)
     if not num_pages:  # on any rank: all of them rehearse, or none
-        return KvSizing(0, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable)
+        return KvSizing(
+            num_pages=0, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable
+        )
     longest = min(spec.engine.max_model_len or max_position, num_pages * spec.engine.page_size)
     try:
         needs = profile_largest_step(spec, model, pipeline=pipeline, dtype=dtype, device=device, gauge=gauge, longest=longest)
@@ -69,7 +71,13 @@ def measure_kv_sizing(
         if pipeline.world.world_size > 1:  # the others are in the step
             raise DraftLost(f"beside the draft model {error}") from error
         return KvSizing(
-            0, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable, lack=str(error)
+            num_pages=0,
+            page_bytes=size,
+            group_page_bytes=group_page_bytes,
+            held_bytes=held,
+            needs=needs,
+            usable_bytes=usable,
+            lack=str(error),
         )
     drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
     needs = needs.most(drafts or needs)
@@ -81,7 +89,9 @@ def measure_kv_sizing(
         else 0
     )
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
-    return KvSizing(num_pages, size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable)
+    return KvSizing(
+        num_pages=num_pages, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable
+    )
 
 
 def _rehearse_draft(

@@ -148,8 +148,8 @@ def _form(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch
     )
     positions = max(source.max_position, spec.engine.max_model_len or 0)
     return Form(
-        dtype,
-        device,
+        dtype=dtype,
+        device=device,
         kernels=kernels,
         positions=positions,
         has_exit=spec.engine.speculative_method == "self_draft",

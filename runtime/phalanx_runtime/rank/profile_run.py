@@ -112,8 +112,8 @@ def _largest(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:
     pages = [0] * first + list(range(own))
     draws = [(0, 0)] * (spec.engine.max_num_seqs + MORE_DRAWS)
     return StepPlan(
-        0,
-        [NewRow(0, DEAREST)],
+        step=0,
+        admitted=[NewRow(0, DEAREST)],
         rows=[0],
         starts=[length - tokens],
         counts=[tokens],

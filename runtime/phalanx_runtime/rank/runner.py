@@ -195,12 +195,12 @@ class ModelRunner:
         if not pipeline.draws:
             return None
         if scores is None:
-            return StepResult(plan.step, [], prompt_details=told)
+            return StepResult(step=plan.step, tokens=[], prompt_details=told)
         asked = [(plan.rows[request], index) for request, index in plan.draws]
         drawn = self._sampler.draw(scores, asked, proposals(plan) if plan.paths else ())
         return StepResult(
-            plan.step,
-            drawn.tokens,
+            step=plan.step,
+            tokens=drawn.tokens,
             details=drawn.details,
             ended=drawn.ended,
             prompt_details=told,

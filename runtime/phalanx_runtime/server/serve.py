@@ -169,11 +169,11 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     parts = make_parts(settings, stop, rank_command)
     group = settings.group
     place = PodPlace(
-        group.pod_index,
-        group.num_pods,
-        group.leader_host,
-        group.master_port,
-        group_token(group.token or secrets.token_hex(32), group.key),
+        pod=group.pod_index,
+        num_pods=group.num_pods,
+        leader_host=group.leader_host,
+        port=group.master_port,
+        token=group_token(group.token or secrets.token_hex(32), group.key),
     )
     client: EngineClient | None = None
     supervisor: LeaderSupervisor | MemberSupervisor
@@ -196,7 +196,7 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
     if client is not None:
         link = None
         if group.token is not None:
-            link = LinkSettings(group.token, group.name, group.revision, settings.engine.page_size)
+            link = LinkSettings(token=group.token, group=group.name, revision=group.revision, page_size=settings.engine.page_size)
         app = make_leader_app(health, client, link, registry=registry, lifespan=lifespan, keys=settings.http.api_keys)
     else:
         app = create_health_app(health.health, registry=registry, lifespan=lifespan)
@@ -255,7 +255,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
         return read_assets(folder, source.served_names, longest)
 
-    return SupervisorParts(find_in_thread, make_specs, assets, rank_command)
+    return SupervisorParts(locate=find_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
 
 
 def make_rank_specs(

@@ -22,11 +22,11 @@ JOB = Job(0, 0.0, prompt_tokens=1000, output_tokens=100, blocks=(7, 8))
 def told(waiting: int, running: int, queued: int, started: int, free: int, wanted: int) -> wire.Load:
     """A report: requests, their prompt tokens to be computed, pages that are free and those that wait for some."""
     return wire.Load(
-        waiting,
-        running,
-        queued + started,
-        free,
-        1000,
+        waiting=waiting,
+        running=running,
+        outstanding_tokens=queued + started,
+        free_pages=free,
+        total_pages=1000,
         waiting_prompt_tokens=queued,
         running_prompt_tokens=started,
         waiting_pages=wanted,

@@ -22,7 +22,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
-MODEL = StepModel(0.003, 0.00012, 32, 2e-7, 1e-9, row_s=2e-5, prompt_s=0.002)
+MODEL = StepModel(fixed_s=0.003, token_s=0.00012, knee_tokens=32, context_s=2e-7, attention_s=1e-9, row_s=2e-5, prompt_s=0.002)
 PAGE, STEP_TOKENS, ROWS = 16, 256, 64
 
 
@@ -59,7 +59,10 @@ def really(arrivals: Sequence[Arrival], pages: int) -> Seen:
         while came < len(arrivals) and arrivals[came].at_s <= now:
             prompt = [chance.randrange(1000) for _ in range(arrivals[came].input_tokens)]
             sampling = wire.Sampling(max_tokens=arrivals[came].output_tokens, seed=came)
-            assert scheduler.submit(came, wire.Request(f"r{came}", 0, prompt, [], sampling), now) is None
+            assert (
+                scheduler.submit(came, wire.Request(id=f"r{came}", epoch=0, prompt=prompt, delivered=[], sampling=sampling), now)
+                is None
+            )
             came += 1
         plan = scheduler.schedule(now)
         if plan is None:
@@ -67,7 +70,7 @@ def really(arrivals: Sequence[Arrival], pages: int) -> Seen:
             continue
         took_s = MODEL.predict(work_of(plan))
         now += took_s
-        told = scheduler.commit(StepResult(plan.step, [1] * len(plan.draws)), took_s)
+        told = scheduler.commit(StepResult(step=plan.step, tokens=[1] * len(plan.draws)), took_s)
         for handle in told.handles:
             seen.times[handle].append(now)
     seen.preemptions = scheduler.num_preemptions

@@ -141,7 +141,7 @@ def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("prompt", [1, 100, 256, 257, 2000])
 def test_latency_alone_equals_latency_in_an_empty_group(prompt: int) -> None:
     """Whatever a step costs: the bound of goodput is a multiple of it."""
-    every = StepModel(0.003, 1e-4, 8, 1e-7, 5e-8, row_s=1e-4, prompt_s=0.004)
+    every = StepModel(fixed_s=0.003, token_s=1e-4, knee_tokens=8, context_s=1e-7, attention_s=5e-8, row_s=1e-4, prompt_s=0.004)
     shape = Shape(every, total_pages=10_000, max_num_batched_tokens=256)
     engine, job, now = Engine("g", shape, 512), Job(0, 0.0, prompt, 1), 0.0
     engine.submit(job)

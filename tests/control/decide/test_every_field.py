@@ -80,7 +80,13 @@ def decided(service: InferenceService) -> list[object]:
             former = Status(current_revision="old", update_revision="new")
             snapshot = plan.assessed(service, make_snapshot(*groups, nodes=NODES, status=former), FLEET, now)
             _, scaling = autoscaler.scaling(service, snapshot, FLEET, AutoscalerState(), now, float(later_s))
-            seen = PlanInputs(snapshot, FLEET, scaling, "Fallback", back=rollback.given_up(snapshot, "new", service.spec, now))
+            seen = PlanInputs(
+                snapshot=snapshot,
+                fleet=FLEET,
+                scaling=scaling,
+                gang="Fallback",
+                back=rollback.given_up(snapshot, "new", service.spec, now),
+            )
             desired = plan.desired_groups(service, "new", group_names("chat", "uid-1", "new", 9), seen, now)
             found.append((desired, plan.decide(service, seen, desired, now)))
     return found
@@ -94,7 +100,9 @@ def rules(service: InferenceService) -> object:
 def rendered(service: InferenceService) -> object:
     """A group, of whatever revision, and what stands beside it."""
     gang = gangs.chosen(service, {gangs.NATIVE_API, gangs.VOLCANO_API})
-    return pods.group(service, "g", GroupBuild("r", IMAGES, gang)), gang.objects(service, "g", "uid-g", service.shape.pods)
+    return pods.group(service, "g", GroupBuild(revision="r", images=IMAGES, gang=gang)), gang.objects(
+        service, "g", "uid-g", service.shape.pods
+    )
 
 
 async def made(spec: dict[str, Any]) -> object:

@@ -81,7 +81,9 @@ def balances(fleet: Fleet) -> Conditions:
 
 
 def hot(cause: Cause) -> Fleet:
-    return Fleet(asked=1, answered=1, hotspots=(Hotspot("a", cause, 1.0, 0.1, 60.0, "steer"),))
+    return Fleet(
+        asked=1, answered=1, hotspots=(Hotspot(group="a", cause=cause, signal=1.0, median=0.1, since_s=60.0, action="steer"),)
+    )
 
 
 def agrees(*fleets: Fleet) -> Conditions:
@@ -116,7 +118,7 @@ def shut_out() -> Conditions:
 HEARD, STRANGERS = Fleet(asked=1, answered=1), Fleet(asked=1, answered=1, unknown_versions=("group a: speaks 9",))
 CLAIM = held_up("Unschedulable", 'persistentvolumeclaim "models" not found')
 SHORT = replace(STARTS, pods=STARTS.pods[:1], short_since=NOW)
-WAITS = PlacementTurn("another group is placed first", 1.0, told=True)
+WAITS = PlacementTurn(why="another group is placed first", left_s=1.0, told=True)
 CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Ready True Ready, Available True Serving, Progressing True Complete, RouterReady True Ready", lambda: whole(WELL)),
     ("Ready True Suspended, Available False NoReadyGroup", lambda: whole(replicas=0, suspended=True)),

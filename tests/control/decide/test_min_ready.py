@@ -23,7 +23,9 @@ MINUTE_AGO, NOT_YET = "2026-01-02T03:03:05Z", "2026-01-02T03:03:06Z"
 
 
 def ready_since(*moments: str) -> ObservedGroup:
-    pods = tuple(ObservedPod(f"a-{i}", i, "uid-a", ready=True, ready_since=since) for i, since in enumerate(moments))
+    pods = tuple(
+        ObservedPod(name=f"a-{i}", index=i, owner_uid="uid-a", ready=True, ready_since=since) for i, since in enumerate(moments)
+    )
     return make_group("a", pods=pods, size=len(pods))
 
 

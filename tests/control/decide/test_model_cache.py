@@ -22,7 +22,9 @@ LOCAL = {"type": "NodeLocal", "size": "200Gi", "storageClassName": "local"}
 
 def pod_of(**cache: Any) -> dict[str, Any]:
     service = make_service(model={"uri": "hf://org/model", "cache": cache})
-    found: dict[str, Any] = pods.group(service, "g", GroupBuild("r", Images("r", "o")))["spec"]["template"]["spec"]
+    found: dict[str, Any] = pods.group(service, "g", GroupBuild(revision="r", images=Images("r", "o")))["spec"]["template"][
+        "spec"
+    ]
     return found
 
 
@@ -70,7 +72,21 @@ def test_without_cache_models_use_the_pod_disk() -> None:
 
 
 def seen(death: str) -> Fleet:
-    group = GroupLoadView("a", False, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=1, death=death)
+    group = GroupLoadView(
+        name="a",
+        fresh=False,
+        streams=0,
+        running=0,
+        waiting=0,
+        pressure=0.0,
+        backlog_s=0.0,
+        itl_s=0.0,
+        speed=1.0,
+        capacity=1,
+        model=None,
+        deaths=1,
+        death=death,
+    )
     return Fleet(asked=1, answered=1, groups={"a": group})
 
 

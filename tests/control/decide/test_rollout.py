@@ -17,7 +17,7 @@ Groups = tuple[ObservedGroup, ...]
 
 
 def with_pods(group: ObservedGroup, ready: bool) -> ObservedGroup:
-    pods = tuple(ObservedPod(f"{group.name}-{i}", i, group.uid, ready=ready) for i in range(group.size))
+    pods = tuple(ObservedPod(name=f"{group.name}-{i}", index=i, owner_uid=group.uid, ready=ready) for i in range(group.size))
     return replace(group, pods=pods, lost="")
 
 
@@ -107,7 +107,7 @@ def test_golden_rollouts(name: str, golden: Check) -> None:
 
 
 def failing(name: str) -> ObservedGroup:
-    pod = ObservedPod(f"{name}-0", 0, f"uid-{name}", node="n", reason="CrashLoopBackOff")
+    pod = ObservedPod(name=f"{name}-0", index=0, owner_uid=f"uid-{name}", node="n", reason="CrashLoopBackOff")
     return make_group(name, pods=(pod,), size=1)
 
 

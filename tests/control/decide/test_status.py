@@ -24,7 +24,7 @@ def verdicts(found: Status) -> dict[str, tuple[str, str]]:
 
 
 def troubled(name: str, reason: str) -> ObservedGroup:
-    pod = ObservedPod(f"{name}-0", 0, f"uid-{name}", reason=reason, message="because")
+    pod = ObservedPod(name=f"{name}-0", index=0, owner_uid=f"uid-{name}", reason=reason, message="because")
     return replace(make_group(name, ready=False), pods=(pod,))
 
 
@@ -85,7 +85,23 @@ def test_reconciling_is_there_only_while_groups_move() -> None:
 
 def known(*names: str, linked: bool = True) -> dict[str, GroupLoadView]:
     """Groups as routers see them."""
-    return {name: GroupLoadView(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, linked=linked) for name in names}
+    return {
+        name: GroupLoadView(
+            name=name,
+            fresh=True,
+            streams=0,
+            running=0,
+            waiting=0,
+            pressure=0.0,
+            backlog_s=0.0,
+            itl_s=0.0,
+            speed=1.0,
+            capacity=1,
+            model=None,
+            linked=linked,
+        )
+        for name in names
+    }
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,9 @@ def test_available_groups_are_ready_stable_and_linked(fleet: Fleet, former: int,
 
 
 def test_crash_looping_container_is_reported_with_its_message() -> None:
-    pod = ObservedPod("a-0", 0, "uid-a", node="n", reason="CrashLoopBackOff", message="MODEL /x: no such file or folder")
+    pod = ObservedPod(
+        name="a-0", index=0, owner_uid="uid-a", node="n", reason="CrashLoopBackOff", message="MODEL /x: no such file or folder"
+    )
     seen = make_snapshot(replace(make_group("a", ready=False), pods=(pod,)))
     found = status(seen, make_desired(1), suspended=False, now=NOW)
     ready = find_condition(found.conditions, "Ready")
@@ -125,7 +143,7 @@ def test_the_message_names_the_pod_and_its_trouble() -> None:
 
 
 def test_a_router_that_cannot_start_is_named_too() -> None:
-    pod = ObservedPod("chat-router-x", 0, "rs", reason="ImagePullBackOff", message="no such image")
+    pod = ObservedPod(name="chat-router-x", index=0, owner_uid="rs", reason="ImagePullBackOff", message="no such image")
     seen = make_snapshot(make_group("a"), router=NO_ROUTER, router_pods=(pod,))
     assert verdicts(status(seen, make_desired(1), suspended=False, now=NOW))["Ready"] == ("False", "ImagePullFailed")
 
@@ -214,12 +232,14 @@ def test_wanted_groups_table(spec: dict[str, Any], replicas: int) -> None:
 
 
 def test_a_plan_has_the_shared_children_before_the_groups() -> None:
-    made = plan.decide(make_service(replicas=None), PlanInputs(make_snapshot(has_replicas=False), Fleet()), make_desired(1), NOW)
+    made = plan.decide(
+        make_service(replicas=None), PlanInputs(snapshot=make_snapshot(has_replicas=False), fleet=Fleet()), make_desired(1), NOW
+    )
     assert [type(action) for action in made.actions] == [InitReplicas, KeepChildren, CreateGroup]
 
 
 def test_a_service_at_rest_needs_nothing_but_its_children() -> None:
-    seen = PlanInputs(make_snapshot(make_group("a"), router=SETTLED_ROUTER), Fleet())
+    seen = PlanInputs(snapshot=make_snapshot(make_group("a"), router=SETTLED_ROUTER), fleet=Fleet())
     made = plan.decide(make_service(), seen, make_desired(1), NOW)
     assert [type(action) for action in made.actions] == [KeepChildren]
 

@@ -270,7 +270,7 @@ async def test_routers_receive_the_groups_that_leave() -> None:
 
 
 def slow(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:
-    return Hotspot(name, "straggler", 2.5, 1.0, since_s, action)
+    return Hotspot(group=name, cause="straggler", signal=2.5, median=1.0, since_s=since_s, action=action)
 
 
 async def test_given_up_straggler_stays_given_up_without_reports() -> None:
@@ -294,7 +294,12 @@ async def test_given_up_straggler_stays_given_up_without_reports() -> None:
 
 
 @pytest.mark.parametrize(
-    "hotspot", [slow("x", since_s=59.0), slow("x", action="weigh"), Hotspot("x", "kv", 1.0, 0.5, 99.0, "migrate")]
+    "hotspot",
+    [
+        slow("x", since_s=59.0),
+        slow("x", action="weigh"),
+        Hotspot(group="x", cause="kv", signal=1.0, median=0.5, since_s=99.0, action="migrate"),
+    ],
 )
 async def test_nothing_else_replaces_a_group_that_serves(hotspot: Hotspot) -> None:
     world = await world_with_routers(replicas=2)

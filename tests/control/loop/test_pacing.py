@@ -16,7 +16,7 @@ from phalanx_operator.observe.observe import ObservedName
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import World
 
-POD = ObservedPod("a-0", 0, "uid-a", ready=False, node="n", uid="1")
+POD = ObservedPod(name="a-0", index=0, owner_uid="uid-a", ready=False, node="n", uid="1")
 READY = replace(POD, ready=True, ready_since="1")
 
 

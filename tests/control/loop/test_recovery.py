@@ -31,7 +31,22 @@ def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
 
 
 def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
-    seen = GroupLoadView(name, True, 0, 0, 0, 0.0, 0.0, 0.0, 1.0, 1, None, deaths=deaths, death=death, excused=excused)
+    seen = GroupLoadView(
+        name=name,
+        fresh=True,
+        streams=0,
+        running=0,
+        waiting=0,
+        pressure=0.0,
+        backlog_s=0.0,
+        itl_s=0.0,
+        speed=1.0,
+        capacity=1,
+        model=None,
+        deaths=deaths,
+        death=death,
+        excused=excused,
+    )
     return Fleet(asked=1, answered=1, groups={name: seen})
 
 
@@ -197,7 +212,7 @@ def test_unreadable_note_is_ignored(text: str | None) -> None:
 
 
 def test_a_note_comes_back_as_it_was_written() -> None:
-    note = Restarts((NOW,), ("uid-1", "uid-2"), "uid-1/0", 3, 1, EARLIER, 2)
+    note = Restarts(at=(NOW,), pods=("uid-1", "uid-2"), engine="uid-1/0", deaths=3, containers=1, since=EARLIER, excused=2)
     assert recovery.read(recovery.written(note)) == note
 
 

@@ -72,8 +72,10 @@ def test_pod_uses_the_credentials_of_its_models_secret(
 ) -> None:
     reference = {"name": "credentials"} | ({"key": key} if key else {})
     service = make_service(model={"uri": uri, "secretRef": reference})
-    pod = pods.group(service, "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
+    pod = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
     read = READ[uri.partition("://")[0]]
     assert read(started(pod, secret, tmp_path)) == who
-    bare = pods.group(make_service(model={"uri": uri}), "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
+    bare = pods.group(make_service(model={"uri": uri}), "chat-g-a", GroupBuild(revision="r", images=IMAGES))["spec"]["template"][
+        "spec"
+    ]
     assert not read({"HOME": str(tmp_path), **started(bare, secret, tmp_path)}), "without one it asks as nobody"

@@ -51,7 +51,7 @@ def test_single_pod_group_needs_only_queue_admission() -> None:
 def test_golden_gangs(kind: str, golden: Check) -> None:
     service = make_service(**SEVERAL, placement={"queueName": "team", "priorityClassName": "high"})
     gang = gangs.of_kind(kind)
-    group = pods.group(service, "chat-g-xxxxx", GroupBuild("rev", Images("r", "o"), gang))
+    group = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=Images("r", "o"), gang=gang))
     template = group["spec"]["template"]
     shown = {
         "labels": group["metadata"]["labels"],

@@ -77,7 +77,7 @@ def test_page_lists_every_chart_value() -> None:
 
 def test_defaults_of_the_chart_are_those_of_the_program() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    defaults = Settings("r", "o")
+    defaults = Settings(runtime_image="r", router_image="o")
     assert (values["leaseSeconds"], values["workers"]) == (defaults.lease_seconds, defaults.workers)
     template = (CHART / "templates" / "operator.yaml").read_text()
     assert f"(int .Values.leaseSeconds) {defaults.lease_seconds}" in template

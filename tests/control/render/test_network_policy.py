@@ -40,7 +40,7 @@ class Peer:
 
 
 def of_group(group: str, name: str = "chat") -> Peer:
-    template = pods.group(make_service(name=name), group, GroupBuild("r", IMAGES))["spec"]["template"]
+    template = pods.group(make_service(name=name), group, GroupBuild(revision="r", images=IMAGES))["spec"]["template"]
     return Peer(template["metadata"]["labels"])
 
 
@@ -86,7 +86,9 @@ def admits(source: Peer, target: Peer, port: int | None, neighbours: Neighbours 
 def settings_of(pod: int, folder: pathlib.Path) -> ServeSettings:
     """What the runtime reads of the rendered command line."""
     (folder / "token").write_text("0" * 64)
-    container = pods.group(SERVICE, "chat-g-aaaaa", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]["containers"][0]
+    container = pods.group(SERVICE, "chat-g-aaaaa", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"][
+        "containers"
+    ][0]
     known = {f"$({labels.ENV_POD_INDEX})": str(pod), labels.TOKEN_FILE: str(folder / "token")}
     read = read_settings([known.get(word, word) for word in container["args"]], {})
     assert isinstance(read, ServeSettings)
@@ -104,7 +106,7 @@ Flow = tuple[Peer, Peer, int | None]
 def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
     """Every connection between pods of a service, by what opens it: who dials whom, at which port."""
     settings = [settings_of(pod, folder) for pod in range(SERVICE.shape.pods)]
-    launch = Launch(1, ("a", "b"), "00" * 32)
+    launch = Launch(incarnation=1, hosts=("a", "b"), key="00" * 32)
     specs = [spec for one in settings for spec in make_rank_specs(one, launch, folder)]
     ranks = [place_of(spec, 1).addresses[spec.rank][1] for spec in specs]
     first, second, door = of_group("chat-g-aaaaa"), of_group("chat-g-bbbbb"), of_router()

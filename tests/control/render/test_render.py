@@ -90,12 +90,15 @@ def as_yaml(*objects: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", SPECS)
 def test_golden_groups(name: str, golden: Check) -> None:
     service = make_service(**SPECS[name])
-    golden(f"objects/group-{name}.yaml", as_yaml(pods.group(service, "chat-g-xxxxx", GroupBuild(revision(service), IMAGES))))
+    golden(
+        f"objects/group-{name}.yaml",
+        as_yaml(pods.group(service, "chat-g-xxxxx", GroupBuild(revision=revision(service), images=IMAGES))),
+    )
 
 
 def test_a_successor_keeps_away_from_nodes_where_groups_died() -> None:
     service = make_service(resources={"accelerator": {"product": "NVIDIA-H200"}})
-    pod = pods.group(service, "g", GroupBuild("r", IMAGES, avoid=("node-1",)))["spec"]["template"]["spec"]
+    pod = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES, avoid=("node-1",)))["spec"]["template"]["spec"]
     nodes = pod["affinity"]["nodeAffinity"]
     assert nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"], "what it must have, it must"
     wished = nodes["preferredDuringSchedulingIgnoredDuringExecution"][0]["preference"]["matchExpressions"]
@@ -160,7 +163,7 @@ def test_affinity_is_added_to_other_constraints() -> None:
             },
         },
     )
-    body = pods.group(service, "chat-g-a", GroupBuild("r", IMAGES, avoid=("node-1",)))
+    body = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES, avoid=("node-1",)))
     affinity = body["spec"]["template"]["spec"]["affinity"]
     product = expression("nvidia.com/gpu.product", "NVIDIA-H200")
     terms = affinity["nodeAffinity"][WISH]["nodeSelectorTerms"]
@@ -175,7 +178,7 @@ def test_affinity_is_added_to_other_constraints() -> None:
 def test_affinity_alone_is_as_it_was_written() -> None:
     terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
     service = make_service(placement={"affinity": {"nodeAffinity": {WISH: terms}}})
-    body = pods.group(service, "chat-g-a", GroupBuild("r", IMAGES))
+    body = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES))
     assert body["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {WISH: terms}}
 
 
@@ -201,9 +204,9 @@ def test_golden_shared_objects(golden: Check) -> None:
 
 def container(**spec: Any) -> dict[str, Any]:
     service = make_service(**spec)
-    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", GroupBuild("rev", IMAGES))["spec"]["template"]["spec"][
-        "containers"
-    ][0]
+    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=IMAGES))["spec"]["template"][
+        "spec"
+    ]["containers"][0]
     return first
 
 
@@ -236,7 +239,10 @@ def test_settings_that_are_not_given_are_no_flags() -> None:
 def all_pods() -> list[dict[str, Any]]:
     service = make_service()
     deployment = router.router_objects(service, IMAGES)[-1]
-    return [body["spec"]["template"]["spec"] for body in (pods.group(service, "g", GroupBuild("r", IMAGES)), deployment)]
+    return [
+        body["spec"]["template"]["spec"]
+        for body in (pods.group(service, "g", GroupBuild(revision="r", images=IMAGES)), deployment)
+    ]
 
 
 @pytest.mark.parametrize("pod", all_pods(), ids=["group", "router"])
@@ -253,7 +259,7 @@ def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
 @pytest.mark.parametrize("seconds", [0, 77, 3600])
 def test_termination_grace_follows_the_spec(seconds: int) -> None:
     service = make_service(drain={"timeoutSeconds": seconds, "preStopSeconds": 5})
-    group = pods.group(service, "g", GroupBuild("r", IMAGES))["spec"]["template"]["spec"]
+    group = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
     door = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
     for pod, flag in ((group, "--shutdown-timeout"), (door, "--drain-s")):
         arguments = pod["containers"][0]["args"]
@@ -269,14 +275,14 @@ def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     assert ["--api-keys-file", f"{folder}/list"] == pod["containers"][0]["args"][-2:]
     assert {"name": "api-keys", "mountPath": folder, "readOnly": True} in pod["containers"][0]["volumeMounts"]
     assert {"name": "api-keys", "secret": {"secretName": "clients", "defaultMode": 0o440}} in pod["volumes"]
-    assert "clients" not in str(pods.group(service, "g", GroupBuild("r", IMAGES)))
+    assert "clients" not in str(pods.group(service, "g", GroupBuild(revision="r", images=IMAGES)))
     assert revision(service) == revision(make_service())
 
 
 def test_pods_of_a_group_carry_its_random_key() -> None:
-    group = pods.group(make_service(), "g", GroupBuild("r", IMAGES, key="drawn"))
+    group = pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES, key="drawn"))
     assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in group["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert "PHALANX_GROUP_KEY" not in str(pods.group(make_service(), "g", GroupBuild("r", IMAGES)))
+    assert "PHALANX_GROUP_KEY" not in str(pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES)))
 
 
 def test_ranks_hold_no_rights_in_the_cluster() -> None:
@@ -392,5 +398,5 @@ def test_the_users_labels_never_replace_ours() -> None:
     body = make_body(podTemplate={"metadata": {"labels": {"phalanx.dev/service": "other"}}})
     service = parse(body)
     assert not isinstance(service, list), [e for e in service if isinstance(e, FieldError)]
-    template = pods.group(service, "g", GroupBuild("r", IMAGES))["spec"]["template"]
+    template = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]
     assert template["metadata"]["labels"]["phalanx.dev/service"] == "chat"

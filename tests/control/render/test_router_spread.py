@@ -17,7 +17,9 @@ def routers(**spec: Any) -> dict[str, Any]:
 
 
 def group(**spec: Any) -> dict[str, Any]:
-    template: dict[str, Any] = pods.group(make_service(**spec), "chat-g-a", GroupBuild("r", IMAGES))["spec"]["template"]
+    template: dict[str, Any] = pods.group(make_service(**spec), "chat-g-a", GroupBuild(revision="r", images=IMAGES))["spec"][
+        "template"
+    ]
     return template
 
 

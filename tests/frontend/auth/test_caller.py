@@ -63,11 +63,11 @@ async def test_without_keys_the_tenant_is_the_user() -> None:
 @pytest.mark.parametrize(
     ("caller", "tenant", "user", "is_for"),
     [
-        (Caller("id"), "t", "u", "t"),
-        (Caller("id"), None, "u", "u"),
-        (Caller("id"), None, None, ""),
-        (Caller("id", ALICE, True), "t", "u", "alice"),
-        (Caller("id", None, True), "t", "u", ""),
+        (Caller(request_id="id"), "t", "u", "t"),
+        (Caller(request_id="id"), None, "u", "u"),
+        (Caller(request_id="id"), None, None, ""),
+        (Caller(request_id="id", key=ALICE, has_keys=True), "t", "u", "alice"),
+        (Caller(request_id="id", key=None, has_keys=True), "t", "u", ""),
     ],
 )
 def test_caller_identity_table(caller: Caller, tenant: str | None, user: str | None, is_for: str) -> None:
@@ -79,13 +79,13 @@ def test_caller_identity_table(caller: Caller, tenant: str | None, user: str | N
     [(None, None, 0), (None, -9, -9), (ALICE, None, 0), (ALICE, -5, -5), (ALICE, 7, 7), (BOB, None, 3), (BOB, 3, 3)],
 )
 def test_a_priority_within_the_key_s_bound_is_taken(key: ApiKey | None, asked: int | None, priority: int) -> None:
-    assert Caller("id", key, key is not None).priority(asked) == priority
+    assert Caller(request_id="id", key=key, has_keys=key is not None).priority(asked) == priority
 
 
 @pytest.mark.parametrize(("key", "asked", "status"), [(ALICE, -6, 403), (BOB, 0, 403), (None, 2**40, 400), (None, -(2**40), 400)])
 def test_forbidden_priority_is_refused_by_name(key: ApiKey | None, asked: int, status: int) -> None:
     with pytest.raises(ApiError) as caught:
-        Caller("id", key, key is not None).priority(asked)
+        Caller(request_id="id", key=key, has_keys=key is not None).priority(asked)
     assert (caught.value.status, caught.value.param) == (status, "priority")
 
 
@@ -178,7 +178,7 @@ def test_a_key_that_no_header_can_bring_is_refused(given: list[str]) -> None:
 
 
 def test_a_key_is_never_shown() -> None:
-    assert "sk-alice" not in repr(ALICE) and "sk-alice" not in repr(Caller("id", ALICE, True))
+    assert "sk-alice" not in repr(ALICE) and "sk-alice" not in repr(Caller(request_id="id", key=ALICE, has_keys=True))
 
 
 # Health

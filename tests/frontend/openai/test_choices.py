@@ -41,10 +41,10 @@ async def test_choices_leave_as_they_come() -> None:
     first_may_go = asyncio.Event()
 
     def second() -> Iterator[Step]:
-        yield Delta(0, token_ids("a"))
+        yield Delta(index=0, tokens=token_ids("a"))
         first_may_go.set()  # only once that has left
         yield KeepAlive()
-        yield Delta(1, [eos_id()], "stop")
+        yield Delta(index=1, tokens=[eos_id()], finish="stop")
 
     scripts: list[Iterable[Step]] = [[first_may_go, *one_by_one(token_ids("b"), "length")], second()]
     backend = FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
@@ -68,7 +68,7 @@ async def test_failed_choice_ends_all_with_one_error(is_streamed: bool) -> None:
 
 
 async def test_late_failure_of_a_choice_is_the_last_event() -> None:
-    backend = by_choice([Delta(0, token_ids("a")), asyncio.Event()], [Delta(0, token_ids("b")), FULL])
+    backend = by_choice([Delta(index=0, tokens=token_ids("a")), asyncio.Event()], [Delta(index=0, tokens=token_ids("b")), FULL])
     answer = await post(backend, n=2, stream=True)
     told = [json.loads(event) for event in events(answer)]
     assert answer.status_code == 200 and told[-1]["error"]["code"] == "queue_full"
@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_aborts_every_choice(is_streamed: bool) -> No
         running.add(request.id)
         if len(running) == 3:
             all_run.set()
-        return [Delta(0, token_ids("a")), asyncio.Event()]
+        return [Delta(index=0, tokens=token_ids("a")), asyncio.Event()]
 
     backend = FakeBackend(script)
     async with served(create_app(backend)) as url:
@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_aborts_every_choice(is_streamed: bool) -> No
 
 
 async def test_a_stop_string_ends_its_choice_alone() -> None:
-    endless: list[Step] = [Delta(0, token_ids("stop it")), asyncio.Event()]
+    endless: list[Step] = [Delta(index=0, tokens=token_ids("stop it")), asyncio.Event()]
     backend = by_choice(endless, one_by_one(token_ids("go on"), "length"))
     answer = (await post(backend, n=2, stop="it")).json()
     assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("stop ", "stop"), ("go on", "length")]
@@ -103,7 +103,9 @@ async def test_a_stop_string_ends_its_choice_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [[Delta(0, token_ids("a"))], [Delta(0, token_ids("a")), RuntimeError("a bug")]], ids=["no reason", "bug"]
+    "script",
+    [[Delta(index=0, tokens=token_ids("a"))], [Delta(index=0, tokens=token_ids("a")), RuntimeError("a bug")]],
+    ids=["no reason", "bug"],
 )
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_choice_that_breaks_off_is_an_internal_error(script: list[Step], n: int) -> None:
@@ -114,7 +116,7 @@ async def test_a_choice_that_breaks_off_is_an_internal_error(script: list[Step],
 async def test_missing_requested_logprobs_are_an_internal_error() -> None:
     class Forgetful(FakeBackend):
         async def generate(self, request: wire.Request) -> Any:
-            yield Delta(0, token_ids("a"), "length")
+            yield Delta(index=0, tokens=token_ids("a"), finish="length")
 
     answer = await post(Forgetful(), logprobs=1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")

@@ -100,7 +100,7 @@ async def test_native_events_have_ids_and_tokens_with_text() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/generate"])
 async def test_error_event_has_the_last_id(path: str) -> None:
-    backend = scripted(Delta(0, token_ids("on")), BackendError(503, "gone", "gone"))
+    backend = scripted(Delta(index=0, tokens=token_ids("on")), BackendError(503, "gone", "gone"))
     answer = await post(backend, path, prompt="x", stream=True)
     (first, _), (last, data) = events_with_ids(answer.text)
     assert first == last is not None and "error" in json.loads(data)
@@ -127,11 +127,11 @@ def test_reply_continues_after_delivered_tokens(have: int) -> None:
 
     def make() -> Reply:
         tokenizer = TextTokenizer(tiny_tokenizer_json())
-        return Reply(make_detokenizer(tokenizer), wire.Sampling(99, 0), ("STOP it", "\n\n time 🦊!"))
+        return Reply(make_detokenizer(tokenizer), wire.Sampling(max_tokens=99, seed=0), ("STOP it", "\n\n time 🦊!"))
 
     tokens, whole, again = token_ids(SAYS), make(), make()
-    sent = "".join(whole.feed(Delta(i, [token])) for i, token in enumerate(tokens[:have]))
+    sent = "".join(whole.feed(Delta(index=i, tokens=[token])) for i, token in enumerate(tokens[:have]))
     text = again.skip_delivered(tokens[:have])
     assert text == sent and again.num_whole == whole.num_whole
-    rest = Delta(have, tokens[have:], "length")
+    rest = Delta(index=have, tokens=tokens[have:], finish="length")
     assert again.feed(rest) == whole.feed(rest)

@@ -20,7 +20,7 @@ TOKENIZER = TextTokenizer(tiny_tokenizer_json())
 def make_reply(
     stops: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), min_tokens: int = 0, include: bool = False, skip: bool = True
 ) -> Reply:
-    sampling = wire.Sampling(99, 0, min_tokens=min_tokens, stop_token_ids=[*stop_ids, eos_id()])
+    sampling = wire.Sampling(max_tokens=99, seed=0, min_tokens=min_tokens, stop_token_ids=[*stop_ids, eos_id()])
     return Reply(make_detokenizer(TOKENIZER, skip), sampling, stops, stop_ids, include)
 
 
@@ -29,7 +29,7 @@ def play(reply: Reply, tokens: list[int], finish: wire.FinishReason = "length", 
     text = ""
     edges = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
     for start, end in pairwise(edges):
-        text += reply.feed(Delta(start, tokens[start:end], finish if end == len(tokens) else None))
+        text += reply.feed(Delta(index=start, tokens=tokens[start:end], finish=finish if end == len(tokens) else None))
         if reply.finish is not None:
             break
     return text
@@ -85,16 +85,16 @@ def test_tokens_after_a_stop_string_are_not_counted() -> None:
 
 def test_an_end_may_come_after_its_last_token() -> None:
     reply = make_reply()
-    assert reply.feed(Delta(0, [*token_ids("a"), eos_id()])) == "a"
-    assert reply.feed(Delta(2, [], "stop", cached_tokens=16)) == ""
+    assert reply.feed(Delta(index=0, tokens=[*token_ids("a"), eos_id()])) == "a"
+    assert reply.feed(Delta(index=2, tokens=[], finish="stop", cached_tokens=16)) == ""
     assert (reply.finish, reply.completion_tokens, reply.cached_tokens) == ("stop", 2, 16)
 
 
 def test_a_token_out_of_order_breaks_the_stream() -> None:
     reply = make_reply()
-    reply.feed(Delta(0, [5]))
+    reply.feed(Delta(index=0, tokens=[5]))
     with pytest.raises(StreamBroken):
-        reply.feed(Delta(2, [5]))
+        reply.feed(Delta(index=2, tokens=[5]))
 
 
 def test_a_character_cut_by_the_end_is_replaced() -> None:

@@ -39,8 +39,8 @@ def model_that_says(text: str) -> Model:
         tokens = tokens_of(request, text)
         start = len(request.delivered)
         assert request.delivered == tokens[:start]
-        steps: list[Step] = [Delta(i, [tokens[i]]) for i in range(start, len(tokens) - 1)]
-        return [*steps, Delta(max(start, len(tokens) - 1), tokens[max(start, len(tokens) - 1) :], "stop")]
+        steps: list[Step] = [Delta(index=i, tokens=[tokens[i]]) for i in range(start, len(tokens) - 1)]
+        return [*steps, Delta(index=max(start, len(tokens) - 1), tokens=tokens[max(start, len(tokens) - 1) :], finish="stop")]
 
     return Model(script, tiny_assets(chat_template=TOOLS_TEMPLATE))
 

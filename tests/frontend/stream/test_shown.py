@@ -23,17 +23,25 @@ SPELLING = Spelling(TOKENIZER, as_ids=False)
 
 
 def detail(token: int) -> wire.TokenDetail:
-    return wire.TokenDetail(-float(token), 0, [token], [-float(token)])
+    return wire.TokenDetail(logprob=-float(token), rank=0, top_ids=[token], top_logprobs=[-float(token)])
 
 
 def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str, Sequence[ShownToken]]], Reply]:
     """Pieces of text and the tokens shown with each, when the tokens come in deltas that begin at `cuts`."""
-    sampling = wire.Sampling(99, 0, stop_token_ids=[eos_id()], logprobs=1)
+    sampling = wire.Sampling(max_tokens=99, seed=0, stop_token_ids=[eos_id()], logprobs=1)
     reply = Reply(make_detokenizer(TOKENIZER, skip), sampling, (stop,) if stop else (), (), False, WANTS)
     pieces: list[tuple[str, Sequence[ShownToken]]] = []
     for start, end in pairwise(sorted({0, *cuts, len(SAYS)})):
         tokens = SAYS[start:end]
-        text = reply.feed(Delta(start, tokens, "stop" if end == len(SAYS) else None, 0, [detail(token) for token in tokens]))
+        text = reply.feed(
+            Delta(
+                index=start,
+                tokens=tokens,
+                finish="stop" if end == len(SAYS) else None,
+                cached_tokens=0,
+                details=[detail(token) for token in tokens],
+            )
+        )
         if text or reply.finish is not None:
             pieces.append((text, reply.shown()))
         if reply.finish is not None:
@@ -76,7 +84,7 @@ def test_token_of_half_a_character_is_escaped_like_openai() -> None:
 
 def test_sampled_token_outside_top_logprobs_is_included() -> None:
     a, b, c = token_ids("a")[0], token_ids("b")[0], token_ids("c")[0]
-    token = ShownToken(c, 3, wire.TokenDetail(-9.0, 7, [a, b], [-1.0, -2.0]))
+    token = ShownToken(c, 3, wire.TokenDetail(logprob=-9.0, rank=7, top_ids=[a, b], top_logprobs=[-1.0, -2.0]))
     told = completion_logprobs([token], ShownFields(logprobs=2), SPELLING, offset=10)
     assert told == {
         "text_offset": [13], "token_logprobs": [-9.0], "tokens": ["c"], "top_logprobs": [{"a": -1.0, "b": -2.0, "c": -9.0}]
@@ -92,19 +100,19 @@ def test_equal_texts_keep_the_more_probable_token() -> None:
         def completion(self, id: int) -> str:
             return "same" if id in (1, 2) else "other"
 
-    token = ShownToken(1, 0, wire.TokenDetail(-9.0, 7, [2, 3], [-0.5, -1.0]))
+    token = ShownToken(1, 0, wire.TokenDetail(logprob=-9.0, rank=7, top_ids=[2, 3], top_logprobs=[-0.5, -1.0]))
     told = completion_logprobs([token], ShownFields(logprobs=2), Twins(TOKENIZER, False), 0)
     assert (told["token_logprobs"], told["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
 
 
 def test_impossible_token_has_a_finite_logprob() -> None:
-    token = ShownToken(token_ids("a")[0], 0, wire.TokenDetail(float("-inf"), 9, [], []))
+    token = ShownToken(token_ids("a")[0], 0, wire.TokenDetail(logprob=float("-inf"), rank=9, top_ids=[], top_logprobs=[]))
     assert completion_logprobs([token], ShownFields(logprobs=0), SPELLING, 0)["token_logprobs"] == [MIN_LOGPROB]
 
 
 def test_prompt_logprobs_count_ranks_from_one() -> None:
     a, b = token_ids("a")[0], token_ids("b")[0]
-    told = prompt_logprobs([a, b], [wire.TokenDetail(-3.0, 4, [a], [-0.5])], 1, SPELLING)
+    told = prompt_logprobs([a, b], [wire.TokenDetail(logprob=-3.0, rank=4, top_ids=[a], top_logprobs=[-0.5])], 1, SPELLING)
     assert told == [
         None,
         {

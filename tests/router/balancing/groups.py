@@ -28,11 +28,11 @@ def group(name: str, used: float = 0.0, /, **fields: object) -> GroupView:
         "page_bytes": 1 << 16,
         "mean_output_tokens": 400.0,
     }
-    return GroupView(f"{name}/1/1", **(known | fields))  # type: ignore[arg-type]
+    return GroupView(key=f"{name}/1/1", **(known | fields))  # type: ignore[arg-type]
 
 
 def stream(name: str, group_name: str, context: int = 1000, /, **fields: object) -> StreamView:
-    return StreamView(name, f"{group_name}/1/1", **({"context": context, "generated": 100} | fields))  # type: ignore[arg-type]
+    return StreamView(stream=name, key=f"{group_name}/1/1", **({"context": context, "generated": 100} | fields))  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)

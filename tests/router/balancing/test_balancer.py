@@ -134,7 +134,10 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
     rungs: list[tuple[Rung, float]] = [("migrate", 1000.0), ("evacuate", 2500.0)]
     for rung, most in rungs:
         assert budget.forbids("a", "b", rung) is None
-        budget.spend(PlannedMove("s", "a", "b", "precopy", rung, 100, None, ""), most + 500)
+        budget.spend(
+            PlannedMove(stream="s", source="a", target="b", way="precopy", rung=rung, context=100, bytes_per_s=None, why=""),
+            most + 500,
+        )
         assert [budget.forbids(*pair, rung) for pair in (("a", "c"), ("c", "b"), ("c", "d"))] == ["bytes"] * 3
     budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.25)
     assert [budget.forbids("a", "c", rung) for rung, _ in rungs] == ["bytes", None]

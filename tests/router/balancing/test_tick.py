@@ -16,11 +16,22 @@ from tests.router.moves.moving_leaders import SERVED, MoveScript, MovingLeader
 from tests.router.routing.test_queued_requests import reported
 
 PROMPT = list(range(1, 321))
-FULL = wire.Load(0, 4, 4000, 5, 100, context_tokens=1500, mean_output_tokens=200.0)
+FULL = wire.Load(
+    waiting=0, running=4, outstanding_tokens=4000, free_pages=5, total_pages=100, context_tokens=1500, mean_output_tokens=200.0
+)
 TICKING = make_settings(tick_s=0.05)
-EMPTY = wire.Load(0, 0, 0, 100, 100)
-THIRD_FREE = wire.Load(0, 0, 0, 30, 100)
-LONG_PROMPTS = wire.Load(0, 4, 0, 700, 1000, context_tokens=3000, mean_output_tokens=200.0, running_prompt_tokens=9000)
+EMPTY = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=100, total_pages=100)
+THIRD_FREE = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=30, total_pages=100)
+LONG_PROMPTS = wire.Load(
+    waiting=0,
+    running=4,
+    outstanding_tokens=0,
+    free_pages=700,
+    total_pages=1000,
+    context_tokens=3000,
+    mean_output_tokens=200.0,
+    running_prompt_tokens=9000,
+)
 
 
 def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
@@ -86,7 +97,7 @@ async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         run, client = await begin(world)
-        world.fleet.balancing.set_policy(BalancePolicy(1, mode="Off", empty=["a"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, mode="Off", empty=["a"]))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "drain") == 1 and run.balanced == 0
         await hear(world.fleet, make_request([7, 8], max_tokens=4))
@@ -97,16 +108,22 @@ async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         _, client = await begin(world)
-        await source.tell(wire.State(False, 1, "told to leave", draining=True, served=source.move.served))
+        await source.tell(
+            wire.State(serving=False, incarnation=1, reason="told to leave", draining=True, served=source.move.served)
+        )
         assert await client == expected(PROMPT, 20)
         assert moved(world, "drain") == 1
 
 
 async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
     async with running_world(*pair(), settings=TICKING) as world:
-        for policy in (BalancePolicy(4, mode="Route"), BalancePolicy(3, mode="Off", empty=["a"]), BalancePolicy(2)):
+        for policy in (
+            BalancePolicy(number=4, mode="Route"),
+            BalancePolicy(number=3, mode="Off", empty=["a"]),
+            BalancePolicy(number=2),
+        ):
             world.fleet.balancing.set_policy(policy)
-        assert world.fleet.balancing.policy == BalancePolicy(4, mode="Route")
+        assert world.fleet.balancing.policy == BalancePolicy(number=4, mode="Route")
         assert world.fleet.links.fleet_view.emptied == frozenset()
 
 

@@ -30,7 +30,7 @@ async def test_streams_survive_a_new_incarnation_over_real_links() -> None:
                     await asyncio.sleep(0.002)
             for _ in range(10):
                 engines[0].step()
-            engines[0].change(wire.State(False, 2, "rank 1 died"))
+            engines[0].change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
             tasks += [asyncio.create_task(engine.run()) for engine in engines]
             heard = await asyncio.gather(*streams)
             assert [h.tokens for h in heard] == [expected(r.prompt, 50) for r in requests]
@@ -53,7 +53,7 @@ async def test_streams_finish_while_their_leader_drains() -> None:
                 while not engine.submitted:
                     await asyncio.sleep(0.002)
                 engine.step()
-                engine.change(wire.State(False, 1, "the pod is stopping", draining=True))
+                engine.change(wire.State(serving=False, incarnation=1, reason="the pod is stopping", draining=True))
                 while fleet.links.num_ready:
                     await asyncio.sleep(0.002)
             tasks.append(asyncio.create_task(engine.run()))

@@ -19,10 +19,19 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("pod", "endpoint"),
     [
-        (make_pod("u1"), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
-        (make_pod("u1", ip="fd00::7"), Endpoint("u1", "[fd00::7]:8000", "chat-g-u1", "2026-01-01T00:00:00Z")),
-        (make_pod("u1", leaving=True), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z", leaving=True)),
-        (make_pod("u1", draining=True), Endpoint("u1", "10.0.0.1:8000", "chat-g-u1", "2026-01-01T00:00:00Z", leaving=True)),
+        (make_pod("u1"), Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z")),
+        (
+            make_pod("u1", ip="fd00::7"),
+            Endpoint(key="u1", address="[fd00::7]:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z"),
+        ),
+        (
+            make_pod("u1", leaving=True),
+            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", leaving=True),
+        ),
+        (
+            make_pod("u1", draining=True),
+            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", leaving=True),
+        ),
         (make_pod("u1", ip=""), None),
         (make_pod("u1", phase="Failed"), None),
         (make_pod("u1", phase="Succeeded"), None),

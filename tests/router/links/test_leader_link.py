@@ -108,9 +108,11 @@ async def test_leader_sends_identity_then_state_then_load() -> None:
         await connection.send(wire.encode(HELLO))
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
         assert frames == [
-            wire.Welcome(PROTOCOL_VERSION, "group-a", "r1", 16, ASSETS.content_hash),
-            wire.State(True, 1),
-            wire.Load(0, 0, 0, 8, 8),
+            wire.Welcome(
+                protocol_version=PROTOCOL_VERSION, group="group-a", revision="r1", page_size=16, assets_hash=ASSETS.content_hash
+            ),
+            wire.State(serving=True, incarnation=1),
+            wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8),
         ]
         assert door.routers == 1
 
@@ -123,7 +125,7 @@ async def test_one_frame_has_all_tokens_of_a_step() -> None:
         await until(lambda: len(engine.submitted) == 3)
         engine.step()
         assert await receive(connection, wire.Tokens) == wire.Tokens(
-            [7, 8, 9], [0, 0, 0], [0, 0, 0], [expected([h], 1)[0] for h in (7, 8, 9)], []
+            handles=[7, 8, 9], epochs=[0, 0, 0], indices=[0, 0, 0], tokens=[expected([h], 1)[0] for h in (7, 8, 9)], finished=[]
         )
         engine.step()
         frame = await receive(connection, wire.Tokens)
@@ -131,16 +133,20 @@ async def test_one_frame_has_all_tokens_of_a_step() -> None:
 
 
 async def test_details_stay_with_their_tokens_in_joined_frames() -> None:
-    engine, detail = FakeEngine(), wire.TokenDetail(-1.0, 0, [], [])
+    engine, detail = FakeEngine(), wire.TokenDetail(logprob=-1.0, rank=0, top_ids=[], top_logprobs=[])
     async with opened(engine) as (connection, _):
         for handle in (7, 8):
             await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
         await until(lambda: len(engine.submitted) == 2)
         sink = engine.submitted[1000][1]
-        sink.tokens(wire.Tokens([1000], [0], [0], [5], []))
+        sink.tokens(wire.Tokens(handles=[1000], epochs=[0], indices=[0], tokens=[5], finished=[]))
         told = [wire.PromptDetails(1001, 0, 1, [detail])]
-        sink.tokens(wire.Tokens([1001], [0], [0], [6], [], details=[detail], prompt_details=told))
-        sink.tokens(wire.Tokens([1000], [0], [1], [7], [], cached=[wire.Cached(1000, 0, 4)]))
+        sink.tokens(
+            wire.Tokens(handles=[1001], epochs=[0], indices=[0], tokens=[6], finished=[], details=[detail], prompt_details=told)
+        )
+        sink.tokens(
+            wire.Tokens(handles=[1000], epochs=[0], indices=[1], tokens=[7], finished=[], cached=[wire.Cached(1000, 0, 4)])
+        )
         frame = await receive(connection, wire.Tokens)
         assert frame.cached == [wire.Cached(7, 0, 4)]
         assert (frame.handles, frame.tokens, frame.details) == ([7, 8, 7], [5, 6, 7], [None, detail, None])
@@ -181,16 +187,22 @@ async def test_refusals_carry_the_handle_of_the_router() -> None:
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
-        engine.submitted[1000][1].refused(wire.Refused(1000, 0, 429, "queue_full", "full", 3.0))
-        assert await receive(connection, wire.Refused) == wire.Refused(7, 0, 429, "queue_full", "full", 3.0)
+        engine.submitted[1000][1].refused(
+            wire.Refused(handle=1000, epoch=0, status=429, code="queue_full", message="full", retry_after_s=3.0)
+        )
+        assert await receive(connection, wire.Refused) == wire.Refused(
+            handle=7, epoch=0, status=429, code="queue_full", message="full", retry_after_s=3.0
+        )
 
 
 async def test_a_group_that_does_not_serve_refuses() -> None:
     engine = FakeEngine()
-    engine.present = wire.State(False, 1, "rank 1 loads")
+    engine.present = wire.State(serving=False, incarnation=1, reason="rank 1 loads")
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
-        assert await receive(connection, wire.Refused) == wire.Refused(7, 0, 503, "not_ready", "rank 1 loads")
+        assert await receive(connection, wire.Refused) == wire.Refused(
+            handle=7, epoch=0, status=503, code="not_ready", message="rank 1 loads"
+        )
 
 
 async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:
@@ -200,9 +212,9 @@ async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
         engine.change(engine.present)
-        engine.change(wire.State(False, 2, "rank 1 died"))
-        assert await receive(connection, wire.State) == wire.State(False, 2, "rank 1 died")
-        engine.change(wire.State(True, 2))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
+        assert await receive(connection, wire.State) == wire.State(serving=False, incarnation=2, reason="rank 1 died")
+        engine.change(wire.State(serving=True, incarnation=2))
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
         assert engine.aborted == []
@@ -214,9 +226,9 @@ async def test_assets_are_sent_on_request_and_on_change() -> None:
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Fetch("anything")))
         engine.known_assets = ASSETS
-        engine.change(wire.State(True, 2))
+        engine.change(wire.State(serving=True, incarnation=2))
         assert await receive(connection, wire.Assets) == ASSETS
-        assert await receive(connection, wire.State) == wire.State(True, 2)
+        assert await receive(connection, wire.State) == wire.State(serving=True, incarnation=2)
         await connection.send(wire.encode(wire.Fetch(ASSETS.content_hash)))
         assert await receive(connection, wire.Assets) == ASSETS
 
@@ -232,7 +244,7 @@ async def test_newest_report_replaces_unsent_ones() -> None:
     async with opened(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
         for sequence in range(1, 50):
-            engine.report(wire.Load(0, 1, 10, 4, 8, sequence=sequence))
+            engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, sequence=sequence))
         assert (await receive(connection, wire.Load)).sequence == 49
 
 
@@ -244,15 +256,15 @@ async def test_report_contains_the_routers_newest_handle() -> None:
         for handle in (7, 8, 9):
             await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
             await until(lambda: len(engine.submitted) == handle - 6)  # noqa: B023
-            engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1000))
+            engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, last_handle=1000))
             told.append((await receive(connection, wire.Load)).last_handle)
-        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, last_handle=1002))
         told.append((await receive(connection, wire.Load)).last_handle)
         assert told == [7, 7, 7, 9]
-        engine.present = wire.State(False, 1, "rank 1 loads")
+        engine.present = wire.State(serving=False, incarnation=1, reason="rank 1 loads")
         await connection.send(wire.encode(wire.Submit(10, make_request())))
         await receive(connection, wire.Refused)
-        engine.report(wire.Load(0, 1, 10, 4, 8, last_handle=1002))
+        engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, last_handle=1002))
         assert (await receive(connection, wire.Load)).last_handle == 10, "what was refused here waits for no engine"
 
 
@@ -266,7 +278,7 @@ async def test_page_changes_follow_a_requested_snapshot() -> None:
         assert snapshot == wire.PageChanges(3, [(True, keys[1])], is_snapshot=True)
         engine.tell_pages(wire.PageChanges(3, [(True, keys[2])]))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(3, [(True, keys[2])])
-        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         engine.tell_pages(wire.PageChanges(0, [(True, keys[3])]))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(0, [(True, keys[3])])
         await connection.send(wire.encode(wire.SendPages()))
@@ -328,7 +340,9 @@ async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -
         sink = engine.submitted[1000][1]
         size = 2_000_000
         for _ in range(2):  # more than the socket takes
-            sink.tokens(wire.Tokens([1000] * size, [0] * size, [2**40] * size, [2**40] * size, []))
+            sink.tokens(
+                wire.Tokens(handles=[1000] * size, epochs=[0] * size, indices=[2**40] * size, tokens=[2**40] * size, finished=[])
+            )
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         await until(lambda: engine.aborted == [1000] and door.routers == 0)

@@ -130,8 +130,8 @@ async def running_group(folder: Path) -> AsyncIterator[Group]:
 
 @asynccontextmanager
 async def linked(group: Group, router: Router) -> AsyncIterator[LeaderLink]:
-    settings = LinkSettings(TOKEN, "router-0", first_retry_s=0.01, last_retry_s=0.05)
-    link = LeaderLink(Endpoint("a", group.address, "a"), settings, router, lambda: 0.0)
+    settings = LinkSettings(token=TOKEN, router="router-0", first_retry_s=0.01, last_retry_s=0.05)
+    link = LeaderLink(Endpoint(key="a", address=group.address, group="a"), settings, router, lambda: 0.0)
     task = asyncio.create_task(link.run())
     try:
         await until(lambda: link.is_serving and link.group_report.load is not None)

@@ -14,7 +14,7 @@ from phalanx_frontend.backend import BackendError
 from phalanx_router.streams.stream import AdoptedStream
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, hear, make_request, make_settings, running_world
 
-WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
+WELCOME = wire.encode(wire.Welcome(protocol_version=1, group="a", revision="r1", page_size=16, assets_hash=""))
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,18 @@ WELCOME = wire.encode(wire.Welcome(1, "a", "r1", 16, ""))
     [
         (FakeLeader(token="another"), "the leader refused the service token (HTTP 401)"),
         (FakeLeader(script=Script(protocol_version=9)), "(4426 this leader speaks link version 9)"),
-        (FakeLeader(script=Script(first=wire.encode(wire.Welcome(9, "a", "r", 16, "")))), "the leader supports link version 9"),
-        (FakeLeader(script=Script(first=wire.encode(wire.State(True, 1)))), "the leader sent State before Welcome"),
+        (
+            FakeLeader(
+                script=Script(
+                    first=wire.encode(wire.Welcome(protocol_version=9, group="a", revision="r", page_size=16, assets_hash=""))
+                )
+            ),
+            "the leader supports link version 9",
+        ),
+        (
+            FakeLeader(script=Script(first=wire.encode(wire.State(serving=True, incarnation=1)))),
+            "the leader sent State before Welcome",
+        ),
         (FakeLeader(script=Script(first=WELCOME)), "the leader sent Welcome twice"),
         (FakeLeader(script=Script(first=b"\xc1")), "the leader sent an invalid frame"),
     ],
@@ -42,7 +52,7 @@ async def test_frame_with_unequal_lists_closes_the_link() -> None:
     async with running_world(leader, other) as world:
         stream = world.fleet.generate(make_request())
         await anext(stream)
-        await leader.tell(wire.Tokens([1], [0], [], [], []))
+        await leader.tell(wire.Tokens(handles=[1], epochs=[0], indices=[], tokens=[], finished=[]))
         tokens = [item async for item in stream]
         assert tokens
         assert len(other.submitted) == 1

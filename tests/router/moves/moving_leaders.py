@@ -35,7 +35,7 @@ class MovingLeader(FakeLeader):
     ) -> None:
         super().__init__(group, script)
         self.move = move or MoveScript()
-        self.state = wire.State(True, 1, served=self.move.served)
+        self.state = wire.State(serving=True, incarnation=1, served=self.move.served)
         self.peers = peers
         peers.append(self)
         self.frames: list[wire.ToLeader] = []
@@ -63,8 +63,8 @@ class MovingLeader(FakeLeader):
                     return
                 self.reserved[move] = connection
                 address = moves.PageAddress("127.0.0.1", self.port)
-                await connection.send(wire.encode(moves.Prepared(move, 0, [address], b"key")))
-            case moves.MoveOut(move, handle):
+                await connection.send(wire.encode(moves.Prepared(move=move, held_tokens=0, addresses=[address], key=b"key")))
+            case moves.MoveOut(move=move, handle=handle):
                 await self._send_pages(connection, move, handle, frame)
             case moves.Thaw(move):
                 out = self.out.pop(move, None)
@@ -83,7 +83,11 @@ class MovingLeader(FakeLeader):
             return
         self.out[move] = _Out(handle, entry)
         num_computed = len(entry.submit.request.prompt) + entry.next_index - 1
-        await connection.send(wire.encode(moves.Frozen(move, entry.submit.request.epoch, entry.next_index, num_computed)))
+        await connection.send(
+            wire.encode(
+                moves.Frozen(move=move, epoch=entry.submit.request.epoch, num_output=entry.next_index, num_computed=num_computed)
+            )
+        )
         target = next(peer for peer in self.peers if peer.port == asked.prepared.addresses[0].port)
         if not self.move.break_copy and move in target.reserved:
             target.arrived[move] = num_computed

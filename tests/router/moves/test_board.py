@@ -25,13 +25,13 @@ from tests.router.fakes import make_request
 MOVE, SOURCE, TARGET = "r0:1", "a/1/1", "b/1/1"
 AT = StreamPosition(SOURCE, 7, 2, 50)
 SETTINGS = MoveSettings()
-PREPARED = moves.Prepared(MOVE, 32, [moves.PageAddress("127.0.0.1", 1)], b"key")
-FROZEN = moves.Frozen(MOVE, 2, 50, 149)
+PREPARED = moves.Prepared(move=MOVE, held_tokens=32, addresses=[moves.PageAddress("127.0.0.1", 1)], key=b"key")
+FROZEN = moves.Frozen(move=MOVE, epoch=2, num_output=50, num_computed=149)
 ARRIVED = moves.Arrived(MOVE, 149, 1000)
 
 
 def proposal(how: TransferMode = "precopy") -> MoveRequest:
-    return MoveRequest(MOVE, AT, TARGET, how, "asked", 1e6)
+    return MoveRequest(move=MOVE, at=AT, target=TARGET, how=how, why="asked", bytes_per_s=1e6)
 
 
 def actions(todo: list[MoveStep]) -> list[Action]:
@@ -76,7 +76,7 @@ def test_the_protocol_step_by_step() -> None:
     request = make_request()
     assert frames(MoveBoard(SETTINGS).start(proposal(), request, 0.0)) == [wire.Prepare(MOVE, request, 10.0)]
     _, todo = board_at("copy")
-    assert frames(todo) == [moves.MoveOut(MOVE, 7, 2, PREPARED, "precopy", 1e6)]
+    assert frames(todo) == [moves.MoveOut(move=MOVE, handle=7, epoch=2, prepared=PREPARED, mode="precopy", bytes_per_s=1e6)]
     assert kinds(board_at("freeze")[1]) == []
     assert kinds(board_at("commit")[1]) == [Commit, EndSource]
     board, todo = board_at("token")
@@ -129,7 +129,7 @@ def test_silence_ends_a_move(step: str, after_s: float, undone: list[object]) ->
 
 def test_a_long_tail_is_waited_for() -> None:
     board, _ = board_at("copy")
-    board.take(SOURCE, moves.Frozen(MOVE, 2, 50, 149, tail_s=0.5), AT, 1.0)
+    board.take(SOURCE, moves.Frozen(move=MOVE, epoch=2, num_output=50, num_computed=149, tail_s=0.5), AT, 1.0)
     assert board.deadline == pytest.approx(2.2)
 
 
@@ -216,7 +216,9 @@ def test_recompute_of_an_ended_stream_does_nothing() -> None:
 
 def test_target_without_capacity_ends_only_moves_to_it() -> None:
     board, _ = board_at("copy")
-    away = MoveRequest("r0:2", StreamPosition(TARGET, 3, 1, 10), "c/1/1", "precopy", "drain", None)
+    away = MoveRequest(
+        move="r0:2", at=StreamPosition(TARGET, 3, 1, 10), target="c/1/1", how="precopy", why="drain", bytes_per_s=None
+    )
     board.start(away, make_request(), 0.1)
     assert over(board.target_lost(MOVE, "it drains", 0.2)) == [("target", "target_lost")]
     assert board.open() == [away]

@@ -5,7 +5,9 @@ from tests.router.api_servers import FakeEngine
 from tests.router.fakes import make_request
 from tests.router.links.test_leader_link import opened, receive, until
 
-PREPARED = moves.Prepared("m", 0, [moves.PageAddress("", 7001), moves.PageAddress("10.0.0.9", 7002)], b"k" * 32)
+PREPARED = moves.Prepared(
+    move="m", held_tokens=0, addresses=[moves.PageAddress("", 7001), moves.PageAddress("10.0.0.9", 7002)], key=b"k" * 32
+)
 
 
 async def test_frames_use_engine_handles_and_reachable_addresses() -> None:
@@ -14,15 +16,15 @@ async def test_frames_use_engine_handles_and_reachable_addresses() -> None:
         await connection.send(wire.encode(wire.Submit(5, make_request([1, 2], 50))))
         await until(lambda: bool(engine.submitted))
         (handle,) = engine.submitted
-        await connection.send(wire.encode(moves.MoveOut("m1", 5, 0, PREPARED)))
+        await connection.send(wire.encode(moves.MoveOut(move="m1", handle=5, epoch=0, prepared=PREPARED)))
         await connection.send(wire.encode(wire.Prepare("m2", make_request([3], 5))))
         await until(lambda: len(engine.ordered) == 2)
-        assert engine.ordered[0] == moves.MoveOut("m1", handle, 0, PREPARED)
-        engine.moves.tell(moves.Prepared("m2", 0, PREPARED.addresses, b"k"))
+        assert engine.ordered[0] == moves.MoveOut(move="m1", handle=handle, epoch=0, prepared=PREPARED)
+        engine.moves.tell(moves.Prepared(move="m2", held_tokens=0, addresses=PREPARED.addresses, key=b"k"))
         told = await receive(connection, moves.Prepared)
         assert told.addresses == [moves.PageAddress("127.0.0.1", 7001), moves.PageAddress("10.0.0.9", 7002)]
-        engine.moves.tell(moves.Frozen("m1", 0, 3, 4))
-        assert await receive(connection, moves.Frozen) == moves.Frozen("m1", 0, 3, 4)
+        engine.moves.tell(moves.Frozen(move="m1", epoch=0, num_output=3, num_computed=4))
+        assert await receive(connection, moves.Frozen) == moves.Frozen(move="m1", epoch=0, num_output=3, num_computed=4)
         await connection.send(wire.encode(moves.Release("m1")))
         await until(lambda: engine.aborted == [handle])
         await connection.send(wire.encode(wire.Abort([5])))
@@ -41,12 +43,12 @@ async def test_the_start_of_a_moved_request_names_its_move() -> None:
 
 async def test_known_answers_need_no_engine_call() -> None:
     engine = FakeEngine()
-    engine.present = wire.State(False, 1, "it drains", draining=True)
+    engine.present = wire.State(serving=False, incarnation=1, reason="it drains", draining=True)
     async with opened(engine) as (connection, _):
         await connection.send(wire.encode(wire.Prepare("m1", make_request([3], 5))))
         refused = await receive(connection, moves.MoveFailed)
         assert (refused.move, refused.code, "it drains" in refused.why) == ("m1", "no_room", True)
-        await connection.send(wire.encode(moves.MoveOut("m2", 99, 0, PREPARED)))
+        await connection.send(wire.encode(moves.MoveOut(move="m2", handle=99, epoch=0, prepared=PREPARED)))
         assert (await receive(connection, moves.MoveFailed)).code == "unknown"
         assert engine.ordered == []
 
@@ -69,6 +71,6 @@ async def test_moves_of_a_lost_router_expire() -> None:
         await until(lambda: bool(engine.ordered))
         await connection.close()
         await until(lambda: door.routers == 0)
-        engine.moves.tell(moves.Prepared("m", 0, PREPARED.addresses, b"k"))
+        engine.moves.tell(moves.Prepared(move="m", held_tokens=0, addresses=PREPARED.addresses, key=b"k"))
         engine.moves.ask(moves.AskRescue([1], 0.5))
         assert len(engine.ordered) == 1

@@ -158,10 +158,10 @@ async def test_stream_waits_for_a_group_with_its_weights() -> None:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=20)))
         run = await run_at(world, source, 5)
         world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], for_good=["a"]))
-        await target.tell(wire.State(False, 1, "loading"))
+        await target.tell(wire.State(serving=False, incarnation=1, reason="loading"))
         await source.stop()
         await world.until(lambda: run.unassigned_since is not None)
-        await target.tell(wire.State(True, 1, served=wire.Served("model-2", "tp2 bf16 16")))
+        await target.tell(wire.State(serving=True, incarnation=1, served=wire.Served("model-2", "tp2 bf16 16")))
         with pytest.raises(BackendError) as caught:
             await stream
         assert caught.value.code == "weights_gone"

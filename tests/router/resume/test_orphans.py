@@ -174,7 +174,7 @@ async def test_new_incarnation_drops_orphans_and_keeps_their_tokens(engine: Fake
     async with running_leader(engine) as (address, door):
         await orphaned(engine, address, resumable())
         await until(lambda: door.routers == 0)
-        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         async with dialled(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             adopted = await answer(second)
@@ -300,7 +300,7 @@ async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:
 
 
 async def test_router_without_the_stream_stops_its_move(engine: FakeEngine) -> None:
-    out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
+    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
     async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
         await first.send(wire.encode(wire.Submit(5, resumable())))
         await first.send(wire.encode(out))
@@ -316,7 +316,7 @@ async def test_router_without_the_stream_stops_its_move(engine: FakeEngine) -> N
 
 
 async def test_moved_request_is_no_orphan(engine: FakeEngine) -> None:
-    out = moves.MoveOut("m", 5, 0, moves.Prepared("m", 0, [], b"k"))
+    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
     async with running_leader(engine) as (address, door):
         async with dialled(address) as first:
             await first.send(wire.encode(wire.Submit(5, resumable())))

@@ -37,7 +37,7 @@ from tests.router.resume.test_resuming import BODY, KEYS, Engine, Router, runnin
 
 def make_run(id: str = "a") -> StreamSession:
     request = msgspec.structs.replace(make_request(id=id, max_tokens=10**6), can_resume=True)
-    return StreamSession(Stream(request), None, PromptKeys(request.prompt, "", ""))
+    return StreamSession(stream=Stream(request), tokenizer=None, keys=PromptKeys(request.prompt, "", ""))
 
 
 def say(run: StreamSession, count: int) -> None:
@@ -107,10 +107,16 @@ def test_copies_are_bounded() -> None:
     copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     sender = copies.sender()
     for number in range(9):
-        sender.take(peer_wire.JournalChanges([(number, JournalCopy(make_request(id=f"r{number}")))], [number], [1], [5], []))
+        sender.take(
+            peer_wire.JournalChanges(
+                begun=[(number, JournalCopy(make_request(id=f"r{number}")))], numbers=[number], counts=[1], tokens=[5], ended=[]
+            )
+        )
     assert 0 < len(copies) < 9 and copies.num_dropped == 9 - len(copies)
     held = len(copies)
-    sender.take(peer_wire.JournalChanges([], [], [], [], [JournalEnd(number) for number in range(9)]))
+    sender.take(
+        peer_wire.JournalChanges(begun=[], numbers=[], counts=[], tokens=[], ended=[JournalEnd(number) for number in range(9)])
+    )
     assert len(copies) == 0 and 0 < sum(bool(copies.find([f"r{number}"])) for number in range(9)) < max(held, 2)
 
 
@@ -118,12 +124,12 @@ def test_bounded_copy_is_shorter() -> None:
     copy = JournalCopy(make_request(id="a"))
     copies = PeerCopies(JournalStore(Clock()), max_bytes=LIVE_BYTES + len(peer_wire.encode(copy)) + 4 * TOKEN_BYTES)
     sender = copies.sender()
-    sender.take(peer_wire.JournalChanges([(1, copy)], [1], [3], [5, 6, 7], []))
+    sender.take(peer_wire.JournalChanges(begun=[(1, copy)], numbers=[1], counts=[3], tokens=[5, 6, 7], ended=[]))
     for token in (8, 9, 10):
-        sender.take(peer_wire.JournalChanges([], [1], [2], [token, token], []))
+        sender.take(peer_wire.JournalChanges(begun=[], numbers=[1], counts=[2], tokens=[token, token], ended=[]))
     [held] = copies.find(["a"])
     assert held.request.delivered == [5, 6, 7] and copies.num_dropped == 1
-    sender.take(peer_wire.JournalChanges([], [1], [1], [11], [JournalEnd(1, "stop")]))
+    sender.take(peer_wire.JournalChanges(begun=[], numbers=[1], counts=[1], tokens=[11], ended=[JournalEnd(1, "stop")]))
     [kept] = copies.find(["a"])
     assert (kept.request.delivered, kept.finish) == ([5, 6, 7], None), "what misses tokens has not ended"
 
@@ -132,12 +138,16 @@ def test_a_number_that_is_used_twice_leaves_nothing_behind() -> None:
     copies = PeerCopies(JournalStore(Clock()), max_bytes=4000)
     sender = copies.sender()
     for round in range(20):
-        sender.take(peer_wire.JournalChanges([(1, JournalCopy(make_request(id=f"r{round}")))], [], [], [], []))
+        sender.take(
+            peer_wire.JournalChanges(
+                begun=[(1, JournalCopy(make_request(id=f"r{round}")))], numbers=[], counts=[], tokens=[], ended=[]
+            )
+        )
     assert len(copies) == 1 and copies.num_dropped == 0
 
 
 def peer(name: str, leaving: bool = False) -> Endpoint:
-    return Endpoint(name, f"{name}:1", name, leaving=leaving)
+    return Endpoint(key=name, address=f"{name}:1", group=name, leaving=leaving)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +206,13 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         second, _, address = await stack.enter_async_context(running_router("b", leaders[1:], lists[1]))
         third, _, _ = await stack.enter_async_context(running_router("c", leaders[1:], lists[2]))
         for found in lists:
-            found.change(Endpoint("b", address, "b"))
+            found.change(Endpoint(key="b", address=address, group="b"))
         await until(lambda: journals.peer is not None)
         told = await read(first.url, body, stop=chars(20))
         await until(lambda: len(second.fleet.stream_registry.copies) == 2)
         for run in first.fleet.stream_registry.open_runs():
             await until(lambda run=run: copy_at(second, run.stream.journal.id) == run.stream.journal.delivered)
-        dying.change(wire.State(False, 2, "rank 1 died"))
+        dying.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         await first.kill()
         told = await read(third.url, body, told)
         assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
@@ -220,9 +230,9 @@ async def test_late_peer_receives_the_original_requests() -> None:
         second, _, address = await stack.enter_async_context(running_router("b", leaders[1:], Leaders()))
         reading = asyncio.create_task(read(first.url, body, told))
         await until(lambda: told.last.endswith(":19"))
-        peers.change(Endpoint("b", address, "b"))
+        peers.change(Endpoint(key="b", address=address, group="b"))
         await until(lambda: len(second.fleet.stream_registry.copies) == 1)
-        dying.change(wire.State(False, 2, "rank 1 died"))
+        dying.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         await first.kill()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
@@ -244,7 +254,7 @@ async def test_lost_peer_is_replaced() -> None:
         first, journals, _ = await stack.enter_async_context(running_router("a", leaders, peers))
         others = [await stack.enter_async_context(running_router(name, leaders, Leaders())) for name in "bc"]
         reading = asyncio.create_task(read(first.url, BODY))
-        ends = [Endpoint(name, address, name) for name, (_, _, address) in zip("bc", others, strict=True)]
+        ends = [Endpoint(key=name, address=address, group=name) for name, (_, _, address) in zip("bc", others, strict=True)]
         peers.change(*ends)
         for place in range(2):
             await until(lambda place=place: len(others[place][0].fleet.stream_registry.copies) == 1)

@@ -159,11 +159,11 @@ async def test_waiting_stream_ends_when_its_client_resumes() -> None:
         async with asyncio.timeout(20):
             while not seen.last.endswith(":19"):
                 await asyncio.sleep(0.002)
-        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         again = asyncio.create_task(read(router.url, body, Told(dict(seen.texts), {}, seen.last)))
         assert (await first).error["code"] == "resumed", "though no group is there"
         engine.hold = 10**9
-        engine.change(wire.State(True, 2))
+        engine.change(wire.State(serving=True, incarnation=2))
         told = await again
     assert (told.texts, told.ends, told.is_done) == (whole.texts, whole.ends, True)
     assert engine.num_submitted == 2
@@ -194,7 +194,7 @@ async def test_orphan_of_a_lost_group_continues_elsewhere() -> None:
     async with running_engines(engine, other) as leaders, running_router(leaders[0]) as first:
         told = await read(first.url, body, stop=chars(10))
         await first.kill()
-        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         async with running_router(*leaders, name="router-2") as second:
             told = await read(second.url, body, told)
             assert (told.texts, told.ends) == (whole.texts, whole.ends)
@@ -214,7 +214,7 @@ async def test_replayed_stream_is_adopted_as_originally_requested() -> None:
             await asyncio.sleep(0.002)
         dying, other = sorted(engines, key=lambda engine: not engine.submitted)
         other.hold = 30
-        dying.change(wire.State(False, 2, "rank 1 died"))
+        dying.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         told = await reading
         assert other.num_submitted == 1 and not told.is_done
         await first.kill()
@@ -283,7 +283,7 @@ async def test_foreign_key_ends_no_stream(which: str) -> None:
 
 async def test_an_adopted_stream_keeps_its_weights() -> None:
     engine = Engine()
-    engine.present = wire.State(True, 1, served=wire.Served("weights-1"))
+    engine.present = wire.State(serving=True, incarnation=1, served=wire.Served("weights-1"))
     engine.hold = 30
     async with running_engines(engine) as leaders, running_router(*leaders) as first:
         told = await read(first.url, BODY, stop=chars(10))

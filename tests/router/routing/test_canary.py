@@ -13,7 +13,16 @@ from phalanx_router.routing.choose import canary_groups
 from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
 
 KEYS = ("a", "b", "c", "d")
-BUSY = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, waiting_prompt_tokens=50_000)
+BUSY = wire.Load(
+    waiting=2,
+    running=8,
+    outstanding_tokens=0,
+    free_pages=0,
+    total_pages=1000,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    waiting_prompt_tokens=50_000,
+)
 
 
 @given(
@@ -97,7 +106,7 @@ async def test_unready_revision_leaves_its_share_to_the_other() -> None:
     old, other, new = leaders()
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
         world.fleet.balancing.set_policy(policy(100))
-        await new.tell(wire.State(False, 1, "loading"))
+        await new.tell(wire.State(serving=False, incarnation=1, reason="loading"))
         await world.until_ready(2)
         heard = await hear(world.fleet, make_request())
         assert heard.tokens == expected([1, 2, 3], 16)

@@ -22,7 +22,7 @@ LOAD = wire.Load(
 
 
 def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> GroupReport:
-    group = GroupReport(key, key)
+    group = GroupReport(key=key, group=key)
     if load is not None:
         group.report(load, at)
     return group
@@ -30,7 +30,7 @@ def told(key: str = "a", load: wire.Load | None = LOAD, at: float = 0.0) -> Grou
 
 def test_view_is_the_report_plus_unreported_requests() -> None:
     group = told()
-    group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    group.ledger.dispatch(1, SentRequest(prompt_tokens=30, context_tokens=40, pages=3, output_tokens=10), 0.0)
     [view] = GroupViewBuilder().build([group], 0.1)
     assert (view.waiting, view.running, view.unseen) == (2, 6, 1)
     assert (view.queued_prompt_tokens, view.context_tokens, view.outstanding_tokens) == (180, 440, 940)
@@ -92,10 +92,10 @@ def test_unviewed_groups_are_forgotten() -> None:
 
 
 def test_idle_group_reports_nothing_until_a_request() -> None:
-    group = told(load=wire.Load(0, 0, 0, 10, 10, sequence=1))
+    group = told(load=wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=10, total_pages=10, sequence=1))
     lookout = GroupViewBuilder()
     assert lookout.build([group], 100.0)[0].state == "fresh"
-    group.ledger.dispatch(1, SentRequest(1, 1, 1, 1), 100.0)
+    group.ledger.dispatch(1, SentRequest(prompt_tokens=1, context_tokens=1, pages=1, output_tokens=1), 100.0)
     assert [lookout.build([group], 100.0 + s)[0].state for s in (0.1, 0.3, 3.0, 6.0)] == ["fresh", "degraded", "suspect", "dead"]
     group.ledger.ended(1)
     assert lookout.build([group], 106.0)[0].state == "fresh"
@@ -114,7 +114,7 @@ def test_idle_group_gets_requests_despite_long_past_outputs() -> None:
 
 def test_when_most_are_stale_only_the_ledger_counts() -> None:
     stale, other, fresh = told("a"), told("b"), told("c", at=9.9)
-    stale.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    stale.ledger.dispatch(1, SentRequest(prompt_tokens=30, context_tokens=40, pages=3, output_tokens=10), 0.0)
     lookout = GroupViewBuilder()
     views = lookout.build([stale, other, fresh], 10.0)
     assert lookout.is_blind
@@ -125,7 +125,7 @@ def test_when_most_are_stale_only_the_ledger_counts() -> None:
 
 def test_unreported_group_is_known_by_its_ledger() -> None:
     group = told(load=None)
-    group.ledger.dispatch(1, SentRequest(30, 40, 3, 10), 0.0)
+    group.ledger.dispatch(1, SentRequest(prompt_tokens=30, context_tokens=40, pages=3, output_tokens=10), 0.0)
     [view] = GroupViewBuilder().build([group], 0.1)
     assert (view.state, view.running, view.pressure, view.is_known) == ("fresh", 1, 0.0, False)
 

@@ -27,7 +27,7 @@ KEYS = ("a", "b", "c", "d")
 
 
 def group(key: str, **more: object) -> GroupView:
-    return GroupView(key, total_pages=1000, **more)  # type: ignore[arg-type]
+    return GroupView(key=key, total_pages=1000, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_new_request_waits_for_space_started_stream_does_not() -> None:
     full = [group(key, waiting=5, running=8, max_num_seqs=8) for key in "ab"]
     known = DispatchInputs(lambda _: full, lambda _: {}, lambda _: frozenset(), lambda: {"a": 1})
     queue = RequestQueue()
-    queue.add(QueuedRequest(1, NEWCOMER, 0.0, "", 0, False, ""))
+    queue.add(QueuedRequest(ticket=1, demand=NEWCOMER, arrived_at=0.0, tenant="", priority=0, has_started=False, kind=""))
     assert next_dispatch(queue, known, 0.0, 0.0) is None
-    queue.add(QueuedRequest(2, NEWCOMER, 0.0, "", 0, True, ""))
+    queue.add(QueuedRequest(ticket=2, demand=NEWCOMER, arrived_at=0.0, tenant="", priority=0, has_started=True, kind=""))
     found = next_dispatch(queue, known, 0.0, 0.0)
     assert found and (found.waiting.ticket, found.choice.key, found.choice.reason) == (2, "b", "turn")
 
@@ -136,7 +136,7 @@ async def test_only_cache_policies_query_the_prefix_index(routing: str, homes: i
     keys = PrefixKeys(root_key("hash"), 16).extend(prompt)
     async with running_world(*leaders) as world:
         for leader in leaders:
-            await leader.tell(wire.State(True, 1, served=wire.Served("hash", "layout", 1000)))
+            await leader.tell(wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000)))
             await leader.tell(wire.PageChanges(0, [(True, key) for key in keys[:1]], is_snapshot=True))
         await leaders[1].tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
         await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 5)

@@ -17,14 +17,22 @@ from tests.router.routing.test_route import MODEL
 def waiting(
     ticket: int, tenant: str = "", priority: int = 0, begun: bool = False, prompt: int = 100, at: float = 0.0, kind: str = ""
 ) -> QueuedRequest:
-    return QueuedRequest(ticket, RequestDemand(prompt, 50), at, tenant, priority, begun, kind)
+    return QueuedRequest(
+        ticket=ticket,
+        demand=RequestDemand(prompt, 50),
+        arrived_at=at,
+        tenant=tenant,
+        priority=priority,
+        has_started=begun,
+        kind=kind,
+    )
 
 
 def group(
     key: str, waits: int = 0, queued: int = 0, unseen: int = 0, running: int = 0, used: int = 0, **more: object
 ) -> GroupView:
     return GroupView(
-        key, model=MODEL, waiting=waits, queued_prompt_tokens=queued, unseen=unseen, running=running, used_pages=used,
+        key=key, model=MODEL, waiting=waits, queued_prompt_tokens=queued, unseen=unseen, running=running, used_pages=used,
         total_pages=1000, max_num_seqs=32, **more,  # type: ignore[arg-type]
     )  # fmt: skip
 

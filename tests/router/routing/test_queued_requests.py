@@ -15,8 +15,19 @@ from phalanx_router.routing.queue import PER_KIND, QueueBounds
 from phalanx_router.routing.view import DEGRADED_AFTER_S
 from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
 
-ROOM = wire.Load(0, 1, 0, 900, 1000, max_num_seqs=8, max_num_batched_tokens=512)
-FULL = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, max_num_batched_tokens=512, waiting_prompt_tokens=50_000)
+ROOM = wire.Load(
+    waiting=0, running=1, outstanding_tokens=0, free_pages=900, total_pages=1000, max_num_seqs=8, max_num_batched_tokens=512
+)
+FULL = wire.Load(
+    waiting=2,
+    running=8,
+    outstanding_tokens=0,
+    free_pages=0,
+    total_pages=1000,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    waiting_prompt_tokens=50_000,
+)
 
 
 async def reported(world: World, leader: FakeLeader, load: wire.Load) -> None:
@@ -196,7 +207,7 @@ async def test_unplaceable_streams_block_no_started_ones() -> None:
         await world.until(lambda: ids(dying) == ["started"])
         world.source.change(refusing.endpoint(leaving=True), dying.endpoint(leaving=True))
         for submit in list(refusing.submitted):
-            await refusing.tell(wire.Refused(submit.handle, 0, 503, "draining", "it is leaving"))
+            await refusing.tell(wire.Refused(handle=submit.handle, epoch=0, status=503, code="draining", message="it is leaving"))
         await world.until(lambda: world.metric("phalanx_router_queued_requests") == PER_KIND)
         refusing.release()
         await dying.stop()
@@ -208,7 +219,7 @@ async def test_unplaceable_streams_block_no_started_ones() -> None:
 
 
 async def test_prompt_goes_to_the_group_with_its_pages() -> None:
-    served = wire.State(True, 1, served=wire.Served("hash", "layout", 1000))
+    served = wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000))
     leaders = [FakeLeader("a"), FakeLeader("b")]
     prompt = list(range(1, 66))
     keys = PrefixKeys(root_key("hash"), 16).extend(prompt)

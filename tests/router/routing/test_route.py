@@ -49,7 +49,7 @@ def group(
     speed: float = 1.0,
 ) -> GroupView:
     return GroupView(
-        key,
+        key=key,
         queued_prompt_tokens=queued,
         running=running,
         context_tokens=running * 500,
@@ -262,7 +262,9 @@ def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
         match event:
             case "send":
                 sent += 1
-                ledger.dispatch(sent, SentRequest(sent, 2 * sent, 1, 0), now=float(sent))
+                ledger.dispatch(
+                    sent, SentRequest(prompt_tokens=sent, context_tokens=2 * sent, pages=1, output_tokens=0), now=float(sent)
+                )
             case ("seen", int(handle)):
                 seen = max(seen, min(handle, sent))
                 ledger.report(min(handle, sent))
@@ -278,13 +280,17 @@ def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
 
 def test_added_load_table() -> None:
     many, few = make_request(range(40), max_tokens=16), make_request(range(32), max_tokens=16)
-    assert make_sent_request(many, page_size=16, hit_tokens=16) == SentRequest(24, 40, 2, 16, (40**2 - 16**2) / 2)
-    assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(1, 32, 1, 16, (32**2 - 31**2) / 2)
+    assert make_sent_request(many, page_size=16, hit_tokens=16) == SentRequest(
+        prompt_tokens=24, context_tokens=40, pages=2, output_tokens=16, attended=(40**2 - 16**2) / 2
+    )
+    assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(
+        prompt_tokens=1, context_tokens=32, pages=1, output_tokens=16, attended=(32**2 - 31**2) / 2
+    )
 
 
 def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
-    slow = StepModel(0.01, 2e-4, 0, 2e-7, 0.0)
-    other = StepModel(0.1, 1e-3, 0, 0.0, 0.0)
+    slow = StepModel(fixed_s=0.01, token_s=2e-4, knee_tokens=0, context_s=2e-7, attention_s=0.0)
+    other = StepModel(fixed_s=0.1, token_s=1e-3, knee_tokens=0, context_s=0.0, attention_s=0.0)
     fits = {"a": ("h", MODEL), "b": ("h", MODEL), "c": ("h", slow), "d": ("H", other), "e": ("h", None), "f": ("?", None)}
     found = relative_speeds({key: StepMeasurement(shape, model) for key, (shape, model) in fits.items()})
     assert {key: round(speed, 6) for key, (_, speed) in found.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}
@@ -294,7 +300,11 @@ def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
 @given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.integers(1, 64)), min_size=1, max_size=7))
 def test_speed_times_model_equals_measured_step_times(fits: list[tuple[float, int]]) -> None:
     own = {
-        f"g{i}": StepMeasurement("", StepModel(fixed_s, 1e-4, 8, 1e-7, 1e-9), StepWork(0, decodes, 100 * decodes))
+        f"g{i}": StepMeasurement(
+            "",
+            StepModel(fixed_s=fixed_s, token_s=1e-4, knee_tokens=8, context_s=1e-7, attention_s=1e-9),
+            StepWork(0, decodes, 100 * decodes),
+        )
         for i, (fixed_s, decodes) in enumerate(fits)
     }
     for key, (model, speed) in relative_speeds(own).items():
@@ -305,7 +315,9 @@ def test_speed_times_model_equals_measured_step_times(fits: list[tuple[float, in
 
 
 def test_scaled_or_combined_model_keeps_all_coefficients() -> None:
-    one = StepModel(0.01, 1e-4, 8, 1e-7, 1e-9, 0.0, 0.001, 0.005)
+    one = StepModel(
+        fixed_s=0.01, token_s=1e-4, knee_tokens=8, context_s=1e-7, attention_s=1e-9, error=0.0, row_s=0.001, prompt_s=0.005
+    )
     works = [TYPICAL_WORK, StepWork(0, 4, 900), StepWork(3, 0, 3, 4.0)]
     for work in works:
         assert scale_model(one, 3.0).predict(work) == pytest.approx(3 * one.predict(work))
@@ -321,12 +333,16 @@ def test_measurements_decay_while_a_group_is_idle(idle_s: float, speed: float) -
 
 def test_groups_without_cost_models_share_requests_evenly() -> None:
     """Each always had 21 requests: one fit has all of a step's time as fixed, one all by request, and none is quite as fast."""
-    fits = [StepModel(0.0111, 0.0, 0, 0.0, 0.0), StepModel(0.0, 0.0123 / 21, 0, 0.0, 0.0), StepModel(0.01, 1e-5, 0, 1e-7, 0.0)]
+    fits = [
+        StepModel(fixed_s=0.0111, token_s=0.0, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepModel(fixed_s=0.0, token_s=0.0123 / 21, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepModel(fixed_s=0.01, token_s=1e-5, knee_tokens=0, context_s=1e-7, attention_s=0.0),
+    ]
     found = relative_speeds({f"g{i}": StepMeasurement("", fit, StepWork(0, 21, 21 * 300)) for i, fit in enumerate(fits)})
     running = dict.fromkeys(found, 0)
     for at in range(64):
         views = [
-            GroupView(key, model=model, speed=speed, running=running[key], context_tokens=20 * running[key], total_pages=1000)
+            GroupView(key=key, model=model, speed=speed, running=running[key], context_tokens=20 * running[key], total_pages=1000)
             for key, (model, speed) in found.items()
         ]
         running[chosen(views, RequestDemand(20, 600), draw=at * 0.37 % 1).key] += 1

@@ -62,7 +62,7 @@ async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_cou
         stream = asyncio.create_task(hear(world.fleet, make_request()))
         for group in groups[:3]:
             await world.until(partial(was_asked, group, stream))
-            await group.tell(wire.State(False, 2, "rank 1 died", cause=cause))
+            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died", cause=cause))
         if is_counted:
             with pytest.raises(BackendError, match="3 groups died"):
                 await stream
@@ -80,8 +80,8 @@ async def test_deaths_of_one_group_alone_stay_charged() -> None:
         stream = asyncio.create_task(hear(world.fleet, make_request()))
         for count in range(3):
             await world.until(partial(has, group, count + 1))
-            await group.tell(wire.State(False, 2 + count, "rank 1 died"))
-            await group.tell(wire.State(True, 2 + count))
+            await group.tell(wire.State(serving=False, incarnation=2 + count, reason="rank 1 died"))
+            await group.tell(wire.State(serving=True, incarnation=2 + count))
         with pytest.raises(BackendError, match="3 groups died"):
             await stream
         assert not +world.fleet.excused
@@ -96,10 +96,10 @@ async def test_group_failure_is_excused_once() -> None:
             await world.until(partial(has, group, 2))
             world.source.change(*(one.endpoint() for one in (first, second, *others)))
             await world.until_ready(len({first, second, *others}) - (group is second))
-            await group.tell(wire.State(False, 2, "rank 1 died"))
+            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         for group in last:
             await world.until(partial(has, group, 1))
-            await group.tell(wire.State(False, 2, "rank 1 died"))
+            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         found = await asyncio.gather(*streams, return_exceptions=True)
         assert [getattr(one, "code", one) for one in found] == ["groups_died"] * 2
         assert world.fleet.excused == {first.endpoint().key: 1, second.endpoint().key: 1}, "the last ones know it by themselves"
@@ -122,7 +122,7 @@ async def test_two_isolated_requests_use_two_groups() -> None:
         group.release()
     async with running_world(*groups) as world:
         asked = [make_request([i, 1], max_tokens=30, id=f"r{i}") for i in range(2)]
-        alone = [wire.Request(r.id, 1, r.prompt, [], r.sampling, alone=True) for r in asked]
+        alone = [wire.Request(id=r.id, epoch=1, prompt=r.prompt, delivered=[], sampling=r.sampling, alone=True) for r in asked]
         heard = await asyncio.gather(*(hear(world.fleet, request) for request in alone))
         assert [h.tokens for h in heard] == [expected(r.prompt, 30) for r in alone]
     assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
@@ -137,7 +137,7 @@ async def test_adopted_isolated_request_is_blamed_alone() -> None:
         found = await router.fleet.find(["a"], "")
         streams = [asyncio.create_task(hear(router.fleet, r)) for r in (found["a"].request, make_request(id="beside"))]
         await until(lambda: len(engine.submitted) == 2)
-        engine.change(wire.State(False, 2, "rank 1 died"))
+        engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         with pytest.raises(BackendError, match="3 groups died"):
             await streams[0]
         [beside] = router.fleet.runs
@@ -149,7 +149,9 @@ async def test_adopted_isolated_request_is_blamed_alone() -> None:
 async def test_adopted_isolated_request_excludes_another() -> None:
     first, second = FakeEngine(), FakeEngine()
     first.hold = second.hold = 2
-    second.reported = wire.Load(2, 8, 0, 0, 1000, max_num_seqs=8, waiting_prompt_tokens=50_000)
+    second.reported = wire.Load(
+        waiting=2, running=8, outstanding_tokens=0, free_pages=0, total_pages=1000, max_num_seqs=8, waiting_prompt_tokens=50_000
+    )
     alone = msgspec.structs.replace(resumable(), alone=True)
     async with (
         running_leader(first) as (one, _),

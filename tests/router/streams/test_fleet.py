@@ -43,7 +43,9 @@ async def test_each_token_comes_once_whatever_a_leader_sends(script: Script) -> 
 
 
 @pytest.mark.parametrize(
-    "state", [wire.State(False, 1, "rank 1 is lost"), wire.State(True, 2)], ids=["stops serving", "new incarnation"]
+    "state",
+    [wire.State(serving=False, incarnation=1, reason="rank 1 is lost"), wire.State(serving=True, incarnation=2)],
+    ids=["stops serving", "new incarnation"],
 )
 async def test_streams_go_on_when_a_group(state: wire.State) -> None:
     held, other = FakeLeader("a", Script(hold_at=3)), FakeLeader("b", Script(hold_at=0))
@@ -72,7 +74,7 @@ async def test_a_silent_leader_is_lost() -> None:
 
 async def test_no_ready_group_returns_503_with_retry_after() -> None:
     leader = FakeLeader()
-    leader.state = wire.State(False, 1, "loading")
+    leader.state = wire.State(serving=False, incarnation=1, reason="loading")
     async with running_world(leader, ready=0) as world:
         with pytest.raises(BackendError) as caught:
             await hear(world.fleet, make_request())
@@ -126,7 +128,7 @@ async def test_fourth_loss_of_a_stream_ends_it() -> None:
         stream = asyncio.create_task(hear(world.fleet, make_request()))
         for number, group in enumerate(groups[:4]):
             await world.until(partial(has_stepped, group))
-            await group.tell(wire.State(False, 2, f"its node went, {number}", cause="outside"))
+            await group.tell(wire.State(serving=False, incarnation=2, reason=f"its node went, {number}", cause="outside"))
         with pytest.raises(BackendError, match="lost its group 4 times; last: group d: its node went, 3") as caught:
             await stream
         assert (caught.value.status, caught.value.code) == (503, "too_many_replays")
@@ -141,17 +143,23 @@ def refusing(status: int, code: str, first: int = 10**9) -> Callable[[wire.Submi
     def refuse(submit: wire.Submit) -> wire.Refused | None:
         if next(left, None) is None:
             return None
-        return wire.Refused(submit.handle, submit.request.epoch, status, code, "why", 9.0)
+        return wire.Refused(
+            handle=submit.handle, epoch=submit.request.epoch, status=status, code=code, message="why", retry_after_s=9.0
+        )
 
     return refuse
 
 
 def shed(submit: wire.Submit) -> wire.Refused | None:
     """What an engine with a full queue answers."""
-    answer = Scheduler(Limits(200, 8, 64, max_waiting=0), PoolShape(64, 4)).submit(submit.handle, submit.request)
+    answer = Scheduler(
+        Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=0), PoolShape(64, 4)
+    ).submit(submit.handle, submit.request)
     if not isinstance(answer, Refuse):
         return None
-    return wire.Refused(submit.handle, submit.request.epoch, answer.status, answer.code, answer.message)
+    return wire.Refused(
+        handle=submit.handle, epoch=submit.request.epoch, status=answer.status, code=answer.code, message=answer.message
+    )
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -211,7 +219,7 @@ async def test_a_running_request_that_is_refused_is_replayed() -> None:
     async with running_world(shed, FakeLeader("b")) as world:
         stream = asyncio.create_task(hear(world.fleet, make_request(max_tokens=9)))
         await world.until(lambda: shed.steps == 2)
-        await shed.tell(wire.Refused(shed.submitted[0].handle, 0, 503, "preempted", "no pages"))
+        await shed.tell(wire.Refused(handle=shed.submitted[0].handle, epoch=0, status=503, code="preempted", message="no pages"))
         assert (await stream).tokens == expected([1, 2, 3], 9)
 
 
@@ -257,7 +265,7 @@ async def test_requests_spread_over_groups_before_any_report() -> None:
 
 async def test_the_group_that_reports_less_work_is_chosen() -> None:
     busy, idle = FakeLeader("a"), FakeLeader("b")
-    busy.load = wire.Load(0, 4, 5000, 0, 10)
+    busy.load = wire.Load(waiting=0, running=4, outstanding_tokens=5000, free_pages=0, total_pages=10)
     async with running_world(busy, idle) as world:
         while not idle.submitted:  # the first report may still be on its way
             await hear(world.fleet, make_request())
@@ -279,7 +287,7 @@ async def test_leaving_leader_keeps_streams_and_gets_no_requests() -> None:
         assert [s.request.id for s in leaving.submitted] == ["old"]
 
 
-LEAVING = wire.State(False, 1, "the pod is stopping", draining=True)
+LEAVING = wire.State(serving=False, incarnation=1, reason="the pod is stopping", draining=True)
 
 
 async def test_draining_group_keeps_streams_and_gets_no_requests() -> None:
@@ -311,7 +319,12 @@ async def test_stream_finishes_in_the_only_group_while_it_drains() -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [wire.State(False, 1, "gone"), wire.State(False, 2, "rank 1 died"), wire.State(False, 2, "?", draining=True)]
+    "end",
+    [
+        wire.State(serving=False, incarnation=1, reason="gone"),
+        wire.State(serving=False, incarnation=2, reason="rank 1 died"),
+        wire.State(serving=False, incarnation=2, reason="?", draining=True),
+    ],
 )
 async def test_streams_go_on_elsewhere_when_draining_ends_before_them(end: wire.State) -> None:
     draining, other = FakeLeader("a", Script(hold_at=1)), FakeLeader("b")
@@ -344,7 +357,7 @@ async def test_stream_of_cleanly_leaving_groups_loses_none(max_replays: int, max
             await world.until(partial(has_stepped, leader))
             await leader.tell(LEAVING)
             await world.until_ready(4 - count)
-            await leader.tell(wire.State(False, 1, "the pod is stopping"))
+            await leader.tell(wire.State(serving=False, incarnation=1, reason="the pod is stopping"))
         if ends is None:
             assert (await stream).tokens == expected([1, 2, 3], 16)
         else:
@@ -376,7 +389,7 @@ async def test_group_failure_while_draining_is_a_loss(end: str) -> None:
         if end == "cut":
             leader.cut()
         else:
-            await leader.tell(wire.State(False, 2, "rank 1 died"))
+            await leader.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         with pytest.raises(BackendError) as caught:
             await stream
         assert caught.value.code == "too_many_replays"

@@ -55,27 +55,29 @@ def test_each_index_is_delivered_once_in_order(seed: int, length: int, epochs: i
 @pytest.mark.parametrize(
     ("delivered", "sampling", "end"),
     [
-        ([], wire.Sampling(4, 0, stop_token_ids=[9]), None),
-        ([1, 2], wire.Sampling(4, 0, stop_token_ids=[9]), None),
-        ([1, 9], wire.Sampling(4, 0, stop_token_ids=[9]), "stop"),
-        ([1, 9], wire.Sampling(4, 0, stop_token_ids=[9], min_tokens=3), None),
-        ([1, 2, 3, 4], wire.Sampling(4, 0, stop_token_ids=[9]), "length"),
-        ([1, 2, 3, 9], wire.Sampling(4, 0, stop_token_ids=[9]), "stop"),
+        ([], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9]), None),
+        ([1, 2], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9]), None),
+        ([1, 9], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9]), "stop"),
+        ([1, 9], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9], min_tokens=3), None),
+        ([1, 2, 3, 4], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9]), "length"),
+        ([1, 2, 3, 9], wire.Sampling(max_tokens=4, seed=0, stop_token_ids=[9]), "stop"),
     ],
     ids=["nothing yet", "goes on", "stop token", "stop token too early", "max_tokens", "both"],
 )
 def test_journal_detects_its_end(delivered: list[int], sampling: wire.Sampling, end: str | None) -> None:
-    assert Journal(wire.Request("r", 0, [1], delivered, sampling)).end() == end
+    assert Journal(wire.Request(id="r", epoch=0, prompt=[1], delivered=delivered, sampling=sampling)).end() == end
 
 
 def test_request_with_delivered_tokens_continues_after_them() -> None:
-    journal = Journal(wire.Request("r", 3, [1], [5, 6], wire.Sampling(4, 0)))
+    journal = Journal(wire.Request(id="r", epoch=3, prompt=[1], delivered=[5, 6], sampling=wire.Sampling(max_tokens=4, seed=0)))
     assert journal.is_fresh
     assert journal.accept(3, 1, 6) is TokenVerdict.DROP
     assert journal.accept(3, 2, 7) is TokenVerdict.DELIVER
     assert not journal.is_fresh
     journal.next_epoch()
-    assert journal.replay() == wire.Request("r", 4, [1], [5, 6, 7], wire.Sampling(4, 0))
+    assert journal.replay() == wire.Request(
+        id="r", epoch=4, prompt=[1], delivered=[5, 6, 7], sampling=wire.Sampling(max_tokens=4, seed=0)
+    )
 
 
 async def test_tokens_before_a_setback_are_given_before_it() -> None:
@@ -99,14 +101,14 @@ async def test_frames_of_an_older_epoch_are_ignored() -> None:
     stream.journal.next_epoch()
     stream.token(0, 0, 11)
     stream.finished(wire.Finished(1, 0, "stop"))
-    stream.refused(wire.Refused(1, 0, 503, "c", "m"))
+    stream.refused(wire.Refused(handle=1, epoch=0, status=503, code="c", message="m"))
     stream.lost(0, "gone")
     assert stream.take() is None
 
 
 def told_of(count: int) -> list[wire.TokenDetail]:
     """Details of prompt tokens 1 to `count`."""
-    return [wire.TokenDetail(-float(position), 0, [], []) for position in range(1, count + 1)]
+    return [wire.TokenDetail(logprob=-float(position), rank=0, top_ids=[], top_logprobs=[]) for position in range(1, count + 1)]
 
 
 @given(
@@ -115,7 +117,9 @@ def told_of(count: int) -> list[wire.TokenDetail]:
 )
 def test_prompt_details_are_taken_once(length: int, groups: list[tuple[int, list[int]]]) -> None:
     """Each group tells chunks from token 1 on and is lost after some of them; late chunks of former groups are dropped."""
-    request = msgspec.structs.replace(make_request([1] * (length + 1)), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
+    request = msgspec.structs.replace(
+        make_request([1] * (length + 1)), sampling=wire.Sampling(max_tokens=4, seed=0, prompt_logprobs=1)
+    )
     journal, taken, every = Journal(request), [], told_of(length)
     for lost_after, sizes in [*groups, (length, [length])]:
         assert journal.accept_prompt(wire.PromptDetails(1, journal.epoch - 1, 1, every)) == []
@@ -133,7 +137,7 @@ def test_prompt_details_are_taken_once(length: int, groups: list[tuple[int, list
 
 
 def test_details_that_skip_a_prompt_token_are_a_loss() -> None:
-    request = msgspec.structs.replace(make_request([1, 2, 3]), sampling=wire.Sampling(4, 0, prompt_logprobs=1))
+    request = msgspec.structs.replace(make_request([1, 2, 3]), sampling=wire.Sampling(max_tokens=4, seed=0, prompt_logprobs=1))
     stream = Stream(request)
     stream.prompt_details_received(wire.PromptDetails(1, 0, 2, told_of(1)))
     assert isinstance(stream.take(), GroupLost)
@@ -144,23 +148,30 @@ def test_cached_tokens_come_with_this_epochs_first_token() -> None:
     stream.cached(wire.Cached(1, 7, 3))
     stream.cached(wire.Cached(1, 0, 2))
     stream.token(0, 0, 7)
-    assert stream.take() == Delta(0, [7], None, 2)
+    assert stream.take() == Delta(index=0, tokens=[7], finish=None, cached_tokens=2)
     stream.lost(0, "gone")
     assert isinstance(stream.take(), GroupLost)
     stream.journal.next_epoch()
     stream.cached(wire.Cached(2, 1, 1))
     stream.token(1, 1, 8)
-    assert stream.take() == Delta(1, [8], None, 2), "of several groups the one that found most"
+    assert stream.take() == Delta(index=1, tokens=[8], finish=None, cached_tokens=2), "of several groups the one that found most"
 
 
 def test_details_leave_with_their_tokens() -> None:
-    detail, late = wire.TokenDetail(-1.0, 0, [7], [-1.0]), wire.TokenDetail(-2.0, 0, [8], [-2.0])
-    stream = Stream(msgspec.structs.replace(make_request([1, 2]), sampling=wire.Sampling(4, 0, logprobs=1, prompt_logprobs=0)))
+    detail, late = (
+        wire.TokenDetail(logprob=-1.0, rank=0, top_ids=[7], top_logprobs=[-1.0]),
+        wire.TokenDetail(logprob=-2.0, rank=0, top_ids=[8], top_logprobs=[-2.0]),
+    )
+    stream = Stream(
+        msgspec.structs.replace(make_request([1, 2]), sampling=wire.Sampling(max_tokens=4, seed=0, logprobs=1, prompt_logprobs=0))
+    )
     stream.prompt_details_received(wire.PromptDetails(1, 0, 1, told_of(1)))
     assert stream.take() is None, "nothing leaves before the first token"
     stream.token(0, 0, 7, detail)
     stream.token(0, 0, 7, late)
     stream.token(0, 1, 8, late)
-    assert stream.take() == Delta(0, [7, 8], None, 0, [detail, late], told_of(1))
+    assert stream.take() == Delta(
+        index=0, tokens=[7, 8], finish=None, cached_tokens=0, details=[detail, late], prompt_details=told_of(1)
+    )
     stream.token(0, 2, 9, detail)
-    assert stream.take() == Delta(2, [9], None, 0, [detail])
+    assert stream.take() == Delta(index=2, tokens=[9], finish=None, cached_tokens=0, details=[detail])

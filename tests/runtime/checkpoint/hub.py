@@ -217,7 +217,7 @@ def server() -> Iterator[HubServer]:
 def hub_at(endpoint: str, token: str | None = None, progress: list[str] | None = None) -> Hub:
     """This hub, as a download asks it; without waits between attempts."""
     told = [] if progress is None else progress
-    return Hub(endpoint, token, DownloadControl(told.append, threading.Event(), backoff_s=0.0))
+    return Hub(endpoint, token, DownloadControl(progress=told.append, stop=threading.Event(), backoff_s=0.0))
 
 
 def fetch(server: HubServer, cache: Path, revision: str | None = None, token: str | None = None) -> Snapshot:

@@ -48,7 +48,7 @@ def test_moved_branch_is_fetched_again(server: HubServer, tmp_path: Path) -> Non
 
 
 def listed(*names: str) -> list[RemoteFile]:
-    return [RemoteFile(name, "") for name in names]
+    return [RemoteFile(name=name, url="") for name in names]
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_long_download_logs_its_progress(server: HubServer, tmp_path: Path) -> N
 
 def test_file_without_hash_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"any")
-    assert mismatch(RemoteFile("x", ""), tmp_path / "x") is None
-    assert mismatch(RemoteFile("x", "", size=4), tmp_path / "x") == "3 bytes instead of 4"
+    assert mismatch(RemoteFile(name="x", url=""), tmp_path / "x") is None
+    assert mismatch(RemoteFile(name="x", url="", size=4), tmp_path / "x") == "3 bytes instead of 4"

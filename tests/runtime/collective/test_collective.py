@@ -282,7 +282,10 @@ def test_ended_process_of_the_pod_is_a_lost_peer() -> None:
     other.close()
 
     def shared(place: RankPlace) -> SharedMemory:
-        return SharedMemory(SharedPod(place.near, place.rank, place.pod_name, place.token, place.incarnation), 10.0)
+        return SharedMemory(
+            SharedPod(ranks=place.near, rank=place.rank, name=place.pod_name, token=place.token, incarnation=place.incarnation),
+            10.0,
+        )
 
     mine, _ = in_threads([lambda: shared(first), lambda: shared(second)])
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -296,7 +299,7 @@ def test_shared_memory_is_unlinked_and_stale_files_are_ignored() -> None:
     (first, door), (second, other) = make_places([2])
     door.close()
     other.close()
-    pod = SharedPod(first.near, 0, first.pod_name, first.token, 1)
+    pod = SharedPod(ranks=first.near, rank=0, name=first.pod_name, token=first.token, incarnation=1)
     stale = pod.path
     stale.write_bytes(bytes(16 << 20))
     collectives = in_threads([lambda: connect(first, 10.0), lambda: connect(second, 10.0)])

@@ -30,11 +30,13 @@ LIMITS = MoveLimits()
 
 
 def prepared(held: int = 0, room: int = 0) -> moves.Prepared:
-    return moves.Prepared(MOVE, held, [moves.PageAddress("127.0.0.1", 1)], b"key", room)
+    return moves.Prepared(
+        move=MOVE, held_tokens=held, addresses=[moves.PageAddress("127.0.0.1", 1)], key=b"key", room_tokens=room
+    )
 
 
 def asked(mode: moves.MoveMode = "precopy", held: int = 0, room: int = 0, handle: int = 7) -> moves.MoveOut:
-    return moves.MoveOut(MOVE, handle, 2, prepared(held, room), mode)
+    return moves.MoveOut(move=MOVE, handle=handle, epoch=2, prepared=prepared(held, room), mode=mode)
 
 
 def at(pages: float, step_s: float = 0.0) -> RequestProgress:
@@ -178,7 +180,7 @@ def test_repeated_move_copies_once_newer_move_replaces_it() -> None:
     source = SourceMoves(SIZE)
     source.ask(asked("stop"), 2, at(100), 0.0)
     assert not source.ask(asked("stop"), 2, at(100), 0.0)
-    newer = moves.MoveOut("r0:2", 7, 2, prepared(), "stop")
+    newer = moves.MoveOut(move="r0:2", handle=7, epoch=2, prepared=prepared(), mode="stop")
     assert kinds(source.ask(newer, 2, at(100), 0.0)) == [StopCopy, Unfreeze, SendFrame, Freeze]
     assert len(source) == 1
 
@@ -202,7 +204,7 @@ def test_request_starts_on_pages_of_every_rank() -> None:
     (reserve,) = target.prepare(wire.Prepare(MOVE, make_request(100, 400)), 0.0)
     assert isinstance(reserve, Reserve) and reserve.num_tokens == 164
     assert said(target.reserved(MOVE, reserved(32), 0.1)) == [
-        moves.Prepared(MOVE, 32, [moves.PageAddress("127.0.0.1", 1)], b"key", 1000)
+        moves.Prepared(move=MOVE, held_tokens=32, addresses=[moves.PageAddress("127.0.0.1", 1)], key=b"key", room_tokens=1000)
     ]
     assert not target.came(MOVE, 0, 5, None, 0.2)
     assert not target.came(MOVE, 0, 5, 104, 0.3)

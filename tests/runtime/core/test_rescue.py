@@ -14,15 +14,15 @@ SHORT = [Victim(4, 10, 9.0), *VICTIMS]
 @pytest.mark.parametrize(
     ("pressure", "asked"),
     [
-        (Pressure(100.0, 0.02, 50, VICTIMS, 100.0), []),
-        (Pressure(10.0, 0.02, 5, VICTIMS, 100.0), [3, 2]),
-        (Pressure(10.0, 0.02, 1, VICTIMS, 100.0), [3]),
-        (Pressure(10.0, 0.02, 40, VICTIMS, 100.0), [3, 2]),
-        (Pressure(0.0, 0.02, 0, VICTIMS, 100.0), [3]),
-        (Pressure(10.0, 0.02, 5, VICTIMS[:1], 100.0), []),
-        (Pressure(10.0, 0.02, 1, SHORT, 100.0), [3]),
-        (Pressure(8.0, 0.02, 1, SHORT, 100.0), [4]),
-        (Pressure(10.0, 0.02, 1, [*SHORT[:1], *SHORT[3:]], 100.0), []),
+        (Pressure(steps_to_full=100.0, step_s=0.02, free_pages=50, victims=VICTIMS, pages_per_s=100.0), []),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=5, victims=VICTIMS, pages_per_s=100.0), [3, 2]),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=VICTIMS, pages_per_s=100.0), [3]),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=40, victims=VICTIMS, pages_per_s=100.0), [3, 2]),
+        (Pressure(steps_to_full=0.0, step_s=0.02, free_pages=0, victims=VICTIMS, pages_per_s=100.0), [3]),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=5, victims=VICTIMS[:1], pages_per_s=100.0), []),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=SHORT, pages_per_s=100.0), [3]),
+        (Pressure(steps_to_full=8.0, step_s=0.02, free_pages=1, victims=SHORT, pages_per_s=100.0), [4]),
+        (Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=[*SHORT[:1], *SHORT[3:]], pages_per_s=100.0), []),
     ],
     ids=[
         *("pages last", "two free enough", "one frees enough", "all but one", "full", "alone"),
@@ -35,25 +35,30 @@ def test_offered_requests_free_a_seconds_demand(pressure: Pressure, asked: list[
 
 def test_each_victim_is_offered_once_a_second() -> None:
     """A copy takes 0.1 s, so an answer 0.3 s."""
-    rescue, pressure = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
+    rescue, pressure = Rescue(), Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=VICTIMS, pages_per_s=100.0)
     asked = [rescue.victims(pressure, (), now) for now in (1.0, 1.29, 1.31, 1.59, 1.7, 2.1, 2.42)]
     assert asked == [[3], [], [2], [], [], [3], [2]], "the last one is never offered"
 
 
 def test_slow_copies_offer_the_next_after_half_a_second() -> None:
     large = [Victim(handle, 200, 500.0) for handle in (3, 2, 1)]
-    rescue, pressure = Rescue(), Pressure(10.0, 0.02, 1, large, 100.0)
+    rescue, pressure = Rescue(), Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=large, pages_per_s=100.0)
     assert [rescue.victims(pressure, (), now) for now in (1.0, 1.49, 1.51)] == [[3], [], [2]]
 
 
 def test_leaving_request_is_not_offered_again() -> None:
     rescue = Rescue()
-    assert rescue.victims(Pressure(10.0, 0.02, 1, VICTIMS, 100.0), {3}, 1.0) == []
-    assert rescue.victims(Pressure(10.0, 0.02, 5, VICTIMS, 100.0), {3}, 1.0) == [2]
+    assert (
+        rescue.victims(Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=VICTIMS, pages_per_s=100.0), {3}, 1.0)
+        == []
+    )
+    assert rescue.victims(
+        Pressure(steps_to_full=10.0, step_s=0.02, free_pages=5, victims=VICTIMS, pages_per_s=100.0), {3}, 1.0
+    ) == [2]
 
 
 def test_offers_start_as_early_as_past_moves_took() -> None:
-    rescue, soon = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
+    rescue, soon = Rescue(), Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=VICTIMS, pages_per_s=100.0)
     later = replace(soon, steps_to_full=40.0)
     assert rescue.victims(later, (), 1.0) == [], "a copy takes 0.1 s, and pages last 0.8 s"
     assert rescue.victims(soon, (), 1.0) == [3]
@@ -64,7 +69,7 @@ def test_offers_start_as_early_as_past_moves_took() -> None:
 
 
 def test_late_departure_is_not_measured() -> None:
-    rescue, soon = Rescue(), Pressure(10.0, 0.02, 1, VICTIMS, 100.0)
+    rescue, soon = Rescue(), Pressure(steps_to_full=10.0, step_s=0.02, free_pages=1, victims=VICTIMS, pages_per_s=100.0)
     assert rescue.victims(soon, (), 1.0) == [3]
     rescue.left(3, 2.1)
     assert rescue.victims(replace(soon, steps_to_full=40.0, victims=VICTIMS[1:]), (), 2.2) == []

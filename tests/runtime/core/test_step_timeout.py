@@ -59,7 +59,16 @@ def test_step_as_long_as_the_last_never_times_out(times: list[float]) -> None:
 
 def test_forms_are_magnitudes_of_tokens_and_context() -> None:
     def plan(starts: list[int], counts: list[int]) -> StepPlan:
-        return StepPlan(0, [], [0] * len(counts), starts, counts, [[]] * len(counts), [0] * sum(counts), [])
+        return StepPlan(
+            step=0,
+            admitted=[],
+            rows=[0] * len(counts),
+            starts=starts,
+            counts=counts,
+            pages=[[]] * len(counts),
+            tokens=[0] * sum(counts),
+            draws=[],
+        )
 
     assert form_of(plan([0], [512])) == form_of(plan([100], [600]))
     assert form_of(plan([100] * 4, [1] * 4)) == form_of(plan([80] * 5, [1] * 5))

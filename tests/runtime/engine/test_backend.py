@@ -17,8 +17,10 @@ async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
     backend = LocalBackend(rig.client)
     reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [2], [7], []))
-    await rig.engine.say(wire.Tokens([handle], [0], [3], [8], [wire.Finished(handle, 0, "stop", 4)]))
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[2], tokens=[7], finished=[]))
+    await rig.engine.say(
+        wire.Tokens(handles=[handle], epochs=[0], indices=[3], tokens=[8], finished=[wire.Finished(handle, 0, "stop", 4)])
+    )
     deltas = [delta for delta in await reading if isinstance(delta, Delta)]
     assert deltas[0].index == 2
     assert [token for delta in deltas for token in delta.tokens] == [7, 8]
@@ -30,13 +32,13 @@ async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
-    assert await first == Delta(0, [5])
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
+    assert await first == Delta(index=0, tokens=[5])
     for index in range(1, 4):
-        backend.tokens(wire.Tokens([handle], [0], [index], [index], []))
-    assert await anext(stream) == Delta(1, [1, 2, 3])
-    backend.tokens(wire.Tokens([], [], [], [], [wire.Finished(handle, 0, "length")]))
-    assert await anext(stream) == Delta(4, [], "length")
+        backend.tokens(wire.Tokens(handles=[handle], epochs=[0], indices=[index], tokens=[index], finished=[]))
+    assert await anext(stream) == Delta(index=1, tokens=[1, 2, 3])
+    backend.tokens(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[wire.Finished(handle, 0, "length")]))
+    assert await anext(stream) == Delta(index=4, tokens=[], finish="length")
     assert [delta async for delta in stream] == []
 
 
@@ -53,7 +55,7 @@ async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
 async def test_refusal_reaches_the_api_server(rig: Rig) -> None:
     reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
+    await rig.engine.say(wire.Refused(handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5))
     with pytest.raises(BackendError) as caught:
         await reading
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
@@ -64,11 +66,11 @@ async def test_lost_engine_ends_open_streams_after_their_tokens(rig: Rig) -> Non
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
     await first
-    backend.tokens(wire.Tokens([handle], [0], [1], [6], []))
+    backend.tokens(wire.Tokens(handles=[handle], epochs=[0], indices=[1], tokens=[6], finished=[]))
     rig.client.end_incarnation(2, "rank 0 was killed")
-    assert await anext(stream) == Delta(1, [6])
+    assert await anext(stream) == Delta(index=1, tokens=[6])
     with pytest.raises(BackendError, match="rank 0 was killed") as caught:
         await anext(stream)
     assert (caught.value.status, caught.value.code) == (503, "group_restarting")
@@ -80,11 +82,13 @@ async def test_finished_stream_ignores_a_lost_engine(rig: Rig) -> None:
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], []))
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
     await first
-    backend.tokens(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")]))
+    backend.tokens(
+        wire.Tokens(handles=[handle], epochs=[0], indices=[1], tokens=[6], finished=[wire.Finished(handle, 0, "stop")])
+    )
     rig.client.end_incarnation(2, "rank 0 was killed")
-    assert await anext(stream) == Delta(1, [6], "stop")
+    assert await anext(stream) == Delta(index=1, tokens=[6], finish="stop")
     assert [delta async for delta in stream] == []
 
 

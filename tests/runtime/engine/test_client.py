@@ -20,32 +20,52 @@ async def test_each_sink_gets_a_steps_tokens_in_one_call(rig: Rig) -> None:
     one, two = ListSink(), ListSink()
     a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
     assert [(await rig.engine.take_submit()).handle for _ in range(3)] == [a, b, c]
-    await rig.engine.say(wire.Tokens([a, b, c], [0, 1, 2], [0, 0, 0], [10, 11, 12], [wire.Finished(c, 2, "stop")]))
-    assert await one.next() == wire.Tokens([a, c], [0, 2], [0, 0], [10, 12], [wire.Finished(c, 2, "stop")])
-    assert await two.next() == wire.Tokens([b], [1], [0], [11], [])
+    await rig.engine.say(
+        wire.Tokens(
+            handles=[a, b, c], epochs=[0, 1, 2], indices=[0, 0, 0], tokens=[10, 11, 12], finished=[wire.Finished(c, 2, "stop")]
+        )
+    )
+    assert await one.next() == wire.Tokens(
+        handles=[a, c], epochs=[0, 2], indices=[0, 0], tokens=[10, 12], finished=[wire.Finished(c, 2, "stop")]
+    )
+    assert await two.next() == wire.Tokens(handles=[b], epochs=[1], indices=[0], tokens=[11], finished=[])
 
 
 async def test_details_reach_the_requesting_sink_with_its_tokens(rig: Rig) -> None:
-    one, two, detail = ListSink(), ListSink(), wire.TokenDetail(-1.0, 0, [], [])
+    one, two, detail = ListSink(), ListSink(), wire.TokenDetail(logprob=-1.0, rank=0, top_ids=[], top_logprobs=[])
     a, b, c = (rig.client.submit(make_request(5, seed=i), sink) for i, sink in enumerate([one, two, one]))
     told = [wire.PromptDetails(a, 0, 1, [detail])]
-    await rig.engine.say(wire.Tokens([], [], [], [], [], prompt_details=told))
-    assert await one.next() == wire.Tokens([], [], [], [], [], prompt_details=told)
-    await rig.engine.say(wire.Tokens([a, b, c], [0, 0, 0], [0, 0, 0], [1, 2, 3], [], details=[None, None, detail]))
-    assert await one.next() == wire.Tokens([a, c], [0, 0], [0, 0], [1, 3], [], details=[None, detail])
-    assert await two.next() == wire.Tokens([b], [0], [0], [2], [], details=[None])
+    await rig.engine.say(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[], prompt_details=told))
+    assert await one.next() == wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[], prompt_details=told)
+    await rig.engine.say(
+        wire.Tokens(
+            handles=[a, b, c], epochs=[0, 0, 0], indices=[0, 0, 0], tokens=[1, 2, 3], finished=[], details=[None, None, detail]
+        )
+    )
+    assert await one.next() == wire.Tokens(
+        handles=[a, c], epochs=[0, 0], indices=[0, 0], tokens=[1, 3], finished=[], details=[None, detail]
+    )
+    assert await two.next() == wire.Tokens(handles=[b], epochs=[0], indices=[0], tokens=[2], finished=[], details=[None])
 
 
 async def test_details_wait_in_the_mailbox_for_their_tokens(rig: Rig) -> None:
-    detail = wire.TokenDetail(-1.0, 0, [], [])
+    detail = wire.TokenDetail(logprob=-1.0, rank=0, top_ids=[], top_logprobs=[])
     stream = LocalBackend(rig.client).generate(make_request())
     first = asyncio.ensure_future(anext(stream))
     handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens([], [], [], [], [], prompt_details=[wire.PromptDetails(handle, 0, 1, [detail])]))
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [5], [], details=[detail]))
-    assert await first == Delta(0, [5], None, 0, [detail], [detail])
-    await rig.engine.say(wire.Tokens([handle], [0], [1], [6], [wire.Finished(handle, 0, "stop")], details=[detail]))
-    assert await anext(stream) == Delta(1, [6], "stop", 0, [detail])
+    await rig.engine.say(
+        wire.Tokens(
+            handles=[], epochs=[], indices=[], tokens=[], finished=[], prompt_details=[wire.PromptDetails(handle, 0, 1, [detail])]
+        )
+    )
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[], details=[detail]))
+    assert await first == Delta(index=0, tokens=[5], finish=None, cached_tokens=0, details=[detail], prompt_details=[detail])
+    await rig.engine.say(
+        wire.Tokens(
+            handles=[handle], epochs=[0], indices=[1], tokens=[6], finished=[wire.Finished(handle, 0, "stop")], details=[detail]
+        )
+    )
+    assert await anext(stream) == Delta(index=1, tokens=[6], finish="stop", cached_tokens=0, details=[detail])
     await stream.aclose()
 
 
@@ -55,9 +75,9 @@ async def test_cached_tokens_come_with_the_first_token(rig: Rig) -> None:
     first = asyncio.ensure_future(anext(stream))
     a, b = (await rig.engine.take_submit()).handle, rig.client.submit(make_request(5), other)
     cached = [wire.Cached(b, 0, 3), wire.Cached(a, 0, 2), wire.Cached(99, 0, 1)]
-    await rig.engine.say(wire.Tokens([a, b], [0, 0], [0, 0], [5, 6], [], cached=cached))
-    assert await first == Delta(0, [5], None, 2)
-    assert await other.next() == wire.Tokens([b], [0], [0], [6], [], cached=cached[:1])
+    await rig.engine.say(wire.Tokens(handles=[a, b], epochs=[0, 0], indices=[0, 0], tokens=[5, 6], finished=[], cached=cached))
+    assert await first == Delta(index=0, tokens=[5], finish=None, cached_tokens=2)
+    assert await other.next() == wire.Tokens(handles=[b], epochs=[0], indices=[0], tokens=[6], finished=[], cached=cached[:1])
     await stream.aclose()
     assert [(end.reason, end.cached_tokens) for end in rig.meter.ends] == [("abort", 2)]
 
@@ -65,17 +85,21 @@ async def test_cached_tokens_come_with_the_first_token(rig: Rig) -> None:
 async def test_requests_and_tokens_are_measured(rig: Rig) -> None:
     sink = ListSink()
     handle = rig.client.submit(make_request(5), sink)
-    await rig.engine.say(wire.Load(1, 2, 3, 4, 5))
+    await rig.engine.say(wire.Load(waiting=1, running=2, outstanding_tokens=3, free_pages=4, total_pages=5))
     for index in range(3):
         ends = [wire.Finished(handle, 0, "length")] if index == 2 else []
-        await rig.engine.say(wire.Tokens([handle], [0], [index], [7], ends))
+        await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[index], tokens=[7], finished=ends))
         await sink.next()
-    assert rig.client.load() == wire.Load(1, 2, 3, 4, 5)
-    assert rig.meter.loads[-1] == wire.Load(1, 2, 3, 4, 5)
+    assert rig.client.load() == wire.Load(waiting=1, running=2, outstanding_tokens=3, free_pages=4, total_pages=5)
+    assert rig.meter.loads[-1] == wire.Load(waiting=1, running=2, outstanding_tokens=3, free_pages=4, total_pages=5)
     assert rig.meter.steps == [1, 1, 1]
     assert rig.meter.firsts == [(5, 1.0)]
     assert rig.meter.gaps == [1.0, 1.0]
-    assert rig.meter.ends == [EndedRequest("length", 5, 0, 3, 4, 3.0, 2.0)]
+    assert rig.meter.ends == [
+        EndedRequest(
+            reason="length", prompt_tokens=5, cached_tokens=0, generated_tokens=3, max_tokens=4, latency_s=3.0, decode_s=2.0
+        )
+    ]
 
 
 async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:
@@ -85,9 +109,9 @@ async def test_tokens_of_an_aborted_request_go_nowhere(rig: Rig) -> None:
     rig.client.abort([gone])
     assert [type(await rig.engine.take()) for _ in range(3)] == [wire.Submit, wire.Submit, wire.Abort]
     ends = [wire.Finished(gone, 0, "stop"), wire.Finished(stays, 0, "stop")]
-    await rig.engine.say(wire.Refused(gone, 0, 429, "queue_full", "full"))
-    await rig.engine.say(wire.Tokens([gone, stays], [0, 0], [0, 0], [1, 2], ends))
-    assert await sink.next() == wire.Tokens([stays], [0], [0], [2], ends[1:])
+    await rig.engine.say(wire.Refused(handle=gone, epoch=0, status=429, code="queue_full", message="full"))
+    await rig.engine.say(wire.Tokens(handles=[gone, stays], epochs=[0, 0], indices=[0, 0], tokens=[1, 2], finished=ends))
+    assert await sink.next() == wire.Tokens(handles=[stays], epochs=[0], indices=[0], tokens=[2], finished=ends[1:])
     assert sink.frames.empty()
 
 
@@ -95,8 +119,10 @@ async def test_an_unreadable_frame_harms_no_other(rig: Rig, caplog: pytest.LogCa
     sink = ListSink()
     handle = rig.client.submit(make_request(), sink)
     await rig.engine.say(b"\xc1")
-    await rig.engine.say(wire.Refused(handle, 0, 429, "queue_full", "full", 2.5))
-    assert await sink.next() == wire.Refused(handle, 0, 429, "queue_full", "full", 2.5)
+    await rig.engine.say(wire.Refused(handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5))
+    assert await sink.next() == wire.Refused(
+        handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5
+    )
     assert "cannot be read" in caplog.text
 
 
@@ -114,11 +140,14 @@ async def test_lost_incarnation_drops_requests_and_the_next_serves(rig: Rig) -> 
     rig.client.serve(ASSETS)
     handle = rig.client.submit(make_request(), sink)
     assert (await engine.take_submit()).handle == handle
-    await engine.say(wire.Tokens([lost, handle], [0, 0], [0, 0], [1, 2], []))
-    assert await sink.next() == wire.Tokens([handle], [0], [0], [2], [])
+    await engine.say(wire.Tokens(handles=[lost, handle], epochs=[0, 0], indices=[0, 0], tokens=[1, 2], finished=[]))
+    assert await sink.next() == wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[2], finished=[])
     unsubscribe()
     rig.client.end_incarnation(3, "again")
-    assert changes == [wire.State(False, 2, "rank 1 was killed"), wire.State(True, 2)]
+    assert changes == [
+        wire.State(serving=False, incarnation=2, reason="rank 1 was killed"),
+        wire.State(serving=True, incarnation=2),
+    ]
 
 
 async def test_loss_names_the_suspected_requests(rig: Rig) -> None:
@@ -135,8 +164,8 @@ async def test_a_request_can_be_handed_to_another_sink(rig: Rig) -> None:
     handle = rig.client.submit(make_request(), first)
     rig.client.reassign([handle, handle + 1], second)
     await rig.engine.take_submit()
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [1], []))
-    assert await second.next() == wire.Tokens([handle], [0], [0], [1], [])
+    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[1], finished=[]))
+    assert await second.next() == wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[1], finished=[])
 
 
 async def test_assets_are_unknown_until_an_incarnation_served() -> None:
@@ -156,8 +185,8 @@ async def test_however_a_request_ends_it_is_counted_once(rig: Rig) -> None:
     sink = ListSink()
     left, refused, lost = (rig.client.submit(make_request(2), sink) for _ in range(3))
     rig.client.abort([left, left])
-    await rig.engine.say(wire.Refused(refused, 0, 429, "queue_full", "no"))
-    await rig.engine.say(wire.Tokens([lost], [0], [0], [7], [], queue_times_s=[0.5]))
+    await rig.engine.say(wire.Refused(handle=refused, epoch=0, status=429, code="queue_full", message="no"))
+    await rig.engine.say(wire.Tokens(handles=[lost], epochs=[0], indices=[0], tokens=[7], finished=[], queue_times_s=[0.5]))
     while not rig.meter.queue_times_s:
         await asyncio.sleep(0.01)
     rig.client.end_incarnation(2, "gone")
@@ -172,14 +201,16 @@ async def test_draining_client_finishes_its_requests_only(rig: Rig) -> None:
     while not rig.client.is_busy:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
-    assert rig.client.state() == wire.State(False, 1, "leaving", draining=True, served=SERVED)
+    assert rig.client.state() == wire.State(serving=False, incarnation=1, reason="leaving", draining=True, served=SERVED)
     assert backend.not_ready() == "leaving"
     with pytest.raises(BackendError) as caught:
         rig.client.submit(make_request(2), ListSink())
     assert (caught.value.status, caught.value.code) == (503, "draining")
     handle = next(iter(rig.client._open))
-    await rig.engine.say(wire.Tokens([handle], [0], [0], [7], [wire.Finished(handle, 0, "stop")]))
-    assert await running == [Delta(0, [7], "stop")]
+    await rig.engine.say(
+        wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[7], finished=[wire.Finished(handle, 0, "stop")])
+    )
+    assert await running == [Delta(index=0, tokens=[7], finish="stop")]
     rig.client.serve(ASSETS)
     assert not rig.client.state().serving
 
@@ -191,7 +222,7 @@ async def test_stream_open_after_draining_gets_a_reason(rig: Rig) -> None:
         await asyncio.sleep(0.01)
     rig.client.drain("leaving")
     rig.client.refuse("gone")
-    assert rig.client.state() == wire.State(False, 1, "gone", cause="outside")
+    assert rig.client.state() == wire.State(serving=False, incarnation=1, reason="gone", cause="outside")
     with pytest.raises(BackendError, match="gone") as caught:
         await running
     assert (caught.value.status, caught.value.code) == (503, "shutting_down")
@@ -212,8 +243,10 @@ async def test_engine_failure_while_draining_reports_the_stopping_pod(rig: Rig) 
 async def test_tokens_of_one_step_share_the_elapsed_time(rig: Rig) -> None:
     sink = ListSink()
     one, other = (rig.client.submit(make_request(5), sink) for _ in range(2))
-    await rig.engine.say(wire.Tokens([one, other], [0, 0], [0, 0], [7, 7], []))
-    await rig.engine.say(wire.Tokens([one, one, one, one, other], [0] * 5, [1, 2, 3, 4, 1], [7] * 5, []))
+    await rig.engine.say(wire.Tokens(handles=[one, other], epochs=[0, 0], indices=[0, 0], tokens=[7, 7], finished=[]))
+    await rig.engine.say(
+        wire.Tokens(handles=[one, one, one, one, other], epochs=[0] * 5, indices=[1, 2, 3, 4, 1], tokens=[7] * 5, finished=[])
+    )
     await sink.next()
     await sink.next()
     assert rig.meter.gaps == [0.25] * 4 + [1.0]

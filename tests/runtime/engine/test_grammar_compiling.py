@@ -210,7 +210,7 @@ def test_invalid_grammar_ends_its_requests_before_any_step(
 
 
 def test_request_with_a_grammar_keeps_its_arrival_order() -> None:
-    engine = Engine(limits=Limits(64, 1, 16))
+    engine = Engine(limits=Limits(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16))
     engine.send(wire.Submit(1, asking(LARGE)))
     assert engine.loop.turn()
     engine.send(*(wire.Submit(handle, asking(None, make_request(3, 5, seed=handle))) for handle in (2, 3)))
@@ -225,7 +225,7 @@ def test_request_with_a_grammar_keeps_its_arrival_order() -> None:
 
 def test_preempted_requests_hold_their_grammars_and_give_equal_tokens() -> None:
     requests = {handle: asking(SMALL, make_request(8, 16, seed=handle)) for handle in range(4)}
-    with Engine(num_pages=14, limits=Limits(64, 4, 16)) as engine:
+    with Engine(num_pages=14, limits=Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)) as engine:
         engine.send(*(wire.Submit(handle, request) for handle, request in requests.items()))
         engine.until(*requests)
         engine.loads.clear()

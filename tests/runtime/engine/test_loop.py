@@ -111,7 +111,7 @@ def test_refused_and_finished_requests_are_answered_at_once() -> None:
     assert isinstance(refused, wire.Refused)
     assert (refused.handle, refused.epoch, refused.status, refused.code) == (1, 3, 400, "context_length_exceeded")
     assert refused.retry_after_s is None
-    assert over == wire.Tokens([], [], [], [], [wire.Finished(2, 4, "length")])
+    assert over == wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[wire.Finished(2, 4, "length")])
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_the_order_is_that_of_the_policy() -> None:
         wire.Submit(h, msgspec.structs.replace(make_request(3, 2), priority=-h)) for h in (1, 2, 3)
     ]
     script = Script(first)
-    limits = Limits(64, 1, 16)
-    EngineLoop(FakeRunner(64, 4), limits, script, Clock(0.001), SchedulerConfig("priority")).run()
+    limits = Limits(max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16)
+    EngineLoop(FakeRunner(64, 4), limits, script, Clock(0.001), SchedulerConfig(scheduling_policy="priority")).run()
     frames = [frame for frame in script.sent if isinstance(frame, wire.Tokens)]
     assert [end.handle for frame in frames for end in frame.finished] == [3, 2, 1]
 

@@ -6,9 +6,9 @@ from phalanx_api import moves, wire
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay, MoveReport
 from tests.runtime.fake_runner import make_request
 
-OUT = moves.MoveOut("m", 7, 0, moves.Prepared("m", 0, [], b"k"))
+OUT = moves.MoveOut(move="m", handle=7, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
 IN = wire.Prepare("m", make_request(3, 4))
-FROZEN = moves.Frozen("m", 0, 1, 3)
+FROZEN = moves.Frozen(move="m", epoch=0, num_output=1, num_computed=3)
 FAILED = moves.MoveFailed("m", "lease", "it took too long")
 
 

@@ -127,7 +127,13 @@ class Engine:
 
 
 def out(handle: int = 1, mode: moves.MoveMode = "stop", held: int = 0, epoch: int = 0, count: int = 2) -> moves.MoveOut:
-    return moves.MoveOut("m", handle, epoch, moves.Prepared("m", held, THERE[:count], b"k" * 32), mode)
+    return moves.MoveOut(
+        move="m",
+        handle=handle,
+        epoch=epoch,
+        prepared=moves.Prepared(move="m", held_tokens=held, addresses=THERE[:count], key=b"k" * 32),
+        mode=mode,
+    )
 
 
 def both(report: copying.Report) -> list[tuple[int, copying.Report]]:
@@ -199,7 +205,9 @@ def test_frozen_request_resumes_after_a_cancelled_move(how: str) -> None:
 
 def test_repeated_move_keeps_its_missing_draft_pages() -> None:
     runner, carrier = FakeRunner(44, 4), FakeCarrier()
-    scheduler = make_scheduler(Limits(128, 4, 128), runner.pool, SchedulerConfig())
+    scheduler = make_scheduler(
+        Limits(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128), runner.pool, SchedulerConfig()
+    )
     moving = EngineMoves(scheduler, carrier, lambda frame: None, lambda handle: None)
     assert scheduler.submit(1, make_request(80, 30)) is None
     plan = scheduler.schedule()
@@ -221,7 +229,15 @@ def test_repeated_move_keeps_its_missing_draft_pages() -> None:
 def test_request_that_ends_during_the_copy_ends_the_move() -> None:
     engine = Engine()
     engine.turn(wire.Submit(1, make_request(6, 8)), times=7)
-    engine.turn(moves.MoveOut("m", 1, 0, moves.Prepared("m", 0, THERE, b"k" * 32), "stop"))
+    engine.turn(
+        moves.MoveOut(
+            move="m",
+            handle=1,
+            epoch=0,
+            prepared=moves.Prepared(move="m", held_tokens=0, addresses=THERE, key=b"k" * 32),
+            mode="stop",
+        )
+    )
     engine.turn(wire.Abort([1]), times=2)
     assert [failed.code for failed in engine.of(moves.MoveFailed)] == ["ended"]
     assert engine.carrier.orders[-1] == ("stop", "m")
@@ -265,7 +281,7 @@ def test_request_starts_on_transferred_pages_and_computes_the_rest() -> None:
     engine = Engine()
     request = make_request(10, 20)
     whole = expected_output(request)
-    moved = wire.Request(request.id, 1, request.prompt, whole[:5], request.sampling)
+    moved = wire.Request(id=request.id, epoch=1, prompt=request.prompt, delivered=whole[:5], sampling=request.sampling)
     engine.turn(wire.Prepare("m", moved), times=2)
     pages = engine.carrier.of("expect")[0][3]
     assert isinstance(pages, tuple)

@@ -53,7 +53,10 @@ def asked() -> list[wire.Request]:
         ([3, 4, 5, 3, 4, 5, 3, 4], {"temperature": 0.6, "allowed_token_ids": [3, 4, 5]}),
     ]
     begun = [
-        wire.Request(f"more{n}", 1, prompt, [], wire.Sampling(40, n, logprobs=2, **ways)) for n, (prompt, ways) in enumerate(more)
+        wire.Request(
+            id=f"more{n}", epoch=1, prompt=prompt, delivered=[], sampling=wire.Sampling(max_tokens=40, seed=n, logprobs=2, **ways)
+        )
+        for n, (prompt, ways) in enumerate(more)
     ]
     longer = [msgspec.structs.replace(one.sampling, max_tokens=50) for one in requests()]
     return begun + [msgspec.structs.replace(one, sampling=how) for one, how in zip(requests(), longer, strict=True)]
@@ -76,7 +79,12 @@ def alone(folder: Path) -> list[Served]:
 def chains(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> SchedulerConfig:
     return SchedulerConfig(
         speculating=SpeculationConfig(
-            method, num_tokens, is_adaptive=False, drafts=frozenset({method}), tree=tree or Tree(), may_branch=False
+            method=method,
+            num_tokens=num_tokens,
+            is_adaptive=False,
+            drafts=frozenset({method}),
+            tree=tree or Tree(),
+            may_branch=False,
         )
     )
 

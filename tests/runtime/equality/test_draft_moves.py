@@ -63,7 +63,10 @@ def run(
             method = way.get("speculative_method", "none")
             drafts = frozenset({method} - {"none"})
             rules = replace(
-                RULES, speculating=SpeculationConfig(method, 6 if tree.widths else 3, is_adaptive=False, drafts=drafts, tree=tree)
+                RULES,
+                speculating=SpeculationConfig(
+                    method=method, num_tokens=6 if tree.widths else 3, is_adaptive=False, drafts=drafts, tree=tree
+                ),
             )
             build = Build(torch.float64, num_pages=120, speculative=way)
             groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))

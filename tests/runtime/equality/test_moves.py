@@ -78,7 +78,7 @@ def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> N
         "schema": KINDS["schema"],
         "penalised": KINDS["penalised"] | few,
     }
-    rules = replace(RULES, speculating=SpeculationConfig("ngram", 4, is_adaptive=False))
+    rules = replace(RULES, speculating=SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False))
     with running_field(model, [[1], [1]], BUILD, rules=rules) as field:
         router = field.mover
         requests = [make_request(kind, **sampling) for kind, sampling in kinds.items()]

@@ -115,7 +115,11 @@ def test_plans_in_flight_sample_equal_tokens(
 def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
         watched = Watched(runner)
-        return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted), watched.most_in_flight
+        return (
+            serve(watched, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)),
+            len(watched.admitted),
+            watched.most_in_flight,
+        )
 
     served, num_admitted, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=11), work)
     assert num_admitted > len(FIELDS), "some were preempted"
@@ -127,11 +131,24 @@ def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served
 def test_requests_with_a_common_beginning_share_its_pages(folder: Path, pods: list[int], stages: int) -> None:
     """Whoever comes in a plan later reads pages that the plan before it writes, while both are in flight."""
     common = requests()[-1].prompt
-    asked = [wire.Request(str(i), 1, common + [i] * (1 + i), [], wire.Sampling(NUM_TOKENS, i, 1.0)) for i in range(6)]
+    asked = [
+        wire.Request(
+            id=str(i),
+            epoch=1,
+            prompt=common + [i] * (1 + i),
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=i, temperature=1.0),
+        )
+        for i in range(6)
+    ]
 
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
         watched = Watched(runner)
-        return serve(watched, asked, Limits(120, 6, 20)), watched.num_computed, watched.most_in_flight
+        return (
+            serve(watched, asked, Limits(max_model_len=120, max_num_seqs=6, max_num_batched_tokens=20)),
+            watched.num_computed,
+            watched.most_in_flight,
+        )
 
     served, num_computed, most_in_flight = on_ranks(folder, pods, wide(stages), work)
     assert [one.tokens for one in served] == [alone(folder, one).tokens for one in asked]
@@ -157,8 +174,11 @@ def test_large_hidden_states_cause_no_deadlock(tmp_path: Path, pods: list[int], 
     folder = save_tiny(tmp_path / "model", hidden_size=512, max_position_embeddings=1024)
     chance = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB_SIZE, (700,), generator=chance).tolist() for _ in range(5)]
-    asked = [wire.Request(str(i), 1, p, [], wire.Sampling(3, i, prompt_logprobs=20)) for i, p in enumerate(prompts)]
-    limits = Limits(1000, 5, 700)
+    asked = [
+        wire.Request(id=str(i), epoch=1, prompt=p, delivered=[], sampling=wire.Sampling(max_tokens=3, seed=i, prompt_logprobs=20))
+        for i, p in enumerate(prompts)
+    ]
+    limits = Limits(max_model_len=1000, max_num_seqs=5, max_num_batched_tokens=700)
     assert 700 * 512 * 8 > 2 * FRAGMENT_BYTES
 
     def work(runner: ModelRunner) -> tuple[list[Served], int]:

@@ -45,7 +45,15 @@ def requests(**more: Any) -> list[wire.Request]:
     for number, fields in enumerate(FIELDS.values()):
         prompt = torch.randint(0, VOCAB_SIZE, (3 + 5 * number,), generator=chance).tolist()
         both: dict[str, Any] = {"stop_token_ids": [EOS_ID], "logprobs": 2, **fields, **more}
-        asked.append(wire.Request(str(number), 1, prompt, [], wire.Sampling(NUM_TOKENS, 7 + number, **both)))
+        asked.append(
+            wire.Request(
+                id=str(number),
+                epoch=1,
+                prompt=prompt,
+                delivered=[],
+                sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=7 + number, **both),
+            )
+        )
     return asked
 
 
@@ -80,7 +88,9 @@ def test_two_ranks_sample_equal_tokens(folder: Path, plain: list[Served]) -> Non
 def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
         watched = Watched(runner)
-        return serve(watched, requests(), Limits(72, 8, 64)), len(watched.admitted)
+        return serve(watched, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)), len(
+            watched.admitted
+        )
 
     served, num_admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=11), work)
     assert num_admitted > len(FIELDS), "some were preempted"
@@ -91,7 +101,7 @@ def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served
 @pytest.mark.parametrize("delivered", [1, 5, 13])
 def test_replayed_requests_sample_equal_tokens(folder: Path, plain: list[Served], delivered: int) -> None:
     replayed = [
-        wire.Request(one.id, 2, one.prompt, whole.tokens[:delivered], one.sampling)
+        wire.Request(id=one.id, epoch=2, prompt=one.prompt, delivered=whole.tokens[:delivered], sampling=one.sampling)
         for one, whole in zip(requests(), plain, strict=True)
         if len(whole.tokens) > delivered
     ]
@@ -115,12 +125,29 @@ def test_prompt_logprobs_come_once_and_equal_other_steps(folder: Path) -> None:
 
 def test_preempted_prompt_is_reported_once(folder: Path) -> None:
     """Requests that decode take the pages of one whose long prompt comes in chunks."""
-    short = [wire.Request(str(n), 1, [n, 1], [], wire.Sampling(40, n, 0.0, return_gaps=True)) for n in range(3)]
-    long = wire.Request("long", 1, [n % 200 for n in range(60)], [], wire.Sampling(4, 9, 0.0, prompt_logprobs=1))
+    short = [
+        wire.Request(
+            id=str(n),
+            epoch=1,
+            prompt=[n, 1],
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=40, seed=n, temperature=0.0, return_gaps=True),
+        )
+        for n in range(3)
+    ]
+    long = wire.Request(
+        id="long",
+        epoch=1,
+        prompt=[n % 200 for n in range(60)],
+        delivered=[],
+        sampling=wire.Sampling(max_tokens=4, seed=9, temperature=0.0, prompt_logprobs=1),
+    )
 
     def work(runner: ModelRunner) -> tuple[list[Served], list[NewRow]]:
         watched = Watched(runner)
-        return serve(watched, [*short, long], Limits(72, 4, 5)), watched.admitted
+        return serve(
+            watched, [*short, long], Limits(max_model_len=72, max_num_seqs=4, max_num_batched_tokens=5)
+        ), watched.admitted
 
     (*others, answer), admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=14), work)
     assert [len(new.history) for new in admitted if new.num_prompt == 60] == [60, 60], "preempted before its first token"
@@ -137,7 +164,16 @@ def test_siblings_sample_the_same_as_alone(folder: Path, told: int | None) -> No
     """n = 4: four requests of one prompt with seeds of their own share its pages, unless each wants its prompt's logprobs."""
     prompt = requests()[7].prompt
     fields: dict[str, Any] = {"presence_penalty": 0.5, "prompt_logprobs": told}
-    siblings = [wire.Request(str(seed), 1, prompt, [], wire.Sampling(NUM_TOKENS, seed, 1.0, **fields)) for seed in range(4)]
+    siblings = [
+        wire.Request(
+            id=str(seed),
+            epoch=1,
+            prompt=prompt,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=seed, temperature=1.0, **fields),
+        )
+        for seed in range(4)
+    ]
 
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
         watched = Watched(runner)

@@ -41,7 +41,13 @@ def make_requests() -> dict[int, wire.Request]:
         [common] * 4 + [[*common[:18], 1, 2, 3], [*common, 7, 8]] + [[chance.randrange(VOCAB_SIZE)] * n for n in (1, 12, 33)]
     )
     return {
-        i: wire.Request(f"r{i}", 0, prompt, [], wire.Sampling(14, seed=i, temperature=0.0 if i % 2 else 1.0))
+        i: wire.Request(
+            id=f"r{i}",
+            epoch=0,
+            prompt=prompt,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=14, seed=i, temperature=0.0 if i % 2 else 1.0),
+        )
         for i, prompt in enumerate(prompts)
     }
 
@@ -96,8 +102,8 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
     for handle, request in requests.items():
         alone = make_scheduler(replace(LIMITS, plans_in_flight=runner.depth), runner.pool, PLAIN)
         plain |= serve(runner, alone, {handle: request}, Disturbance())
-    limits = Limits(128, 6, disturbance.budget, plans_in_flight=runner.depth)
-    disturbed = make_scheduler(limits, runner.pool, SchedulerConfig(disturbance.policy))
+    limits = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=disturbance.budget, plans_in_flight=runner.depth)
+    disturbed = make_scheduler(limits, runner.pool, SchedulerConfig(scheduling_policy=disturbance.policy))
     assert serve(runner, disturbed, requests, disturbance) == plain
     return disturbed
 

@@ -24,8 +24,10 @@ from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, Watched, serve
 from tests.runtime.tiny import EOS_ID, save_tiny
 
-DRAFTS = SchedulerConfig(speculating=SpeculationConfig("draft", 5, is_adaptive=False, drafts=frozenset({"draft"})))
-LOOKUPS = SchedulerConfig(speculating=SpeculationConfig("ngram", 5, is_adaptive=False))
+DRAFTS = SchedulerConfig(
+    speculating=SpeculationConfig(method="draft", num_tokens=5, is_adaptive=False, drafts=frozenset({"draft"}))
+)
+LOOKUPS = SchedulerConfig(speculating=SpeculationConfig(method="ngram", num_tokens=5, is_adaptive=False))
 PLAIN = SchedulerConfig()
 GROUPS: dict[str, tuple[list[int], int]] = {"one": ([1], 1), "tp2": ([2], 1), "pp2": ([2], 2), "pp2 x tp2": ([4], 2)}
 groups = pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
@@ -103,7 +105,9 @@ def test_preempted_requests_sample_equal_tokens(
     folder: Path, plain: list[Served], oracle: Oracle, stages: int, rules: SchedulerConfig
 ) -> None:
     made = build(11, stages, oracle)
-    served, watched = run(folder, requests(), rules, Limits(72, 8, 64), made, [stages])
+    served, watched = run(
+        folder, requests(), rules, Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64), made, [stages]
+    )
     assert len(watched.admitted) > len(FIELDS), "some were preempted"
     assert_equal(served, plain)
     assert watched.num_proposed > 0
@@ -115,7 +119,7 @@ def test_preempted_requests_sample_equal_tokens(
 @pytest.mark.parametrize("delivered", [1, 5, 13])
 def test_replayed_requests_sample_equal_tokens(folder: Path, plain: list[Served], oracle: Oracle, delivered: int) -> None:
     replayed = [
-        wire.Request(one.id, 2, one.prompt, whole.tokens[:delivered], one.sampling)
+        wire.Request(id=one.id, epoch=2, prompt=one.prompt, delivered=whole.tokens[:delivered], sampling=one.sampling)
         for one, whole in zip(requests(), plain, strict=True)
         if len(whole.tokens) > delivered
     ]
@@ -151,7 +155,16 @@ def test_later_requests_find_pages_filled_by_runs(folder: Path, plain: list[Serv
 
 def test_siblings_share_their_prompt_and_speculate_each_for_itself(folder: Path) -> None:
     prompt = requests()[7].prompt
-    siblings = [wire.Request(str(seed), 1, prompt, [], wire.Sampling(NUM_TOKENS, seed, 1.0)) for seed in range(4)]
+    siblings = [
+        wire.Request(
+            id=str(seed),
+            epoch=1,
+            prompt=prompt,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=seed, temperature=1.0),
+        )
+        for seed in range(4)
+    ]
     whole = run(folder, siblings, PLAIN)[0]
     oracle = Oracle({seed: answer.tokens for seed, answer in enumerate(whole)})
     served, watched = run(folder, siblings, DRAFTS, made=build(oracle=oracle))
@@ -181,7 +194,13 @@ REPEATING: dict[str, dict[str, Any]] = {
 def repeating() -> list[wire.Request]:
     prompts = [[(7 * at + 3) % 40 for at in range(9)] * 3 for _ in REPEATING]
     return [
-        wire.Request(str(n), 0, prompts[n], [], wire.Sampling(40, n, **{"stop_token_ids": [EOS_ID], "logprobs": 1, **fields}))
+        wire.Request(
+            id=str(n),
+            epoch=0,
+            prompt=prompts[n],
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=40, seed=n, **{"stop_token_ids": [EOS_ID], "logprobs": 1, **fields}),
+        )
         for n, fields in enumerate(REPEATING.values())
     ]
 

@@ -31,7 +31,7 @@ REPLAYED = 9
 LIMITS: dict[str, tuple[Limits, int]] = {
     "together": (ROOMY, 200),
     "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=26), 200),
-    "preempted": (Limits(72, 8, 64), 11),
+    "preempted": (Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64), 11),
 }
 
 
@@ -64,7 +64,9 @@ def ways(folder: Path, plain: list[Served]) -> dict[str, dict[str, Any]]:
 
 def rules(method: Method, shape: TreeShape = "best_first", widths: tuple[int, ...] = (3, 2), most: int = 8) -> SchedulerConfig:
     tree = Tree(list(widths), shape)
-    return SchedulerConfig(speculating=SpeculationConfig(method, most, is_adaptive=False, drafts=frozenset({method}), tree=tree))
+    return SchedulerConfig(
+        speculating=SpeculationConfig(method=method, num_tokens=most, is_adaptive=False, drafts=frozenset({method}), tree=tree)
+    )
 
 
 def run(
@@ -156,7 +158,13 @@ def test_a_json_schema_gives_equal_tokens(
     penalties: list[dict[str, Any]] = [{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.7}]
     asked = [
         wire.Request(
-            str(n), 1, prompt[n:], [], wire.Sampling(36, n, 0.9 * (n % 2), grammar=wire.Grammar("json_schema", SCHEMA), **more)
+            id=str(n),
+            epoch=1,
+            prompt=prompt[n:],
+            delivered=[],
+            sampling=wire.Sampling(
+                max_tokens=36, seed=n, temperature=0.9 * (n % 2), grammar=wire.Grammar("json_schema", SCHEMA), **more
+            ),
         )
         for n, more in enumerate(penalties)
     ]
@@ -186,7 +194,16 @@ def test_target_as_draft_always_accepts_the_first_branch(
     chance = torch.Generator().manual_seed(8)
     common = torch.randint(0, 250, (37,), generator=chance).tolist()
     prompts = [common, common, [*common[:21], 1, 2, 3], common[:5], [*common, 9], common[9:]]
-    asked = [wire.Request(str(n), 1, prompt, [], wire.Sampling(30, n, 0.9 * (n % 2))) for n, prompt in enumerate(prompts)]
+    asked = [
+        wire.Request(
+            id=str(n),
+            epoch=1,
+            prompt=prompt,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=30, seed=n, temperature=0.9 * (n % 2)),
+        )
+        for n, prompt in enumerate(prompts)
+    ]
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     bounds, num_pages = LIMITS[limits]
     made = Build(torch.float64, num_pages=num_pages + 4, **ways["twin"])

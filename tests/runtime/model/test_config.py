@@ -32,7 +32,7 @@ def parsed(**changes: Any) -> ModelConfig:
 def test_missing_fields_have_the_family_defaults() -> None:
     config = parsed()
     assert (config.num_kv_heads, config.head_dim, config.max_position, config.tied) == (4, 16, 2048, False)
-    assert config.rms_norm_eps == 1e-6 and config.ropes == (Rope(10000.0),) * 3
+    assert config.rms_norm_eps == 1e-6 and config.ropes == (Rope(theta=10000.0),) * 3
     assert config.windows == (None, None, None)
     assert parsed(head_dim=48).head_dim == 48
 
@@ -145,17 +145,17 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_gemma_3_turns_its_sliding_layers_otherwise() -> None:
     old = parsed(architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2, rope_theta=5e5)
-    assert old.ropes == (Rope(10000.0), Rope(5e5), Rope(10000.0))
+    assert old.ropes == (Rope(theta=10000.0), Rope(theta=5e5), Rope(theta=10000.0))
     kinds = {"full_attention": {"rope_theta": 7e5}, "sliding_attention": {"rope_theta": 3e3}}
     new = parsed(
         architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2, rope_parameters=kinds, dtype="bfloat16"
     )
-    assert new.ropes == (Rope(3e3), Rope(7e5), Rope(3e3))
+    assert new.ropes == (Rope(theta=3e3), Rope(theta=7e5), Rope(theta=3e3))
 
 
 def test_some_layers_of_smollm3_do_not_turn() -> None:
     config = parsed(architectures=["SmolLM3ForCausalLM"], no_rope_layer_interval=2)
-    assert config.ropes == (Rope(2000000.0), None, Rope(2000000.0))
+    assert config.ropes == (Rope(theta=2000000.0), None, Rope(theta=2000000.0))
     with pytest.raises(ModelError, match="no_rope_layers has 1"):
         parsed(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1])
 

@@ -78,7 +78,7 @@ def test_plans_in_flight_sample_equal_tokens(models: Models, pods: list[int], st
     served, most_in_flight, _ = on_ranks(models("mixtral"), pods, staged(stages, torch.float64, 200), work)
     assert most_in_flight == stages
     assert_equal(served, plain)
-    limits = Limits(72, 8, 64)
+    limits = Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)
     served, most_in_flight, num_admitted = on_ranks(models("mixtral"), pods, staged(stages, torch.float64, 11), work)
     assert num_admitted > len(requests()), "some were preempted"
     assert_equal(served, plain)

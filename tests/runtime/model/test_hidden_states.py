@@ -20,7 +20,7 @@ from tests.runtime.ranks import PLAIN, with_group
 from tests.runtime.tiny import save_tiny
 
 CPU, PAGE, LAYERS = torch.device("cpu"), 8, 4
-FORM = Form(torch.float64, CPU, PLAIN, 64, has_exit=True)
+FORM = Form(dtype=torch.float64, device=CPU, kernels=PLAIN, positions=64, has_exit=True)
 TOKENS = list(range(30, 43))
 families = pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gemma2", True), ("olmo2", False)])
 
@@ -34,7 +34,18 @@ def decoder(folder: Path, collective: Collective, stage: Stage) -> Decoder:
 def batch_of(model: Decoder) -> StepBatch:
     """All tokens in one chunk, scores wanted of the last."""
     builder = BatchBuilder(CacheShape(PAGE, model.kv.kv_heads, 1), FORM.dtype, CPU)
-    return builder.build(StepPlan(0, [NewRow(0, DEAREST)], [0], [0], [len(TOKENS)], [[1, 0]], TOKENS, [(0, 0)]))
+    return builder.build(
+        StepPlan(
+            step=0,
+            admitted=[NewRow(0, DEAREST)],
+            rows=[0],
+            starts=[0],
+            counts=[len(TOKENS)],
+            pages=[[1, 0]],
+            tokens=TOKENS,
+            draws=[(0, 0)],
+        )
+    )
 
 
 @families

@@ -38,8 +38,10 @@ def case(lengths: list[int], page: int, heads: int, kv_heads: int, dim: int, dty
     slots = tables[torch.arange(len(lengths)), at // page, None] * kv_heads + torch.arange(kv_heads)
     slots = (slots * page + (at % page)[:, None]).reshape(-1)
     none = torch.empty(0, dtype=torch.int64)
-    band = DecodeBand(0, len(lengths), none, {}, tables, lengths, torch.tensor(lengths))
-    batch = StepBatch(none, none, slots, [band], [], none)
+    band = DecodeBand(
+        start=0, size=len(lengths), lumps=none, masks={}, tables=tables, lengths=lengths, ends=torch.tensor(lengths)
+    )
+    batch = StepBatch(tokens=none, positions=none, slots=slots, bands=[band], chunks=[], drawn=none)
     return Case(noise(len(lengths), heads + 1, dim), noise(len(lengths), kv_heads, dim), cache, batch)
 
 
@@ -97,9 +99,16 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
     for row, length in enumerate([900, 30, 1500]):
         whole = many.batch.bands[0]
         table = whole.tables[row : row + 1]
-        band = DecodeBand(0, 1, whole.lumps, {}, table.contiguous(), [length], torch.tensor([length]))
+        band = DecodeBand(
+            start=0, size=1, lumps=whole.lumps, masks={}, tables=table.contiguous(), lengths=[length], ends=torch.tensor([length])
+        )
         batch = StepBatch(
-            many.batch.tokens, many.batch.positions, many.batch.slots[row * 2 : row * 2 + 2], [band], [], whole.lumps
+            tokens=many.batch.tokens,
+            positions=many.batch.positions,
+            slots=many.batch.slots[row * 2 : row * 2 + 2],
+            bands=[band],
+            chunks=[],
+            drawn=whole.lumps,
         )
         alone = Case(torch.cat((many.q, many.q[:, :1]), 1)[row : row + 1], many.k[row : row + 1], many.cache, batch)
         assert torch.equal(alone.attended(NativeAttention(made), AttentionForm())[0], together[row])

@@ -54,7 +54,7 @@ def test_heartbeat_thread_ends_with_its_receiver() -> None:
 
 
 def plan(step: int) -> StepPlan:
-    return StepPlan(step, [], [0], [8], [1], [[]], [5], [])
+    return StepPlan(step=step, admitted=[], rows=[0], starts=[8], counts=[1], pages=[[]], tokens=[5], draws=[])
 
 
 def test_heartbeat_contains_each_step_and_its_bound() -> None:
@@ -115,7 +115,13 @@ def test_loop_reports_every_step_and_its_fitted_time() -> None:
 
     watch = Noting()
     now = iter(range(10_000))
-    EngineLoop(FakeRunner(64, 4), Limits(200, 8, 64), Once(), clock=lambda: float(next(now)), watch=watch).run()
+    EngineLoop(
+        FakeRunner(64, 4),
+        Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64),
+        Once(),
+        clock=lambda: float(next(now)),
+        watch=watch,
+    ).run()
     steps = len(watch.expected)
     assert steps >= 40 and [what for what, _ in watch.heard] == ["began", "ended"] * steps
     assert watch.expected[0] is None

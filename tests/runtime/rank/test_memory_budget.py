@@ -71,7 +71,7 @@ def rooms(
     ranks: int = 2,
 ) -> list[KvSizing]:
     """What ranks find, of which the first holds so much and has the draft if there is one."""
-    form = Form(torch.float32, CPU, PLAIN, 256)
+    form = Form(dtype=torch.float32, device=CPU, kernels=PLAIN, positions=256)
 
     def start(group: Collective) -> KvSizing:
         pipeline, source = Pipeline(group), open_model(folder)
@@ -82,7 +82,7 @@ def rooms(
         spec = with_settings(
             make_spec(folder, group.rank, ranks), max_model_len=64, page_size=PAGE_SIZE, max_num_batched_tokens=32, max_num_seqs=4
         )
-        drafting = Drafting(draft) if is_first and has_draft else Drafting()
+        drafting = Drafting(model=draft) if is_first and has_draft else Drafting()
         gauge = Scale(held if is_first else 0)
         return measure_kv_sizing(spec, target, 256, pipeline, torch.float32, System(), gauge, drafting)
 
@@ -119,7 +119,7 @@ def test_draft_is_dropped_if_target_steps_lack_memory(folder: Path) -> None:
      (None, 1 << 20, 511, False)],
 )  # fmt: skip
 def test_a_draft_leaves_room_for_a_usual_request(asked: int | None, max_position: int, num_pages: int, holds: bool) -> None:
-    room = KvSizing(num_pages, 1, 1, 0, PeakMemory(0, 0), 0)
+    room = KvSizing(num_pages=num_pages, page_bytes=1, group_page_bytes=1, held_bytes=0, needs=PeakMemory(0, 0), usable_bytes=0)
     spec = with_settings(make_spec(Path()), max_model_len=asked, page_size=8)
     assert room.holds(spec, max_position) == holds
 
@@ -128,7 +128,7 @@ def test_largest_step_is_measured_before_the_pool(folder: Path, tmp_path: Path) 
     """On a machine of 2 GiB, half of it held, whose largest step takes nothing or much, in the model and for its scores."""
     (tmp_path / "meminfo").write_text(f"MemTotal: {2 << 20} kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
-    model: Model = open_model(folder).load(SoloCollective(), Form(torch.float32, CPU, PLAIN, 256))
+    model: Model = open_model(folder).load(SoloCollective(), Form(dtype=torch.float32, device=CPU, kernels=PLAIN, positions=256))
     spec = with_settings(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
 
     def room(taken: int) -> KvSizing:

@@ -103,7 +103,7 @@ def target() -> Iterator[Rank]:
 
 
 def send(target: Rank, first: int, pages: list[int], num_computed: int | None = None, key: bytes = KEY) -> SendPages:
-    return SendPages("m1", target.address, key, first, pages, 0, num_computed)
+    return SendPages(move="m1", address=target.address, key=key, first=first, pages=pages, step=0, num_computed=num_computed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -113,7 +113,7 @@ def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
 
 
 def arrive(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 1, [9, 7, 5, 3], 0))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=1, pages=[9, 7, 5, 3], step=0))
     source.door.obey(send(target, 1, [0, 4]))
     assert [(one.end, one.num_bytes) for one in source.wait(PagesSent) if isinstance(one, PagesSent)] == [
         (3, 2 * open_pages(source.caches).page_bytes)
@@ -143,7 +143,7 @@ def test_draft_layers_move_only_to_the_same_draft(theirs: bytes | None, ours: by
     if lost:
         (source if lost == "source" else target).draft = None
     with source, target:
-        target.door.obey(ExpectPages("m1", KEY, 0, [9, 7], 0))
+        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[9, 7], step=0))
         source.door.obey(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
         came = [(one.num_computed, one.num_drafted) for one in target.wait(PagesReceived) if isinstance(one, PagesReceived)]
         assert came == [(2 * PAGE_SIZE, is_carried * (PAGE_SIZE + 1))]
@@ -156,7 +156,7 @@ def test_draft_layers_move_only_to_the_same_draft(theirs: bytes | None, ours: by
 
 
 def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 2, [5], 0))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=2, pages=[5], step=0))
     source.door.obey(send(target, 2, [], 8))
     assert target.wait(PagesReceived) == [PagesReceived("m1", 0, 8)]
 
@@ -165,7 +165,7 @@ def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> N
 def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
     before = [cache.k.clone() for cache in target.caches]
     if what in ("wrong key", "used"):
-        target.door.obey(ExpectPages("m1", KEY, 0, [5], 0))
+        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
     if what == "used":
         source.door.obey(send(target, 0, [], None))
         source.wait(PagesSent)
@@ -197,9 +197,9 @@ def test_slow_unknown_connection_is_closed_like_a_silent_one() -> None:
 
 @pytest.mark.parametrize("at", [200, 1000, 1800])
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 0, [5, 6, 7], 0))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6, 7], step=0))
     between = Corrupting(target.door.port, at)
-    source.door.obey(SendPages("m1", between.address, KEY, 0, [1, 2, 3], 0, 12))
+    source.door.obey(SendPages(move="m1", address=between.address, key=KEY, first=0, pages=[1, 2, 3], step=0, num_computed=12))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code in ("checksum", "malformed", "incompatible")
     assert source.wait(SendFailed)
@@ -214,7 +214,7 @@ def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Ra
 def test_positions_that_do_not_fit_end_the_transfer(
     source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
 ) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 0, [5, 6], 0))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
     source.door.obey(send(target, first, pages, tokens))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code == code
@@ -222,15 +222,24 @@ def test_positions_that_do_not_fit_end_the_transfer(
 
 def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
     with Rank(make_caches(1, heads=1)) as source:
-        target.door.obey(ExpectPages("m1", KEY, 0, [5, 6], 0))
+        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
         source.door.obey(send(target, 0, [1], 4))
         assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
     assert failed.code == "incompatible"
 
 
 def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
-    order = SendPages("m1", target.address, KEY, 0, [0] * NUM_PAGES, 0, None, bytes_per_s=20_000.0)
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
+    order = SendPages(
+        move="m1",
+        address=target.address,
+        key=KEY,
+        first=0,
+        pages=[0] * NUM_PAGES,
+        step=0,
+        num_computed=None,
+        bytes_per_s=20_000.0,
+    )
     source.door.obey(order)
     while source.same(target, [(0, 0)]) is False:
         time.sleep(0.001)
@@ -243,12 +252,27 @@ def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
 
 
 def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 0, list(range(NUM_PAGES)), 0))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
     size = open_pages(source.caches).page_bytes
-    source.door.obey(SendPages("m1", target.address, KEY, 0, [1, 2, 3], 0, None, bytes_per_s=size / 0.05))
+    source.door.obey(
+        SendPages(
+            move="m1",
+            address=target.address,
+            key=KEY,
+            first=0,
+            pages=[1, 2, 3],
+            step=0,
+            num_computed=None,
+            bytes_per_s=size / 0.05,
+        )
+    )
     assert isinstance(sent := source.wait(PagesSent)[0], PagesSent)
     assert sent.wall_s >= 0.15
-    source.door.obey(SendPages("m1", target.address, KEY, 3, [1] * 9, 0, None, bytes_per_s=size / 5))
+    source.door.obey(
+        SendPages(
+            move="m1", address=target.address, key=KEY, first=3, pages=[1] * 9, step=0, num_computed=None, bytes_per_s=size / 5
+        )
+    )
     source.door.obey(StopPages("m1"))
     assert target.wait(ReceiveFailed)
     assert len([one for one in source.reports if isinstance(one, PagesSent)]) == 1
@@ -256,8 +280,8 @@ def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -
 
 
 def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages("m1", KEY, 0, [5], 3))
-    source.door.obey(SendPages("m1", target.address, KEY, 0, [1], 2, 4))
+    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=3))
+    source.door.obey(SendPages(move="m1", address=target.address, key=KEY, first=0, pages=[1], step=2, num_computed=4))
     time.sleep(0.05)
     assert not source.same(target, [(1, 5)])
     source.step = 2
@@ -292,7 +316,13 @@ def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank
         told += here.reports()
     told.clear()
     addresses = [PageAddress("localhost", one.port) for one in here.addresses]
-    there.send(MoveOut("m1", 1, 0, Prepared("m1", 0, addresses, KEY)), 0, [2], 0, 4)
+    there.send(
+        MoveOut(move="m1", handle=1, epoch=0, prepared=Prepared(move="m1", held_tokens=0, addresses=addresses, key=KEY)),
+        0,
+        [2],
+        0,
+        4,
+    )
     while len(told) < 2:
         assert woken.wait(10)
         woken.clear()

@@ -85,7 +85,9 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     expected = on_ranks(folder, [2], Build(), lambda runner: Driver(runner).generate([Asked(PROMPT)], NUM_TOKENS))[0]
     endpoint = f"ipc://{tmp_path}/engine"
-    request = wire.Request("r", 1, PROMPT, [], wire.Sampling(NUM_TOKENS, 0, temperature=0.0))
+    request = wire.Request(
+        id="r", epoch=1, prompt=PROMPT, delivered=[], sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=0, temperature=0.0)
+    )
     with zmq.Context() as context, context.socket(zmq.PAIR) as engine:
         engine.linger = 0
         engine.rcvtimeo = BOUND_S * 1000
@@ -107,7 +109,14 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             engine.send(wire.encode(wire.Submit(5, request)))
             assert tokens_of(engine) == expected
             long = [7] * 40
-            engine.send(wire.encode(wire.Submit(7, wire.Request("long", 0, long, [], wire.Sampling(1, 0)))))
+            engine.send(
+                wire.encode(
+                    wire.Submit(
+                        7,
+                        wire.Request(id="long", epoch=0, prompt=long, delivered=[], sampling=wire.Sampling(max_tokens=1, seed=0)),
+                    )
+                )
+            )
             known = {name: keys_of(served, tokens) for name, tokens in (("first", PROMPT + expected), ("long", long))}
             assert known["long"] <= pages_of(engine) <= known["first"] | known["long"], "a router can compute them"
             assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)

@@ -77,7 +77,7 @@ async def test_terminating_leader_reports_draining_and_finishes_streams(tmp_path
         url = f"ws://127.0.0.1:{running.port}{wire.LINK_PATH}"
         async with websockets.connect(url, additional_headers={"Authorization": "Bearer secret"}) as link:
             await link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "router")))
-            request = wire.Request("r", 0, [1, 2], [], wire.Sampling(max_tokens=4, seed=0))
+            request = wire.Request(id="r", epoch=0, prompt=[1, 2], delivered=[], sampling=wire.Sampling(max_tokens=4, seed=0))
             await link.send(wire.encode(wire.Submit(1, request)))
             await until(lambda: client.is_busy)
             running.server.handle_exit(signal.SIGTERM, None)

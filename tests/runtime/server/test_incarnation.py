@@ -26,25 +26,25 @@ from phalanx_runtime.server.supervision.incarnation import (
 )
 
 HERE = ((0, "a"), (1, "b"))
-EMPTY = Group(2)
-HALF = Group(2, hosts=((0, "a"),))
-LOADING = Group(2, phase="loading", hosts=HERE)
+EMPTY = Group(num_pods=2)
+HALF = Group(num_pods=2, hosts=((0, "a"),))
+LOADING = Group(num_pods=2, phase="loading", hosts=HERE)
 HALF_READY = replace(LOADING, ready=frozenset({0}))
 SERVING = replace(LOADING, phase="serving", ready=frozenset({0, 1}), serving_since=100.0)
 DRAINING = replace(SERVING, leaving=frozenset({1}))
-ALONE = RanksFailed(1, 1, "oom", is_charged=False)
-NO_DRAFT = RanksFailed(1, 1, "no memory", is_draft=True)
-OTHER_DRAFT = RanksFailed(0, 1, "no memory here", is_draft=True)
-LOST_PEER = RanksFailed(0, 1, "a peer is lost", is_echo=True)
-BACKOFF = Group(2, 5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
+ALONE = RanksFailed(pod=1, incarnation=1, why="oom", is_charged=False)
+NO_DRAFT = RanksFailed(pod=1, incarnation=1, why="no memory", is_draft=True)
+OTHER_DRAFT = RanksFailed(pod=0, incarnation=1, why="no memory here", is_draft=True)
+LOST_PEER = RanksFailed(pod=0, incarnation=1, why="a peer is lost", is_echo=True)
+BACKOFF = Group(num_pods=2, incarnation=5, phase="backoff", hosts=HERE, failures=2, delay_s=2.0, why="pod 0: oom")
 
 
 @pytest.mark.parametrize(
     ("before", "event", "deaths"),
     [
-        (SERVING, RanksFailed(1, 1, "oom"), 1),
-        (LOADING, RanksFailed(0, 1, "no such file"), 1),
-        (SERVING, RanksFailed(1, 1, "reset", is_echo=True), 0),
+        (SERVING, RanksFailed(pod=1, incarnation=1, why="oom"), 1),
+        (LOADING, RanksFailed(pod=0, incarnation=1, why="no such file"), 1),
+        (SERVING, RanksFailed(pod=1, incarnation=1, why="reset", is_echo=True), 0),
         (SERVING, ALONE, 0),
         (SERVING, NO_DRAFT, 0),
         (LOADING, NO_DRAFT, 0),
@@ -59,8 +59,8 @@ def test_deaths_are_those_without_a_cause_outside(before: Group, event: Event, d
 
 
 def test_secondary_failure_is_counted_with_its_cause() -> None:
-    group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
-    group, _ = advance(group, RanksFailed(1, 1, "oom"), 0.1)
+    group, _ = advance(LOADING, RanksFailed(pod=0, incarnation=1, why="a peer is lost", is_echo=True), 0.0)
+    group, _ = advance(group, RanksFailed(pod=1, incarnation=1, why="oom"), 0.1)
     assert (group.deaths, group.death) == (1, "pod 1: oom")
 
 
@@ -69,7 +69,7 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
     [
         (EMPTY, Joined(0, "a"), "gathering", 1, []),
         (HALF, Joined(1, "b"), "loading", 1, [StartRanks(1, ("a", "b"))]),
-        (Group(1), Joined(0, "a"), "loading", 1, [StartRanks(1, ("a",))]),
+        (Group(num_pods=1), Joined(0, "a"), "loading", 1, [StartRanks(1, ("a",))]),
         (HALF, Joined(2, "c"), "gathering", 1, []),
         (HALF, Left(0, "gone"), "gathering", 1, []),
         (LOADING, RanksReady(0, 1), "loading", 1, []),
@@ -77,13 +77,25 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
         (HALF_READY, RanksReady(1, 1), "serving", 1, [StartServing(1)]),
         (HALF_READY, RanksReady(1, 7), "loading", 1, []),
         (SERVING, RanksReady(1, 1), "serving", 1, []),
-        (LOADING, RanksFailed(1, 1, "oom"), "backoff", 2, [StopRanks(1, "pod 1: oom"), WakeAfter(2, 1.0)]),
-        (SERVING, RanksFailed(1, 1, "oom"), "loading", 2, [StopRanks(1, "pod 1: oom"), StartRanks(2, ("a", "b"))]),
-        (replace(SERVING, failures=3), RanksFailed(1, 1, "oom"), "backoff", 2, [StopRanks(1, "pod 1: oom"), WakeAfter(2, 8.0)]),
-        (SERVING, RanksFailed(1, 0, "late"), "serving", 1, []),
+        (LOADING, RanksFailed(pod=1, incarnation=1, why="oom"), "backoff", 2, [StopRanks(1, "pod 1: oom"), WakeAfter(2, 1.0)]),
         (
             SERVING,
-            RanksFailed(1, 1, "reset", is_echo=True),
+            RanksFailed(pod=1, incarnation=1, why="oom"),
+            "loading",
+            2,
+            [StopRanks(1, "pod 1: oom"), StartRanks(2, ("a", "b"))],
+        ),
+        (
+            replace(SERVING, failures=3),
+            RanksFailed(pod=1, incarnation=1, why="oom"),
+            "backoff",
+            2,
+            [StopRanks(1, "pod 1: oom"), WakeAfter(2, 8.0)],
+        ),
+        (SERVING, RanksFailed(pod=1, incarnation=0, why="late"), "serving", 1, []),
+        (
+            SERVING,
+            RanksFailed(pod=1, incarnation=1, why="reset", is_echo=True),
             "loading",
             2,
             [StopRanks(1, "pod 1: reset", True), StartRanks(2, ("a", "b"))],
@@ -111,7 +123,7 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
         (DRAINING, Drained(0), "serving", 1, []),
         (SERVING, Drained(1), "serving", 1, []),
         (DRAINING, Left(1, "reset"), "gathering", 2, [StopRanks(1, "pod 1 left: reset", True)]),
-        (DRAINING, RanksFailed(0, 1, "oom"), "gathering", 2, [StopRanks(1, "pod 0: oom")]),
+        (DRAINING, RanksFailed(pod=0, incarnation=1, why="oom"), "gathering", 2, [StopRanks(1, "pod 0: oom")]),
         (LOADING, PodLeaving(1, "told to"), "gathering", 2, [StopRanks(1, "pod 1 is leaving: told to", True)]),
         (BACKOFF, PodLeaving(1, "told to"), "backoff", 5, []),
         (HALF, PodLeaving(0, "told to"), "gathering", 1, []),
@@ -170,8 +182,8 @@ def test_back_off(failures: int, has_served: bool, delay_s: float) -> None:
 
 def test_long_serving_resets_failures() -> None:
     before = replace(SERVING, failures=5)
-    assert advance(before, RanksFailed(0, 1, "oom"), 159.9)[0].failures == 6
-    assert advance(before, RanksFailed(0, 1, "oom"), 160.0)[0].failures == 1
+    assert advance(before, RanksFailed(pod=0, incarnation=1, why="oom"), 159.9)[0].failures == 6
+    assert advance(before, RanksFailed(pod=0, incarnation=1, why="oom"), 160.0)[0].failures == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,7 @@ def test_long_serving_resets_failures() -> None:
 )
 def test_failed_draft_is_left_out_of_later_starts(before: Group, events: list[Event]) -> None:
     group, starts = before, list[Action]()
-    for event in [*events, BackoffOver(2), RanksFailed(0, 2, "oom"), BackoffOver(3)]:
+    for event in [*events, BackoffOver(2), RanksFailed(pod=0, incarnation=2, why="oom"), BackoffOver(3)]:
         group, actions = advance(group, event, 100.0)
         starts += [action for action in actions if isinstance(action, StartRanks)]
     assert starts == [StartRanks(number, ("a", "b"), "pod 1: no memory") for number in (2, 3)]
@@ -191,7 +203,7 @@ READY = [RanksReady(pod, 2) for pod in range(2)]
 
 
 @pytest.mark.parametrize("between", [[], READY], ids=["loads", "serves"])
-@pytest.mark.parametrize("first", [LOST_PEER, RanksFailed(0, 1, "oom")], ids=["lost peer", "other failure"])
+@pytest.mark.parametrize("first", [LOST_PEER, RanksFailed(pod=0, incarnation=1, why="oom")], ids=["lost peer", "other failure"])
 def test_start_before_the_draft_failure_was_known_ends(first: Event, between: list[Event]) -> None:
     """The echo of a group that served starts the next incarnation at once, with the draft; no request is to blame for its end."""
     group, done = advance(SERVING, first, 100.0)
@@ -206,11 +218,11 @@ def test_start_before_the_draft_failure_was_known_ends(first: Event, between: li
 
 
 def test_the_better_reason_of_two_is_kept() -> None:
-    group, _ = advance(LOADING, RanksFailed(0, 1, "a peer is lost", is_echo=True), 0.0)
+    group, _ = advance(LOADING, RanksFailed(pod=0, incarnation=1, why="a peer is lost", is_echo=True), 0.0)
     assert group.why == "pod 0: a peer is lost"
-    group, actions = advance(group, RanksFailed(1, 1, "oom"), 0.1)
+    group, actions = advance(group, RanksFailed(pod=1, incarnation=1, why="oom"), 0.1)
     assert (group.why, actions) == ("pod 1: oom", [])
-    group, _ = advance(group, RanksFailed(0, 1, "another", is_echo=False), 0.2)
+    group, _ = advance(group, RanksFailed(pod=0, incarnation=1, why="another", is_echo=False), 0.2)
     assert group.why == "pod 1: oom"
 
 
@@ -232,7 +244,15 @@ EVENTS = st.one_of(
     st.builds(Joined, st.integers(0, 2), st.just("h")),
     st.builds(Left, st.integers(0, 2), st.just("gone")),
     st.builds(RanksReady, st.integers(0, 2), st.integers(1, 6)),
-    st.builds(RanksFailed, st.integers(0, 2), st.integers(1, 6), st.just("oom"), st.booleans(), st.booleans(), st.booleans()),
+    st.builds(
+        RanksFailed,
+        pod=st.integers(0, 2),
+        incarnation=st.integers(1, 6),
+        why=st.just("oom"),
+        is_charged=st.booleans(),
+        is_draft=st.booleans(),
+        is_echo=st.booleans(),
+    ),
     st.builds(BackoffOver, st.integers(1, 6)),
 )
 
@@ -241,7 +261,7 @@ EVENTS = st.one_of(
 def test_starts_and_stops_alternate_without_a_failed_draft(
     events: list[tuple[Event, float]],
 ) -> None:
-    group, now = Group(3), 0.0
+    group, now = Group(num_pods=3), 0.0
     running: int | None = None
     started: list[int] = []
     has_draft_failed = drafts = False
@@ -285,5 +305,5 @@ def test_memory_of_all_ranks_is_kept_per_incarnation() -> None:
     group, _ = advance(group, RanksReady(1, 1, (account(1),)), 0.0)
     group, _ = advance(group, RanksReady(0, 1, (account(0),)), 0.0)
     assert (group.phase, group.memory) == ("serving", (account(0), account(1)))
-    group, _ = advance(group, RanksFailed(1, 1, "rank 1 is hung"), 1.0)
+    group, _ = advance(group, RanksFailed(pod=1, incarnation=1, why="rank 1 is hung"), 1.0)
     assert group.memory == ()

@@ -23,10 +23,42 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def test_engine_counters_are_summed_over_incarnations() -> None:
     metrics, registry, _ = make()
-    metrics.load(wire.Load(1, 2, 30, 4, 8, 2, 100, 40, 5, 1, 0))
-    metrics.load(wire.Load(1, 2, 30, 4, 8, 3, 100, 40, 5, 1, 0))
+    metrics.load(
+        wire.Load(
+            waiting=1,
+            running=2,
+            outstanding_tokens=30,
+            free_pages=4,
+            total_pages=8,
+            preemptions=2,
+            prefix_queried_tokens=100,
+            prefix_hit_tokens=40,
+            pages_reused=5,
+            pages_evicted=1,
+            leaks=0,
+        )
+    )
+    metrics.load(
+        wire.Load(
+            waiting=1,
+            running=2,
+            outstanding_tokens=30,
+            free_pages=4,
+            total_pages=8,
+            preemptions=3,
+            prefix_queried_tokens=100,
+            prefix_hit_tokens=40,
+            pages_reused=5,
+            pages_evicted=1,
+            leaks=0,
+        )
+    )
     metrics.load(NO_LOAD)  # the incarnation ended
-    metrics.load(wire.Load(0, 0, 0, 8, 8, preemptions=1, prefix_queried_tokens=10))
+    metrics.load(
+        wire.Load(
+            waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8, preemptions=1, prefix_queried_tokens=10
+        )
+    )
     assert value(registry, "vllm:num_preemptions_total") == 4
     assert value(registry, "vllm:prefix_cache_queries_total") == 110
     assert value(registry, "vllm:prefix_cache_hits_total") == 40
@@ -39,14 +71,25 @@ def test_engine_counters_are_summed_over_incarnations() -> None:
 
 def test_router_reports_are_shown_as_metrics() -> None:
     metrics, registry, _ = make()
-    before = wire.Load(2, 1, 30, 4, 8, waiting_prompt_tokens=20, oldest_wait_s=0.5, step_s=0.02, steps_to_full=7.5, refusals=3)
+    before = wire.Load(
+        waiting=2,
+        running=1,
+        outstanding_tokens=30,
+        free_pages=4,
+        total_pages=8,
+        waiting_prompt_tokens=20,
+        oldest_wait_s=0.5,
+        step_s=0.02,
+        steps_to_full=7.5,
+        refusals=3,
+    )
     metrics.load(before)
     assert value(registry, "phalanx_waiting_prompt_tokens") == 20
     assert value(registry, "phalanx_oldest_wait_seconds") == 0.5
     assert value(registry, "phalanx_step_seconds") == 0.02
     assert value(registry, "phalanx_steps_to_full") == 7.5
     assert value(registry, "phalanx_requests_refused_total") == 3
-    metrics.load(wire.Load(0, 0, 0, 8, 8, refusals=4))
+    metrics.load(wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8, refusals=4))
     assert value(registry, "phalanx_steps_to_full") == float("inf")
     assert value(registry, "phalanx_requests_refused_total") == 4
 
@@ -58,8 +101,16 @@ def test_a_request_is_in_every_histogram_once() -> None:
     metrics.next_token(0.1)
     metrics.next_token(0.3)
     metrics.step(3)
-    metrics.ended(EndedRequest("stop", 10, 4, 3, 16, 1.1, 0.4))
-    metrics.ended(EndedRequest("abort", 5, 0, 0, 16, 0.2, 0.0))
+    metrics.ended(
+        EndedRequest(
+            reason="stop", prompt_tokens=10, cached_tokens=4, generated_tokens=3, max_tokens=16, latency_s=1.1, decode_s=0.4
+        )
+    )
+    metrics.ended(
+        EndedRequest(
+            reason="abort", prompt_tokens=5, cached_tokens=0, generated_tokens=0, max_tokens=16, latency_s=0.2, decode_s=0.0
+        )
+    )
     for name, count, total in [
         ("request_queue_time_seconds", 1, 0.5),
         ("time_to_first_token_seconds", 1, 0.7),
@@ -76,11 +127,17 @@ def test_a_request_is_in_every_histogram_once() -> None:
     assert value(registry, "vllm:prompt_tokens_total") == 10
     assert value(registry, "vllm:prompt_tokens_cached_total") == 4
     assert value(registry, "vllm:generation_tokens_total") == 3
-    assert tally.totals() == HealthTotals(2, 15, 4, 3, tally.totals().latency_s)
+    assert tally.totals() == HealthTotals(
+        requests=2, prompt_tokens=15, cached_tokens=4, generated_tokens=3, latency_s=tally.totals().latency_s
+    )
 
 
 def test_the_acceptance_rate_counts_over_engines() -> None:
     metrics, _, tally = make()
-    for counts in (SpeculationCounts(4, [4, 4], [3, 1]), SpeculationCounts(6, [6, 6], [5, 2]), SpeculationCounts(1, [1], [1])):
+    for counts in (
+        SpeculationCounts(paths=4, proposed=[4, 4], accepted=[3, 1]),
+        SpeculationCounts(paths=6, proposed=[6, 6], accepted=[5, 2]),
+        SpeculationCounts(paths=1, proposed=[1], accepted=[1]),
+    ):
         metrics.load(msgspec.structs.replace(NO_LOAD, speculation=counts))
     assert (tally.totals().proposed, tally.totals().accepted) == (13, 8)

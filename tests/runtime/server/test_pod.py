@@ -156,7 +156,7 @@ async def pod_of(
 
 
 def launch(incarnation: int) -> Launch:
-    return Launch(incarnation, ("127.0.0.1",), "00")
+    return Launch(incarnation=incarnation, hosts=("127.0.0.1",), key="00")
 
 
 async def test_next_incarnation_starts_after_the_former_ended(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ async def shake_hands(port: int, pod: int, version: int = PROTOCOL_VERSION) -> t
     connection = Connection(reader, writer, QUICK)
     challenge = await connection.receive()
     assert isinstance(challenge, say.Challenge)
-    connection.send(say.Join(version, pod, 3, b"n", prove("token", f"pod {pod}", challenge.nonce, b"n")))
+    connection.send(
+        say.Join(version=version, pod=pod, num_pods=3, nonce=b"n", proof=prove("token", f"pod {pod}", challenge.nonce, b"n"))
+    )
     return connection, reader, await connection.receive()
 
 
@@ -109,7 +111,10 @@ async def test_pod_with_the_token_joins_and_obeys(leader: Leader) -> None:
         member.membership.say(say.Failed(1, "oom", True))
         member.membership.say(say.Failed(1, "no memory", False, is_draft=True))
         await until(lambda: len(leader.events) == 4)
-        failed = [inc.RanksFailed(1, 1, "oom", True), inc.RanksFailed(1, 1, "no memory", is_draft=True)]
+        failed = [
+            inc.RanksFailed(pod=1, incarnation=1, why="oom", is_echo=True),
+            inc.RanksFailed(pod=1, incarnation=1, why="no memory", is_draft=True),
+        ]
         assert leader.events[1:] == [inc.RanksReady(1, 1), *failed]
     await until(lambda: len(leader.events) == 5)
     assert leader.events[4] == inc.Left(1, "the connection was closed")

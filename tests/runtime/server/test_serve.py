@@ -232,7 +232,7 @@ def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
     flags = ["-tp", "4", "--nnodes", "2", "--node-rank", "1", "--dtype", "bfloat16", "--max-model-len", "99"]
     specs = make_rank_specs(
         make_settings(make_model(tmp_path / "tiny"), *flags),
-        Launch(3, ("a", "b"), "key", "ipc://x"),
+        Launch(incarnation=3, hosts=("a", "b"), key="key", engine_socket="ipc://x"),
         tmp_path,
         model_version="c0ffee",
     )
@@ -244,9 +244,17 @@ def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
     assert specs[0].hosts == ["a", "a", "b", "b"]
     assert (specs[0].base_port, specs[0].token, specs[0].incarnation, specs[0].engine.dtype) == (8100, "key", 3, "bfloat16")
     stages = ["-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1"]
-    second = make_rank_specs(make_settings(tmp_path / "tiny", *stages), Launch(1, ("a", "b"), "key", "ipc://x"), tmp_path)
+    second = make_rank_specs(
+        make_settings(tmp_path / "tiny", *stages),
+        Launch(incarnation=1, hosts=("a", "b"), key="key", engine_socket="ipc://x"),
+        tmp_path,
+    )
     assert [(s.rank, s.world_size, s.pipeline_parallel_size) for s in second] == [(2, 4, 2), (3, 4, 2)]
-    leader = make_rank_specs(make_settings(tmp_path / "tiny", "-tp", "2"), Launch(1, ("a",), "key", "ipc://x"), tmp_path)
+    leader = make_rank_specs(
+        make_settings(tmp_path / "tiny", "-tp", "2"),
+        Launch(incarnation=1, hosts=("a",), key="key", engine_socket="ipc://x"),
+        tmp_path,
+    )
     assert [s.engine_socket for s in leader] == ["ipc://x", ""]
 
 

@@ -14,9 +14,11 @@ def test_counters_add_up_over_reports_and_engines() -> None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
     assert shown("vllm:spec_decode_num_drafts_total") == 0, "shown before anything was proposed"
-    metrics.follow(SpeculationCounts(4, [4, 4, 2], [3, 1, 0], 4, 0.5, 0.25))
-    metrics.follow(SpeculationCounts(6, [6, 6, 2, 1], [5, 3, 0, 0], 8, 0.75, 0.5))
-    metrics.follow(SpeculationCounts(1, [1], [1], 1, 0.1, 0.1, lost="out of memory"))
+    metrics.follow(SpeculationCounts(paths=4, proposed=[4, 4, 2], accepted=[3, 1, 0], saved=4, draft_s=0.5, verify_s=0.25))
+    metrics.follow(SpeculationCounts(paths=6, proposed=[6, 6, 2, 1], accepted=[5, 3, 0, 0], saved=8, draft_s=0.75, verify_s=0.5))
+    metrics.follow(
+        SpeculationCounts(paths=1, proposed=[1], accepted=[1], saved=1, draft_s=0.1, verify_s=0.1, lost="out of memory")
+    )
     assert shown("vllm:spec_decode_num_drafts_total") == 7
     assert shown("vllm:spec_decode_num_draft_tokens_total") == 16
     assert shown("vllm:spec_decode_num_accepted_tokens_total") == 9

@@ -48,7 +48,7 @@ def make_parts(folder: Path, pod: int, pods: int, *words: str) -> SupervisorPart
     def assets(where: Path, ready: RankReady) -> wire.Assets:
         return wire.make_assets({}, ["tiny"], ready.max_model_len, [])
 
-    return SupervisorParts(locate, specs, assets, command(*words), PATIENT)
+    return SupervisorParts(locate=locate, make_specs=specs, read_assets=assets, command=command(*words), bounds=PATIENT)
 
 
 class Group:
@@ -71,7 +71,9 @@ class Group:
 
     async def lead(self, pods: int, *words: str) -> None:
         self.leader = LeaderSupervisor(
-            PodPlace(0, pods, "127.0.0.1", 0, "t", QUICK, "127.0.0.1"), make_parts(self.folder, 0, pods, *words), self.client
+            PodPlace(pod=0, num_pods=pods, leader_host="127.0.0.1", port=0, token="t", timing=QUICK, listen_host="127.0.0.1"),
+            make_parts(self.folder, 0, pods, *words),
+            self.client,
         )
         self.tasks[0] = asyncio.create_task(self.leader.run())
         if pods > 1:
@@ -79,7 +81,7 @@ class Group:
 
     def join(self, pod: int, pods: int, *words: str) -> None:
         assert self.leader is not None and self.leader.port is not None
-        place = PodPlace(pod, pods, "127.0.0.1", self.leader.port, "t", QUICK)
+        place = PodPlace(pod=pod, num_pods=pods, leader_host="127.0.0.1", port=self.leader.port, token="t", timing=QUICK)
         self.members[pod] = MemberSupervisor(place, make_parts(self.folder, pod, pods, *words))
         self.tasks[pod] = asyncio.create_task(self.members[pod].run())
 
@@ -117,7 +119,7 @@ async def test_killed_rank_starts_a_new_incarnation(tmp_path: Path) -> None:
         await group.serving(2)
         state = group.client.state()
         served = wire.Served("a model", "a layout", 64)
-        assert state == wire.State(True, 2, served=served, deaths=1, death=state.death), "as rank 0 said"
+        assert state == wire.State(serving=True, incarnation=2, served=served, deaths=1, death=state.death), "as rank 0 said"
         assert "rank 0 was killed by signal 9" in state.death
         assert await group.answer(request) == expected_output(request)
 
@@ -226,7 +228,9 @@ async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
     port = taken.sockets[0].getsockname()[1]
     client = EngineClient(FakeMeter())
-    leader = LeaderSupervisor(PodPlace(0, 2, "127.0.0.1", port, "t"), make_parts(tmp_path, 0, 2, "ready"), client)
+    leader = LeaderSupervisor(
+        PodPlace(pod=0, num_pods=2, leader_host="127.0.0.1", port=port, token="t"), make_parts(tmp_path, 0, 2, "ready"), client
+    )
     with pytest.raises(OSError, match="in use"):
         await leader.run()
     taken.close()

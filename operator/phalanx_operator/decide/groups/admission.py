@@ -13,7 +13,7 @@ from phalanx_operator.decide.state.groups import live
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementTurn:
     """Whether a service may create a group now."""
 

@@ -136,5 +136,5 @@ def marks(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> li
         wanted = after.get(group.uid, group.draining is not None)
         if leader and leader.uid and not leader.leaving and not group.terminating and leader.marked != wanted:
             why = "its group is draining" if wanted else "its group stays"
-            found.append(MarkLeader(group.name, leader.name, leader.uid, wanted, why))
+            found.append(MarkLeader(group=group.name, pod=leader.name, uid=leader.uid, draining=wanted, why=why))
     return found

@@ -55,7 +55,9 @@ def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str)
     at = at[: max(0, len(at) - taken_back)]
     if new or taken_back:
         return RestartCount(
-            Restarts(at, note.pods, engine=engine, deaths=deaths, containers=containers, since=note.since, excused=excused),
+            Restarts(
+                at=at, pods=note.pods, engine=engine, deaths=deaths, containers=containers, since=note.since, excused=excused
+            ),
             len(at),
         )
     same = (deaths, containers, excused) == (note.deaths, note.containers, note.excused) and (not deaths or engine == note.engine)

@@ -65,7 +65,11 @@ def next_step(desired: Desired, groups: tuple[ObservedGroup, ...]) -> RolloutSte
     else:
         leaving = _replaced(desired, stays, len(kept), 0 if above else desired.max_unavailable)
         successor = next(iter(free_names(desired, groups, 1)), "")
-    drain = tuple(DrainGroup(g.name, g.uid, why, successor, purpose) for g, why, purpose in leaving if g.ready)
+    drain = tuple(
+        DrainGroup(name=g.name, uid=g.uid, why=why, successor=successor, purpose=purpose)
+        for g, why, purpose in leaving
+        if g.ready
+    )
     delete = tuple(DeleteGroup(g.name, g.uid, f"revision {g.revision} is old, and the group is not ready") for g in broken)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in leaving if not g.ready)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g in here if g.uid not in kept and (why := _why_gone(g)))
@@ -164,5 +168,10 @@ def carry_out(step: RolloutStep, desired: Desired, groups: tuple[ObservedGroup, 
         )
         for group in groups
     )
-    new = (ObservedGroup(made.name, f"uid-{moment}-{made.name}", desired.revision, f"{moment:06}", size) for made in step.create)
+    new = (
+        ObservedGroup(
+            name=made.name, uid=f"uid-{moment}-{made.name}", revision=desired.revision, created=f"{moment:06}", size=size
+        )
+        for made in step.create
+    )
     return (*left, *new)

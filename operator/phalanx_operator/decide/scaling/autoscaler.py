@@ -71,7 +71,7 @@ STARTS = 16
 """Number of start times that are kept."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerState:
     """State of a service between evaluations."""
 
@@ -88,7 +88,7 @@ class AutoscalerState:
     """No observation yet: whether existing groups have served is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """The autoscaler's result. `write`: the count to write; None for no write."""
 
@@ -113,7 +113,7 @@ def scaling(
     count = replicas if policy.mode == "Internal" or mind.advised is None else mind.advised
     former = snapshot.status.autoscaling or AutoscalingStatus()
     serving = frozenset(group.name for group in snapshot.groups if group.serving)
-    scene = ScaleInputs(now_s, count, serving, fleet, _cold_s(mind, former))
+    scene = ScaleInputs(now_s=now_s, groups=count, serving=serving, fleet=fleet, cold_s=_cold_s(mind, former))
     memory, decision = evaluate(mind.memory, scene, rules_of(service, policy, between))
     mind = replace(mind, memory=memory, advised=decision.groups)
     conflict = _conflict(policy, snapshot, former, replicas, now)
@@ -126,7 +126,12 @@ def scaling(
     if counts and decision.groups != count:
         status = status.model_copy(update={"history": _history(former, decision, count, now)})
     return mind, Scaling(
-        decision, decision.groups if writes else None, is_active=active, reason=reason, message=message, status=status
+        decision=decision,
+        write=decision.groups if writes else None,
+        is_active=active,
+        reason=reason,
+        message=message,
+        status=status,
     )
 
 

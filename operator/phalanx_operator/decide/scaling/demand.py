@@ -84,7 +84,7 @@ class OfferedLoad:
         return self.shape.prompt + self.shape.output / 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """The needed groups and the terms of the formula. `busy`: groups' worth of work."""
 
@@ -115,7 +115,9 @@ def demand(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> Deman
     kv = math.ceil(round(load.kv_tokens / max(targets.kv * ability.capacity, 1.0), 6))
     ttft, within = _groups_for_ttft(load, ability, targets, busy)
     backlog = int(load.backlog_s / DRAIN_S)
-    return Demand(max(time, kv, ttft) + backlog, busy, time=time, kv=kv, ttft=ttft, backlog=backlog, ttft_is_within_reach=within)
+    return Demand(
+        groups=max(time, kv, ttft) + backlog, busy=busy, time=time, kv=kv, ttft=ttft, backlog=backlog, ttft_is_within_reach=within
+    )
 
 
 def busy_groups(load: OfferedLoad, ability: GroupCapacity, targets: Targets) -> float:

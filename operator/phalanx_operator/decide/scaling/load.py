@@ -12,7 +12,7 @@ SHORT_S, USUAL_S, LONG_S = 6.0, 60.0, 300.0
 """Windows of a router's summary."""
 SPREAD, PANIC_SPREAD = 2.0, 1.5
 """The square root of a count has a standard deviation of one half: these are four and three of them."""
-_NOTHING = Traffic(USUAL_S, 0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
+_NOTHING = Traffic(window_s=USUAL_S, arrivals=0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
 
 
 def fresh(fleet: Fleet) -> list[GroupLoadView]:

@@ -59,7 +59,7 @@ MEAN_AGE_S = USUAL_S / 2
 Verdict = Literal["Steady", "Out", "Panic", "In", "Zero", "Wake", "Bounds", "Hold", "Fallback", "Unmeasured"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRules:
     """The policy of the spec, with the current bounds."""
 
@@ -79,7 +79,7 @@ class ScalingRules:
     """Least groups while routers are silent; None: as many as there were."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleInputs:
     """The current state: wanted groups, serving groups, router reports, and the start time of a group."""
 
@@ -90,7 +90,7 @@ class ScaleInputs:
     cold_s: float = COLD_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleDecision:
     """The wanted number of groups, and why. `needed`: what the load needs, if computed."""
 
@@ -101,7 +101,7 @@ class ScaleDecision:
     panicking: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleHistory:
     """State between evaluations. Its loss costs one stabilisation time."""
 
@@ -158,20 +158,24 @@ def _decided(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> t
     n = scene.groups
     if not rules.least <= n <= rules.most and not (n == 0 and rules.to_zero and rules.least == 0):
         bound = min(max(n, rules.least), rules.most)
-        return memory, ScaleDecision(bound, "Bounds", f"{n} groups, between {rules.least} and {rules.most} are allowed")
+        return memory, ScaleDecision(
+            groups=bound, verdict="Bounds", why=f"{n} groups, between {rules.least} and {rules.most} are allowed"
+        )
     if not scene.fleet.is_heard:
         return replace(memory, needs=(), fits_since_s=None), _unheard(memory, scene, rules)
     if n == 0:
         return memory, _woken(memory, scene, rules)
     if _is_idle(scene, rules):
-        return memory, ScaleDecision(0, "Zero", f"no request for {scene.fleet.idle_s:.0f} s")
+        return memory, ScaleDecision(groups=0, verdict="Zero", why=f"no request for {scene.fleet.idle_s:.0f} s")
     if memory.ability is None:
-        return memory, ScaleDecision(n, "Unmeasured", "no group has measured its steps yet")
+        return memory, ScaleDecision(groups=n, verdict="Unmeasured", why="no group has measured its steps yet")
     if _is_due(memory.ticked_s, scene.now_s, TICK_S):
         return _evaluated(memory, memory.ability, scene, rules)
     if _is_due(memory.panic_ticked_s, scene.now_s, PANIC_TICK_S):
-        return _panicked(memory, memory.ability, scene, rules, ScaleDecision(n, "Steady", memory.why, memory.needed))
-    return memory, ScaleDecision(n, "Steady", memory.why, memory.needed)
+        return _panicked(
+            memory, memory.ability, scene, rules, ScaleDecision(groups=n, verdict="Steady", why=memory.why, needed=memory.needed)
+        )
+    return memory, ScaleDecision(groups=n, verdict="Steady", why=memory.why, needed=memory.needed)
 
 
 def _unheard(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> ScaleDecision:
@@ -180,9 +184,9 @@ def _unheard(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> S
     is_lost = memory.lost_since_s is not None and scene.now_s - memory.lost_since_s >= LOST_S
     fallback = min(rules.fallback, rules.most) if rules.fallback is not None and is_lost else 0
     return (
-        ScaleDecision(fallback, "Fallback", f"{why}: at least {fallback} groups")
+        ScaleDecision(groups=fallback, verdict="Fallback", why=f"{why}: at least {fallback} groups")
         if fallback > n
-        else ScaleDecision(n, "Hold", why)
+        else ScaleDecision(groups=n, verdict="Hold", why=why)
     )
 
 
@@ -201,9 +205,11 @@ def _woken(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> Sca
     served = sum(group.streams for group in fleet.groups.values()) + (short.arrivals if short else 0)
     waiting = fleet.held + fleet.queued + served  # a draining group may still serve some
     if not waiting:
-        return ScaleDecision(0, "Steady", "no requests")
+        return ScaleDecision(groups=0, verdict="Steady", why="no requests")
     implied = fleet.queued_tokens * memory.ability.token_s / DRAIN_S if memory.ability else 0.0
-    return ScaleDecision(min(max(1, math.ceil(implied)), OUT_STEP, rules.most), "Wake", f"{waiting} requests wait for a group")
+    return ScaleDecision(
+        groups=min(max(1, math.ceil(implied)), OUT_STEP, rules.most), verdict="Wake", why=f"{waiting} requests wait for a group"
+    )
 
 
 def _is_idle(scene: ScaleInputs, rules: ScalingRules) -> bool:
@@ -225,13 +231,17 @@ def _evaluated(
     grows = growth(trend, scene.cold_s + TICK_S + MEAN_AGE_S, burstiness_of(fleet))
     load, frozen = load_of(fleet, ability, grows), _is_frozen(memory, now_s)
     need = demand(arrivals_alone(load) if frozen else load, ability, rules.targets)
-    memory, decision = _panicked(memory, ability, scene, rules, ScaleDecision(scene.groups, "Steady", need.why, need.groups))
+    memory, decision = _panicked(
+        memory, ability, scene, rules, ScaleDecision(groups=scene.groups, verdict="Steady", why=need.why, needed=need.groups)
+    )
     if decision.groups > scene.groups:
         return memory, decision
     if need.groups > scene.groups:
         return _more(memory, scene, rules, need, grows)
     if frozen:
-        return memory, ScaleDecision(scene.groups, "Steady", "the serving groups have just changed", memory.needed)
+        return memory, ScaleDecision(
+            groups=scene.groups, verdict="Steady", why="the serving groups have just changed", needed=memory.needed
+        )
     memory = replace(memory, needs=())
     if now_s < memory.frozen_until_s:
         return memory, decision
@@ -250,8 +260,10 @@ def _more(
     enough = len(needs) == looks and scene.now_s - since_s >= rules.up_s - SLACK_S
     count = _capped(min(needs), memory, scene, rules) if enough else scene.groups
     if count > scene.groups:
-        return memory, ScaleDecision(count, "Out", why, need.groups)
-    return memory, ScaleDecision(scene.groups, "Steady", f"{why}: not yet, or no more are allowed", need.groups)
+        return memory, ScaleDecision(groups=count, verdict="Out", why=why, needed=need.groups)
+    return memory, ScaleDecision(
+        groups=scene.groups, verdict="Steady", why=f"{why}: not yet, or no more are allowed", needed=need.groups
+    )
 
 
 def _panicked(
@@ -271,7 +283,7 @@ def _panicked(
     count = _capped(need.groups, memory, scene, rules)
     if count <= scene.groups:
         return memory, calm
-    return memory, ScaleDecision(count, "Panic", f"in the last 6 s {need.why}", need.groups)
+    return memory, ScaleDecision(groups=count, verdict="Panic", why=f"in the last 6 s {need.why}", needed=need.groups)
 
 
 def _capped(wanted: int, memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> int:
@@ -299,13 +311,19 @@ def _fewer(
             break
         fitting = count
     if fitting == n:
-        return replace(memory, fits_since_s=None), ScaleDecision(n, "Steady", reason or need.why, need.groups)
+        return replace(memory, fits_since_s=None), ScaleDecision(
+            groups=n, verdict="Steady", why=reason or need.why, needed=need.groups
+        )
     since_s = now_s if memory.fits_since_s is None else memory.fits_since_s
     memory = replace(memory, fits_since_s=since_s)
     paced = memory.in_s is None or now_s - memory.in_s >= IN_EVERY_S - SLACK_S
     if now_s - since_s < _stable_s(memory, scene, rules) - SLACK_S or not paced:
-        return memory, ScaleDecision(n, "Steady", f"{fitting} would do, but not for long enough yet", need.groups)
-    return memory, ScaleDecision(fitting, "In", f"{fitting} have done for {now_s - since_s:.0f} s", need.groups)
+        return memory, ScaleDecision(
+            groups=n, verdict="Steady", why=f"{fitting} would do, but not for long enough yet", needed=need.groups
+        )
+    return memory, ScaleDecision(
+        groups=fitting, verdict="In", why=f"{fitting} have done for {now_s - since_s:.0f} s", needed=need.groups
+    )
 
 
 def _stable_s(memory: ScaleHistory, scene: ScaleInputs, rules: ScalingRules) -> float:

@@ -34,7 +34,7 @@ class CreateGroup:
     avoid: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainGroup:
     """Annotate a group with this UID as draining.
 
@@ -57,7 +57,7 @@ class KeepGroup:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLeader:
     """Show the drain state on the leader pod, which routers watch."""
 
@@ -78,7 +78,7 @@ class DeletePod:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartGroup:
     """Delete all pods of a group, each by its UID, after recording the restart on the group.
 
@@ -101,7 +101,7 @@ class NoteRestarts:
     note: Restarts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeepGang:
     """Create the group's missing gang object."""
 
@@ -159,7 +159,7 @@ OfPods = MarkLeader | DeletePod | RetryPods | RetryRouters
 Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | NoteRestarts | KeepGang | KeepRevision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Actions in order, and the resulting status."""
 

@@ -32,7 +32,7 @@ class RouterAnswer:
     summary: RouterSummary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoadView:
     """One group over all routers."""
 
@@ -66,7 +66,7 @@ class GroupLoadView:
     """Deaths caused by requests, as any one router counts: two routers may blame theirs for the same death."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """One service as its routers report it."""
 
@@ -158,8 +158,8 @@ def _added(window_s: float, parts: Sequence[Traffic]) -> Traffic:
         return min(max(weighted / total, 0.0), MEAN_BOUND) if total else 0.0
 
     return Traffic(
-        window_s,
-        total,
+        window_s=window_s,
+        arrivals=total,
         prompt=mean(part.prompt for part in parts),
         prompt_squared=mean(part.prompt_squared for part in parts),
         missed=mean(part.missed for part in parts),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
     """The desired state of a service's groups."""
 

@@ -9,7 +9,7 @@ from phalanx_api.conditions import Condition, ConditionType, Reason, find_condit
 from phalanx_api.status import Status
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPod:
     """A pod of a group or a router."""
 
@@ -40,7 +40,7 @@ class ObservedPod:
     """Its annotation shows routers that the group drains."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts:
     """Record of a group's restarts, stored as annotation."""
 
@@ -97,7 +97,7 @@ class DrainMark:
         return self.purpose in ("straggler", "asked")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedGroup:
     """A group, which is a StatefulSet."""
 
@@ -168,7 +168,7 @@ class ObservedGroup:
         return sum(pod.ready for pod in self.pods)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRouter:
     """The router Deployment."""
 
@@ -207,7 +207,7 @@ class ReplicasWriter:
     at: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All observations that decisions about one service use."""
 

@@ -136,7 +136,7 @@ class _GcsPrefix(Prefix):
             digest = Digest("MD5", base64.b64decode(md5).hex())
         elif crc := entry.get("crc32c"):
             digest = Digest("CRC32C", base64.b64decode(crc).hex())
-        return RemoteFile(entry["name"].removeprefix(prefix), url, int(entry["size"]), digest)
+        return RemoteFile(name=entry["name"].removeprefix(prefix), url=url, size=int(entry["size"]), digest=digest)
 
     def pinned(self, file: RemoteFile) -> RemoteFile:
         """The file itself: its address holds the generation."""

@@ -105,4 +105,4 @@ def _file(entry: dict[str, object], base_url: str) -> RemoteFile:
     digest = Digest("SHA-256", sha256) if isinstance(sha256, str) else None
     if isinstance(sha1, str) and not isinstance(large, dict):
         digest = Digest("git SHA-1", sha1)
-    return RemoteFile(name, f"{base_url}/{quote(name)}", size if isinstance(size, int) else None, digest)
+    return RemoteFile(name=name, url=f"{base_url}/{quote(name)}", size=size if isinstance(size, int) else None, digest=digest)

@@ -237,7 +237,7 @@ class _Image:
             raise ModelError(f"{self.where}: a layer of type {layer['mediaType']} is neither a named file nor tar or tar+gzip")
         name = f"{digest[1]}.tar" if archive else str(title)
         url = f"{self.address.base_url}/blobs/{digest[0]}"
-        return RemoteFile(name, url, int(layer["size"]), Digest("SHA-256", digest[1])), archive
+        return RemoteFile(name=name, url=url, size=int(layer["size"]), digest=Digest("SHA-256", digest[1])), archive
 
     def pinned(self, file: RemoteFile) -> RemoteFile:
         """The file itself: its address is its digest."""

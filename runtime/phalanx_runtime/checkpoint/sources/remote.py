@@ -208,7 +208,7 @@ def snapshot(source: RemoteSource, folder: Path, label: str, *, file: str | None
 
 
 def _names(names: list[str], source: RemoteSource) -> list[str]:
-    return [file.name for file in wanted([RemoteFile(name, "") for name in names], None, source.where, source.uri)]
+    return [file.name for file in wanted([RemoteFile(name=name, url="") for name in names], None, source.where, source.uri)]
 
 
 def _chosen(listing: Listing, file: str | None, source: RemoteSource) -> list[RemoteFile]:
@@ -287,7 +287,7 @@ def _fetch(source: RemoteSource, version: str, files: list[RemoteFile], part: Pa
     fetch = Fetch(
         work=source.work,
         client=source.client,
-        tally=DownloadProgress(what, total_bytes, source.work),
+        tally=DownloadProgress(what=what, total_bytes=total_bytes, work=source.work),
         stopped=lambda: failed.is_set() or source.work.stop.is_set(),
         refusal=source.refusal,
     )

@@ -110,7 +110,7 @@ _LONGEST_BACKOFF_S = 10.0
 _CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadControl:
     """Whom a download tells, and what ends it. Setting `stop` ends everything within a second.
 
@@ -133,7 +133,7 @@ class Digest:
     value: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
     """A file as its source lists it: where it is, and how to know that it arrived. `headers` go with each request for it."""
 
@@ -156,7 +156,7 @@ class Transient(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class DownloadProgress:
     """Bytes of a whole download, counted by several threads; says how far it is every few seconds."""
 
@@ -205,7 +205,7 @@ def raise_for_passing_trouble(response: httpx.Response) -> None:
         raise Transient(f"HTTP {response.status_code}", float(asked) if asked.isdecimal() else 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
     """Everything that fetching the files of one source shares."""
 

@@ -152,7 +152,7 @@ class _S3Prefix(Prefix):
 
     def _file(self, key: str, prefix: str, size: int, etag: str) -> RemoteFile:
         url = f"{self.endpoint}/{self.address.bucket}/{quote(key, safe='/-_.~')}"
-        return RemoteFile(key.removeprefix(prefix), url, size, headers=(("If-Match", etag),))
+        return RemoteFile(name=key.removeprefix(prefix), url=url, size=size, headers=(("If-Match", etag),))
 
     def pinned(self, file: RemoteFile) -> RemoteFile:
         """The file with its SHA-256 or CRC-32C if it was stored with one, else the MD5 that its ETag is, unless encrypted."""

@@ -37,7 +37,7 @@ from phalanx_runtime.core.kv.page_check import PoolState, find_wrong
 from phalanx_runtime.core.kv.page_index import PageEvents, PartialPageIndex
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CacheCounters:
     """Page counts since the start."""
 
@@ -226,8 +226,8 @@ class PagePool:
     def check(self, held: list[list[int]]) -> list[str]:
         """Returns errors of the pool, given the pages of every holder; empty if it is consistent."""
         state = PoolState(
-            self.page_size,
-            self._free,
+            page_size=self.page_size,
+            free=self._free,
             refs=self._refs,
             written=self._written,
             keys=self._keys,

@@ -12,7 +12,7 @@ import msgspec
 from phalanx_api.moves import PageAddress
 
 
-class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect"):
+class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw_only=True):
     """Receive positions from `first` on into these pages, once, from a sender with this key."""
 
     move: str
@@ -28,7 +28,7 @@ class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     move: str
 
 
-class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send"):
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):
     """Send positions from `first` on from these pages. With `num_computed` they are the last ones, for that many tokens, of which
     the draft model has computed `num_drafted`."""
 

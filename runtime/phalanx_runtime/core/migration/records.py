@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phalanx_api import moves, wire
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveLimits:
     """Limits of moves at a leader. Seconds, pages, tokens."""
 
@@ -46,7 +46,7 @@ class SendFrame:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartCopy:
     """Every rank sends pages [first, end) of the request to its address, and reports when they have arrived.
 
@@ -113,7 +113,7 @@ class Drop:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartMoved:
     """The request starts here on the reserved pages of the move, with `num_computed` tokens."""
 

@@ -30,7 +30,7 @@ class Victim:
     rest: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
     """State of the page pool. `victims` are in preemption order. Steps have one token per request; with speculation a real step
     counts as several."""

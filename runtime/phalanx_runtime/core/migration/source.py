@@ -36,7 +36,7 @@ class SourceState(Enum):
     FROZEN = "frozen"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _SourceMove:
     """One move. Pages [0, sent) are at the target; [sent, end) are being copied."""
 
@@ -94,7 +94,7 @@ class SourceMoves:
         before = self._of.get(asked.handle)
         if before is not None:
             actions += self._give_up(before, "replaced", f"{asked.move} takes its place")
-        out = self._moves[asked.move] = _SourceMove(asked, asked.prepared.held_tokens // self._size)
+        out = self._moves[asked.move] = _SourceMove(asked=asked, sent=asked.prepared.held_tokens // self._size)
         self._of[asked.handle] = asked.move
         return actions + self._next(out, at, now)
 
@@ -122,9 +122,9 @@ class SourceMoves:
         tail_s = self._time(out, end - out.sent)
         out.state, out.end, out.began = SourceState.FROZEN, end, now
         out.deadline = now + self._limits.frozen_s + 2 * tail_s
-        frozen = moves.Frozen(move, out.asked.epoch, num_output, num_computed, tail_s)
+        frozen = moves.Frozen(move=move, epoch=out.asked.epoch, num_output=num_output, num_computed=num_computed, tail_s=tail_s)
         why = f"frozen with {num_output} output tokens"
-        return [SendFrame(frozen, why), StartCopy(out.asked, out.sent, end, num_computed, why)]
+        return [SendFrame(frozen, why), StartCopy(asked=out.asked, first=out.sent, end=end, num_computed=num_computed, why=why)]
 
     def failed(self, move: str, code: str, why: str) -> list[SourceAction]:
         """Records that the copy failed."""
@@ -179,7 +179,15 @@ class SourceMoves:
         out.rounds += 1
         out.left_before, out.end, out.began = left, full, now
         out.deadline = now + limits.stall_s
-        return [StartCopy(out.asked, out.sent, full, None, f"round {out.rounds}: {full - out.sent} full pages")]
+        return [
+            StartCopy(
+                asked=out.asked,
+                first=out.sent,
+                end=full,
+                num_computed=None,
+                why=f"round {out.rounds}: {full - out.sent} full pages",
+            )
+        ]
 
     def _freeze(self, out: _SourceMove, now: float, why: str) -> list[SourceAction]:
         out.state = SourceState.STOPPING

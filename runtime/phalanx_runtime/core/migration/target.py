@@ -34,7 +34,7 @@ class PageReservation:
     key: bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _TargetMove:
     """One move. `whole`: by rank, the tokens in the pages of each rank that has all of them."""
 
@@ -68,7 +68,7 @@ class TargetMoves:
         if asked.move in self._moves or asked.move in self._over:
             return []
         self._sweep(now)
-        self._moves[asked.move] = _TargetMove(asked, now + asked.lease_s)
+        self._moves[asked.move] = _TargetMove(asked=asked, deadline=now + asked.lease_s)
         num_tokens = len(asked.request.prompt) + len(asked.request.delivered)
         most = len(asked.request.prompt) + asked.request.sampling.max_tokens
         wanted = min(num_tokens + self._limits.growth_tokens, max(most, num_tokens))
@@ -81,7 +81,13 @@ class TargetMoves:
             return [Drop(move, "the move was over before its pages were reserved")]
         held.state, held.reserved = TargetState.OPEN, reserved
         held.deadline = now + held.asked.lease_s
-        told = moves.Prepared(move, reserved.held_tokens, reserved.addresses, reserved.key, reserved.room_tokens)
+        told = moves.Prepared(
+            move=move,
+            held_tokens=reserved.held_tokens,
+            addresses=reserved.addresses,
+            key=reserved.key,
+            room_tokens=reserved.room_tokens,
+        )
         return [SendFrame(told, f"{reserved.held_tokens} tokens are here already")]
 
     def refused(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
@@ -130,7 +136,9 @@ class TargetMoves:
             return None, [Drop(move, "it is to start before its pages are here")] if is_open else []
         tokens = len(request.prompt) + len(request.delivered)
         num_computed = max(0, min(self._num_computed(held), tokens - 1))
-        return StartMoved(move, handle, request, num_computed, f"{num_computed} of {tokens} tokens came"), []
+        return StartMoved(
+            move=move, handle=handle, request=request, num_computed=num_computed, why=f"{num_computed} of {tokens} tokens came"
+        ), []
 
     def cancel(self, move: str, now: float) -> list[TargetAction]:
         """Ends the move for the router, or after its loss."""

@@ -90,12 +90,12 @@ class Composer:
         if lone is None:
             return self._together(step, model, now)
         if any(request.alone and request.in_flight for request in self._seats.running):
-            return StepBuilder(step)
+            return StepBuilder(step=step)
         was_alone, self._was_alone = self._was_alone, False
         if was_alone and (others := self._together(step, model, now)).chunks:
             return others
         if any(request.in_flight for request in self._seats.running):
-            return StepBuilder(step)
+            return StepBuilder(step=step)
         alone = self._by_itself(step, lone, model, now)
         self._was_alone = bool(alone.chunks)
         return alone if alone.chunks or was_alone else self._together(step, model, now)
@@ -126,7 +126,7 @@ class Composer:
         return making
 
     def _making(self, step: int) -> StepBuilder:
-        return StepBuilder(step, draft_room=self._limits.max_num_batched_tokens)
+        return StepBuilder(step=step, draft_room=self._limits.max_num_batched_tokens)
 
     def _together(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         """A step of all requests that share steps; empty when none of them can be computed now."""

@@ -15,7 +15,7 @@ from phalanx_runtime.core.step_plan import PoolShape
 NO_SPECULATION = SpeculationConfig()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Scheduling and caching of an engine. `model`: the model's hash, part of every page key."""
 

@@ -13,7 +13,7 @@ from phalanx_runtime.core.scheduling.policies import Policy
 # while it waits: `looked` updates it, and `next` returns requests by the age of their last update.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Weight:
     """The counted values of one request."""
 
@@ -54,8 +54,8 @@ class QueueTotals:
         tokens = len(request.tokens)
         pages = -(-tokens // self._page_size)
         weight = _Weight(
-            request,
-            tokens,
+            request=request,
+            tokens=tokens,
             outstanding=request.outstanding_tokens,
             missing=request.missing,
             pages=pages,

@@ -83,7 +83,13 @@ class LoadReporter:
             for one in reversed(running)
             if one.num_output and not one.is_frozen
         ]
-        return Pressure(steps, self._step_s.mean / self._pace.tokens_per_step, pool.free_pages, victims, pages_per_s)
+        return Pressure(
+            steps_to_full=steps,
+            step_s=self._step_s.mean / self._pace.tokens_per_step,
+            free_pages=pool.free_pages,
+            victims=victims,
+            pages_per_s=pages_per_s,
+        )
 
     def make(
         self,
@@ -101,11 +107,11 @@ class LoadReporter:
         behind = (attended(len(one.tokens), len(one.tokens) - count) for one, count in zip(running, left, strict=True) if count)
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return wire.Load(
-            len(self._queue),
-            len(self._seats.running),
-            waiting.outstanding + sum(request.outstanding_tokens for request in running),
-            pool.free_pages,
-            pool.num_pages,
+            waiting=len(self._queue),
+            running=len(self._seats.running),
+            outstanding_tokens=waiting.outstanding + sum(request.outstanding_tokens for request in running),
+            free_pages=pool.free_pages,
+            total_pages=pool.num_pages,
             preemptions=preemptions,
             prefix_queried_tokens=sharing.queried_tokens,
             prefix_hit_tokens=sharing.hit_tokens,

@@ -18,7 +18,7 @@ from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.running import RunningSet
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Reservation:
     """Row and pages of one move. The first `num_held` of `pages` were cached."""
 
@@ -74,7 +74,9 @@ class Reservations:
         if pages is None:
             self._sharing.pool.give_back(held)
             return Refuse(503, "no_room", "rows or pages are used up")
-        reservation = Reservation(move, request.tokens, held + pages, len(held), self._seats.reserve())
+        reservation = Reservation(
+            move=move, tokens=request.tokens, pages=held + pages, num_held=len(held), row=self._seats.reserve()
+        )
         self._open[move] = reservation
         return reservation
 

@@ -37,7 +37,7 @@ from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRequest:
     """A running request: its tokens, those of its output and those in its pages. `is_settled`: it is frozen, and in no plan.
 
@@ -180,8 +180,8 @@ class Scheduler:
         settled = request.is_frozen and not request.in_flight
         drafted = num_drafted(self.pool, request)
         return RunningRequest(
-            len(request.tokens),
-            request.num_output,
+            num_tokens=len(request.tokens),
+            num_output=request.num_output,
             computed=request.placed,
             pages=request.pages,
             is_settled=settled,
@@ -283,7 +283,7 @@ class Scheduler:
 
     def _read(self, making: StepBuilder, result: StepResult, runs: list[int]) -> wire.Tokens:
         """The frame of a step; its tokens are appended to their requests."""
-        frame = wire.Tokens([], [], [], [], [])
+        frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
         ended, over, failed, taken = frozenset(result.ended), frozenset(result.over), dict(result.failed), dict(result.taken)
         self.refused = []
         for i, start, details in result.prompt_details:
@@ -302,7 +302,11 @@ class Scheduler:
                 self._finish(chunk.request, "stop", frame)
             elif position in failed:
                 request = chunk.request
-                self.refused.append(wire.Refused(request.handle, request.epoch, 400, "nothing_to_draw", failed[position]))
+                self.refused.append(
+                    wire.Refused(
+                        handle=request.handle, epoch=request.epoch, status=400, code="nothing_to_draw", message=failed[position]
+                    )
+                )
                 self._end(request)
             else:
                 accepted = taken.get(position, range(run))[: run - 1]

@@ -12,7 +12,7 @@ Fitting = Callable[[int, Sequence[int], int], int]
 """How many of these tokens a row may draw one after the other, from this output index on, by what its request allows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """How an engine speculates: what requests get that do not say, the most tokens for one in a step, how they may branch, and
     whether all follows what pays. `drafts`: the methods that its ranks can draft by; a lookup needs none. `lost`: why they cannot
@@ -43,4 +43,4 @@ def begin(setting: SpeculationConfig, asked: wire.Request) -> RequestSpeculation
         return Refuse(400, "unsupported_speculation", f"speculative.method {method} is not offered here; there are {names}")
     most = setting.num_tokens if wanted.num_tokens is None else wanted.num_tokens
     tree = setting.tree if wanted.tree is None else wanted.tree
-    return RequestSpeculation(method, max(0, min(most, MAX_DEPTH)), tree if setting.may_branch else CHAIN)
+    return RequestSpeculation(method=method, most=max(0, min(most, MAX_DEPTH)), tree=tree if setting.may_branch else CHAIN)

@@ -52,7 +52,7 @@ class DraftChoice:
     speed: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """Seconds: of the step without proposals, with so many of them beside it, of a pass of the draft with one row, those it may
     take, of a token that a draft catches up with, and of each further row of a pass."""

@@ -36,7 +36,7 @@ from phalanx_runtime.core.step_builder import ScheduledChunk
 # So the first few of them are a tree again, and the best one of so many.
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CandidateTree:
     """Of each its parent, its level, its grade, and the chance that it is accepted with its branch, which only falls.
 
@@ -50,7 +50,7 @@ class CandidateTree:
     tokens: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class _OpenNode:
     """The next child of one proposal; the likeliest of all is the least. `before`: the chance of its parent."""
 
@@ -72,7 +72,9 @@ def drafted(share: Share, count: int, widths: Sequence[int]) -> CandidateTree:
         nonlocal made
         if level < MAX_DEPTH and place < width(widths, level):
             chance = min(most, before * share(draft_grade(level, place)))
-            heapq.heappush(open_, _OpenNode(-chance, made, parent=parent, level=level, place=place, before=before))
+            heapq.heappush(
+                open_, _OpenNode(unlikelihood=-chance, number=made, parent=parent, level=level, place=place, before=before)
+            )
             made += 1
 
     grow(OWN, 0, 0, 1.0, 1.0)
@@ -91,7 +93,7 @@ def _drafted_chain(share: Share, count: int) -> CandidateTree:
     """The same where there is one child everywhere."""
     grades = [draft_grade(level) for level in range(min(count, MAX_DEPTH))]
     chances = list(accumulate((min(1.0, share(grade)) for grade in grades), operator.mul))
-    return CandidateTree(chain(len(grades)), list(range(len(grades))), grades, chances)
+    return CandidateTree(parents=chain(len(grades)), levels=list(range(len(grades))), grades=grades, chances=chances)
 
 
 def looked_up(share: Share, count: int, widths: Sequence[int], lines: Sequence[tuple[list[int], int]]) -> CandidateTree:
@@ -117,11 +119,11 @@ def looked_up(share: Share, count: int, widths: Sequence[int], lines: Sequence[t
     order = sorted(range(len(parents)), key=lambda node: (-chances[node], node))[:count]
     number = {OWN: OWN} | {node: at for at, node in enumerate(order)}
     return CandidateTree(
-        [number[parents[node]] for node in order],
-        [levels[node] for node in order],
-        [grades[node] for node in order],
-        [chances[node] for node in order],
-        [tokens[node] for node in order],
+        parents=[number[parents[node]] for node in order],
+        levels=[levels[node] for node in order],
+        grades=[grades[node] for node in order],
+        chances=[chances[node] for node in order],
+        tokens=[tokens[node] for node in order],
     )
 
 
@@ -130,7 +132,7 @@ def width(widths: Sequence[int], level: int) -> int:
     return widths[level] if level < len(widths) else 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """What could be proposed behind a decode: in one line, and as it may branch, which is the same where it may not. `missing`:
     tokens that a draft model catches up with first."""
@@ -190,7 +192,11 @@ class CandidateBuilder:
             missing = num_missing(self._pool, chunk) if lags(chunk) else 0
             one = drafted(share, most, ())
             tree = drafted(share, most, widths) if widths else one
-        return Candidate(chunk, one, tree, proposing.method != "ngram", missing) if tree.parents else None
+        return (
+            Candidate(chunk=chunk, chain=one, tree=tree, is_drafted=proposing.method != "ngram", missing=missing)
+            if tree.parents
+            else None
+        )
 
     def _num_fitting(self, request: Request, tokens: list[int]) -> int:
         """How many of these the request may draw. Unknown where the rank that draws is another, or does not know it yet."""

@@ -66,8 +66,8 @@ class SpeculationCounter:
         longest = max((at + 1 for at, count in enumerate(self._proposed) if count), default=0)
         proposed, accepted = self._proposed[:longest], self._accepted[:longest]
         return SpeculationCounts(
-            self._paths,
-            proposed,
+            paths=self._paths,
+            proposed=proposed,
             accepted=accepted,
             saved=self._saved,
             draft_s=draft_s,

@@ -125,10 +125,16 @@ class VerifyCost:
         plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
         if kind not in self._over:
             expected = partial(self._predicted_s, model, plain, plain_s)
-            return StepCosts(plain_s, expected, self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s)
+            return StepCosts(
+                plain_s=plain_s, extra_s=expected, pass_s=self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s
+            )
         token_s = self._token_s(model, plain, plain_s, kind)
         return StepCosts(
-            plain_s, lambda count: count * token_s, self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s
+            plain_s=plain_s,
+            extra_s=lambda count: count * token_s,
+            pass_s=self.pass_s,
+            behind_s=self.behind_s,
+            draft_row_s=self.draft_row_s,
         )
 
     def learn(

@@ -43,7 +43,7 @@ class LayerCache:
     v: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBand:
     """Requests with one token each: tokens [start, start + size) of the step."""
 
@@ -60,7 +60,7 @@ class DecodeBand:
     ends: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionChunk:
     """A run of one request's tokens: tokens [start, start + size) of the step, the last of `length` in its pages."""
 
@@ -77,7 +77,7 @@ class AttentionChunk:
     parents: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """One step as tensors."""
 

@@ -20,7 +20,7 @@ from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.model.rope import Angles, Rope, RopeTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """This rank's weights of one decoder block. Each half may have a norm before it (`_in`) and after it (`_out`)."""
 

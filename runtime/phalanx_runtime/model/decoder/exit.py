@@ -19,7 +19,7 @@ from phalanx_runtime.errors import ModelError
 FORMAT = "phalanx exit 1"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCard:
     """Metadata of an exit.
 
@@ -82,8 +82,8 @@ def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
         raise ModelError(f"{path} is not an exit: make one with phalanx-runtime fit-exit")
     try:
         return ExitCard(
-            told["model_hash"],
-            int(told["num_layers"]),
+            model_hash=told["model_hash"],
+            num_layers=int(told["num_layers"]),
             ratio=float(told["ratio"]),
             num_tokens=int(told["num_tokens"]),
             agreement_raw=float(told["agreement_raw"]),

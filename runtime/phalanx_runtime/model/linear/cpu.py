@@ -35,7 +35,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales[:, None]).round_().to(torch.int8), scales
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
     """A weight in the kernel's layout; `outputs` and `inputs` exclude padding. `scales` is None for bf16."""
 
@@ -79,12 +79,14 @@ def in_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision: 
     wide = None if bias is None else F.pad(bias.float(), (0, missing))
     if precision == "bf16":
         parts = F.pad(weight.to(torch.bfloat16), (0, 0, 0, missing)).view(-1, BLOCK, inputs // 2, 2)
-        return Blocks(library, parts.permute(0, 2, 1, 3).contiguous(), scales=None, bias=wide, outputs=outputs, inputs=inputs)
+        return Blocks(
+            library=library, words=parts.permute(0, 2, 1, 3).contiguous(), scales=None, bias=wide, outputs=outputs, inputs=inputs
+        )
     rounded, scales = quantized(weight)
     parts = F.pad(rounded, (0, 0, 0, missing)).view(-1, BLOCK, inputs // 2, 2)
     return Blocks(
-        library,
-        parts.permute(0, 2, 1, 3).contiguous(),
+        library=library,
+        words=parts.permute(0, 2, 1, 3).contiguous(),
         scales=F.pad(scales, (0, missing)),
         bias=wide,
         outputs=outputs,

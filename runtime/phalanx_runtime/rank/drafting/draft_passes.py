@@ -261,8 +261,8 @@ def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
     """These pieces as a plan over the same rows."""
     pieces = [one.piece for one in passed]
     return StepPlan(
-        plan.step,
-        [],
+        step=plan.step,
+        admitted=[],
         rows=[plan.rows[piece.request] for piece in pieces],
         starts=[piece.start for piece in pieces],
         counts=[len(piece.tokens) for piece in pieces],
@@ -270,7 +270,7 @@ def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
         tokens=[token for piece in pieces for token in piece.tokens],
         draws=[(at, 0) for at, piece in enumerate(pieces) if piece.drawn],
         paths=[
-            Path(at, len(one.nodes) - 1, parents=[] if is_chain(one.parents) else one.parents)
+            Path(request=at, depth=len(one.nodes) - 1, parents=[] if is_chain(one.parents) else one.parents)
             for at, one in enumerate(passed)
             if one.parents
         ],

@@ -35,7 +35,7 @@ from phalanx_runtime.rank_spec import RankSpec
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """What is loaded on this rank. `model`: the draft's, on the rank that drafts; `num_layers` and `through`: a self-draft's.
 
@@ -114,14 +114,14 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
             num_bytes=weights * dtype.itemsize,
             precision=spec.engine.quantization or "bf16",
         )
-        form = Form(dtype, device, kernels, target.positions)
+        form = Form(dtype=dtype, device=device, kernels=kernels, positions=target.positions)
         model = None if differs else source.load(SoloCollective(), form)
         name = model_hash(folder, str(dtype), spec.engine.quantization)
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return Drafting().without(f"draft model {folder} cannot be loaded: {error}")
     if differs:
         raise ModelError(f"draft model {folder} has another vocabulary than the model: {differs}")
-    return Drafting(model, name=name.encode())
+    return Drafting(model=model, name=name.encode())
 
 
 def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> Drafting:

@@ -79,7 +79,7 @@ CANDIDATES = 1024
 """Tokens sorted at first to find a top-p cut; a flatter distribution is sorted whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """One token to draw: output index `index` of a request with these parameters. Temperature 0 is greedy."""
 
@@ -106,7 +106,7 @@ class Rivals(msgspec.Struct, frozen=True, array_like=True):
 def draw_of(s: wire.Sampling, index: int) -> Draw:
     """The draw of this output index of a request that is sampled so."""
     temperature = s.temperature if s.temperature >= MIN_TEMPERATURE else 0.0
-    return Draw(s.seed, index, temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p)
+    return Draw(seed=s.seed, index=index, temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p)
 
 
 def draw(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:

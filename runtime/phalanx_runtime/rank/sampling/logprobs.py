@@ -43,4 +43,7 @@ def _part_details(scores: Tensor, tokens: Sequence[int], tops: Sequence[int]) ->
     ranks = (logprobs > own).sum(1).tolist()
     values, ids = logprobs.topk(min(max(tops), scores.shape[1]))
     told = zip(own.squeeze(1).tolist(), ranks, ids.tolist(), values.tolist(), tops, strict=True)
-    return [TokenDetail(logprob, rank, best[:top], those[:top]) for logprob, rank, best, those, top in told]
+    return [
+        TokenDetail(logprob=logprob, rank=rank, top_ids=best[:top], top_logprobs=those[:top])
+        for logprob, rank, best, those, top in told
+    ]

@@ -37,7 +37,7 @@ NOTHING = DraftedPath([])
 """No proposals."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """Tokens parallel to what was asked; details too, or empty. With `runs` draw i has `runs[i]` of them, one after the other.
     `taken` names positions in what was asked with the proposals that were accepted, where these are not the first ones.
@@ -96,8 +96,8 @@ class Sampler:
         why = [(at, run.failure) for at, run in enumerate(runs) if run.failure is not None]
         has_details = any(run.wants_details for run in runs)
         return SampledTokens(
-            [token for run in runs for token in run.tokens],
-            [detail for run in runs for detail in run.all_details()] if has_details else [],
+            tokens=[token for run in runs for token in run.tokens],
+            details=[detail for run in runs for detail in run.all_details()] if has_details else [],
             ended=[at for at, run in enumerate(runs) if run.is_complete],
             failed=[(at, failure) for at, failure in why if failure != COMPLETE],
             over=[at for at, failure in why if failure == COMPLETE],

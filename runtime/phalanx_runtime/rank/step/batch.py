@@ -240,8 +240,8 @@ class BatchBuilder:
         masks = LazyMasks(mask)
         ends = self._tensor(lengths)
         return DecodeBand(
-            start,
-            len(rows),
+            start=start,
+            size=len(rows),
             lumps=self._tensor(lumps.reshape(-1)),
             masks=masks,
             tables=self._tensor(tables),
@@ -268,7 +268,13 @@ class BatchBuilder:
             return self._mask(visible)
 
         return AttentionChunk(
-            start, size, length=length, lumps=lumps, masks=LazyMasks(mask), table=self._tensor(pages), parents=tuple(parents)
+            start=start,
+            size=size,
+            length=length,
+            lumps=lumps,
+            masks=LazyMasks(mask),
+            table=self._tensor(pages),
+            parents=tuple(parents),
         )
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:

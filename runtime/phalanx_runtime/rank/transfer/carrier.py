@@ -85,7 +85,7 @@ class PageCarrier:
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
         """Every rank takes positions from `first` on into these pages, from who knows the key."""
         for rank in range(len(self._addresses)):
-            self._order(rank, ExpectPages(move, key, first, pages, step))
+            self._order(rank, ExpectPages(move=move, key=key, first=first, pages=pages, step=step))
 
     def forget(self, move: str) -> None:
         """No rank takes more for this move; each says Forgotten once it writes nothing."""
@@ -102,8 +102,8 @@ class PageCarrier:
             self._order(
                 rank,
                 SendPages(
-                    asked.move,
-                    address,
+                    move=asked.move,
+                    address=address,
                     key=prepared.key,
                     first=first,
                     pages=pages,

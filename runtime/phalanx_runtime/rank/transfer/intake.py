@@ -22,7 +22,7 @@ STALL_S = 20.0
 """A sender that sends nothing for so long is gone. Its leader keeps shorter times; this one only ends the thread."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Expected:
     """One move. `writing` guards its pages: they are written only while `is_over` is false."""
 
@@ -60,7 +60,7 @@ class Intake:
     def expect(self, order: ExpectPages) -> None:
         """Lets the pages of a move in from now on."""
         with self._lock:
-            self._expected[order.move] = _Expected(order)
+            self._expected[order.move] = _Expected(order=order)
 
     def forget(self, move: str) -> None:
         """Lets nothing in for this move any more. When it returns, nothing writes its pages."""

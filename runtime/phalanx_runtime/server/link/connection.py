@@ -30,7 +30,7 @@ CLOSE_TOO_SLOW = 4408
 """Close code: the router does not read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
     """Identity of this leader and bounds of its links."""
 
@@ -88,7 +88,9 @@ class LinkConnection:
         self._waiting_tokens = 0
         self._wake = asyncio.Event()
         host = (websocket.scope.get("server") or ("",))[0]
-        self._moves = LinkMoves(gateway.moves, gateway.state, self._send, handles=self._engines, names=self._handles, host=host)
+        self._moves = LinkMoves(
+            relay=gateway.moves, state=gateway.state, send=self._send, handles=self._engines, names=self._handles, host=host
+        )
         self._sent_state = gateway.state()
         self._sent_assets = ""
         self._sending_since: float | None = None
@@ -124,7 +126,15 @@ class LinkConnection:
         settings = self._settings
         assets = self._assets()
         self._sent_assets = "" if assets is None else assets.content_hash
-        self._send(wire.Welcome(wire.PROTOCOL_VERSION, settings.group, settings.revision, settings.page_size, self._sent_assets))
+        self._send(
+            wire.Welcome(
+                protocol_version=wire.PROTOCOL_VERSION,
+                group=settings.group,
+                revision=settings.revision,
+                page_size=settings.page_size,
+                assets_hash=self._sent_assets,
+            )
+        )
         self._sent_state = self._gateway.state()
         self._send(self._sent_state)
         self.load_changed()
@@ -141,11 +151,11 @@ class LinkConnection:
         finished = [msgspec.structs.replace(end, handle=self._forget(end.handle)) for end in frame.finished]
         self._add_tokens(
             wire.Tokens(
-                handles,
-                frame.epochs,
-                frame.indices,
-                frame.tokens,
-                finished,
+                handles=handles,
+                epochs=frame.epochs,
+                indices=frame.indices,
+                tokens=frame.tokens,
+                finished=finished,
                 details=frame.details,
                 prompt_details=prompt_details,
                 cached=cached,
@@ -173,7 +183,15 @@ class LinkConnection:
                 return None
             self._gateway.moves.stay(kept.handle)
             handle = self._forget(kept.handle)
-            self._send(wire.Refused(handle, kept.request().epoch, 409, "adopted", "another router has taken this stream over"))
+            self._send(
+                wire.Refused(
+                    handle=handle,
+                    epoch=kept.request().epoch,
+                    status=409,
+                    code="adopted",
+                    message="another router has taken this stream over",
+                )
+            )
         return kept
 
     def _adopt(self, frame: wire.Adopt) -> str | None:
@@ -181,7 +199,11 @@ class LinkConnection:
             return f"handle {frame.handle} is in use"
         kept = self._find(frame.request_id, frame.tenant)
         if kept is None:
-            self._send(wire.Refused(frame.handle, 0, 404, "unknown_stream", "there is no stream of this id here"))
+            self._send(
+                wire.Refused(
+                    handle=frame.handle, epoch=0, status=404, code="unknown_stream", message="there is no stream of this id here"
+                )
+            )
             return None
         self._send(wire.Adopted(frame.handle, kept.request(), kept.finish, kept.handle is not None))
         if kept.handle is not None:
@@ -316,7 +338,7 @@ class LinkConnection:
         if not state.serving:
             why = state.reason or "the group does not serve"
             self._seen.submitted(frame.handle, None)
-            self._send(wire.Refused(frame.handle, frame.request.epoch, 503, "not_ready", why))
+            self._send(wire.Refused(handle=frame.handle, epoch=frame.request.epoch, status=503, code="not_ready", message=why))
             return None
         handle = self._gateway.submit(frame.request, self, frame.move)
         self._handles[handle] = frame.handle

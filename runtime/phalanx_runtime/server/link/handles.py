@@ -10,7 +10,7 @@ from phalanx_api import moves, wire
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay, MoveReport
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class LinkMoves:
     """Moves on one link. `handles`: engine handles by router handle; `host`: leader address, used for ranks in its pod."""
 

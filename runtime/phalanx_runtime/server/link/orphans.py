@@ -51,7 +51,7 @@ class OrphanEngine(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Orphan:
     """State that another router needs to continue one request."""
 
@@ -93,7 +93,7 @@ class KeptRequests:
     def submitted(self, handle: int, request: wire.Request, message: bytes) -> None:
         """Stores a request if it is resumable."""
         if request.can_resume:
-            self._kept[handle] = Orphan(request.id, message, self._router, handle, tenant=request.tenant)
+            self._kept[handle] = Orphan(id=request.id, submit=message, router=self._router, handle=handle, tenant=request.tenant)
 
     def adopted(self, kept: Orphan) -> None:
         """Stores a running request that this link has adopted."""

@@ -50,7 +50,7 @@ class RanksReady:
     memory: tuple[MemoryAccount, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFailed:
     """Ranks of a pod ended."""
 
@@ -135,7 +135,7 @@ class WakeAfter:
 Action = StartRanks | StartServing | DrainGroup | StopRanks | WakeAfter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """State of the group as the leader knows it."""
 

@@ -53,7 +53,7 @@ def why_stuck(view: LauncherView) -> str | None:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One incarnation in this pod.
 

@@ -127,7 +127,7 @@ class LeaderRendezvous:
                     case Ready(number, memory):
                         self._happened(inc.RanksReady(pod, number, tuple(memory)))
                     case Failed(number, text, is_echo, is_draft):
-                        self._happened(inc.RanksFailed(pod, number, text, is_echo, is_draft=is_draft))
+                        self._happened(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
                         self._happened(inc.PodLeaving(pod, why_leaving))
                     case frame:
@@ -219,7 +219,7 @@ class Membership:
             raise JoinRefused(f"expected Challenge, got {type(challenge).__name__}")
         nonce = secrets.token_bytes(32)
         proof = prove(self._token, f"pod {self._pod}", challenge.nonce, nonce)
-        connection.send(Join(PROTOCOL_VERSION, self._pod, self._num_pods, nonce, proof))
+        connection.send(Join(version=PROTOCOL_VERSION, pod=self._pod, num_pods=self._num_pods, nonce=nonce, proof=proof))
         welcome = await connection.receive()
         if not isinstance(welcome, Welcome):
             raise JoinRefused(f"expected Welcome, got {type(welcome).__name__}")

@@ -26,7 +26,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
     nonce: bytes
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join", kw_only=True):
     """Names the pod, proves the token and requests the leader's proof."""
 
     version: int

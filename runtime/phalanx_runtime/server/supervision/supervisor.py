@@ -36,7 +36,7 @@ MakeSpecs = Callable[[Launch, Path], list[RankSpec]]
 ReadAssets = Callable[[Path, RankReady], wire.Assets]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodPlace:
     """Index of this pod, number of pods, rendezvous address of the leader, and the group's token."""
 
@@ -50,7 +50,7 @@ class PodPlace:
     """Address on which the leader listens; None for all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorParts:
     """Functions of a supervisor: find the model, build rank specs, read the assets. `command`: program of a rank."""
 
@@ -84,7 +84,7 @@ class LeaderSupervisor:
         self._parts = parts
         self._client = client
         self._clock = clock
-        self._group = inc.Group(place.num_pods)
+        self._group = inc.Group(num_pods=place.num_pods)
         self._pod = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._happened, place.timing)
         self._assets: wire.Assets | None = None
@@ -135,7 +135,9 @@ class LeaderSupervisor:
 
     def ranks_failed(self, launch: Launch, end: RanksEnded) -> None:
         """Reports that this pod's ranks ended."""
-        self._happened(inc.RanksFailed(0, launch.incarnation, end.why, end.is_echo, is_draft=end.is_draft))
+        self._happened(
+            inc.RanksFailed(pod=0, incarnation=launch.incarnation, why=end.why, is_echo=end.is_echo, is_draft=end.is_draft)
+        )
 
     def _happened(self, event: inc.Event) -> None:
         if isinstance(event, inc.RanksFailed) and self._client.has_lone_request:
@@ -191,7 +193,9 @@ class LeaderSupervisor:
         endpoint = f"ipc://{self._sockets}/engine-{incarnation}"
         self._client.bind(endpoint)
         key = rank_key(self._place.token, incarnation, nonce)
-        self._pod.start(Launch(incarnation, tuple(hosts), key, endpoint, without_draft))
+        self._pod.start(
+            Launch(incarnation=incarnation, hosts=tuple(hosts), key=key, engine_socket=endpoint, without_draft=without_draft)
+        )
         self._rendezvous.send(say.Start(incarnation, hosts, nonce, without_draft))
 
 
@@ -259,7 +263,7 @@ class MemberSupervisor:
             case say.Start(incarnation, hosts, nonce, without_draft):
                 self._show(SupervisorStatus(False, incarnation, "loading the model"))
                 key = rank_key(self._place.token, incarnation, nonce)
-                self._pod.start(Launch(incarnation, tuple(hosts), key, without_draft=without_draft))
+                self._pod.start(Launch(incarnation=incarnation, hosts=tuple(hosts), key=key, without_draft=without_draft))
             case say.Serve(incarnation):
                 self._show(SupervisorStatus(True, incarnation, ""))
             case say.Stop(incarnation, why):

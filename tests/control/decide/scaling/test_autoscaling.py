@@ -208,7 +208,7 @@ async def test_new_leader_counts_existing_groups_as_started() -> None:
     assert world.status.autoscaling and world.status.autoscaling.cold_start_seconds == 0
 
 
-HOT = Hotspot("chat-g-aaaaa", "kv", 0.95, 0.5, 12.0, "migrate")
+HOT = Hotspot(group="chat-g-aaaaa", cause="kv", signal=0.95, median=0.5, since_s=12.0, action="migrate")
 
 
 async def test_lasting_hotspot_and_its_end_are_reported_once() -> None:

@@ -48,7 +48,15 @@ def test_wait_falls_with_groups_and_rises_with_burstiness() -> None:
 
 
 def replace_scv(scv: float) -> Traffic:
-    return Traffic(SHAPE.window_s, 1, SHAPE.prompt, SHAPE.prompt_squared, SHAPE.missed, SHAPE.output, scv)
+    return Traffic(
+        window_s=SHAPE.window_s,
+        arrivals=1,
+        prompt=SHAPE.prompt,
+        prompt_squared=SHAPE.prompt_squared,
+        missed=SHAPE.missed,
+        output=SHAPE.output,
+        scv=scv,
+    )
 
 
 def test_ttft_target_adds_groups_unless_it_is_unreachable() -> None:

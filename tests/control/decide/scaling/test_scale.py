@@ -29,7 +29,7 @@ def steps(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, memory
     memory, start_s = memory or ScaleHistory(), 100.0
     now_s = start_s
     while True:
-        scene = ScaleInputs(now_s, groups, frozenset(fleet.groups), fleet)
+        scene = ScaleInputs(now_s=now_s, groups=groups, serving=frozenset(fleet.groups), fleet=fleet)
         memory, decision = evaluate(memory, scene, rules)
         if decision.groups != groups or now_s - start_s >= seconds:
             return decision
@@ -91,7 +91,11 @@ def test_decision_table(fleet: Fleet, groups: int, rules: ScalingRules, seconds:
 
 
 def test_queue_adds_needed_groups_once_step_times_are_known() -> None:
-    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("a"), fleet_of(summary(group("a"), rate=1.0))), ZERO)
+    memory, _ = evaluate(
+        ScaleHistory(),
+        ScaleInputs(now_s=0.0, groups=1, serving=frozenset("a"), fleet=fleet_of(summary(group("a"), rate=1.0))),
+        ZERO,
+    )
     long = fleet_of(summary(held=90, queued=90, queued_tokens=250_000))
     assert steps(long, 0, ZERO, 0.0, memory).groups == 4
 
@@ -100,7 +104,9 @@ def test_growth_is_bounded_per_15_seconds() -> None:
     flood = fleet_of(summary(*(group(name) for name in "abc"), rate=rate_for(300.0)))
     memory, count, counts = ScaleHistory(), 3, []
     for now in range(0, 60, 2):
-        memory, decision = evaluate(memory, ScaleInputs(float(now), count, frozenset("abc"), flood), replace(RULES, most=1000))
+        memory, decision = evaluate(
+            memory, ScaleInputs(now_s=float(now), groups=count, serving=frozenset("abc"), fleet=flood), replace(RULES, most=1000)
+        )
         count = decision.groups
         counts.append(count)
     assert counts[0] == 7 and all(later <= max(2 * former, former + 4) for former, later in zip(counts, counts[7:], strict=False))
@@ -108,11 +114,11 @@ def test_growth_is_bounded_per_15_seconds() -> None:
 
 
 def test_recent_change_of_groups_delays_decisions() -> None:
-    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("abc"), CALM), RULES)
-    memory, first = evaluate(memory, ScaleInputs(61.0, 3, frozenset("ab"), CALM), RULES)
+    memory, _ = evaluate(ScaleHistory(), ScaleInputs(now_s=0.0, groups=3, serving=frozenset("abc"), fleet=CALM), RULES)
+    memory, first = evaluate(memory, ScaleInputs(now_s=61.0, groups=3, serving=frozenset("ab"), fleet=CALM), RULES)
     assert (first.groups, "just changed" in first.why) == (3, True)
     for now in (76.0, 92.0):
-        memory, decision = evaluate(memory, ScaleInputs(now, 3, frozenset("ab"), CALM), RULES)
+        memory, decision = evaluate(memory, ScaleInputs(now_s=now, groups=3, serving=frozenset("ab"), fleet=CALM), RULES)
     assert decision.verdict == "In"
 
 
@@ -121,23 +127,23 @@ def test_growth_from_arrivals_continues_after_a_change() -> None:
     queue = fleet_of(summary(*(group(name, backlog_s=11.0) for name in "abc"), rate=rate_for(0.4)))
     found = []
     for fleet in (BUSY, queue):
-        memory, first = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("abc"), fleet), RULES)
-        memory, _ = evaluate(memory, ScaleInputs(14.0, 3, frozenset("ab"), fleet), RULES)
-        memory, second = evaluate(memory, ScaleInputs(15.0, 3, frozenset("ab"), fleet), RULES)
-        memory, later = evaluate(memory, ScaleInputs(46.0, 3, frozenset("ab"), fleet), RULES)
+        memory, first = evaluate(ScaleHistory(), ScaleInputs(now_s=0.0, groups=3, serving=frozenset("abc"), fleet=fleet), RULES)
+        memory, _ = evaluate(memory, ScaleInputs(now_s=14.0, groups=3, serving=frozenset("ab"), fleet=fleet), RULES)
+        memory, second = evaluate(memory, ScaleInputs(now_s=15.0, groups=3, serving=frozenset("ab"), fleet=fleet), RULES)
+        memory, later = evaluate(memory, ScaleInputs(now_s=46.0, groups=3, serving=frozenset("ab"), fleet=fleet), RULES)
         found.append((first.verdict, second.verdict, later.verdict))
     assert found == [("Steady", "Out", "Steady"), ("Steady", "Steady", "Out")]
 
 
 def test_panic_from_arrivals_continues_after_a_change() -> None:
-    memory, _ = evaluate(ScaleHistory(), ScaleInputs(0.0, 1, frozenset("ab"), CALM), RULES)
-    memory, found = evaluate(memory, ScaleInputs(3.0, 1, frozenset("a"), BUSY), RULES)
+    memory, _ = evaluate(ScaleHistory(), ScaleInputs(now_s=0.0, groups=1, serving=frozenset("ab"), fleet=CALM), RULES)
+    memory, found = evaluate(memory, ScaleInputs(now_s=3.0, groups=1, serving=frozenset("a"), fleet=BUSY), RULES)
     assert (found.groups, found.verdict) == (3, "Panic")
 
 
 def test_look_between_evaluations_repeats_the_last_decision() -> None:
-    memory, first = evaluate(ScaleHistory(), ScaleInputs(0.0, 3, frozenset("a"), BUSY), RULES)
-    again, second = evaluate(memory, ScaleInputs(1.0, 3, frozenset("a"), BUSY), RULES)
+    memory, first = evaluate(ScaleHistory(), ScaleInputs(now_s=0.0, groups=3, serving=frozenset("a"), fleet=BUSY), RULES)
+    again, second = evaluate(memory, ScaleInputs(now_s=1.0, groups=3, serving=frozenset("a"), fleet=BUSY), RULES)
     assert (second.verdict, second.why, second.needed) == ("Steady", first.why, first.needed)
     assert again.needs == memory.needs
 
@@ -309,7 +315,7 @@ def test_any_reports_keep_count_in_bounds_and_steps_small(
 ) -> None:
     memory = ScaleHistory()
     for turn, summaries in enumerate(told):
-        scene = ScaleInputs(16.0 * turn, groups, frozenset("ab"), fleet_of(*summaries, asked=2))
+        scene = ScaleInputs(now_s=16.0 * turn, groups=groups, serving=frozenset("ab"), fleet=fleet_of(*summaries, asked=2))
         memory, decision = evaluate(memory, scene, rules)
         assert rules.least <= decision.groups <= rules.most
         assert evaluate(memory, scene, rules)[1].groups in (groups, decision.groups)

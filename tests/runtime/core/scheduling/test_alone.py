@@ -37,7 +37,9 @@ class Watch:
 )
 def test_isolated_request_runs_alone_and_all_finish(kinds: list[tuple[bool, int, int]], in_flight: int, pages: int) -> None:
     runner = FakeRunner(pages, 4)
-    scheduler = Scheduler(Limits(40, 4, 16, 8, plans_in_flight=in_flight), runner.pool)
+    scheduler = Scheduler(
+        Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8, plans_in_flight=in_flight), runner.pool
+    )
     requests = {i: asked(i, *kind) for i, kind in enumerate(kinds)}
     for handle, request in requests.items():
         assert scheduler.submit(handle, request) is None
@@ -64,7 +66,7 @@ def test_isolated_request_runs_alone_and_all_finish(kinds: list[tuple[bool, int,
 @pytest.mark.parametrize("order", [[True, False], [False, True]])
 def test_steps_alternate_while_both_have_work(order: list[bool]) -> None:
     runner = FakeRunner(64, 4)
-    scheduler = Scheduler(Limits(128, 4, 16, 8), runner.pool)
+    scheduler = Scheduler(Limits(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8), runner.pool)
     for handle, is_alone in enumerate(order):
         scheduler.submit(handle, asked(handle, is_alone, 3, 20))
     watch, seen = Watch(scheduler), []

@@ -266,7 +266,7 @@ def test_several_tokens_per_step_exhaust_pages_sooner() -> None:
     """Every step gives four tokens and takes a second and a half: what is told as time until the pages are full comes true."""
     engine = Engine(num_pages=150)
     engine.runner = Right(150, 4)
-    speculating = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    speculating = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=frozenset({"draft"}))
     engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, SchedulerConfig(eviction_policy="lru", speculating=speculating))
     for handle in range(3):
         engine.submit(handle, make_request(8, 240, seed=handle))
@@ -284,7 +284,7 @@ def test_several_tokens_per_step_exhaust_pages_sooner() -> None:
 def test_speedup_of_tokens_is_reported() -> None:
     engine = Engine(num_pages=100)
     engine.runner = Right(100, 4)
-    speculating = SpeculationConfig("draft", 3, is_adaptive=False, drafts=frozenset({"draft"}))
+    speculating = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=frozenset({"draft"}))
     engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, SchedulerConfig(speculating=speculating))
     for handle in range(6):
         engine.submit(handle, msgspec.structs.replace(make_request(8, 60, seed=handle), speculation=Speculation("none")))

@@ -12,7 +12,9 @@ def make_scheduler(
     num_pages: int = 64, page_size: int = 4, *, model_len: int = 128, seqs: int = 4, budget: int = 16, max_waiting: int = 8
 ) -> tuple[Scheduler, FakeRunner]:
     runner = FakeRunner(num_pages, page_size)
-    return Scheduler(Limits(model_len, seqs, budget, max_waiting), runner.pool), runner
+    return Scheduler(
+        Limits(max_model_len=model_len, max_num_seqs=seqs, max_num_batched_tokens=budget, max_waiting=max_waiting), runner.pool
+    ), runner
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> wire.Tokens:
@@ -226,7 +228,9 @@ def test_check_sees_a_lost_row() -> None:
     assert scheduler.check() == ["rows are [1], expected each of 2 once"]
 
 
-@pytest.mark.parametrize("bad", [StepResult(7, [1]), StepResult(1, [])], ids=["another step", "too few tokens"])
+@pytest.mark.parametrize(
+    "bad", [StepResult(step=7, tokens=[1]), StepResult(step=1, tokens=[])], ids=["another step", "too few tokens"]
+)
 def test_result_that_mismatches_the_plan_is_a_bug(bad: StepResult) -> None:
     scheduler, _ = make_scheduler()
     scheduler.submit(1, make_request())
@@ -275,11 +279,11 @@ def test_full_queue_accepts_a_stream_started_elsewhere() -> None:
 
 
 def test_request_complete_on_arrival_ends_without_a_token() -> None:
-    scheduler = Scheduler(Limits(64, 4, 16), PoolShape(16, 4))
+    scheduler = Scheduler(Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), PoolShape(16, 4))
     assert scheduler.submit(1, msgspec.structs.replace(make_request(3, 8), epoch=1, delivered=[5])) is None
     plan = scheduler.schedule()
     assert plan is not None
-    frame = scheduler.commit(StepResult(plan.step, [0], over=[0]))
+    frame = scheduler.commit(StepResult(step=plan.step, tokens=[0], over=[0]))
     assert (frame.handles, frame.tokens) == ([], [])
     assert frame.finished == [wire.Finished(1, 1, "stop", 0)]
     assert scheduler.is_idle()

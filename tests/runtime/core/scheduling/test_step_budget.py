@@ -35,13 +35,13 @@ def test_prompt_chunk_stretches_decodes_not_draft_tokens() -> None:
 
 def test_fixed_prefill_cost_leaves_prompts_their_share() -> None:
     """Ten decodes take 20 ms, which the target cannot hold, any prompt tokens 10: they get a quarter of 20 ms beside it."""
-    model = StepModel(0.019, 0.0001, 0, 0.0, 0.0, prompt_s=0.010)
+    model = StepModel(fixed_s=0.019, token_s=0.0001, knee_tokens=0, context_s=0.0, attention_s=0.0, prompt_s=0.010)
     assert prefill_tokens(replace(LIMITS, itl_target_s=0.015), model, 10, 1000) == pytest.approx(50, abs=1)
 
 
 def test_step_with_draft_tokens_gives_prompts_the_rest() -> None:
     """Eight streams with seven proposals each, whatever pays, and a long prompt."""
-    how = SpeculationConfig("ngram", 7, is_adaptive=False)
+    how = SpeculationConfig(method="ngram", num_tokens=7, is_adaptive=False)
     limits = replace(LIMITS, max_num_seqs=9, itl_target_s=0.0045)
     scheduler = Scheduler(limits, PoolShape(1000, 4), speculating=how)
     for tokens in range(1, 200):
@@ -50,7 +50,7 @@ def test_step_with_draft_tokens_gives_prompts_the_rest() -> None:
         assert scheduler.submit(row, make_request([row, 20 + row, 30, 40 + row] * 5, 50)) is None
     plan = scheduler.schedule()
     assert plan is not None and len(plan.draws) == 8
-    scheduler.commit(StepResult(plan.step, list(range(8))))
+    scheduler.commit(StepResult(step=plan.step, tokens=list(range(8))))
     assert scheduler.submit(8, make_request(1500, 1)) is None
     beside = scheduler.schedule()
     assert beside is not None
@@ -67,7 +67,7 @@ def test_prompt_and_stream_in_different_plans_meet_the_target(flights: int) -> N
     assert scheduler.submit(1, make_request(1, 50)) is None
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.commit(StepResult(plan.step, [7]))
+    scheduler.commit(StepResult(step=plan.step, tokens=[7]))
     if flights == 2:
         assert scheduler.schedule() is not None, "the stream's next token"
     assert scheduler.submit(2, make_request(1500, 1)) is None

@@ -25,11 +25,15 @@ from tests.runtime.core.speculation.test_speculator import running_request
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 DRAFTS: frozenset[Method] = frozenset({"draft"})
-ADAPTIVE = SpeculationConfig("draft", 4, drafts=DRAFTS)
+ADAPTIVE = SpeculationConfig(method="draft", num_tokens=4, drafts=DRAFTS)
 
 
 def scheduler(runner: FakeRunner, speculating: SpeculationConfig = ADAPTIVE, budget: int = 64) -> Scheduler:
-    return make_scheduler(Limits(2000, 4, budget), runner.pool, SchedulerConfig(speculating=speculating))
+    return make_scheduler(
+        Limits(max_model_len=2000, max_num_seqs=4, max_num_batched_tokens=budget),
+        runner.pool,
+        SchedulerConfig(speculating=speculating),
+    )
 
 
 def turn(runner: FakeRunner, made: Scheduler, pass_s: float) -> tuple[StepPlan, wire.Tokens]:
@@ -84,14 +88,16 @@ def test_long_catch_up_takes_consecutive_steps(pass_s: float) -> None:
     length, pool = 20 * 512, PagePool(3000, 4)
     request = running_request([7] * (length + 1), "draft", pages=2)
     request.pages = pool.take(len(request.pages)) or []
-    speculator = Speculator(Limits(100_000, 1, 600), pool, ADAPTIVE)
-    model, behind, depths = StepModel(0.001, 1e-6, 0, 0.0, 0.0), [], []
+    speculator = Speculator(Limits(max_model_len=100_000, max_num_seqs=1, max_num_batched_tokens=600), pool, ADAPTIVE)
+    model, behind, depths = StepModel(fixed_s=0.001, token_s=1e-6, knee_tokens=0, context_s=0.0, attention_s=0.0), [], []
     for step in range(3):
-        known = StepBuilder(step, chunks=[ScheduledChunk(request, length, 1, depth=1, parents=[-1], is_drafted=True)])
+        known = StepBuilder(
+            step=step, chunks=[ScheduledChunk(request=request, start=length, count=1, depth=1, parents=[-1], is_drafted=True)]
+        )
         known.describe_plain()
         speculator.learn(known, model, 0.001 + pass_s, pass_s, "")
     for step in range(3, 25):
-        making = StepBuilder(step, draft_room=512, chunks=[ScheduledChunk(request, length, 1)])
+        making = StepBuilder(step=step, draft_room=512, chunks=[ScheduledChunk(request=request, start=length, count=1)])
         speculator.propose(making, model, 1, False)
         speculator.learn(making, model, 0.001 + pass_s * making.chunks[0].depth, pass_s * making.chunks[0].depth, "")
         behind.append(len(making.chunks[0].behind))
@@ -128,7 +134,7 @@ def test_prompts_are_drafted_only_while_drafts_pay() -> None:
 def test_request_that_finds_undrafted_pages_catches_up() -> None:
     """The first request has no drafts; the second finds its pages and drafts: from nothing that the draft did not compute."""
     runner = FakeRunner(200, 4)
-    made = scheduler(runner, SpeculationConfig("draft", 4, is_adaptive=False, drafts=DRAFTS))
+    made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=4, is_adaptive=False, drafts=DRAFTS))
     first = msgspec.structs.replace(make_request(30, 30), speculation=Speculation("none"))
     made.submit(1, first)
     while not made.is_idle():
@@ -167,7 +173,7 @@ def test_copied_page_keeps_the_drafts_earlier_work() -> None:
     st.floats(1e-6, 1e-2),
 )
 def test_catch_up_cost_must_be_earned_back(chances: list[float], missing: int, steps: int, behind_s: float) -> None:
-    costs = StepCosts(0.010, lambda count: 0.0, behind_s=behind_s)
+    costs = StepCosts(plain_s=0.010, extra_s=lambda count: 0.0, behind_s=behind_s)
     worth = with_catching_up(chances, costs, 1, missing, steps)
     assert sum(worth) <= sum(chances) and list(worth) == sorted(worth, reverse=True)
     assert sum(with_catching_up(chances, costs, 1, missing, steps + 1)) >= sum(worth), "the longer it is of use"
@@ -189,20 +195,24 @@ class Counting(PagePool):
 def test_unprofitable_draft_is_not_reconsidered_each_step() -> None:
     """A pass of the draft takes a hundred steps: requests are looked at now and then, for a probe at the latest."""
     pool = Counting(100, 4)
-    speculator = Speculator(Limits(1000, 4, 64), pool, ADAPTIVE)
-    model, looked = StepModel(0.001, 1e-6, 0, 0.0, 0.0), []
+    speculator = Speculator(Limits(max_model_len=1000, max_num_seqs=4, max_num_batched_tokens=64), pool, ADAPTIVE)
+    model, looked = StepModel(fixed_s=0.001, token_s=1e-6, knee_tokens=0, context_s=0.0, attention_s=0.0), []
     requests = [running_request([7] * 9, "draft", pages=1) for _ in range(4)]
     for request in requests:
         request.pages = pool.take(4) or []
     for step in range(200):
-        making = StepBuilder(step, draft_room=64, chunks=[ScheduledChunk(request, 8, 1) for request in requests])
+        making = StepBuilder(
+            step=step, draft_room=64, chunks=[ScheduledChunk(request=request, start=8, count=1) for request in requests]
+        )
         before = pool.num_asked
         speculator.propose(making, model, 4, False)
         looked.append(pool.num_asked > before)
         depth = max(chunk.depth for chunk in making.chunks)
         speculator.learn(making, model, 0.001 + 0.1 * depth, 0.1 * depth, "")
     assert 0 < sum(looked[100:]) <= 100 // LOOK_EVERY + 2
-    making = StepBuilder(200, draft_room=64, chunks=[ScheduledChunk(request, 8, 1) for request in requests[:2]])
+    making = StepBuilder(
+        step=200, draft_room=64, chunks=[ScheduledChunk(request=request, start=8, count=1) for request in requests[:2]]
+    )
     before = pool.num_asked
     speculator.propose(making, model, 2, False)
     assert pool.num_asked > before, "another load is looked at"
@@ -211,7 +221,7 @@ def test_unprofitable_draft_is_not_reconsidered_each_step() -> None:
 @pytest.mark.parametrize(("token_s", "pays"), [(0.0004, True), (0.0009, True), (0.00099, False), (0.002, False)])
 def test_lookup_is_skipped_where_certain_tokens_do_not_pay(token_s: float, pays: bool) -> None:
     """Sixteen decodes in 16 ms: a token for sure has to take less than a millisecond, and the margin."""
-    costs = StepCosts(0.016, lambda count: count * token_s)
+    costs = StepCosts(plain_s=0.016, extra_s=lambda count: count * token_s)
     assert could_pay(costs, 16, 200) == pays
     asked = list[int]()
 
@@ -221,8 +231,15 @@ def test_lookup_is_skipped_where_certain_tokens_do_not_pay(token_s: float, pays:
 
     request = running_request([1, 2, 3, 4] * 5, "ngram", pages=2)
     request.row, request.sent = 0, 1
-    speculator = Speculator(Limits(1000, 1, 64), PagePool(20, 4), SpeculationConfig("ngram"), fitting)
-    model = StepModel(max(0.0, 0.001 - token_s), token_s, 0, 0.0, 0.0)
+    speculator = Speculator(
+        Limits(max_model_len=1000, max_num_seqs=1, max_num_batched_tokens=64),
+        PagePool(20, 4),
+        SpeculationConfig(method="ngram"),
+        fitting,
+    )
+    model = StepModel(fixed_s=max(0.0, 0.001 - token_s), token_s=token_s, knee_tokens=0, context_s=0.0, attention_s=0.0)
     for step in range(PROBE_EVERY):
-        speculator.propose(StepBuilder(step, draft_room=64, chunks=[ScheduledChunk(request, 19, 1)]), model, 0, False)
+        speculator.propose(
+            StepBuilder(step=step, draft_room=64, chunks=[ScheduledChunk(request=request, start=19, count=1)]), model, 0, False
+        )
     assert bool(asked) == pays

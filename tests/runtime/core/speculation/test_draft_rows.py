@@ -39,7 +39,7 @@ def test_chosen_drafts_maximize_speed_with_measured_row_costs(
         passes = max(depths)
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes + row_s * (sum(depths) - passes))
 
-    costs = StepCosts(1.0, lambda count: count * token_s, pass_s, draft_row_s=row_s)
+    costs = StepCosts(plain_s=1.0, extra_s=lambda count: count * token_s, pass_s=pass_s, draft_row_s=row_s)
     chosen = [len(taken) for taken in choose_draft_lengths(offers, costs, decodes, room).taken]
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
     best = max(map(speed, every))
@@ -48,21 +48,25 @@ def test_chosen_drafts_maximize_speed_with_measured_row_costs(
 
 def test_lookup_precedes_an_expensive_draft_row() -> None:
     offers = [DraftCandidate([0.9], True), DraftCandidate([0.8], True), DraftCandidate([0.7])]
-    costs = StepCosts(1.0, lambda count: 0.01 * count, 0.01, draft_row_s=5.0)
+    costs = StepCosts(plain_s=1.0, extra_s=lambda count: 0.01 * count, pass_s=0.01, draft_row_s=5.0)
     assert choose_draft_lengths(offers, costs, 3, 10).taken == [[0], [], [0]]
 
 
 def test_levels_behind_an_expensive_level_are_dropped() -> None:
     """Its sibling on the first level would be free, but what an offer gets are its first proposals."""
     tree = DraftCandidate([0.9, 0.5, 0.4], True, [0, 1, 0])
-    costs = StepCosts(1.0, lambda count: 0.0, 0.01, draft_row_s=5.0)
+    costs = StepCosts(plain_s=1.0, extra_s=lambda count: 0.0, pass_s=0.01, draft_row_s=5.0)
     taken = choose_draft_lengths([DraftCandidate([0.95, 0.94], True, [0, 1]), tree], costs, 2, 10).taken
     assert all(nodes == list(range(len(nodes))) for nodes in taken)
     assert sum(map(len, taken)) == 2
 
 
 def test_costs_of_passes_and_rows_are_separate() -> None:
-    cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
+    cost, model, plain = (
+        VerifyCost(),
+        StepModel(fixed_s=0.005, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepWork(0, 64, 1000),
+    )
     for rows in (0, 0, 63, 63, 0):
         cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)
     told = cost.costs(model, plain)
@@ -75,8 +79,10 @@ def test_probes_of_one_request_do_not_price_all() -> None:
     """16 requests, steps of 21 ms, a pass of 2 ms for each that is drafted for: even if all drafts are right they cost more than
     they bring, and a probe of one tells nothing of it."""
     runner, tokens = FakeRunner(16 * 100, 4, has_pages=False), 300
-    limits = Limits(2 * tokens, 16, 1024)
-    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("self_draft", 1, drafts=DRAFTS)))
+    limits = Limits(max_model_len=2 * tokens, max_num_seqs=16, max_num_batched_tokens=1024)
+    made = make_scheduler(
+        limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig(method="self_draft", num_tokens=1, drafts=DRAFTS))
+    )
     for handle in range(1, 17):
         made.submit(handle, make_request(5, tokens, seed=handle))
     while not made.is_idle():
@@ -92,13 +98,20 @@ def test_probes_of_one_request_do_not_price_all() -> None:
 def test_siblings_of_a_tree_share_their_parents_row() -> None:
     """Two trees of three tokens for one place: a second request is one row more, its further tokens are none."""
     trees = [DraftCandidate([0.5, 0.4, 0.3], True, [0, 0, 0])] * 2
-    costs = StepCosts(1.0, lambda count: 0.001 * count, 0.01, draft_row_s=0.2)
+    costs = StepCosts(plain_s=1.0, extra_s=lambda count: 0.001 * count, pass_s=0.01, draft_row_s=0.2)
     assert choose_draft_lengths(trees, costs, 2, 10).taken == [[0, 1, 2], [0, 1, 2]]
-    assert choose_draft_lengths(trees, StepCosts(1.0, lambda count: 0.2 * count, 0.01), 2, 10).taken != [[0, 1, 2], [0, 1, 2]]
+    assert choose_draft_lengths(trees, StepCosts(plain_s=1.0, extra_s=lambda count: 0.2 * count, pass_s=0.01), 2, 10).taken != [
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
 
 
 def test_outdated_row_cost_is_relearned_at_once() -> None:
-    cost, model, plain = VerifyCost(), StepModel(0.005, 0.001, 0, 0.0, 0.0), StepWork(0, 64, 1000)
+    cost, model, plain = (
+        VerifyCost(),
+        StepModel(fixed_s=0.005, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepWork(0, 64, 1000),
+    )
     for rows in (0, 0, 63, 63, *[0] * 2000):
         cost.learn(model, plain, 1 + rows, 1, 0.1, 0.002 + 0.0001 * rows, rows=rows)
     assert cost.draft_row_s == 0

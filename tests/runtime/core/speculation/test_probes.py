@@ -40,7 +40,7 @@ class Wrong(FakeRunner):
 def test_unprofitable_drafts_are_probed_periodically() -> None:
     """Every proposal is wrong and costs as much as a decode: few are made, but never none."""
     runner = Wrong(60, 4)
-    made = scheduler(runner, SpeculationConfig("draft", 4, drafts=DRAFTS))
+    made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=4, drafts=DRAFTS))
     made.submit(1, make_request(5, 150))
     while not made.is_idle():
         plan = made.schedule()
@@ -53,8 +53,10 @@ def test_unprofitable_drafts_are_probed_periodically() -> None:
 
 def drafting_steps(runner: FakeRunner, max_tokens: int, pass_s: float) -> list[bool]:
     """Which steps of one request draft, where a step takes 20 ms and a pass of the draft this long."""
-    limits = Limits(4 * max_tokens, 4, 64)
-    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 4, drafts=DRAFTS)))
+    limits = Limits(max_model_len=4 * max_tokens, max_num_seqs=4, max_num_batched_tokens=64)
+    made = make_scheduler(
+        limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig(method="draft", num_tokens=4, drafts=DRAFTS))
+    )
     made.submit(1, make_request(5, max_tokens))
     while not made.is_idle():
         plan = made.schedule()
@@ -115,10 +117,16 @@ def test_pause_in_a_probe_at_most_doubles_the_wait(pause_s: float) -> None:
     """Whatever a probe seemed to cost, the next comes within twice the steps; a cheap one changes nothing. The first two come one
     behind the other, for nothing is known of the draft."""
     request = running_request([8] * 3, "draft", pages=2)
-    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), SpeculationConfig("draft", drafts=DRAFTS))
-    probed, model = [], StepModel(0.001, 1.0, 0, 0.0, 0.0)
+    speculator = Speculator(
+        Limits(max_model_len=100_000, max_num_seqs=1, max_num_batched_tokens=400),
+        PagePool(8, 4),
+        SpeculationConfig(method="draft", drafts=DRAFTS),
+    )
+    probed, model = [], StepModel(fixed_s=0.001, token_s=1.0, knee_tokens=0, context_s=0.0, attention_s=0.0)
     for step in range(6 * PROBE_EVERY):
-        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
+        making = StepBuilder(
+            step=step, draft_room=400, chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1)]
+        )
         making.describe_plain()
         speculator.propose(making, model, 0, False)
         if making.chunks[0].depth:
@@ -135,15 +143,17 @@ def test_probe_chooses_a_likely_sampled_token() -> None:
     assert request.proposing is not None
     request.proposing.tree, request.row, request.sent = Tree([3], "static"), 0, 1
     speculator = Speculator(
-        Limits(100_000, 1, 400),
+        Limits(max_model_len=100_000, max_num_seqs=1, max_num_batched_tokens=400),
         PagePool(8, 4),
-        SpeculationConfig("ngram"),
+        SpeculationConfig(method="ngram"),
         lambda _row, tokens, _index: 0 if tokens[0] == 5 else 4,
     )
     made = []
     for step in range(PROBE_EVERY + 1):
-        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
-        speculator.propose(making, StepModel(0.001, 1.0, 0, 0.0, 0.0), 0, False)
+        making = StepBuilder(
+            step=step, draft_room=400, chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1)]
+        )
+        speculator.propose(making, StepModel(fixed_s=0.001, token_s=1.0, knee_tokens=0, context_s=0.0, attention_s=0.0), 0, False)
         made.append(making.chunks[0].proposed)
     assert made == [[]] * PROBE_EVERY + [[6]]
 
@@ -152,8 +162,10 @@ def test_probe_chooses_a_likely_sampled_token() -> None:
 def test_one_slow_draft_ends_no_drafting_under_a_target(is_fitted: bool) -> None:
     """Steps of 10 ms and 1 ms for each token, a target of 20 ms, and passes of 0.5 ms, but half a second for the first of all."""
     runner = FakeRunner(60, 4)
-    limits = Limits(200, 4, 64, itl_target_s=0.020)
-    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 8, drafts=DRAFTS)))
+    limits = Limits(max_model_len=200, max_num_seqs=4, max_num_batched_tokens=64, itl_target_s=0.020)
+    made = make_scheduler(
+        limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig(method="draft", num_tokens=8, drafts=DRAFTS))
+    )
     made.submit(1, make_request(5, 190))
     slow = 0
     while not made.is_idle():
@@ -172,7 +184,9 @@ def test_pass_cost_is_learned_from_few_small_drafts() -> None:
     """Sixteen requests whose prompts the draft has not computed, and a draft that never pays: it is known after some steps."""
     runner = Wrong(2000, 4)
     made = make_scheduler(
-        Limits(400, 16, 512), runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 4, drafts=DRAFTS))
+        Limits(max_model_len=400, max_num_seqs=16, max_num_batched_tokens=512),
+        runner.pool,
+        SchedulerConfig(speculating=SpeculationConfig(method="draft", num_tokens=4, drafts=DRAFTS)),
     )
     for handle in range(16):
         made.submit(handle, make_request(20, 150, seed=handle))
@@ -187,7 +201,11 @@ def test_pass_cost_is_learned_from_few_small_drafts() -> None:
 
 
 def test_pause_in_a_draft_is_no_pass_cost() -> None:
-    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
+    model, plain, cost = (
+        StepModel(fixed_s=0.008, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepWork(0, 2, 100),
+        VerifyCost(),
+    )
     for draft_s in (0.001, 0.001, 0.001, 5.0):
         cost.learn(model, plain, 1, 1, 0.012 + draft_s, draft_s)
     assert cost.pass_s == pytest.approx(0.0011)
@@ -195,7 +213,11 @@ def test_pause_in_a_draft_is_no_pass_cost() -> None:
 
 def test_first_passes_count_by_the_fastest() -> None:
     """The first of all may have loaded what later ones find: alone it is not believed, and soon forgotten."""
-    model, plain, cost = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100), VerifyCost()
+    model, plain, cost = (
+        StepModel(fixed_s=0.008, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepWork(0, 2, 100),
+        VerifyCost(),
+    )
     believed = []
     for draft_s in (5.0, 0.003, 0.002, 0.002):
         cost.learn(model, plain, 2, 2, 0.012 + draft_s, draft_s)
@@ -203,16 +225,22 @@ def test_first_passes_count_by_the_fastest() -> None:
     assert believed == pytest.approx([0.0, 0.0015, 0.001, 0.001])
 
 
-UNPAYING = StepModel(0.001, 1.0, 0, 0.0, 0.0)
+UNPAYING = StepModel(fixed_s=0.001, token_s=1.0, knee_tokens=0, context_s=0.0, attention_s=0.0)
 
 
 def test_steps_with_prompts_do_not_each_probe_a_draft() -> None:
     """A saturated server: a prompt chunk in every step, and nothing known of passes."""
     request = running_request([8] * 3, "draft", pages=2)
-    speculator = Speculator(Limits(100_000, 1, 400), PagePool(8, 4), SpeculationConfig("draft", drafts=DRAFTS))
+    speculator = Speculator(
+        Limits(max_model_len=100_000, max_num_seqs=1, max_num_batched_tokens=400),
+        PagePool(8, 4),
+        SpeculationConfig(method="draft", drafts=DRAFTS),
+    )
     tried = 0
     for step in range(10 * PROBE_EVERY):
-        making = StepBuilder(step, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1)])
+        making = StepBuilder(
+            step=step, draft_room=400, chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1)]
+        )
         speculator.propose(making, UNPAYING, 0, True)
         tried += making.chunks[0].depth
     assert 0 < tried <= 10
@@ -225,11 +253,17 @@ def test_pass_cost_is_learned_from_drafts_not_lookups() -> None:
     pool = PagePool(40, 4)
     for request in (found, lacking):
         request.pages = pool.take(len(request.pages)) or []
-    speculator = Speculator(Limits(100_000, 2, 400), pool, SpeculationConfig("draft", drafts=DRAFTS))
-    making = StepBuilder(
-        0, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in (found, lacking)]
+    speculator = Speculator(
+        Limits(max_model_len=100_000, max_num_seqs=2, max_num_batched_tokens=400),
+        pool,
+        SpeculationConfig(method="draft", drafts=DRAFTS),
     )
-    speculator.propose(making, StepModel(0.001, 0.0007, 0, 0.0, 0.0), 0, False)
+    making = StepBuilder(
+        step=0,
+        draft_room=400,
+        chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1) for request in (found, lacking)],
+    )
+    speculator.propose(making, StepModel(fixed_s=0.001, token_s=0.0007, knee_tokens=0, context_s=0.0, attention_s=0.0), 0, False)
     assert [(chunk.depth, len(chunk.behind)) for chunk in making.chunks] == [(0, 0), (1, 29)]
 
 
@@ -268,8 +302,16 @@ def test_steps_without_speculation_compute_no_costs(methods: list[Method], is_as
     requests = [running_request([8, 1, 2, 5, 7, 1, 2], method, pages=2) for method in methods]
     for request, method in zip(requests, methods, strict=True):
         request.proposing = None if method == "none" else request.proposing
-    speculator = Speculator(Limits(100_000, 2, 400), PagePool(8, 4), SpeculationConfig("none"))
-    making = StepBuilder(1, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in requests])
-    model = Asked(0.008, 0.001, 0, 0.0, 0.0)
+    speculator = Speculator(
+        Limits(max_model_len=100_000, max_num_seqs=2, max_num_batched_tokens=400),
+        PagePool(8, 4),
+        SpeculationConfig(method="none"),
+    )
+    making = StepBuilder(
+        step=1,
+        draft_room=400,
+        chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1) for request in requests],
+    )
+    model = Asked(fixed_s=0.008, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
     speculator.propose(making, model, 2, False)
     assert bool(model.times) == is_asked

@@ -39,12 +39,16 @@ def speculated(
     speculating: SpeculationConfig, requests: Sequence[Request], num_pages: int, running: int = 0
 ) -> list[ScheduledChunk]:
     """What one step proposes behind the last tokens of requests that have their pages."""
-    limits = Limits(100_000, len(requests), 400)
+    limits = Limits(max_model_len=100_000, max_num_seqs=len(requests), max_num_batched_tokens=400)
     pool = PagePool(num_pages + sum(len(request.pages) for request in requests), 4)
     for request in requests:
         request.pages = pool.take(len(request.pages)) or []
     speculator = Speculator(limits, pool, speculating)
-    making = StepBuilder(1, draft_room=400, chunks=[ScheduledChunk(request, len(request.tokens) - 1, 1) for request in requests])
+    making = StepBuilder(
+        step=1,
+        draft_room=400,
+        chunks=[ScheduledChunk(request=request, start=len(request.tokens) - 1, count=1) for request in requests],
+    )
     speculator.propose(making, None, running, False)
     return making.chunks
 
@@ -53,14 +57,14 @@ def running_request(tokens: list[int], method: Method, pages: int = 0) -> Reques
     """One with an output token. `pages`: those that it has beside the ones for its tokens."""
     asked = make_request(tokens[:-1], 10_000, delivered=tokens[-1:])
     request = new_request(1, 1, asked, 100_000)
-    request.proposing = RequestSpeculation(method, 4)
+    request.proposing = RequestSpeculation(method=method, most=4)
     request.computed, request.pages = len(tokens) - 1, [0] * (-(-len(tokens) // 4) + pages)
     return request
 
 
 def test_step_drafts_a_bounded_number_of_prompt_tokens() -> None:
     requests = [running_request([at % 50 for at in range(AT_ONCE // 2 + 2)], "ngram", pages=2) for _ in range(4)]
-    setting = SpeculationConfig("ngram", 4, False)
+    setting = SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False)
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 0, 0]
     assert [chunk.depth for chunk in speculated(setting, requests, 8)] == [4, 4, 4, 4]
 
@@ -71,7 +75,7 @@ def test_request_without_draft_pages_leaves_catch_up_to_others() -> None:
     def wants(pages: int) -> Request:
         return running_request([7] * 300, "draft", pages)
 
-    setting = SpeculationConfig("draft", 4, False, DRAFTS)
+    setting = SpeculationConfig(method="draft", num_tokens=4, is_adaptive=False, drafts=DRAFTS)
     both = speculated(setting, [wants(2), wants(2)], 1)
     assert [(chunk.depth, len(chunk.behind)) for chunk in both] == [(4, 299), (0, 0)]
     second = speculated(setting, [wants(0), wants(2)], 1, running=9)
@@ -90,10 +94,14 @@ class Counted(list[float]):
 
 def test_draft_tokens_are_ranked_once_or_not_at_all() -> None:
     chances = Counted(0.9**at for at in range(1, 17))
-    paying = choose_draft_lengths([DraftCandidate(chances, True)], StepCosts(1.0, lambda count: 0.001 * count, 0.001), 1, 100)
+    paying = choose_draft_lengths(
+        [DraftCandidate(chances, True)], StepCosts(plain_s=1.0, extra_s=lambda count: 0.001 * count, pass_s=0.001), 1, 100
+    )
     assert len(paying.taken[0]) == 16 and chances.reads == 2, "for their sum, and for their order"
     chances.reads = 0
-    assert choose_draft_lengths([DraftCandidate(chances, True)], StepCosts(1.0, lambda count: 0.0), 10_000, 100).taken == [[]]
+    assert choose_draft_lengths(
+        [DraftCandidate(chances, True)], StepCosts(plain_s=1.0, extra_s=lambda count: 0.0), 10_000, 100
+    ).taken == [[]]
     assert chances.reads == 1
 
 
@@ -145,7 +153,9 @@ def test_depths_are_the_fastest_of_all_that_there_are(
         passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
         return (decodes + gained) / (1 + token_s * sum(depths) + pass_s * passes)
 
-    found = choose_draft_lengths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s), decodes, room)
+    found = choose_draft_lengths(
+        offers, StepCosts(plain_s=1.0, extra_s=lambda count: count * token_s, pass_s=pass_s), decodes, room
+    )
     chosen = [len(taken) for taken in found.taken]
     assert sum(chosen) <= room
     every = [depths for depths in product(*(range(len(offer.chances) + 1) for offer in offers)) if sum(depths) <= room]
@@ -157,7 +167,7 @@ def test_under_load_nothing_is_proposed_and_alone_much() -> None:
     """A step of 10 ms for one and 1 ms more for each token: chances that pay alone do not among sixty-four."""
 
     def deepest(decodes: int, chance: float) -> int:
-        costs = StepCosts(0.009 + 0.001 * decodes, lambda count: 0.001 * count)
+        costs = StepCosts(plain_s=0.009 + 0.001 * decodes, extra_s=lambda count: 0.001 * count)
         taken = choose_draft_lengths([DraftCandidate([chance**at for at in range(1, 9)])] * decodes, costs, decodes, 1000).taken
         return max(map(len, taken))
 
@@ -178,7 +188,9 @@ def test_a_tree_pays_a_pass_for_each_level_alone() -> None:
     tree = DraftCandidate([0.5, 0.4, 0.3, 0.2], is_drafted=True, levels=[0, 0, 1, 0])
 
     def taken(pass_s: float) -> list[list[int]]:
-        return choose_draft_lengths([tree], StepCosts(1.0, lambda count: 0.01 * count, pass_s), 1, 10).taken
+        return choose_draft_lengths(
+            [tree], StepCosts(plain_s=1.0, extra_s=lambda count: 0.01 * count, pass_s=pass_s), 1, 10
+        ).taken
 
     assert taken(0.01) == [[0, 1, 2, 3]] and taken(0.2) == [[0, 1, 3]] and taken(5.0) == [[]]
 
@@ -194,7 +206,7 @@ def test_trees_are_used_where_they_beat_chains() -> None:
                 lines[node] = [*lines[parent], right if (right % 3 == 0) == place else right ^ 64]
             return [lines[node][-1] for node in range(len(parents))]
 
-    tree = SpeculationConfig("draft", 6, drafts=DRAFTS, tree=Tree([2, 2, 2], "static"))
+    tree = SpeculationConfig(method="draft", num_tokens=6, drafts=DRAFTS, tree=Tree([2, 2, 2], "static"))
     for dear_s, share in ((0.0, (0.5, 1.0)), (0.02, (0.0, 0.4))):
         runner = Irregular(60, 4)
         made = scheduler(runner, tree)
@@ -211,7 +223,7 @@ def test_trees_are_used_where_they_beat_chains() -> None:
 
 
 def test_draft_cost_is_the_measured_one() -> None:
-    model, plain = StepModel(0.008, 0.001, 0, 0.0, 0.0), StepWork(0, 2, 100)
+    model, plain = StepModel(fixed_s=0.008, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0), StepWork(0, 2, 100)
     cost = VerifyCost()
     assert cost.costs(model, plain).plain_s == pytest.approx(0.010)
     assert cost.costs(model, plain).extra_s(4) == pytest.approx(0.004)
@@ -230,7 +242,11 @@ def test_draft_cost_is_the_measured_one() -> None:
 def test_noise_does_not_hide_the_draft_cost() -> None:
     """One proposal in steps of sixteen decodes, whose times differ by six times what it costs."""
     chance = random.Random(5)
-    model, plain, cost = StepModel(0.05, 0.001, 0, 0.0, 0.0), StepWork(0, 16, 1000), VerifyCost()
+    model, plain, cost = (
+        StepModel(fixed_s=0.05, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0),
+        StepWork(0, 16, 1000),
+        VerifyCost(),
+    )
     for _ in range(400):
         cost.learn(model, plain, 0, 0, 0.066 + chance.uniform(-0.006, 0.006), 0.0)
         cost.learn(model, plain, 1, 0, 0.067 + chance.uniform(-0.006, 0.006), 0.0)
@@ -238,16 +254,27 @@ def test_noise_does_not_hide_the_draft_cost() -> None:
 
 
 def scheduler(runner: FakeRunner, speculating: SpeculationConfig, max_num_seqs: int = 4) -> Scheduler:
-    return make_scheduler(Limits(200, max_num_seqs, 64), runner.pool, SchedulerConfig(speculating=speculating))
+    return make_scheduler(
+        Limits(max_model_len=200, max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+        runner.pool,
+        SchedulerConfig(speculating=speculating),
+    )
 
 
 def test_missing_method_is_refused_but_started_stream_continues() -> None:
     made = scheduler(FakeRunner(40, 4), SpeculationConfig())
     asked = make_request(5, 6)
-    refused = made.submit(1, wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=Speculation("draft")))
+    refused = made.submit(
+        1,
+        wire.Request(
+            id="a", epoch=0, prompt=asked.prompt, delivered=[], sampling=asked.sampling, speculation=Speculation("draft")
+        ),
+    )
     assert isinstance(refused, Refuse) and refused.status == 400 and refused.code == "unsupported_speculation"
     assert "ngram" in refused.message
-    begun = wire.Request("b", 1, asked.prompt, [3], asked.sampling, speculation=Speculation("draft"))
+    begun = wire.Request(
+        id="b", epoch=1, prompt=asked.prompt, delivered=[3], sampling=asked.sampling, speculation=Speculation("draft")
+    )
     assert made.submit(2, begun) is None
 
 
@@ -269,9 +296,9 @@ def test_request_selects_its_method_and_depth() -> None:
         (Speculation("draft", 99), 16),
     ):
         runner = FakeRunner(60, 4)
-        made = scheduler(runner, SpeculationConfig("draft", 3, False, DRAFTS))
+        made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=DRAFTS))
         asked = make_request(5, 60)
-        request = wire.Request("a", 0, asked.prompt, [], asked.sampling, speculation=wanted)
+        request = wire.Request(id="a", epoch=0, prompt=asked.prompt, delivered=[], sampling=asked.sampling, speculation=wanted)
         assert made.submit(1, request) is None
         assert finish(runner, made) == expected_output(request)
         assert max(max(plan.depths, default=0) for plan in runner.plans) == deepest
@@ -284,14 +311,14 @@ def test_drafts_do_not_exceed_the_remaining_tokens(method: Method) -> None:
     for left in (1, 2, 3, 9):
         request = running_request([1, 2, 3, 4] * 5, method, pages=2)
         request.max_len = len(request.tokens) + left
-        [chunk] = speculated(SpeculationConfig(method, 4, False, DRAFTS), [request], 8)
+        [chunk] = speculated(SpeculationConfig(method=method, num_tokens=4, is_adaptive=False, drafts=DRAFTS), [request], 8)
         proposed[left] = chunk.depth
     assert proposed == {1: 0, 2: 1, 3: 2, 9: 4}
 
 
 def test_ranks_without_their_draft_get_no_requests() -> None:
     runner = FakeRunner(60, 4)
-    made = scheduler(runner, SpeculationConfig("draft", 3, False, DRAFTS))
+    made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=DRAFTS))
     made.submit(1, make_request(5, 40))
     for turn in range(5):
         plan = made.schedule()
@@ -319,7 +346,7 @@ class Mute(FakeRunner):
 @pytest.mark.parametrize("tree", [Tree(), Tree([2, 2], "static"), Tree([2, 2])], ids=["chain", "static", "best first"])
 def test_undrafted_tokens_are_not_counted(tree: Tree) -> None:
     runner = Short(80, 4)
-    made = scheduler(runner, SpeculationConfig("draft", 8, False, DRAFTS, tree=tree))
+    made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=8, is_adaptive=False, drafts=DRAFTS, tree=tree))
     made.submit(1, make_request(5, 100))
     finish(runner, made)
     counts = made.speculator.counts()
@@ -332,7 +359,7 @@ def test_undrafted_tokens_are_not_counted(tree: Tree) -> None:
 
 def test_silent_draft_adds_no_tokens() -> None:
     runner = Mute(80, 4)
-    made = scheduler(runner, SpeculationConfig("draft", 4, False, DRAFTS))
+    made = scheduler(runner, SpeculationConfig(method="draft", num_tokens=4, is_adaptive=False, drafts=DRAFTS))
     made.submit(1, make_request(5, 40))
     finish(runner, made)
     assert any(plan.paths for plan in runner.plans)
@@ -350,11 +377,11 @@ def test_padding_teaches_nothing_and_missing_nodes_count() -> None:
 def test_draft_tokens_keep_steps_within_the_itl_target() -> None:
     """A step of 10 ms and 1 ms for each proposal: what pays is cut where the target is, and a pass of the draft counts."""
     for limit_s, depths in ((math.inf, [8]), (0.0141, [4]), (0.0105, [0]), (0.005, [0])):
-        costs = StepCosts(0.010, lambda count: 0.001 * count, limit_s=limit_s)
+        costs = StepCosts(plain_s=0.010, extra_s=lambda count: 0.001 * count, limit_s=limit_s)
         assert [
             len(taken) for taken in choose_draft_lengths([DraftCandidate([0.95**at for at in range(1, 9)])], costs, 1, 100).taken
         ] == depths
-    costs = StepCosts(0.010, lambda count: 0.001 * count, 0.001, limit_s=0.0141)
+    costs = StepCosts(plain_s=0.010, extra_s=lambda count: 0.001 * count, pass_s=0.001, limit_s=0.0141)
     assert choose_draft_lengths([DraftCandidate([0.95**at for at in range(1, 9)], is_drafted=True)], costs, 1, 100).taken == [
         [0, 1]
     ]
@@ -362,7 +389,7 @@ def test_draft_tokens_keep_steps_within_the_itl_target() -> None:
 
 def test_itl_target_counts_catch_up_once_per_request() -> None:
     """Of 4 ms that are left one request needs 3 before its first proposal, the likeliest, and the other nothing."""
-    costs = StepCosts(0.010, lambda count: 0.0005 * count, 0.0001, limit_s=0.0141)
+    costs = StepCosts(plain_s=0.010, extra_s=lambda count: 0.0005 * count, pass_s=0.0001, limit_s=0.0141)
 
     def depths(limit_s: float, *behind_s: float) -> list[int]:
         chances = [[0.95, 0.94, 0.93], [0.8, 0.7, 0.6]]
@@ -384,7 +411,9 @@ def test_itl_target_counts_catch_up_once_per_request() -> None:
     st.floats(0.5, 3.0),
 )
 def test_itl_target_holds_for_any_acceptance(offers: list[DraftCandidate], token_s: float, pass_s: float, limit_s: float) -> None:
-    found = choose_draft_lengths(offers, StepCosts(1.0, lambda count: count * token_s, pass_s, limit_s), len(offers), 100)
+    found = choose_draft_lengths(
+        offers, StepCosts(plain_s=1.0, extra_s=lambda count: count * token_s, pass_s=pass_s, limit_s=limit_s), len(offers), 100
+    )
     depths = [len(taken) for taken in found.taken]
     passes = max((depth for offer, depth in zip(offers, depths, strict=True) if offer.is_drafted), default=0)
     assert not any(depths) or 1 + token_s * sum(depths) + pass_s * passes <= limit_s
@@ -394,8 +423,12 @@ def test_itl_target_holds_for_any_acceptance(offers: list[DraftCandidate], token
 def test_engine_with_itl_target_limits_draft_tokens(target_ms: float | None, longest_ms: float) -> None:
     """Steps of 10 ms and 1 ms for each token, every third draft wrong: two proposals are best, if the target allows them."""
     runner = FakeRunner(60, 4)
-    limits = Limits(200, 4, 64, itl_target_s=None if target_ms is None else target_ms / 1e3)
-    made = make_scheduler(limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig("draft", 8, drafts=DRAFTS)))
+    limits = Limits(
+        max_model_len=200, max_num_seqs=4, max_num_batched_tokens=64, itl_target_s=None if target_ms is None else target_ms / 1e3
+    )
+    made = make_scheduler(
+        limits, runner.pool, SchedulerConfig(speculating=SpeculationConfig(method="draft", num_tokens=8, drafts=DRAFTS))
+    )
     made.submit(1, make_request(5, 190))
     times_ms = []
     while not made.is_idle():

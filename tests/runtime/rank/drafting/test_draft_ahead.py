@@ -52,7 +52,9 @@ def twin(folder: Path) -> dict[str, str]:
 def requests(ways: dict[str, dict[str, Any]]) -> list[wire.Request]:
     prompts = [[(7 * n + 3 * at) % 200 for at in range(5 + 4 * n)] for n in range(len(ways))]
     return [
-        wire.Request(str(n), 1, prompt, [], wire.Sampling(TOKENS, 7 + n, **way))
+        wire.Request(
+            id=str(n), epoch=1, prompt=prompt, delivered=[], sampling=wire.Sampling(max_tokens=TOKENS, seed=7 + n, **way)
+        )
         for n, (prompt, way) in enumerate(zip(prompts, ways.values(), strict=True))
     ]
 
@@ -94,7 +96,9 @@ def test_positions_behind_a_grammars_end_are_not_drafted(folder: Path, twin: dic
     """Three letters follow the first one, where eight tokens are asked for."""
     ways: dict[str, dict[str, Any]] = {"one": {"grammar": wire.Grammar("regex", "ab[a-c]c"), "stop_token_ids": [EOS_ID]}}
     how = SchedulerConfig(
-        speculating=SpeculationConfig("draft", 8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths))
+        speculating=SpeculationConfig(
+            method="draft", num_tokens=8, is_adaptive=False, drafts=frozenset({"draft"}), tree=Tree(widths)
+        )
     )
     served, watched = run(folder, requests(ways), Build(torch.float64, num_pages=200, speculative=twin), how)
     assert served[0].finish == "stop" and 0 < watched.num_accepted < 5
@@ -110,7 +114,9 @@ def sampler(tmp_path: Path) -> Sampler:
 
 def test_sampling_ahead_leaves_the_row_unchanged(tmp_path: Path) -> None:
     drawn, chance = sampler(tmp_path), torch.Generator().manual_seed(2)
-    asked = wire.Sampling(50, 3, 1.0, repetition_penalty=1.5, frequency_penalty=0.7, bad_words=[[97, 98]], grammar=WORDS)
+    asked = wire.Sampling(
+        max_tokens=50, seed=3, temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.7, bad_words=[[97, 98]], grammar=WORDS
+    )
     new = NewRow(0, asked, 2, [1, 2, 97, 97])
     scores = 3 * torch.randn((7, VOCAB_SIZE), generator=chance)
     drawn.admit(new)
@@ -131,7 +137,7 @@ def test_sampling_ahead_leaves_the_row_unchanged(tmp_path: Path) -> None:
 
 def test_nothing_is_drafted_where_no_token_is_allowed(tmp_path: Path) -> None:
     drawn = sampler(tmp_path)
-    new = NewRow(0, wire.Sampling(9, 1, 0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
+    new = NewRow(0, wire.Sampling(max_tokens=9, seed=1, temperature=0.0, grammar=wire.Grammar("regex", "ab")), 1, [1, 97, 98])
     drawn.admit(new)
     scores = torch.zeros((1, VOCAB_SIZE))
     for count in (1, 3):
@@ -157,7 +163,7 @@ def test_nothing_is_drafted_where_no_token_is_allowed(tmp_path: Path) -> None:
 )
 def test_allowed_length_of_a_lookup(tmp_path: Path, sampling: dict[str, Any], tokens: list[int], count: int) -> None:
     drawn = sampler(tmp_path)
-    drawn.admit(NewRow(0, wire.Sampling(9, 1, **sampling), 2, [1, 2]))
+    drawn.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=1, **sampling), 2, [1, 2]))
     assert drawn.num_fitting(0, tokens, 1) == count
     assert drawn.num_fitting(0, tokens, 1) == count, "the place stays"
     assert drawn.num_fitting(1, tokens, 1) == len(tokens), "a row that is not known here"
@@ -177,7 +183,7 @@ def test_allowed_tokens_are_found_without_scanning_the_vocabulary(tmp_path: Path
     banned = [[token] for token in range(VOCAB_SIZE - 10)] * 200
     words = [*banned, [VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 4]]
     history = [7] * 200_000 + [VOCAB_SIZE - 3]
-    drawn.admit(NewRow(0, wire.Sampling(9, 1, allowed_token_ids=few, bad_words=words), len(history) - 1, history))
+    drawn.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=1, allowed_token_ids=few, bad_words=words), len(history) - 1, history))
     tracemalloc.start()
     count = drawn.num_fitting(0, [VOCAB_SIZE - 2, VOCAB_SIZE - 4, VOCAB_SIZE - 3], 1)
     _, peak = tracemalloc.get_traced_memory()
@@ -188,10 +194,22 @@ def test_allowed_tokens_are_found_without_scanning_the_vocabulary(tmp_path: Path
 
 def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
     asked = [
-        wire.Request("few", 1, [3, 4, 5, 9, 3, 4, 5, 9, 3, 4], [], wire.Sampling(24, 5, 0.7, allowed_token_ids=[3, 4, 5])),
-        wire.Request("words", 1, [97, 98, 99, 97, 98], [], wire.Sampling(24, 4, grammar=wire.Grammar("regex", "([abc]{2}d)*"))),
+        wire.Request(
+            id="few",
+            epoch=1,
+            prompt=[3, 4, 5, 9, 3, 4, 5, 9, 3, 4],
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=24, seed=5, temperature=0.7, allowed_token_ids=[3, 4, 5]),
+        ),
+        wire.Request(
+            id="words",
+            epoch=1,
+            prompt=[97, 98, 99, 97, 98],
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=24, seed=4, grammar=wire.Grammar("regex", "([abc]{2}d)*")),
+        ),
     ]
-    how = SchedulerConfig(speculating=SpeculationConfig("ngram", 5, is_adaptive=False))
+    how = SchedulerConfig(speculating=SpeculationConfig(method="ngram", num_tokens=5, is_adaptive=False))
 
     def work(knows: bool, runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)
@@ -207,9 +225,22 @@ def test_lookups_end_where_the_request_may_not_go_on(folder: Path) -> None:
 
 def test_draft_stops_behind_a_stop_token() -> None:
     """Of two paths one is over after its second token: the third pass is the other's alone."""
-    new = {row: NewRow(row, wire.Sampling(9, row, 0.0, stop_token_ids=[7], min_tokens=2)) for row in (0, 1)}
-    paths = [Proposed(0, 3, True), Proposed(1, 3, True)]
-    plan = StepPlan(1, [], [0, 1], [4, 4], [4, 4], [[], []], [1, 0, 0, 0, 2, 0, 0, 0], [(0, 1), (1, 0)], paths=paths)
+    new = {
+        row: NewRow(row, wire.Sampling(max_tokens=9, seed=row, temperature=0.0, stop_token_ids=[7], min_tokens=2))
+        for row in (0, 1)
+    }
+    paths = [Proposed(request=0, depth=3, is_drafted=True), Proposed(request=1, depth=3, is_drafted=True)]
+    plan = StepPlan(
+        step=1,
+        admitted=[],
+        rows=[0, 1],
+        starts=[4, 4],
+        counts=[4, 4],
+        pages=[[], []],
+        tokens=[1, 0, 0, 0, 2, 0, 0, 0],
+        draws=[(0, 1), (1, 0)],
+        paths=paths,
+    )
     passes: list[list[int]] = []
 
     def states(small: StepPlan) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx_api.speculation import Method
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import DraftLost
@@ -90,7 +91,7 @@ def failing_model(
 ) -> Proposer:
     if peers.rank:
         return RemoteDraft(peers)
-    form = Form(torch.float64, CPU, PLAIN, 256)
+    form = Form(dtype=torch.float64, device=CPU, kernels=PLAIN, positions=256)
     model = Failing(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
     own = make_caches(model.kv, pool.num_pages, PAGE_SIZE, torch.float64, CPU)
     shape = CacheShape(PAGE_SIZE, model.kv.kv_heads, page_bytes(model.kv, PAGE_SIZE, torch.float64) // 4)
@@ -104,7 +105,7 @@ def failing_exit(exit: Path, steps: int, target: Model, caches: list[LayerCache]
     return SelfDraft(target, caches, peers, whole.card.num_layers, through)
 
 
-def run(folder: Path, method: str, made: Build, pods: list[int]) -> tuple[list[Served], Watched]:
+def run(folder: Path, method: Method, made: Build, pods: list[int]) -> tuple[list[Served], Watched]:
     def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
         watched = Watched(runner)
         served = serve(watched, requests(), ROOMY, rules(method))

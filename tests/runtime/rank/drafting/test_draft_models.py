@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx_api import wire
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import Method, Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
@@ -42,8 +42,10 @@ def drafts(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def rules(method: str, num_tokens: int = 4) -> SchedulerConfig:
-    return SchedulerConfig(speculating=SpeculationConfig(method, num_tokens, is_adaptive=False, drafts=frozenset({method})))  # type: ignore[arg-type]
+def rules(method: Method, num_tokens: int = 4) -> SchedulerConfig:
+    return SchedulerConfig(
+        speculating=SpeculationConfig(method=method, num_tokens=num_tokens, is_adaptive=False, drafts=frozenset({method}))
+    )
 
 
 def run(
@@ -73,7 +75,7 @@ def assert_path_taken(watched: Watched) -> None:
 
 
 @methods
-def test_draft_time_uses_the_clock_of_steps(folder: Path, drafts: dict[str, dict[str, Any]], method: str) -> None:
+def test_draft_time_uses_the_clock_of_steps(folder: Path, drafts: dict[str, dict[str, Any]], method: Method) -> None:
     def work(runner: ModelRunner) -> set[float]:
         runner.clock = partial(next, itertools.count(0.0, 0.25))
         watched = Watched(runner)
@@ -86,7 +88,7 @@ def test_draft_time_uses_the_clock_of_steps(folder: Path, drafts: dict[str, dict
 @methods
 @groups
 def test_every_sampling_mode_is_equal_with_a_draft(
-    folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, pods: list[int], stages: int
+    folder: Path, drafts: dict[str, Any], plain: list[Served], method: Method, pods: list[int], stages: int
 ) -> None:
     made = Build(torch.float64, num_pages=200, stages=stages, speculative=drafts[method])
     served, watched = run(folder, requests(), made, rules(method), pods=pods)
@@ -97,7 +99,7 @@ def test_every_sampling_mode_is_equal_with_a_draft(
 @methods
 @pytest.mark.parametrize("stages", [1, 2])
 def test_prompt_chunks_sample_equal_tokens(
-    folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, stages: int
+    folder: Path, drafts: dict[str, Any], plain: list[Served], method: Method, stages: int
 ) -> None:
     made = Build(torch.float64, num_pages=200, stages=stages, speculative=drafts[method])
     limits = Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=13)
@@ -109,18 +111,20 @@ def test_prompt_chunks_sample_equal_tokens(
 @methods
 @pytest.mark.parametrize("stages", [1, 2])
 def test_preempted_requests_sample_equal_tokens(
-    folder: Path, drafts: dict[str, Any], plain: list[Served], method: str, stages: int
+    folder: Path, drafts: dict[str, Any], plain: list[Served], method: Method, stages: int
 ) -> None:
     how = rules(method, 6 if method == "draft" else 4)  # some are rejected with their pages
     made = Build(torch.float64, num_pages=11, stages=stages, speculative=drafts[method])
-    served, watched = run(folder, requests(), made, how, Limits(72, 8, 64), [stages])
+    served, watched = run(
+        folder, requests(), made, how, Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64), [stages]
+    )
     assert len(watched.admitted) > len(FIELDS), "some were preempted"
     assert_equal(served, plain)
     assert watched.num_accepted > 0 and watched.num_cut > 0
 
 
 @methods
-def test_prompt_logprobs_are_complete_with_drafts(folder: Path, drafts: dict[str, Any], method: str) -> None:
+def test_prompt_logprobs_are_complete_with_drafts(folder: Path, drafts: dict[str, Any], method: Method) -> None:
     asked = requests(prompt_logprobs=1)
     whole = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())[0]
     made = Build(torch.float64, num_pages=200, speculative=drafts[method])
@@ -138,14 +142,19 @@ def stateless() -> list[wire.Request]:
     common = torch.randint(0, 250, (37,), generator=chance).tolist()
     ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}]
     prompts = [common, common, [*common[:21], 1, 2, 3], common[:5], [*common, 9], common[9:]]
-    return [wire.Request(str(n), 1, prompt, [], wire.Sampling(30, n, **ways[n % 3])) for n, prompt in enumerate(prompts)]
+    return [
+        wire.Request(
+            id=str(n), epoch=1, prompt=prompt, delivered=[], sampling=wire.Sampling(max_tokens=30, seed=n, **ways[n % 3])
+        )
+        for n, prompt in enumerate(prompts)
+    ]
 
 
 TIGHT: dict[str, tuple[Limits, int]] = {
     "together": (ROOMY, 200),
     "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=7), 200),
     "one by one": (Limits(max_model_len=120, max_num_seqs=1, max_num_batched_tokens=11), 200),
-    "few pages": (Limits(72, 6, 64), 16),
+    "few pages": (Limits(max_model_len=72, max_num_seqs=6, max_num_batched_tokens=64), 16),
 }
 
 
@@ -170,7 +179,9 @@ def test_draft_catches_up_with_tokens_decoded_without_it(folder: Path, twin: dic
     asked = [msgspec.structs.replace(one, speculation=Speculation(None, n % 3)) for n, one in enumerate(stateless())]
     [whole, _] = run(folder, asked, Build(torch.float64, num_pages=200), SchedulerConfig())
     made = Build(torch.float64, num_pages=200, speculative=twin)
-    how = SchedulerConfig(speculating=SpeculationConfig("draft", 4, is_adaptive=True, drafts=frozenset({"draft"})))
+    how = SchedulerConfig(
+        speculating=SpeculationConfig(method="draft", num_tokens=4, is_adaptive=True, drafts=frozenset({"draft"}))
+    )
     served, watched = run(folder, asked, made, how, Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=17))
     assert [one.tokens for one in served] == [one.tokens for one in whole]
     assert 0 < watched.num_proposed < sum(len(one.tokens) for one in whole)

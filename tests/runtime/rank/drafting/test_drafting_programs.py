@@ -137,9 +137,11 @@ def test_unloadable_draft_is_left_out(
     assert ready.num_pages * PAGE_SIZE >= 64
     asked = requests()[:2]
     how = rules(fields["speculative_method"])
-    plain = serve(load(folder)[0], asked, Limits(64, 4, 64))
+    plain = serve(load(folder)[0], asked, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64))
     watched = Watched(runner)
-    assert [one.tokens for one in serve(watched, asked, Limits(64, 4, 64), how)] == [one.tokens for one in plain]
+    assert [
+        one.tokens for one in serve(watched, asked, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), how)
+    ] == [one.tokens for one in plain]
     assert watched.num_accepted == 0
     assert re.search(reason, runner.lost_draft)
 

@@ -115,7 +115,7 @@ def test_changes_are_those_of_transformers(fields: dict[str, Any], twin: Twin, h
 
     raw = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
     raw[0, 4] = 0.0
-    ours = changed(raw, [(history[:2], history[2:], wire.Sampling(9, 0, **fields))]).scores
+    ours = changed(raw, [(history[:2], history[2:], wire.Sampling(max_tokens=9, seed=0, **fields))]).scores
     theirs: Tensor = twin(logits_process)(torch.tensor([history]), raw.clone())
     assert torch.equal(ours, theirs)
 
@@ -130,7 +130,13 @@ def test_changes_are_those_of_transformers(fields: dict[str, Any], twin: Twin, h
 )
 def test_token_outside_the_vocabulary_fails_only_its_request(fields: dict[str, Any], name: str) -> None:
     raw = torch.zeros(2, VOCAB)
-    outcome = changed(raw, [([1], [], wire.Sampling(9, 0, **fields)), ([1], [], wire.Sampling(9, 0, logit_bias={3: 1.0}))])
+    outcome = changed(
+        raw,
+        [
+            ([1], [], wire.Sampling(max_tokens=9, seed=0, **fields)),
+            ([1], [], wire.Sampling(max_tokens=9, seed=0, logit_bias={3: 1.0})),
+        ],
+    )
     assert list(outcome.failed) == [0]
     assert name in outcome.failed[0]
     assert outcome.scores[1].argmax() == 3
@@ -138,6 +144,6 @@ def test_token_outside_the_vocabulary_fails_only_its_request(fields: dict[str, A
 
 def test_low_precision_scores_are_widened() -> None:
     raw = torch.ones(1, VOCAB, dtype=torch.bfloat16)
-    scores = changed(raw, [([1], [], wire.Sampling(9, 0, repetition_penalty=1.001))]).scores
+    scores = changed(raw, [([1], [], wire.Sampling(max_tokens=9, seed=0, repetition_penalty=1.001))]).scores
     assert scores.dtype == torch.float32
     assert float(scores[0, 1]) == pytest.approx(1 / 1.001)

@@ -95,8 +95,8 @@ def check_json(value: Any, schema: dict[str, Any]) -> None:
 
 def asked(kind: str, seed: int, temperature: float, **more: Any) -> wire.Request:
     fields: dict[str, Any] = {"stop_token_ids": [EOS_ID], "grammar": GRAMMARS[kind], **more}
-    sampling = wire.Sampling(240, seed, temperature, **fields)
-    return wire.Request(f"{kind}-{seed}", 1, [seed, 7, 9], [], sampling)
+    sampling = wire.Sampling(max_tokens=240, seed=seed, temperature=temperature, **fields)
+    return wire.Request(id=f"{kind}-{seed}", epoch=1, prompt=[seed, 7, 9], delivered=[], sampling=sampling)
 
 
 def outputs(answers: list[Served]) -> list[list[int]]:
@@ -130,7 +130,7 @@ def test_replayed_from_any_point_the_output_is_the_same(grammars: RankGrammars) 
 
 def test_complete_grammar_ends_the_request(grammars: RankGrammars) -> None:
     sampler = Sampler(VOCAB_SIZE, grammars)
-    sampler.admit(NewRow(0, wire.Sampling(9, 0, grammar=wire.Grammar("regex", "ab"))))
+    sampler.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=0, grammar=wire.Grammar("regex", "ab"))))
     import torch
 
     scores = torch.zeros(1, VOCAB_SIZE)
@@ -141,7 +141,7 @@ def test_complete_grammar_ends_the_request(grammars: RankGrammars) -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 5])
 def test_complete_grammar_ends_a_replay_before_min_tokens(grammars: RankGrammars, min_tokens: int) -> None:
-    sampling = wire.Sampling(9, 0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
+    sampling = wire.Sampling(max_tokens=9, seed=0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
     ask = Ask([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
     whole, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9)
     assert len(whole[0]) == 1
@@ -187,7 +187,7 @@ def test_missing_grammar_tokenizer_is_reported(tmp_path: Path) -> None:
     broken = RankGrammars(partial(read_tokenizer, tmp_path, 10), 10)
     with pytest.raises(GrammarError, match="tokenizer knows no grammars"):
         broken.matcher(GRAMMARS["regex"])
-    _, failures = run(Sampler(10), [Ask([1], wire.Sampling(3, 0, grammar=GRAMMARS["regex"]))], 3)
+    _, failures = run(Sampler(10), [Ask([1], wire.Sampling(max_tokens=3, seed=0, grammar=GRAMMARS["regex"]))], 3)
     assert "without grammars" in failures[0]
 
 

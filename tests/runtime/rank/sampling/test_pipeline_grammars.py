@@ -59,8 +59,8 @@ def build(stages: int, slow: type[RankGrammars] = RankGrammars, num_pages: int =
 
 
 def asking(grammar: wire.Grammar | None, seed: int = 0, num_tokens: int = 12, epoch: int = 1) -> wire.Request:
-    sampling = wire.Sampling(num_tokens, seed, 1.0, stop_token_ids=[EOS_ID], grammar=grammar)
-    return wire.Request(f"r{seed}", epoch, [3 + seed, 7, 9], [], sampling)
+    sampling = wire.Sampling(max_tokens=num_tokens, seed=seed, temperature=1.0, stop_token_ids=[EOS_ID], grammar=grammar)
+    return wire.Request(id=f"r{seed}", epoch=epoch, prompt=[3 + seed, 7, 9], delivered=[], sampling=sampling)
 
 
 def alone(folder: Path, asked: wire.Request) -> list[int]:
@@ -99,7 +99,18 @@ def test_burst_of_orders_waits_for_no_computing_rank(folder: Path, slow: type[Sl
         grammars = runner.grammars()
         assert grammars is not None
         held = asking(HELD, 1).sampling
-        runner.start(StepPlan(1, [NewRow(0, held, 3, [4, 7, 9])], [0], [0], [3], [[0]], [4, 7, 9], [(0, 0)]))
+        runner.start(
+            StepPlan(
+                step=1,
+                admitted=[NewRow(0, held, 3, [4, 7, 9])],
+                rows=[0],
+                starts=[0],
+                counts=[3],
+                pages=[[0]],
+                tokens=[4, 7, 9],
+                draws=[(0, 0)],
+            )
+        )
         assert slow.begun.wait(30)
         found = [grammars.begin(grammar) for grammar in several]
         slow.go.set()

@@ -29,9 +29,20 @@ def branch(parents: list[int], node: int) -> list[int]:
 def plan_of(
     start: int, own: list[int], proposed: list[int], parents: list[int], new: list[NewRow], strays: list[int]
 ) -> StepPlan:
-    paths = [Path(0, len(proposed), parents=parents)] if proposed else []
+    paths = [Path(request=0, depth=len(proposed), parents=parents)] if proposed else []
     tokens, left = [*own, *proposed], [(0, strays)] if strays else []
-    return StepPlan(1, new, [0], [start], [len(tokens)], [[]], tokens, [(0, 0)], paths=paths, strays=left)
+    return StepPlan(
+        step=1,
+        admitted=new,
+        rows=[0],
+        starts=[start],
+        counts=[len(tokens)],
+        pages=[[]],
+        tokens=tokens,
+        draws=[(0, 0)],
+        paths=paths,
+        strays=left,
+    )
 
 
 def assert_as_far(rows: SampledRowMirror, asked: wire.Sampling, num_prompt: int, tokens: list[int]) -> None:
@@ -48,7 +59,7 @@ def assert_as_far(rows: SampledRowMirror, asked: wire.Sampling, num_prompt: int,
 def test_a_row_is_followed_along_whatever_branch_was_accepted(
     fields: dict[str, Any], num_prompt: int, chance: random.Random
 ) -> None:
-    asked = wire.Sampling(99, 1, 1.0, **fields)
+    asked = wire.Sampling(max_tokens=99, seed=1, temperature=1.0, **fields)
     tokens = [chance.randrange(VOCAB) for _ in range(num_prompt)]
     rows, strays, computed, admitted = SampledRowMirror(VOCAB, None), list[int](), 0, False
     for _ in range(25):
@@ -76,13 +87,17 @@ def test_a_row_is_followed_along_whatever_branch_was_accepted(
 
 def test_row_without_history_is_known_but_not_tracked() -> None:
     rows = SampledRowMirror(VOCAB, None)
-    rows.follow(plan_of(0, [1, 2, 3], [], [], [NewRow(0, wire.Sampling(9, 1, 1.0, logit_bias={3: 1.0}), 3)], []))
+    rows.follow(
+        plan_of(
+            0, [1, 2, 3], [], [], [NewRow(0, wire.Sampling(max_tokens=9, seed=1, temperature=1.0, logit_bias={3: 1.0}), 3)], []
+        )
+    )
     rows.follow(plan_of(3, [4], [5], [OWN], [], []))
     assert not rows.rows[0].has_state and rows.rows[0].sampling.logit_bias == {3: 1.0}
 
 
 def test_restarted_row_forgets_its_history() -> None:
-    asked = wire.Sampling(9, 1, 1.0, presence_penalty=1.0)
+    asked = wire.Sampling(max_tokens=9, seed=1, temperature=1.0, presence_penalty=1.0)
     rows = SampledRowMirror(VOCAB, None)
     rows.follow(plan_of(0, [1, 2], [], [], [NewRow(0, asked, 2, [1, 2])], []))
     rows.follow(plan_of(2, [3], [4, 5], [OWN, 0], [], []))

@@ -60,7 +60,9 @@ def limit(freedom: int) -> float:
 def distribution(sampling: wire.Sampling) -> torch.Tensor:
     """What the next token after OUTPUT is drawn from, by definition."""
     scores = [score / sampling.temperature for score in by_definition(LOGITS, PROMPT, OUTPUT, sampling)]
-    kept = kept_by_definition(scores, Draw(0, 0, 1.0, sampling.top_p, sampling.top_k, sampling.min_p))
+    kept = kept_by_definition(
+        scores, Draw(seed=0, index=0, temperature=1.0, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+    )
     cut = [score if token in kept else -math.inf for token, score in enumerate(scores)]
     return torch.tensor(cut, dtype=torch.float64).softmax(0)
 
@@ -69,7 +71,7 @@ def distribution(sampling: wire.Sampling) -> torch.Tensor:
 def test_samples_follow_the_distribution(fields: dict[str, Any]) -> None:
     """Fails wrongly once in 10^6 choices of the seeds below; they are fixed, so in fact never or always."""
     sampler = Sampler(VOCAB)
-    samplings = [wire.Sampling(99, seed, **fields) for seed in range(DRAWS)]
+    samplings = [wire.Sampling(max_tokens=99, seed=seed, **fields) for seed in range(DRAWS)]
     for row, sampling in enumerate(samplings):
         sampler.admit(NewRow(row, sampling, len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(DRAWS, -1)
@@ -100,7 +102,7 @@ fields = st.fixed_dictionaries(
     }
 )
 asks = st.builds(
-    lambda prompt, seed, fields: Ask(prompt, wire.Sampling(20, seed, stop_token_ids=[0], **fields)),
+    lambda prompt, seed, fields: Ask(prompt, wire.Sampling(max_tokens=20, seed=seed, stop_token_ids=[0], **fields)),
     st.lists(st.integers(0, 15), min_size=1, max_size=5),
     st.integers(0, 3),
     fields,
@@ -121,8 +123,11 @@ def test_batched_alone_and_resumed_requests_sample_equal_tokens(several: list[As
 
 
 def test_plain_rows_are_unaffected_by_special_ones() -> None:
-    plain = [Ask([1], wire.Sampling(9, seed, temperature)) for seed, temperature in ((1, 0.0), (2, 1.0), (3, 0.5))]
-    special = Ask([1], wire.Sampling(9, 4, logit_bias={2: 100.0}))
+    plain = [
+        Ask([1], wire.Sampling(max_tokens=9, seed=seed, temperature=temperature))
+        for seed, temperature in ((1, 0.0), (2, 1.0), (3, 0.5))
+    ]
+    special = Ask([1], wire.Sampling(max_tokens=9, seed=4, logit_bias={2: 100.0}))
     outputs, _ = run(Sampler(16), [plain[0], special, plain[1], plain[2], special], 6)
     assert [outputs[0], outputs[2], outputs[3]] == run(Sampler(16), plain, 6)[0]
     assert outputs[1] == outputs[4] == [2] * 6
@@ -131,7 +136,7 @@ def test_plain_rows_are_unaffected_by_special_ones() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-30, 1e-6])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     sampler = Sampler(VOCAB)
-    sampler.admit(NewRow(0, wire.Sampling(9, 5, temperature, top_p=0.9, min_p=0.1)))
+    sampler.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=5, temperature=temperature, top_p=0.9, min_p=0.1)))
     assert sampler.draw(torch.tensor([LOGITS]), [(0, 0)]).tokens == [4]
 
 
@@ -139,7 +144,9 @@ def test_min_tokens_keeps_every_end_away_until_then() -> None:
     """All scores but those of ends are so low that an end would come at once."""
     ends = [3, 5]
     for min_tokens in (0, 1, 4):
-        sampling = wire.Sampling(9, 0, 0.0, min_tokens=min_tokens, stop_token_ids=ends, logit_bias={3: 100.0, 5: 50.0})
+        sampling = wire.Sampling(
+            max_tokens=9, seed=0, temperature=0.0, min_tokens=min_tokens, stop_token_ids=ends, logit_bias={3: 100.0, 5: 50.0}
+        )
         (output,), _ = run(Sampler(16), [Ask([1], sampling)], 9)
         assert output[min_tokens] == 3 and len(output) == min_tokens + 1
         assert not set(output[:min_tokens]) & set(ends)
@@ -147,9 +154,11 @@ def test_min_tokens_keeps_every_end_away_until_then() -> None:
 
 def test_logprobs_are_of_raw_logits() -> None:
     sampler = Sampler(VOCAB)
-    sampling = wire.Sampling(9, 0, 0.3, top_k=1, logit_bias={2: 50.0}, repetition_penalty=1.7, logprobs=3)
+    sampling = wire.Sampling(
+        max_tokens=9, seed=0, temperature=0.3, top_k=1, logit_bias={2: 50.0}, repetition_penalty=1.7, logprobs=3
+    )
     sampler.admit(NewRow(0, sampling, 1, [4]))
-    sampler.admit(NewRow(1, wire.Sampling(9, 0)))
+    sampler.admit(NewRow(1, wire.Sampling(max_tokens=9, seed=0)))
     scores = torch.tensor([LOGITS, LOGITS])
     drawn = sampler.draw(scores, [(0, 0), (1, 0)])
     told, other = drawn.details
@@ -165,7 +174,7 @@ def test_logprobs_are_of_raw_logits() -> None:
 def gap_of(**fields: Any) -> float:
     """The gap of a draw from LOGITS."""
     sampler = Sampler(VOCAB)
-    sampler.admit(NewRow(0, wire.Sampling(9, 5, return_gaps=True, **fields), 1, [0]))
+    sampler.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=5, return_gaps=True, **fields), 1, [0]))
     detail = sampler.draw(torch.tensor([LOGITS], dtype=torch.float64), [(0, 0)]).details[0]
     assert detail is not None and detail.gap is not None and detail.top_ids == []
     return detail.gap
@@ -193,7 +202,7 @@ def test_a_token_changes_only_where_its_gap_is_small(
     seed: int, temperature: float, top_k: int | None, top_p: float, min_p: float, noise: float
 ) -> None:
     """Scores moved by at most `noise` give another token only where the gap is of that size."""
-    one = Draw(seed, 3, temperature, top_p, top_k, min_p)
+    one = Draw(seed=seed, index=3, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     raw = scores_after([seed], 10)
     moved = raw + noise * (2 * torch.rand(10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 1)
     before, after = draw(raw.unsqueeze(0), [one]), draw(moved.unsqueeze(0), [one])
@@ -203,9 +212,9 @@ def test_a_token_changes_only_where_its_gap_is_small(
 
 def test_token_near_the_filters_edge_has_a_small_gap() -> None:
     raw = torch.tensor([2.0, 1.0, 0.999, -3.0], dtype=torch.float64)
-    wins = next(seed for seed in range(1000) if draw(raw.unsqueeze(0), [Draw(seed, 0, top_k=2)]) == [1])
-    assert logit_gap(raw, raw, Draw(wins, 0, top_k=2)) <= 0.001 / float(raw.std()) + 1e-12
-    assert logit_gap(raw, raw, Draw(wins, 0)) != logit_gap(raw, raw, Draw(wins, 0, top_k=2))
+    wins = next(seed for seed in range(1000) if draw(raw.unsqueeze(0), [Draw(seed=seed, index=0, top_k=2)]) == [1])
+    assert logit_gap(raw, raw, Draw(seed=wins, index=0, top_k=2)) <= 0.001 / float(raw.std()) + 1e-12
+    assert logit_gap(raw, raw, Draw(seed=wins, index=0)) != logit_gap(raw, raw, Draw(seed=wins, index=0, top_k=2))
 
 
 FILTERS: dict[str, tuple[dict[str, Any], str, float]] = {
@@ -220,7 +229,7 @@ def test_filters_keep_the_same_tokens_as_transformers(fields: dict[str, Any], na
     from transformers.generation import logits_process
 
     raw = torch.randn(20, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
-    ours = scaled(raw, [Draw(0, 0)] * 20)
-    keep_filtered(ours, [Draw(0, 0, **fields)] * 20)
+    ours = scaled(raw, [Draw(seed=0, index=0)] * 20)
+    keep_filtered(ours, [Draw(seed=0, index=0, **fields)] * 20)
     theirs: torch.Tensor = getattr(logits_process, name)(value)(torch.zeros(20, 1, dtype=torch.int64), raw.clone())
     assert torch.equal(ours, theirs)

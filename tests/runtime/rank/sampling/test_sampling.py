@@ -46,13 +46,13 @@ def keys_of(pairs: list[tuple[int, int]]) -> Tensor:
 def test_samples_follow_the_distribution(pairs: list[tuple[int, int]], temperature: float) -> None:
     """Fails wrongly once in 10^8 runs; the draws are fixed by their seeds, so in fact never or always."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, 1.4])
-    tokens = draw(logits.expand(len(pairs), -1), [Draw(seed, index, temperature) for seed, index in pairs])
+    tokens = draw(logits.expand(len(pairs), -1), [Draw(seed=seed, index=index, temperature=temperature) for seed, index in pairs])
     assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < chi_square_limit(len(logits) - 1)
 
 
 def test_samples_of_adjacent_indices_are_independent() -> None:
     """Pairs of successive draws of one seed over 4 tokens: 16 cells."""
-    tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(1, index) for index in range(DRAWS + 1)])
+    tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(seed=1, index=index) for index in range(DRAWS + 1)])
     pairs = [4 * tokens[2 * i] + tokens[2 * i + 1] for i in range(DRAWS // 2)]
     assert chi_square(pairs, torch.full((16,), 1 / 16)) < chi_square_limit(15)
 
@@ -70,7 +70,7 @@ def test_masked_token_is_never_sampled_at_infinite_noise() -> None:
     """At this seed's first index token 343 had the least bits of all, which float32 took for zero."""
     scores = torch.full((1, 512), -torch.inf)
     scores[0, 5] = 1.0
-    assert draw(scores, [Draw(1852965621, 0)]) == [5]
+    assert draw(scores, [Draw(seed=1852965621, index=0)]) == [5]
 
 
 def test_gumbel_noise_is_accurate_in_both_tails() -> None:
@@ -103,12 +103,12 @@ def test_any_part_of_the_vocabulary_has_the_same_noise(seed: int, index: int, cu
 def test_sample_is_independent_of_its_batch() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     draws = [
-        Draw(1, 0),
-        Draw(1, 1, 0.0),
-        Draw(2, 0, 0.5, top_k=5),
-        Draw(3, 9, 1.5, top_p=0.8),
-        Draw(4, 4, 1.0, min_p=0.1),
-        Draw(1, 0, 0.0),
+        Draw(seed=1, index=0),
+        Draw(seed=1, index=1, temperature=0.0),
+        Draw(seed=2, index=0, temperature=0.5, top_k=5),
+        Draw(seed=3, index=9, temperature=1.5, top_p=0.8),
+        Draw(seed=4, index=4, temperature=1.0, min_p=0.1),
+        Draw(seed=1, index=0, temperature=0.0),
     ]
     together = draw(logits, draws)
     assert together == [draw(logits[i : i + 1], [one])[0] for i, one in enumerate(draws)]
@@ -147,7 +147,7 @@ def kept_by_definition(scores: list[float], one: Draw) -> set[int]:
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
 def test_filters_keep_the_tokens_of_their_definition(scores: list[float], top_k: int | None, top_p: float, min_p: float) -> None:
-    one = Draw(0, 0, 1.0, top_p, top_k, min_p)
+    one = Draw(seed=0, index=0, temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p)
     # A float64 mass may fall on either side of a cut that it equals: the strategies' values are not such.
     assert kept(torch.tensor(scores, dtype=torch.float64), one) == kept_by_definition(scores, one)
 
@@ -155,17 +155,17 @@ def test_filters_keep_the_tokens_of_their_definition(scores: list[float], top_k:
 def test_a_flat_distribution_is_sorted_beyond_the_first_candidates() -> None:
     size = 4 * CANDIDATES
     scores = torch.arange(size, dtype=torch.float64) * 1e-6
-    assert len(kept(scores, Draw(0, 0, top_p=0.9))) == pytest.approx(0.9 * size, abs=5)
-    assert len(kept(scores, Draw(0, 0, top_p=0.9, top_k=2 * CANDIDATES))) == pytest.approx(1.8 * CANDIDATES, abs=5)
-    assert len(kept(scores, Draw(0, 0, top_p=0.1))) == pytest.approx(0.1 * size, abs=5)
+    assert len(kept(scores, Draw(seed=0, index=0, top_p=0.9))) == pytest.approx(0.9 * size, abs=5)
+    assert len(kept(scores, Draw(seed=0, index=0, top_p=0.9, top_k=2 * CANDIDATES))) == pytest.approx(1.8 * CANDIDATES, abs=5)
+    assert len(kept(scores, Draw(seed=0, index=0, top_p=0.1))) == pytest.approx(0.1 * size, abs=5)
 
 
 def test_ties_at_a_cut_stay_together() -> None:
     scores = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert kept(scores, Draw(0, 0, top_k=2)) == {0, 1, 2}
-    assert kept(scores, Draw(0, 0, top_p=0.01)) == {0, 1, 2}
+    assert kept(scores, Draw(seed=0, index=0, top_k=2)) == {0, 1, 2}
+    assert kept(scores, Draw(seed=0, index=0, top_p=0.01)) == {0, 1, 2}
 
 
 def test_low_precision_logits_are_widened() -> None:
-    assert scaled(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(0, 0, 0.5)]).dtype == torch.float32
-    assert scaled(torch.ones(1, 4, dtype=torch.float64), [Draw(0, 0, 0.5)]).dtype == torch.float64
+    assert scaled(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float32
+    assert scaled(torch.ones(1, 4, dtype=torch.float64), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float64

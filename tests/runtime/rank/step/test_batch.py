@@ -37,7 +37,7 @@ def test_bands_of_falling_page_counts(pages: list[int], waste: int, sizes: list[
 
 
 def row(number: int) -> NewRow:
-    return NewRow(number, wire.Sampling(1, 0, 0.0))
+    return NewRow(number, wire.Sampling(max_tokens=1, seed=0, temperature=0.0))
 
 
 def builder() -> BatchBuilder:
@@ -52,17 +52,28 @@ def visible(mask: torch.Tensor | None) -> list[list[int]]:
 def mixed() -> tuple[BatchBuilder, StepBatch]:
     """Row 0 has 5 tokens and decodes; row 3 starts with 3; row 20 goes on with 2 after 4; row 1 has 9 and decodes."""
     made = builder()
-    made.build(StepPlan(0, [row(0), row(1)], [0, 1], [0, 0], [5, 9], [[7, 2], [1, 3, 5]], [0] * 14, []))
-    made.build(StepPlan(1, [row(20)], [20], [0], [4], [[8]], [0] * 4, []))
+    made.build(
+        StepPlan(
+            step=0,
+            admitted=[row(0), row(1)],
+            rows=[0, 1],
+            starts=[0, 0],
+            counts=[5, 9],
+            pages=[[7, 2], [1, 3, 5]],
+            tokens=[0] * 14,
+            draws=[],
+        )
+    )
+    made.build(StepPlan(step=1, admitted=[row(20)], rows=[20], starts=[0], counts=[4], pages=[[8]], tokens=[0] * 4, draws=[]))
     plan = StepPlan(
-        2,
-        [row(3)],
-        [0, 3, 20, 1],
-        [5, 0, 4, 9],
-        [1, 3, 2, 1],
-        [[], [9], [6], []],
-        [50, 30, 31, 32, 40, 41, 10],
-        [(0, 0), (1, 0), (3, 2)],
+        step=2,
+        admitted=[row(3)],
+        rows=[0, 3, 20, 1],
+        starts=[5, 0, 4, 9],
+        counts=[1, 3, 2, 1],
+        pages=[[], [9], [6], []],
+        tokens=[50, 30, 31, 32, 40, 41, 10],
+        draws=[(0, 0), (1, 0), (3, 2)],
     )
     return made, made.build(plan)
 
@@ -103,7 +114,9 @@ def test_masks_show_the_past_within_the_window() -> None:
 
 def test_restarted_row_forgets_its_pages() -> None:
     made, _ = mixed()
-    batch = made.build(StepPlan(3, [row(0)], [0], [0], [2], [[11]], [1, 2], [(0, 0)]))
+    batch = made.build(
+        StepPlan(step=3, admitted=[row(0)], rows=[0], starts=[0], counts=[2], pages=[[11]], tokens=[1, 2], draws=[(0, 0)])
+    )
     assert batch.slots.tolist()[:2] == [11 * HEADS * PAGE, (11 * HEADS + 1) * PAGE]
     assert batch.chunks[0].table.tolist() == [11]
 

@@ -157,7 +157,15 @@ def test_best_first_keeps_the_likeliest_that_it_could_reach(
         assert got == pytest.approx(best[: len(got)]) and len(got) == len(best)
 
 
-@pytest.mark.parametrize("one", [Draw(3, 5, 0.0), Draw(3, 5, 0.8), Draw(3, 5, 1.1, 0.9, 12, 0.02)], ids=["greedy", "warm", "cut"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        Draw(seed=3, index=5, temperature=0.0),
+        Draw(seed=3, index=5, temperature=0.8),
+        Draw(seed=3, index=5, temperature=1.1, top_p=0.9, top_k=12, min_p=0.02),
+    ],
+    ids=["greedy", "warm", "cut"],
+)
 def test_first_of_several_is_the_sample_others_follow(one: Draw) -> None:
     scores = 2 * torch.randn((4, 40), generator=torch.Generator().manual_seed(2))
     several = draw_several(scores, [one] * 4, 20)
@@ -175,10 +183,20 @@ def test_first_of_several_is_the_sample_others_follow(one: Draw) -> None:
 def plan_of(parents: list[int], own: int = 1, start: int = 5, computed: int = 0) -> StepPlan:
     """Row 0 with a tree behind its own tokens, of which a draft has computed some before, and row 1 that decodes plainly."""
     count = own + len(parents) - computed
-    path = Path(0, len(parents) - computed if own else count - 1, parents=parents)
-    rows = [NewRow(row, wire.Sampling(1, row, 0.0)) for row in (0, 1)]
+    path = Path(request=0, depth=len(parents) - computed if own else count - 1, parents=parents)
+    rows = [NewRow(row, wire.Sampling(max_tokens=1, seed=row, temperature=0.0)) for row in (0, 1)]
     pages = [list(range(2, 8)), [8, 9]]
-    return StepPlan(1, rows, [0, 1], [start, 6], [count, 1], pages, list(range(count + 1)), [(0, 0), (1, 0)], paths=[path])
+    return StepPlan(
+        step=1,
+        admitted=rows,
+        rows=[0, 1],
+        starts=[start, 6],
+        counts=[count, 1],
+        pages=pages,
+        tokens=list(range(count + 1)),
+        draws=[(0, 0), (1, 0)],
+        paths=[path],
+    )
 
 
 CPU = torch.device("cpu")
@@ -227,7 +245,11 @@ def test_each_tree_token_attends_only_to_its_branch(parents: list[int], own: int
 def test_strays_are_put_in_place() -> None:
     made = BatchBuilder(CacheShape(4, 2, 1 << 10), torch.float64, CPU)
     made.build(plan_of(SHAPE))
-    lie, belong = made.strays(StepPlan(2, [], [0], [9], [1], [[]], [50], [(0, 3)], strays=[(0, [8, 10])]))
+    lie, belong = made.strays(
+        StepPlan(
+            step=2, admitted=[], rows=[0], starts=[9], counts=[1], pages=[[]], tokens=[50], draws=[(0, 3)], strays=[(0, [8, 10])]
+        )
+    )
     slots = [(page * 2 + head) * 4 + at for page, at in ((4, 0), (4, 2)) for head in (0, 1)]
     assert lie.tolist() == slots
     assert belong.tolist() == [(page * 2 + head) * 4 + at for page, at in ((3, 3), (4, 0)) for head in (0, 1)]
@@ -236,15 +258,18 @@ def test_strays_are_put_in_place() -> None:
 def test_grown_trees_are_filled_in_and_handed_on() -> None:
     growth = Growth([2, 2], 3)
     plan = StepPlan(
-        1,
-        [],
-        [0, 1],
-        [4, 4],
-        [4, 4],
-        [[], []],
-        [1, 0, 0, 0, 2, 0, 0, 0],
-        [(0, 1), (1, 0)],
-        paths=[Path(0, 3, True, growth=growth), Path(1, 3, True, parents=[OWN, OWN, 0])],
+        step=1,
+        admitted=[],
+        rows=[0, 1],
+        starts=[4, 4],
+        counts=[4, 4],
+        pages=[[], []],
+        tokens=[1, 0, 0, 0, 2, 0, 0, 0],
+        draws=[(0, 1), (1, 0)],
+        paths=[
+            Path(request=0, depth=3, is_drafted=True, growth=growth),
+            Path(request=1, depth=3, is_drafted=True, parents=[OWN, OWN, 0]),
+        ],
     )
     full = filled(plan, [DraftedPath([7, 8, 9], [OWN, 0, 0]), DraftedPath([4, 5, 6])])
     assert full.tokens == [1, 7, 8, 9, 2, 4, 5, 6]
@@ -259,7 +284,7 @@ def test_grown_trees_are_filled_in_and_handed_on() -> None:
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 1.0}], ids=["at once", "one by one"])
 def test_run_follows_the_sampled_branch(sampling: dict[str, Any]) -> None:
     """The rows of scores are those behind each proposal: a wrong one would draw other tokens."""
-    asked, prompt = wire.Sampling(20, 5, 1.0, **sampling), [3, 1]
+    asked, prompt = wire.Sampling(max_tokens=20, seed=5, temperature=1.0, **sampling), [3, 1]
     plain = Sampler(16)
     plain.admit(NewRow(0, asked, 2, prompt))
     drawn: list[int] = []

@@ -56,11 +56,21 @@ class Case:
             rows = (table[at // page][:, None] * kv_heads + torch.arange(kv_heads)) * page + (at % page)[:, None]
             slots.append(rows.reshape(-1))
             if size == 1:
-                bands.append(DecodeBand(first, 1, none, {}, table[None], [length], torch.tensor([length])))
+                bands.append(
+                    DecodeBand(
+                        start=first,
+                        size=1,
+                        lumps=none,
+                        masks={},
+                        tables=table[None],
+                        lengths=[length],
+                        ends=torch.tensor([length]),
+                    )
+                )
             else:
-                chunks.append(AttentionChunk(first, size, length, None, {}, table))
+                chunks.append(AttentionChunk(start=first, size=size, length=length, lumps=None, masks={}, table=table))
             first += size
-        self.batch = StepBatch(none, none, torch.cat(slots), bands, chunks, none)
+        self.batch = StepBatch(tokens=none, positions=none, slots=torch.cat(slots), bands=bands, chunks=chunks, drawn=none)
 
     def attended(self, attention: Attention, form: AttentionForm) -> torch.Tensor:
         return attention(self.q, self.k, self.v, self.cache, self.batch, form)
@@ -121,9 +131,9 @@ def test_token_has_equal_bits_for_any_prompt_chunks() -> None:
             part = Case([(last - first, 150 + last)])
             part.cache, part.tables = whole.cache, whole.tables
             table, none = whole.tables[0], whole.batch.tokens
-            chunk = AttentionChunk(0, last - first, 150 + last, None, {}, table)
+            chunk = AttentionChunk(start=0, size=last - first, length=150 + last, lumps=None, masks={}, table=table)
             slots = whole.batch.slots.view(150, -1)[first:last].reshape(-1)
-            part.batch = StepBatch(none, none, slots, [], [chunk], none)
+            part.batch = StepBatch(tokens=none, positions=none, slots=slots, bands=[], chunks=[chunk], drawn=none)
             part.q, part.k, part.v = whole.q[first:last], whole.k[first:last], whole.v[first:last]
             assert torch.equal(part.attended(attention, AttentionForm()), wanted[first:last])
 
@@ -148,7 +158,7 @@ def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, see
     last = made.batch.chunks[-1] if made.batch.chunks else None
     if last is None or last.size != size:  # one token alone: it is a tree still
         band = made.batch.bands.pop()
-        last = AttentionChunk(band.start, 1, length, None, {}, band.tables[0])
+        last = AttentionChunk(start=band.start, size=1, length=length, lumps=None, masks={}, table=band.tables[0])
     else:
         made.batch.chunks.pop()
     made.batch.chunks.append(replace(last, parents=tuple(shape)))

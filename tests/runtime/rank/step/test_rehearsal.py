@@ -73,7 +73,16 @@ def taken(model: OneLayer) -> int:
         cache.v.zero_()
     builder = BatchBuilder(CacheShape(PAGE, 2, 1), torch.float32, CPU)
     pages = [list(range(LENGTH // PAGE))]
-    plan = StepPlan(0, [NewRow(0, DEAREST)], [0], [LENGTH - TOKENS], [TOKENS], pages, [0] * TOKENS, [(0, 0)])
+    plan = StepPlan(
+        step=0,
+        admitted=[NewRow(0, DEAREST)],
+        rows=[0],
+        starts=[LENGTH - TOKENS],
+        counts=[TOKENS],
+        pages=pages,
+        tokens=[0] * TOKENS,
+        draws=[(0, 0)],
+    )
     with torch.inference_mode():
         return make_memory_profiler(CPU).peak(lambda: model.hidden(builder.build(plan), caches))
 
@@ -99,7 +108,16 @@ def test_many_long_decodes_fit_the_reserved_memory() -> None:
         cache.v.zero_()
     builder = BatchBuilder(CacheShape(PAGE, 2, 1), torch.float32, CPU)
     numbers, new = list(range(rows)), [NewRow(row, DEAREST) for row in range(rows)]
-    plan = StepPlan(0, new, numbers, [LENGTH - 1] * rows, [1] * rows, [table] * rows, [0] * rows, [(i, 0) for i in numbers])
+    plan = StepPlan(
+        step=0,
+        admitted=new,
+        rows=numbers,
+        starts=[LENGTH - 1] * rows,
+        counts=[1] * rows,
+        pages=[table] * rows,
+        tokens=[0] * rows,
+        draws=[(i, 0) for i in numbers],
+    )
     with torch.inference_mode():
         assert [band.size for band in builder.build(plan).bands] == [rows]
         peak = make_memory_profiler(CPU).peak(lambda: model.hidden(builder.build(plan), caches))

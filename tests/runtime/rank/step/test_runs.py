@@ -71,7 +71,7 @@ def test_runs_equal_sampling_one_by_one(several: list[Ask], wrong: list[int], de
 
 
 def test_details_equal_sampling_one_by_one() -> None:
-    ask = Ask([3, 1], wire.Sampling(20, 5, 1.0, logprobs=2, return_gaps=True, presence_penalty=0.5))
+    ask = Ask([3, 1], wire.Sampling(max_tokens=20, seed=5, temperature=1.0, logprobs=2, return_gaps=True, presence_penalty=0.5))
     plain = Sampler(16)
     plain.admit(NewRow(0, ask.sampling, 2, ask.prompt))
     tokens: list[int] = []
@@ -89,7 +89,7 @@ def test_details_equal_sampling_one_by_one() -> None:
 
 def test_run_ends_at_an_unsampleable_row_and_reports_it() -> None:
     """Only token 1 is allowed, and it is banned behind another 1: the second draw has nothing left."""
-    sampling = wire.Sampling(9, 1, allowed_token_ids=[1], bad_words=[[1, 1]])
+    sampling = wire.Sampling(max_tokens=9, seed=1, allowed_token_ids=[1], bad_words=[[1, 1]])
     sampler = Sampler(VOCAB)
     sampler.admit(NewRow(0, sampling, 1, [3]))
     scores = torch.tensor([LOGITS]).expand(3, -1)
@@ -103,12 +103,12 @@ def test_run_ends_at_an_unsampleable_row_and_reports_it() -> None:
 def test_tokens_behind_an_accepted_draft_follow_the_distribution(name: str) -> None:
     """Each of two tests fails wrongly once in 10^6 choices of the seeds; they are fixed, so in fact never or always."""
     fields: dict[str, Any] = SETTINGS[name]
-    sampling = wire.Sampling(99, 0, **fields)
+    sampling = wire.Sampling(max_tokens=99, seed=0, **fields)
     first = distribution(OUTPUT, sampling)
     proposed = int(first.argmax())
     sampler = Sampler(VOCAB)
     for row in range(DRAWS):
-        sampler.admit(NewRow(row, wire.Sampling(99, row, **fields), len(PROMPT), PROMPT + OUTPUT))
+        sampler.admit(NewRow(row, wire.Sampling(max_tokens=99, seed=row, **fields), len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(2 * DRAWS, -1)
     drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [DraftedPath([proposed])] * DRAWS)
     starts = _starts(drawn.runs)
@@ -122,12 +122,12 @@ def test_tokens_behind_an_accepted_draft_follow_the_distribution(name: str) -> N
 def test_tokens_behind_each_branch_follow_the_distribution(name: str) -> None:
     """Each of three tests fails wrongly once in 10^6 choices of the seeds; they are fixed, so in fact never or always."""
     fields: dict[str, Any] = SETTINGS[name]
-    sampling = wire.Sampling(99, 0, **fields)
+    sampling = wire.Sampling(max_tokens=99, seed=0, **fields)
     first = distribution(OUTPUT, sampling)
     proposed = first.topk(2).indices.tolist()
     sampler = Sampler(VOCAB)
     for row in range(DRAWS):
-        sampler.admit(NewRow(row, wire.Sampling(99, row, **fields), len(PROMPT), PROMPT + OUTPUT))
+        sampler.admit(NewRow(row, wire.Sampling(max_tokens=99, seed=row, **fields), len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(3 * DRAWS, -1)
     drawn = sampler.draw(scores, [(row, len(OUTPUT)) for row in range(DRAWS)], [DraftedPath(proposed, [OWN, OWN])] * DRAWS)
     starts = _starts(drawn.runs)
@@ -149,7 +149,9 @@ def _starts(runs: Sequence[int]) -> list[int]:
 def distribution(output: list[int], sampling: wire.Sampling) -> torch.Tensor:
     """What the next token after this output is drawn from, by definition."""
     scores = [score / sampling.temperature for score in by_definition(LOGITS, PROMPT, output, sampling)]
-    kept = kept_by_definition(scores, Draw(0, 0, 1.0, sampling.top_p, sampling.top_k, sampling.min_p))
+    kept = kept_by_definition(
+        scores, Draw(seed=0, index=0, temperature=1.0, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+    )
     cut = [score if token in kept else float("-inf") for token, score in enumerate(scores)]
     return torch.tensor(cut, dtype=torch.float64).softmax(0)
 
@@ -164,17 +166,17 @@ def assert_follows(tokens: list[int], expected: torch.Tensor) -> None:
 
 def plan_with_paths() -> StepPlan:
     """Row 0 decodes with two lookups, row 1 computes a prompt, row 2 decodes with three drafts, row 3 without any."""
-    rows = [NewRow(row, wire.Sampling(1, row, 0.0)) for row in range(4)]
+    rows = [NewRow(row, wire.Sampling(max_tokens=1, seed=row, temperature=0.0)) for row in range(4)]
     return StepPlan(
-        1,
-        rows,
-        [0, 1, 2, 3],
-        [4, 0, 6, 5],
-        [3, 2, 4, 1],
-        [[0, 1], [2], [3, 4, 5], [6, 7]],
-        [10, 11, 12, 20, 21, 30, 0, 0, 0, 40],
-        [(0, 3), (2, 1), (3, 0)],
-        paths=[Path(0, 2), Path(2, 3, True)],
+        step=1,
+        admitted=rows,
+        rows=[0, 1, 2, 3],
+        starts=[4, 0, 6, 5],
+        counts=[3, 2, 4, 1],
+        pages=[[0, 1], [2], [3, 4, 5], [6, 7]],
+        tokens=[10, 11, 12, 20, 21, 30, 0, 0, 0, 40],
+        draws=[(0, 3), (2, 1), (3, 0)],
+        paths=[Path(request=0, depth=2), Path(request=2, depth=3, is_drafted=True)],
     )
 
 
@@ -194,5 +196,7 @@ def test_draft_tokens_are_inserted_and_all_paths_verified() -> None:
 def test_pages_of_rejected_drafts_are_removed() -> None:
     made = BatchBuilder(CacheShape(4, 1, 1 << 10), torch.float32, torch.device("cpu"))
     made.build(plan_with_paths())
-    batch = made.build(StepPlan(2, [], [2], [8], [1], [[9]], [50], [(0, 2)], cuts=[(0, 2)]))
+    batch = made.build(
+        StepPlan(step=2, admitted=[], rows=[2], starts=[8], counts=[1], pages=[[9]], tokens=[50], draws=[(0, 2)], cuts=[(0, 2)])
+    )
     assert batch.bands[0].tables.tolist() == [[3, 4, 9]]
