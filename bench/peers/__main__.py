@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.engine.versus_transformers import fastest_dtype, processor
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.run import Limits, measured
 from bench.peers.shown import misses, page
-from bench.versus_transformers import fastest_dtype, processor
 from tools.cache import cache_root
 from tools.errors import Failed
 from tools.shell import say

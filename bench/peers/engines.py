@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.frame.programs import Program, free_port, running, serving
 from bench.peers.checkpoint import NUM_WEIGHTS, small
 from bench.peers.convert import gguf, openvino_model
 from bench.peers.environments import environment, llama_server
-from bench.programs import Program, free_port, running, serving
 
 KV_BYTES = 1 << 30
 _SERVER = Path(__file__).parent / "openvino_server.py"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.programs import descendants
+from bench.frame.programs import descendants
 
 _SAMPLE_S = 0.5
 

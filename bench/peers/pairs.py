@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from itertools import product
 
-from bench.figures import Ratio, is_near, ratio_of
+from bench.engine.versus_transformers import fastest_dtype, processor
+from bench.frame.figures import Ratio, is_near, ratio_of
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.run import asked, figures_of
 from bench.peers.shown import BOUNDS
 from bench.peers.workloads import NAMES, WorkloadName
-from bench.versus_transformers import fastest_dtype, processor
 from tools.cache import cache_root
 
 _OF = {bound.part: bound for bound in BOUNDS if not bound.at_most}

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench.client import Answer
-from bench.figures import percentile
+from bench.engine.serve import Load, run_load
+from bench.frame.client import Answer
+from bench.frame.figures import percentile
+from bench.frame.programs import Program
 from bench.peers.engines import Machine, Peer
 from bench.peers.memory import pool_bytes, sampled
 from bench.peers.workloads import NAMES, WorkloadName, workload
-from bench.programs import Program
-from bench.serve import Load, run_load
 
 Figures = dict[str, float]
 _MS = 1000.0

@@ -2,8 +2,8 @@
 
 Prints a table for each workload and the relations that are to hold; writes all figures as JSON with `--out`, and a picture of
 each workload with `--plots FOLDER`. `--quick`: one seed, a tenth of each load. `--cost FILE`: the cost function that
-`bench.step_fit` measured. A relation that fails by less than half of the 95 % interval of its difference, seed by seed, is told
-as not distinguishable. Exits 1 when another one fails and the run is not quick.
+`bench.engine.step_fit` measured. A relation that fails by less than half of the 95 % interval of its difference, seed by seed,
+is not distinguishable. Exits 1 when another one fails and the run is not quick.
 """
 
 import argparse
@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each cell (default 5)")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first run (default 0)")
     parser.add_argument("--share", type=float, default=1.0, help="part of each load that is played (default all)")
-    parser.add_argument("--cost", type=Path, help="the file of `bench.step_fit --output`: groups are the engine that it measured")
+    parser.add_argument(
+        "--cost", type=Path, help="the file of `bench.engine.step_fit --output`: groups are the engine that it measured"
+    )
     parser.add_argument("--start-s", type=float, default=60.0, help="S: from a group's creation until it serves (default 60)")
     parser.add_argument("--quick", action="store_true", help="one seed, a tenth of each load; no verdict")
     parser.add_argument("--out", type=Path, help="write all figures as JSON there")

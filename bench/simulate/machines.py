@@ -1,4 +1,4 @@
-"""Which machine a group is: the analytic one of balancing.md 4.3, or the one that `bench.step_fit` measured.
+"""Which machine a group is: the analytic one of balancing.md 4.3, or the one that `bench.engine.step_fit` measured.
 
 Loads, targets and the beat of balancing are made for the analytic one. A machine that was measured keeps the proportions of its
 costs, and its times are divided by one number, so that a full step takes as long as there. Loads come to it at the rate at which
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from bench.replay import Arrival
+from bench.engine.step_grid import read_model
+from bench.router.replay import Arrival
 from bench.simulate.engine import Shape
 from bench.simulate.traffic import sped_up
-from bench.step_grid import read_model
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import Traffic
 from phalanx_operator.decide.scaling.demand import GroupCapacity, OfferedLoad, Targets, busy_groups
@@ -52,7 +52,7 @@ class Machine:
 
 
 def read_machine(path: Path | None) -> Machine:
-    """The analytic machine, or that of a file that `bench.step_fit` wrote. Raises ValueError for another file."""
+    """The analytic machine, or that of a file that `bench.engine.step_fit` wrote. Raises ValueError for another file."""
     if path is None:
         return Machine()
     model, told = read_model(path), json.loads(path.read_text())

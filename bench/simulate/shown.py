@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.figures import half_interval
+from bench.frame.figures import half_interval
 from bench.simulate.figures import Figures
 
 Cells = Mapping[str, Sequence[Figures]]

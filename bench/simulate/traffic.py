@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from bench.replay import Arrival, read_trace
+from bench.router.replay import Arrival, read_trace
 
 BATCH_S = 3.0
 """Mooncake's times are those of batches of 3 s: a request came at some time in it."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from bench.replay import Arrival
+from bench.router.replay import Arrival
 from bench.simulate.engine import Shape
 from bench.simulate.machines import ITL_TARGET_S, SCARCE_TOKENS, TOKENS, TTFT_TARGET_S, Machine, as_heavy
 from bench.simulate.policies.chwbl import BoundedHash

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from bench.replay import BLOCK_TOKENS, Arrival
+from bench.router.replay import BLOCK_TOKENS, Arrival
 from bench.simulate.engine import Engine, Shape
 from bench.simulate.jobs import Job
 from bench.simulate.moving import Counts, Moves

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.eviction import Outcome, main, make_trace, read_trace, verdicts
+from bench.engine.eviction import Outcome, main, make_trace, read_trace, verdicts
 from phalanx_api.engine_config import EVICTION_POLICIES
 
 

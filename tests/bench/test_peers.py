@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.figures import ratio_of
+from bench.frame.figures import ratio_of
+from bench.frame.programs import Program
 from bench.peers import checkpoint
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.environments import REQUIREMENTS, version_of
@@ -22,7 +23,6 @@ from bench.peers.pairs import paired, verdict
 from bench.peers.run import Limits, measured
 from bench.peers.shown import misses, page
 from bench.peers.workloads import NAMES, workload
-from bench.programs import Program
 
 MACHINE = Machine([0, 1], "bfloat16", Path("."))
 

@@ -1,14 +1,14 @@
-"""bench.relief reads what programs show, sums it up and judges it."""
+"""bench.moves.relief reads what programs show, sums it up and judges it."""
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bench.client import Answer
-from bench.figures import median_of
-from bench.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, PROMPT_TOKENS, bodies, parser
-from bench.relief_claims import GAP, RATE, TPOT, TTFT, Round, at_least, at_most, joined, judge
+from bench.frame.client import Answer
+from bench.frame.figures import median_of
+from bench.moves.relief import LONGEST_OUTPUT, MOVES, PREEMPTIONS, PROMPT_TOKENS, bodies, parser
+from bench.moves.relief_claims import GAP, RATE, TPOT, TTFT, Round, at_least, at_most, joined, judge
 from phalanx_router.metrics import RouterMetrics
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from bench.replay import Arrival, Replay, main, prompt_of, read_trace, replay
+from bench.router.replay import Arrival, Replay, main, prompt_of, read_trace, replay
 
 CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
 JSON = [

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.fake_group import FIRST_ID, SPELLED, Pacer, StepClock
+from bench.router.fake_group import FIRST_ID, SPELLED, Pacer, StepClock
 from phalanx_api import wire
 from tests.router.fakes import make_request
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from bench import serve
-from bench.client import Answer, session_for, stream_answer
-from bench.figures import Ratio, is_near, percentile, ratio_of, summary, table
-from bench.workload import spread, texts, token_ids
+from bench.engine import serve
+from bench.frame.client import Answer, session_for, stream_answer
+from bench.frame.figures import Ratio, is_near, percentile, ratio_of, summary, table
+from bench.frame.workload import spread, texts, token_ids
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from tests.runtime.checkpoint.gguf_files import TinyGguf, vocabulary
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.figures import Median, median_of
-from bench.runner_parts import Part, shifted
-from bench.speculation import HEADS, Engine, beside, has_all, row_of, sampling_of, take_turns
-from bench.speculation_limit import Times, ratios, times_of
-from bench.speculation_outcome import Outcome
-from bench.speculation_prompts import KINDS, SHORT_KINDS, kinds_for
+from bench.frame.figures import Median, median_of
+from bench.frame.runner_parts import Part, shifted
+from bench.speculation.__main__ import HEADS, Engine, beside, has_all, row_of, sampling_of, take_turns
+from bench.speculation.limit import Times, ratios, times_of
+from bench.speculation.outcome import Outcome
+from bench.speculation.prompts import KINDS, SHORT_KINDS, kinds_for
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.speculation.config import SpeculationConfig

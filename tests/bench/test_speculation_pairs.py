@@ -1,12 +1,12 @@
 """Tokens with proposals are those without, in so many cells that every two of proposer, shape, group and disturbance meet in one.
 
 Each has all ways to sample: greedy, seeded, filters, penalties, bias and bad words, grammars, a JSON schema. In float64.
-All cells there are: `python -m bench.speculation_product`.
+All cells there are: `python -m bench.speculation.product`.
 """
 
 import pytest
 
-from bench.speculation_product import (
+from bench.speculation.product import (
     DISTURBANCES,
     GROUPS,
     PROPOSERS,

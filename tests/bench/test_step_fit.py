@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.step_fit import Stepper, main, measure
-from bench.step_grid import Bounds, Point, fit, folds, make_grid, read_model
+from bench.engine.step_fit import Stepper, main, measure
+from bench.engine.step_grid import Bounds, Point, fit, folds, make_grid, read_model
 from phalanx_api.cost import StepModel
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.tiny import save_tiny

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.engines import Prompts, Turn
-from bench.equality import Equality, compare, first_difference, together
-from bench.programs import cpu_s, running
-from bench.versus import Comparison, Match
-from bench.versus_transformers import Workload, fastest_dtype, parser, processor, shown
+from bench.engine.engines import Prompts, Turn
+from bench.engine.versus import Comparison, Match
+from bench.engine.versus_transformers import Workload, fastest_dtype, parser, processor, shown
+from bench.frame.equality import Equality, compare, first_difference, together
+from bench.frame.programs import cpu_s, running
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer
@@ -131,7 +131,7 @@ def test_equality_has_its_limits(outcome: Equality, holds: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_worker_yields_equal_tokens_in_every_mode(model: Path, tokenizer: Tokenizer) -> None:
-    from bench.transformers_worker import Engine, serve
+    from bench.engine.transformers_worker import Engine, serve
 
     prompts = Workload(model, 0, 5, 9).prompts(3)
     commands = [{"op": op, "prompts": prompts, "max_tokens": 6} for op in ("one_by_one", "batch", "decode")]

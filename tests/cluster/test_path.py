@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from bench.equality import compare
+from bench.frame.equality import compare
 from tests.cluster import service as svc
 from tests.cluster.fixtures import Cluster
 from tests.cluster.reference import PROMPTS, Reference, greedy

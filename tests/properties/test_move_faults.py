@@ -1,4 +1,4 @@
-"""A fault at each step of a move, in virtual time, over the real router and engines: `python -m bench.move_faults`, much shorter.
+"""A fault at each step of a move, in virtual time, over the real router and engines: `python -m bench.moves.faults`, much shorter.
 
 `tests/system/test_move_faults.py` runs each cell more often.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.move_faults import cells, main, run_cell
+from bench.moves.faults import cells, main, run_cell
 from bench.virtual.world import STEPS
 from tests.properties.worse_machines import WORSE
 

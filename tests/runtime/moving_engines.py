@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench.mover import Mover
+from bench.moves.mover import Mover
 from phalanx_api import wire
 from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.core.admission import Limits

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from bench.mover import Mover, Stream
+from bench.moves.mover import Mover, Stream
 from phalanx_api import moves, wire
 from phalanx_api.wire.router import mix
 

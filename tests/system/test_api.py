@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.programs import Program, running
+from bench.frame.programs import Program, running
 from tests.frontend.malformed import VALID, malformed
 from tests.runtime.tiny import save_tiny
 

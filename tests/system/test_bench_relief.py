@@ -1,4 +1,4 @@
-"""bench.relief ends the programs that it started when it is told to leave."""
+"""bench.moves.relief ends the programs that it started when it is told to leave."""
 
 import signal
 import subprocess
@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from bench.programs import descendants
+from bench.frame.programs import descendants
 
 
 def test_sigterm_ends_the_engines_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.relief", "--model", str(tmp_path), "--groups", "1"]
+    command = [sys.executable, "-m", "bench.moves.relief", "--model", str(tmp_path), "--groups", "1"]
     with subprocess.Popen(command) as bench:
         while not (started := descendants(bench.pid)) and bench.poll() is None:
             time.sleep(0.02)

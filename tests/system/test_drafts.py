@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from bench.programs import Program, free_port, running, serving
+from bench.frame.programs import Program, free_port, running, serving
 from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
 from tests.cluster.service import metric, stream_all
 from tests.runtime.drafts import save_draft, save_exit, save_target

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import router_moves
+from bench.moves import through_router as router_moves
 
 pytestmark = pytest.mark.system
 

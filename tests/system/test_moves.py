@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.mover import Mover, Stream, linked
+from bench.moves.mover import Mover, Stream, linked
 from phalanx_api import moves, wire
 from phalanx_api.wire.router import mix
 from tests.system.test_hung_rank import model, runtime

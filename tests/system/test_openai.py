@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.programs import Program, running
+from bench.frame.programs import Program, running
 from tests.cluster.service import metric, stream_all
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import PATIENCE_S, Target, raw_request

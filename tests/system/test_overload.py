@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from bench.overload import Shape, capacity, flood, gauges, leave
-from bench.programs import running
+from bench.engine.overload import Shape, capacity, flood, gauges, leave
+from bench.frame.programs import running
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system

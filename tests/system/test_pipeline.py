@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.programs import Program, free_port
+from bench.frame.programs import Program, free_port
 from tests.cluster.service import Answer, stream_all
 from tests.runtime.tiny import save_tiny
 from tests.system.test_hung_rank import BODIES, incarnation, model, ranks_of, readiness, runtime, wait_until

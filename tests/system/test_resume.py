@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.programs import Program, free_port, running, serving
+from bench.frame.programs import Program, free_port, running, serving
 from tests.cluster.service import metric
 from tests.router.clients import Told, read
 from tests.runtime.tiny import save_tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.programs import Program, running
+from bench.frame.programs import Program, running
 from tests.cluster.service import metric
 from tests.runtime.tiny import save_tiny
 from tests.system.test_openai import router_flags

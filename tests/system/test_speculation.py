@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.programs import Program, running
+from bench.frame.programs import Program, running
 from tests.system.test_hung_rank import model, runtime, wait_until
 from tests.system.test_openai import router_flags
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from bench.replay import Arrival
+from bench.router.replay import Arrival
 from bench.simulate.engine import Shape
 from bench.simulate.jobs import Times
 from bench.simulate.policies.others import RoundRobin

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.replay import Arrival
+from bench.router.replay import Arrival
 from bench.simulate.engine import Shape
 from bench.simulate.figures import figures
 from bench.simulate.jobs import Job

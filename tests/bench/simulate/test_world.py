@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bench.figures import half_interval
-from bench.replay import Arrival
+from bench.frame.figures import half_interval
+from bench.router.replay import Arrival
 from bench.simulate.__main__ import main
 from bench.simulate.cache import PAGE
 from bench.simulate.engine import Engine, Shape

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.mover import Mover
+from bench.moves.mover import Mover
 from phalanx_api import moves, wire
 from phalanx_api.speculation import CHAIN, Speculation, Tree, TreeShape
 from phalanx_runtime.core.speculation.config import SpeculationConfig

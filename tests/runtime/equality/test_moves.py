@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.mover import Mover, Stream
+from bench.moves.mover import Mover, Stream
 from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits

@@ -1,6 +1,6 @@
 """Tokens with proposals are those without: by a proposer that is right two times of three, and by lookups. In float64: no excuse.
 
-Each pairs ways to sample with ways to be disturbed; all of them together are run by `bench.speculation_product`.
+Each pairs ways to sample with ways to be disturbed; all of them together are run by `bench.speculation.product`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Tokens with trees of proposals are those without, whoever proposes and whatever disturbs. In float64: no excuse.
 
-Pairs of who proposes, in which shape, where, and how it is disturbed; all together are run by `bench.speculation_product`.
+Pairs of who proposes, in which shape, where, and how it is disturbed; all together are run by `bench.speculation.product`.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """What moving running requests is worth: real engines with few pages, and the same requests with moves off and on in turn.
 
-    python -m bench.relief                              both loads: with skew and even, each round once in each mode
-    python -m bench.relief --loads skewed
-    python -m bench.relief --loads even --rounds 60
+    python -m bench.moves.relief                              both loads: with skew and even, each round once in each mode
+    python -m bench.moves.relief --loads skewed
+    python -m bench.moves.relief --loads even --rounds 60
 
 Two routers have a link to every group, one with mode Off and one with mode Migrate; each gets the load in its rounds. Each engine
 has one processor, as a pod with such a limit has it: with a thread for each processor they would wait for one another's threads.
@@ -13,7 +13,7 @@ With skew lengths of outputs are log-normal, and the first group also serves cli
 they always fit. An even load is of equal requests from clients that begin one after the other; the first of each does not count:
 groups are empty then.
 Shown: preemptions of the engines, the longest gap of each stream, times to the first token and between tokens, moves by why and
-how they ended. What is judged: `bench.relief_claims`. Exits 1 when a request failed, or something judged is not so.
+how they ended. What is judged: `bench.moves.relief_claims`. Exits 1 when a request failed, or something judged is not so.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.client import Answer, session_for, stream_answer
-from bench.programs import Program, running
-from bench.relief_claims import MODES, Played, Round, joined, judge, show
+from bench.frame.client import Answer, session_for, stream_answer
+from bench.frame.programs import Program, running
+from bench.moves.relief_claims import MODES, Played, Round, joined, judge, show
 
 LOADS = ("skewed", "even")
 PROMPT_TOKENS, MEDIAN_OUTPUT, SPREAD = 64, 150.0, 1.0
@@ -195,7 +195,7 @@ async def measure(args: argparse.Namespace, fleet: Fleet) -> dict[str, Played]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.relief", description=(__doc__ or "").splitlines()[0])
+    made = argparse.ArgumentParser(prog="python -m bench.moves.relief", description=(__doc__ or "").splitlines()[0])
     made.add_argument("--model", type=Path, help="a model folder (default: a small random one)")
     made.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     made.add_argument("--groups", type=int, default=4)

@@ -1,6 +1,6 @@
 """Where the time of a step goes: one rank without a server, on plans of the shapes that serving makes.
 
-    python -m bench.profile_step MODEL [--dtype bfloat16] [--steps 10] [--threads 1]
+    python -m bench.engine.profile_step MODEL [--dtype bfloat16] [--steps 10] [--threads 1]
 
 Milliseconds of a step, the best of some, and what each part of it took on average under the interpreter's profiler, which makes
 steps of many small calls a few percent longer. A part is what one place of the decoder calls, whatever serves it there. One
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pstats import Stats
 from typing import Any
 
-from bench.one_rank import load_alone
+from bench.frame.one_rank import load_alone
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
@@ -108,7 +108,7 @@ def _within(calls: dict[Any, Any], caller: str, callee: str, file: str = "") -> 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.profile_step", description="Where the time of a step goes.")
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.profile_step", description="Where the time of a step goes.")
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=10)

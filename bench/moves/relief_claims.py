@@ -10,8 +10,8 @@ distinguishable. What all rounds had together stands beside and is not judged: a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.client import Answer
-from bench.figures import Median, median_of, percentile, table
+from bench.frame.client import Answer
+from bench.frame.figures import Median, median_of, percentile, table
 
 MODES = ("Off", "Migrate")
 NEAR = 0.05

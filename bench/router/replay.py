@@ -1,6 +1,6 @@
 """Replays a trace of arrivals against any OpenAI-compatible URL, at its own times whatever the answers take.
 
-    python -m bench.replay --base-url http://127.0.0.1:8000 --model NAME --trace FILE [--speed 2] [--length-share 0.1]
+    python -m bench.router.replay --base-url http://127.0.0.1:8000 --model NAME --trace FILE [--speed 2] [--length-share 0.1]
 
 Traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; or lines of JSON with timestamp (ms), input_length, output_length
 and hash_ids, where requests that begin with the same ids begin with the same text, so that a prefix cache has what it had there.
@@ -20,9 +20,9 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-from bench.client import Answer, session_for, stream_answer
-from bench.serve import measure, shown
-from bench.workload import words
+from bench.engine.serve import measure, shown
+from bench.frame.client import Answer, session_for, stream_answer
+from bench.frame.workload import words
 
 BLOCK_TOKENS = 512
 """Tokens that one of hash_ids stands for."""
@@ -126,7 +126,9 @@ def _body(asked: Replay, arrival: Arrival, number: int) -> dict[str, object]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.replay", description="Replay a trace against an OpenAI-compatible URL.")
+    made = argparse.ArgumentParser(
+        prog="python -m bench.router.replay", description="Replay a trace against an OpenAI-compatible URL."
+    )
     made.add_argument("--base-url", required=True)
     made.add_argument("--model", required=True, help="the served model's name")
     made.add_argument("--trace", type=Path, required=True, help="a .csv or .jsonl file")

@@ -1,6 +1,6 @@
 """Forced moves at random indexes, by a real router over real engines: no index is missing or doubled, tokens are equal.
 
-    python -m bench.router_moves [MODEL] [--moves 10000] [--groups 2] [--streams 8] [--dtype float64] [--json FILE]
+    python -m bench.moves.through_router [MODEL] [--moves 10000] [--groups 2] [--streams 8] [--dtype float64] [--json FILE]
 
 A router in this process has a link to each engine. Greedy and seeded streams, streams with a JSON schema and siblings (n = 2) run
 once undisturbed; then again and again, while each is moved after every few tokens to another group, stopped or copied ahead or
@@ -25,8 +25,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from bench.figures import percentile
-from bench.programs import Program, running
+from bench.frame.figures import percentile
+from bench.frame.programs import Program, running
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire.router import mix
@@ -230,7 +230,7 @@ async def bench(addresses: Sequence[str], count: int, at_once: int, rounds: int,
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 1 when anything was wrong."""
-    asked = argparse.ArgumentParser(prog="python -m bench.router_moves", description=(__doc__ or "").splitlines()[0])
+    asked = argparse.ArgumentParser(prog="python -m bench.moves.through_router", description=(__doc__ or "").splitlines()[0])
     asked.add_argument("model", type=Path, nargs="?", help="a model folder (default: a tiny random one)")
     asked.add_argument("--moves", type=int, default=10_000)
     asked.add_argument("--groups", type=int, default=2)

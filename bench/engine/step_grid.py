@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from bench.figures import percentile
+from bench.frame.figures import percentile
 from phalanx_api.cost import StepFit, StepModel, StepWork, describe
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -175,7 +175,7 @@ def report(fitted: Fitted, times_s: dict[Point, list[float]], about: dict[str, o
 
 
 def read_model(path: Path) -> StepModel:
-    """The step-time function that `bench.step_fit` wrote. Raises ValueError for another file."""
+    """The step-time function that `bench.engine.step_fit` wrote. Raises ValueError for another file."""
     content = json.loads(path.read_text())
     try:
         return StepModel(**content["step_model"])

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from bench.engines import Engine, Prompts, Turn
-from bench.figures import is_near, percentile, ratio_of
+from bench.engine.engines import Engine, Prompts, Turn
+from bench.frame.figures import is_near, percentile, ratio_of
 
 _MIN_PAIRS = 3
 

@@ -1,4 +1,4 @@
-"""`python -m bench.page_copy`: what it costs to send pages from one rank to another over loopback, both ends in one process.
+"""`python -m bench.engine.page_copy`: the cost of sending pages between ranks over loopback, both ends in one process.
 
 CPU seconds do not depend on what else runs on the machine; the rate by the clock does. The rows are shapes of KV caches: layers,
 KV heads and head dimension on one rank, in bf16.
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from bench.figures import table
+from bench.frame.figures import table
 from phalanx_api.moves import PageAddress
 from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report, SendFailed, SendPages
 from phalanx_runtime.model.attention.paged import LayerCache
@@ -73,7 +73,7 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
 
 def main() -> None:
     """Prints a row for each shape."""
-    parser = argparse.ArgumentParser(prog="bench.page_copy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.engine.page_copy", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)

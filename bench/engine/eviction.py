@@ -1,7 +1,7 @@
-"""`python -m bench.eviction`: a trace of prompts through the page pool under each eviction policy, side by side on one core.
+"""`python -m bench.engine.eviction`: prompts of a trace under each eviction policy, side by side on one core.
 
-    python -m bench.eviction --trace CONVERSATIONS.jsonl          lines with `hash_ids`, one id a page, as Mooncake published them
-    python -m bench.eviction --synthetic scan
+    python -m bench.engine.eviction --trace CONVERSATIONS.jsonl        lines with `hash_ids`, one per page, as Mooncake publishes
+    python -m bench.engine.eviction --synthetic scan
 
 The pool has a tenth of the trace's distinct pages. An operation is one page of one prompt: looked up, then shared or taken,
 published and written (with what it evicts), then given back. Hit rates are exact. Speeds are per second of CPU of this process,
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from bench.figures import table
+from bench.frame.figures import table
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.page_pool import PagePool
 
@@ -129,7 +129,9 @@ def verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    flags = argparse.ArgumentParser("python -m bench.eviction", description="Compare the eviction policies of the prefix cache.")
+    flags = argparse.ArgumentParser(
+        "python -m bench.engine.eviction", description="Compare the eviction policies of the prefix cache."
+    )
     source = flags.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids")
     source.add_argument("--synthetic", choices=["zipf", "scan", "loop"], help="a trace made here")

@@ -1,7 +1,7 @@
-"""What a router costs beside asking a group directly: `python -m bench.router_cost [--quick]`.
+"""What a router costs beside asking a group directly: `python -m bench.router.cost [--quick]`.
 
-Three programs on one machine: groups without a model (`bench.fake_group`), a router, and clients; they share the cores, so CPU
-times are of the router process alone, and latencies of pairs of runs that take turns. Bounds, by which the exit code goes:
+Three programs on one machine: groups without a model (`bench.router.fake_group`), a router, and clients; they share the cores:
+CPU times are of the router process alone, and latencies of pairs of runs that take turns. Bounds, by which the exit code goes:
 
     50 us of CPU per streamed token in chunks of one          150 KiB per open stream, 10,000 open
     2 ms of CPU per request, 128 tokens in, 16 out, whole     2 ms added at the median, 1 stream and 64 paced ones
@@ -22,9 +22,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.fake_group import FIRST_ID, SPELLED, StepClock
-from bench.figures import percentile, table
-from bench.programs import Program, running
+from bench.frame.figures import percentile, table
+from bench.frame.programs import Program, running
+from bench.router.fake_group import FIRST_ID, SPELLED, StepClock
 
 PROMPT = "x" * 128
 """128 tokens of the tokenizer that has one per byte."""
@@ -83,7 +83,7 @@ def _symbols() -> dict[str, int]:
     """Which id each character of the benchmark's tokenizer has."""
     from tokenizers import Tokenizer
 
-    from bench.door import bench_assets
+    from bench.router.api_server import bench_assets
 
     tokenizer = Tokenizer.from_buffer(bench_assets().files["tokenizer.json"])
     return {tokenizer.decode([id]): id for id in range(FIRST_ID, FIRST_ID + SPELLED)}
@@ -194,7 +194,9 @@ class Bench:
         found = []
         for number in range(groups):
             own = [*secret, "--period-ms", str(period_ms), "--clock", f"{clock}.{number}"]
-            found.append(stack.enter_context(running(f"group-{number}-{period_ms}", "bench.fake_group", own, self._folder)))
+            found.append(
+                stack.enter_context(running(f"group-{number}-{period_ms}", "bench.router.fake_group", own, self._folder))
+            )
         leaders = ",".join(f"127.0.0.1:{port_of(group)}" for group in found)
         own = ["serve", "--leaders", leaders, *secret]
         router = stack.enter_context(running(f"router-{period_ms}", "phalanx_router", own, self._folder))

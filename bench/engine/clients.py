@@ -1,4 +1,4 @@
-"""`python3 -m bench.clients`: programs of others ask a running runtime, each from an environment of its own.
+"""`python3 -m bench.engine.clients`: programs of others ask a running runtime, each from an environment of its own.
 
 The `openai` client (our suite of what an OpenAI server does), lm-eval (loglikelihood and generation, a task made here, offline),
 guidellm (streamed completions, four at once) and schemathesis (every operation of /openapi.json). One table; exit status 1 when
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.programs import Program, running
+from bench.frame.programs import Program, running
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = "model"
 MAX_LEN = 256
 REQUESTS = 12
@@ -195,7 +195,7 @@ def _tail(output: str) -> str:
 
 def main() -> int:
     """Exit status: 0 only if every client that was asked for met no error."""
-    parser = argparse.ArgumentParser("bench.clients", description=__doc__)
+    parser = argparse.ArgumentParser("bench.engine.clients", description=__doc__)
     parser.add_argument("--model", type=Path, help="folder of a model; default: a tiny random one")
     parser.add_argument("--only", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What one choice of a group costs the router: `python -m bench.choice`. One core, no network.
+"""What one choice of a group costs the router: `python -m bench.router.choice`. One core, no network.
 
 Each choice follows a dispatch, so that one view is made anew, as in a router; reports of all groups come every 50 ms of its time.
 """

@@ -7,10 +7,10 @@ Each row: prompts of one kind, so many at once, greedy if not told otherwise, a 
 where there are more requests than prompts. A plain and a speculating engine take turns step by step, over one load of the
 weights and each its half of the pages, caches off. A pair is all prompts of the kind, one set after the other where fewer are
 asked at once; the first one of a row warms both and is not counted. The row tells the median of the pairs' ratios, of tokens
-per second behind the last step with prompt tokens, with its 95 % interval (`bench.figures`), whether that is above, below or not
+per second behind the last step with prompt tokens, with its 95 % interval, whether that is above, below or not
 to be told from --bound, and the ratio of the sums of the time of all steps of all pairs, in which seldom and dear steps count for
 what they take. "Mean accepted" is of a request's proposals in one step, where it had any. With --control fixed and drafts it ends
-with what limits each row (`bench.speculation_limit`). Times are those of an engine without HTTP. In bf16 a step with proposals
+with what limits each row (`bench.speculation.limit`). Times are those of an engine without HTTP. In bf16 a step with proposals
 may round otherwise, so texts may part, and their ends with them; --dtype float32 counts texts that differ. One thread is measured
 by its own time on the processor, so that neighbours hardly count.
 """
@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from bench.figures import Median, median_of
-from bench.one_rank import load_alone
-from bench.runner_parts import Part
-from bench.speculation_limit import line_of, times_of
-from bench.speculation_outcome import Outcome, added, joined, since
-from bench.speculation_prompts import KINDS, kinds_for
+from bench.frame.figures import Median, median_of
+from bench.frame.one_rank import load_alone
+from bench.frame.runner_parts import Part
+from bench.speculation.limit import line_of, times_of
+from bench.speculation.outcome import Outcome, added, joined, since
+from bench.speculation.prompts import KINDS, kinds_for
 from phalanx_api import wire
 from phalanx_api.speculation import TREE_SHAPES, Method, SpeculationCounts, Tree
 from phalanx_runtime.core.admission import Limits

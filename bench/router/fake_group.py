@@ -1,4 +1,4 @@
-"""A group without a model, for benchmarks of what stands before it: `python -m bench.fake_group`.
+"""A group without a model, for benchmarks of what stands before it: `python -m bench.router.fake_group`.
 
 One token for each request in each step, a step every `--period-ms`. It serves routers over the real link and clients at the real
 door. A token spells when it was drawn: its character is the number of the step, modulo `SPELLED`, and the time of each step is in
@@ -20,7 +20,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from bench.door import bench_assets
+from bench.router.api_server import bench_assets
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_runtime.engine.backend import LocalBackend
@@ -32,7 +32,7 @@ from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.link.gateway import EngineGateway, EngineSink
 
 FIRST_ID, SPELLED = 32, 64
-"""Ids of plain characters in the tokenizer of `bench.door`, and how many of them are used."""
+"""Ids of plain characters in the tokenizer of `bench.router.api_server`, and how many of them are used."""
 REPORT_S = 0.05
 
 

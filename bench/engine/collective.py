@@ -1,4 +1,4 @@
-"""`python -m bench.collective`: our exchange and gloo, side by side in one run, on this machine. JSON on stdout.
+"""`python -m bench.engine.collective`: our exchange and gloo, side by side in one run, on this machine. JSON on stdout.
 
 Each layout (ranks of one pod over shared memory, ranks of several pods over TCP, both mixed) times all-reduces of the sizes of a
 small model's steps and the broadcast of a plan. Rounds alternate between the two, so that both see the same neighbours.

@@ -1,4 +1,4 @@
-"""CPU time of the door per streamed token: detokenise, encode, send. Run: `python bench/door.py`.
+"""CPU time of the door per streamed token: detokenise, encode, send. Run: `python bench/router/api_server.py`.
 
 Three figures. "alone": the application called without a server, tokens ready at once. "saturated": uvicorn with as many
 streams as asked, a new step as soon as every stream took its token, a client process that reads and drops. "paced": the

@@ -1,4 +1,4 @@
-"""`python -m bench.step_fit --model FOLDER --output FILE`: times a real engine's steps over a grid and fits their time.
+"""`python -m bench.engine.step_fit --model FOLDER --output FILE`: times a real engine's steps over a grid and fits their time.
 
 One rank in this process, on the device that a group would use, with its real pages; what pages hold does not matter to the time.
 Points come in another random order in each round, so that what else the machine does falls on all alike, and the load average
@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from bench.one_rank import load_alone
-from bench.step_grid import Bounds, Point, fit, make_grid, report
+from bench.engine.step_grid import Bounds, Point, fit, make_grid, report
+from bench.frame.one_rank import load_alone
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.rank_spec import RankReady
@@ -149,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.step_fit", description="Times steps of a real engine and fits their time.")
+    parser = argparse.ArgumentParser(
+        prog="bench.engine.step_fit", description="Times steps of a real engine and fits their time."
+    )
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))

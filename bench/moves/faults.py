@@ -1,6 +1,6 @@
 """Moves in virtual time with a fault at each step: no index is missing or doubled, no stream hangs, no page leaks.
 
-    python -m bench.move_faults [--runs 1000] [--processes 2] [--only "freeze / source"] [--json FILE]
+    python -m bench.moves.faults [--runs 1000] [--processes 2] [--only "freeze / source"] [--json FILE]
 
 Eight steps of a move x source, target, router x killed, hung, dropped, delayed, corrupted. A run counts when its move got to the
 step. Routers, links, leaders, engines, schedulers and pages are the real ones (`bench.virtual`); a seed gives the same run again.
@@ -83,7 +83,7 @@ def _show(result: Result) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 1 when anything was wrong."""
-    made = argparse.ArgumentParser(prog="python -m bench.move_faults", description=(__doc__ or "").split("\n")[0])
+    made = argparse.ArgumentParser(prog="python -m bench.moves.faults", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--runs", type=int, default=1000, help="for each cell, that get to its step")
     made.add_argument("--processes", type=int, default=1)
     made.add_argument("--only", default="", help="only cells whose name contains this")

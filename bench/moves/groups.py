@@ -1,7 +1,7 @@
 """What a move costs, and that it changes no token: two groups of this runtime on this machine, moved by hand over their links.
 
-    python -m bench.moves MODEL                       bytes per second of a copy, and how long a stream stands still
-    python -m bench.moves MODEL --forced 10000        so many moves at random indexes: every stream as undisturbed, or exit 1
+    python -m bench.moves.groups MODEL                       bytes per second of a copy, and how long a stream stands still
+    python -m bench.moves.groups MODEL                   bytes per second of a copy, and how long a stream pauses
 
 Figures are of one machine on which both groups, the links and this program share the cores; the load average is printed beside.
 A stream stands still for the longest gap between two tokens around its move. What others in the source wait is given with and
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.figures import percentile, table
-from bench.mover import Mover, Stream, linked
-from bench.programs import running
+from bench.frame.figures import percentile, table
+from bench.frame.programs import running
+from bench.moves.mover import Mover, Stream, linked
 from phalanx_api import moves, wire
 from phalanx_api.wire.router import mix
 
@@ -222,7 +222,7 @@ def show(mover: Mover, contexts: Sequence[int], count: int) -> None:
 def main() -> None:
     """Runs what the flags ask for."""
     parser = argparse.ArgumentParser(
-        prog="bench.moves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench.moves.groups", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="folder of a checkpoint")
     parser.add_argument("--contexts", type=int, nargs="+", default=[500, 4000], help="prompt tokens of the moved streams")

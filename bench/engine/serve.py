@@ -1,6 +1,6 @@
 """Measures any OpenAI-compatible URL: TTFT, TPOT, ITL, end-to-end time and throughput, by streaming.
 
-    python -m bench.serve --base-url http://127.0.0.1:8000 --model NAME --concurrency 16 --num-requests 64
+    python -m bench.engine.serve --base-url http://127.0.0.1:8000 --model NAME --concurrency 16 --num-requests 64
 
 TTFT: sending to the first token. TPOT: mean time of each later token of one request. ITL: gap between two events of one
 request. Prompts are of a fixed seed, all different. Exits 1 when a request failed.
@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.client import Answer, session_for, stream_answer
-from bench.figures import summary, table
-from bench.workload import texts
+from bench.frame.client import Answer, session_for, stream_answer
+from bench.frame.figures import summary, table
+from bench.frame.workload import texts
 
 _MS = 1000.0
 
@@ -105,7 +105,7 @@ def body_of(args: argparse.Namespace, prompt: str) -> dict[str, object]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.serve", description="Measure an OpenAI-compatible URL.")
+    made = argparse.ArgumentParser(prog="python -m bench.engine.serve", description="Measure an OpenAI-compatible URL.")
     made.add_argument("--base-url", required=True, help="for example http://127.0.0.1:8000 (/v1 is added)")
     made.add_argument("--model", required=True, help="the served model's name")
     made.add_argument("--endpoint", choices=["completions", "chat"], default="completions")

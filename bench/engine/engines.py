@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench.programs import Program, cpu_s, end
-from bench.serve import Load, run_load
+from bench.engine.serve import Load, run_load
+from bench.frame.programs import Program, cpu_s, end
 
 Prompts = list[list[int]]
 
@@ -82,7 +82,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The process of `bench.transformers_worker`."""
+    """The process of `bench.engine.transformers_worker`."""
 
     process: subprocess.Popen[str]
 
@@ -129,7 +129,7 @@ class Generate:
 @contextmanager
 def running_worker(folder: Path, dtype: str, threads: int, log: Path) -> Iterator[Worker]:
     """transformers, loaded and waiting; ended afterwards. Raises RuntimeError when it cannot load."""
-    command = [sys.executable, "-m", "bench.transformers_worker", str(folder), "--dtype", dtype, "--threads", str(threads)]
+    command = [sys.executable, "-m", "bench.engine.transformers_worker", str(folder), "--dtype", dtype, "--threads", str(threads)]
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

@@ -1,6 +1,6 @@
 """Ten times the load that the runtime can bear, for a minute; then clients that leave.
 
-    python -m bench.overload MODEL --seconds 60
+    python -m bench.engine.overload MODEL --seconds 60
 
 First the capacity is measured by a closed loop that fills every row. Then requests come at `--times` that rate, whether or not
 others were answered. The bound of the queue in tokens over the measured rate says how long an admitted request may wait. At the
@@ -21,8 +21,8 @@ from typing import Any
 
 import aiohttp
 
-from bench.figures import percentile, table
-from bench.programs import running
+from bench.frame.figures import percentile, table
+from bench.frame.programs import running
 
 TTFT_BOUND = 1.5
 """How many times the queue's bound over the rate the 99th percentile of the admitted may wait."""
@@ -172,7 +172,7 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.overload", description=(__doc__ or "").splitlines()[0])
+    made = argparse.ArgumentParser(prog="python -m bench.engine.overload", description=(__doc__ or "").splitlines()[0])
     made.add_argument("model", help="a model folder")
     made.add_argument("--seconds", type=float, default=60.0)
     made.add_argument("--times", type=float, default=10.0, help="load over capacity")

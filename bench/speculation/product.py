@@ -1,6 +1,6 @@
 """Whether tokens with proposals are those without, for every proposer and shape in every group under every disturbance.
 
-    python -m bench.speculation_product [--pairs] [--proposers ngram draft self_draft] [--shapes chain tree]
+    python -m bench.speculation.product [--pairs] [--proposers ngram draft self_draft] [--shapes chain tree]
         [--groups one tp2 pp2] [--disturbances ...]
 
 A tiny model in float64, where nothing is excused, and groups of ranks as threads of this process. Each line is one proposer in
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.mover import Stream
+from bench.moves.mover import Stream
 from phalanx_api import moves, wire
 from phalanx_api.speculation import Method, Tree
 from phalanx_runtime.core.admission import Limits
@@ -196,7 +196,7 @@ def _differ(tokens: list[list[int]], plain: list[list[int]]) -> int:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation_product", description="Equality, every combination.")
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation.product", description="Equality, every combination.")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--proposers", nargs="+", choices=PROPOSERS, default=PROPOSERS)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))

@@ -1,6 +1,6 @@
 """Ours beside transformers in one run, interleaved, as ratios with their 95 % interval.
 
-    python -m bench.versus_transformers --model DIR [--pairs 7] [--json out.json]
+    python -m bench.engine.versus_transformers --model DIR [--pairs 7] [--json out.json]
 
 | comparison, in tokens/s | bound |
 |---|---|
@@ -29,12 +29,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from bench.engines import Engine, Generate, Prompts, Served, Turn, Worker, running_worker
-from bench.equality import Equality, compare, together
-from bench.figures import table
-from bench.programs import running
-from bench.versus import Comparison, Match
-from bench.workload import spread, token_ids
+from bench.engine.engines import Engine, Generate, Prompts, Served, Turn, Worker, running_worker
+from bench.engine.versus import Comparison, Match
+from bench.frame.equality import Equality, compare, together
+from bench.frame.figures import table
+from bench.frame.programs import running
+from bench.frame.workload import spread, token_ids
 
 _NAME = "bench"
 _HEADER = ["tokens/s", "ours", "theirs", "ratio", "95 % interval", "pairs", "bound", "holds"]
@@ -95,7 +95,7 @@ def processor() -> tuple[str, set[str]]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.versus_transformers", description="Ours beside transformers.")
+    made = argparse.ArgumentParser(prog="python -m bench.engine.versus_transformers", description="Ours beside transformers.")
     made.add_argument("--model", type=Path, required=True, help="a model folder")
     made.add_argument("--pairs", type=int, default=7, help="rounds of a comparison that is near its bound")
     made.add_argument("--concurrency", type=int, default=16)

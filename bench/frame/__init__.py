@@ -1,0 +1,1 @@
+"""Parts that benchmarks share: figures, pairs and tables; programs, clients and prompts."""
