@@ -1,7 +1,7 @@
-# Every command sets up what it needs, in a cache outside the checkout (PHALANX_CACHE, default ~/.cache/phalanx).
-# CLUSTER=      make a real two-node cluster on this machine (root, Go, Debian)   [default]
+# Each command sets up what it needs in a cache outside the checkout (PHALANX_CACHE, default ~/.cache/phalanx).
+# CLUSTER=          create a real two-node cluster on this machine (root, Go, Debian)   [default]
 # CLUSTER=current   use the cluster of the current kubeconfig; images from IMAGE_PREFIX=registry/path
-# CLUSTER=none      no cluster: the cluster tests are skipped, and a line reports it
+# CLUSTER=none      no cluster: cluster tests are skipped and reported
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -16,7 +16,7 @@ help:  ## this list
 demo:  ## a real cluster, two groups of TP 2, a chat answer that survives a deleted pod
 	@python3 -m demo.setup
 
-test:  ## everything that fits in CI: check, then the tests in a real cluster
+test:  ## what CI runs: check, whole programs, then the tests in a real cluster
 	@python3 -m tests.run
 
 test-all:  ## make test and every slow scenario
@@ -56,10 +56,10 @@ requirements:  ## pin requirements/ from pyproject.toml
 cluster-up:  ## a real two-node Kubernetes cluster on this machine
 	@python3 -m tests.cluster up
 
-cluster-down:  ## stops the cluster and removes everything but the cache
+cluster-down:  ## stops the cluster and removes all of it except the cache
 	@python3 -m tests.cluster down
 
-clean: cluster-down  ## cluster-down, and removes build leftovers of the checkout (not the cache)
+clean: cluster-down  ## cluster-down, and removes build output of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .PHONY: help demo test test-all check format-check lint types imports unit house api-check golden requirements cluster-up cluster-down clean

@@ -1,1 +1,1 @@
-"""Benchmarks, each one command: `serve` measures a URL, `versus_transformers` runs transformers beside us, others one part."""
+"""Benchmarks: one command for each; docs/benchmarks.md lists them."""

@@ -1,4 +1,4 @@
-"""`make demo`: sets everything up, then runs `demo.show` where the cluster's addresses are reachable. Standard library only."""
+"""`make demo`: sets up environment, cluster, images and operator, then runs `demo.show`. Standard library only."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.cluster import access, operator
-from tests.cluster.__main__ import EXIT_MISSING, OTHERWISE
+from tests.cluster.__main__ import ALTERNATIVES, EXIT_MISSING
 from tests.cluster.__main__ import main as cluster_command
 from tools.cache import cache_root
 from tools.errors import Failed, Missing
@@ -20,30 +20,30 @@ HUB_MODEL = f"hf://HuggingFaceTB/{MODEL}"
 
 
 def say(line: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     print(f"== {line}", flush=True)
 
 
 def environment() -> Path:
-    """The folder of the development environment, made if it is not there."""
+    """Returns the folder of the development environment, created if necessary."""
     done = subprocess.run([sys.executable, "tools/bootstrap.py", "dev"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise Failed("the Python environment could not be made (see above)")
+        raise Failed("the Python environment could not be created (see above)")
     return Path(done.stdout.strip().splitlines()[-1])
 
 
 def reach() -> tuple[access.Cluster, str, str]:
-    """The cluster, the words to reach kubectl, and how to stop."""
+    """Returns the cluster, the command for kubectl, and the command that stops it."""
     if os.environ.get("CLUSTER") == "current":
-        return access.current(), "kubectl", f"kubectl delete namespace {NAMESPACE}; kubectl delete -k manifests/base"
+        return access.current_cluster(), "kubectl", f"kubectl delete namespace {NAMESPACE}; kubectl delete -k manifests/base"
     status = cluster_command(["up", "--images"])
     if status:
         raise SystemExit(status)
-    return access.ours(), "python3 -m tests.cluster kubectl", "make cluster-down"
+    return access.local_cluster(), "python3 -m tests.cluster kubectl", "make cluster-down"
 
 
 def make_namespace(cluster: access.Cluster) -> None:
-    """A new namespace that enforces the restricted Pod Security Standard; one of an earlier demo goes, with its volumes."""
+    """Creates the namespace with the restricted Pod Security Standard; deletes one of an earlier demo with its volumes."""
     cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found")
     cluster.kubectl("delete", "persistentvolume", f"{NAMESPACE}-models", f"{NAMESPACE}-site-packages", "--ignore-not-found")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -53,13 +53,13 @@ def make_namespace(cluster: access.Cluster) -> None:
 
 
 def manifest(cluster: access.Cluster, venv: Path, folder: Path) -> Path:
-    """The service of `demo/service.yaml` as it runs in this cluster."""
+    """Writes the service of `demo/service.yaml` for this cluster and returns the file."""
     text = cluster.run(
         *(str(venv / "bin" / "python"), "-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(sys.stdin)))"),
         stdin=(ROOT / "demo" / "service.yaml").read_text(),
     )
     service = cluster.with_site_packages(json.loads(text))
-    if cluster.site_packages is None:  # another machine's cluster: no folder of ours is there
+    if cluster.site_packages is None:  # a cluster elsewhere cannot mount this machine's folders
         service["spec"]["model"]["uri"] = os.environ.get("MODEL", HUB_MODEL)
     path = folder / "demo-service.json"
     path.write_text(json.dumps(service))
@@ -67,11 +67,11 @@ def manifest(cluster: access.Cluster, venv: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Exit status of the demo."""
+    """Returns the exit status of the demo."""
     began = time.monotonic()
     mode = os.environ.get("CLUSTER", "")
     if mode not in ("", "current"):
-        raise Failed(f"CLUSTER={mode!r}: expected current, or nothing for a cluster of this machine")
+        raise Failed(f"CLUSTER={mode!r}: expected current, or empty for a cluster on this machine")
     say("environment, cluster, images (the first run builds Kubernetes from source)")
     if mode != "current":
         cluster_command(["tools"])
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Missing as missing:
-        print(f"missing: {missing}. {OTHERWISE}", file=sys.stderr)
+        print(f"missing: {missing}. {ALTERNATIVES}", file=sys.stderr)
         sys.exit(EXIT_MISSING)
     except Failed as failed:
         sys.exit(str(failed))

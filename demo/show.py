@@ -1,4 +1,4 @@
-"""The demo itself, run where the cluster's addresses are reachable: apply, wait, ask, delete a pod, get the whole answer."""
+"""The demo: applies a service, waits, sends a request, deletes a pod, and shows the whole answer. Needs the cluster's network."""
 
 import json
 import subprocess
@@ -15,12 +15,12 @@ DELETE_AFTER_CHUNKS = 10
 
 
 def kubectl(*args: str, check: bool = True) -> str:
-    """Standard output of kubectl."""
+    """Returns the standard output of kubectl."""
     return subprocess.run(["kubectl", *args], check=check, stdout=subprocess.PIPE, text=True).stdout
 
 
 def wait_ready(namespace: str) -> float:
-    """Seconds until the service says Ready; prints each new reason that it gives meanwhile. Exits when it takes too long."""
+    """Returns the seconds until the service is Ready; prints each new reason. Exits after READY_LIMIT_S."""
     began, said = time.monotonic(), ""
     while time.monotonic() - began < READY_LIMIT_S:
         service = json.loads(kubectl("get", "infsvc", "chat", "-n", namespace, "-o", "json"))
@@ -41,18 +41,18 @@ def wait_ready(namespace: str) -> float:
 
 
 def samples(url: str, name: str) -> list[float]:
-    """Values of a metric at a /metrics page."""
+    """Returns the values of a metric at a /metrics endpoint."""
     text = httpx.get(f"{url}/metrics", timeout=5).text
     return [s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
 
 
 def taken_over(url: str) -> float:
-    """How many streams went on in another group so far: replayed there, or moved with their pages."""
+    """Returns how many streams another group has continued so far: replays and moves."""
     return sum(samples(url, "phalanx_router_replays_total") + samples(url, "phalanx_router_moves_total"))
 
 
 def answering_pod(namespace: str) -> str | None:
-    """Name of a worker pod of the group that runs a request now, by its leader's metrics."""
+    """Returns the name of a worker pod of the group that runs a request, by its leader's metrics; `None` without one."""
     pods = json.loads(kubectl("get", "pods", "-n", namespace, "-l", "phalanx.dev/component=group", "-o", "json"))["items"]
     for pod in pods:
         if pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] != "0":
@@ -63,7 +63,7 @@ def answering_pod(namespace: str) -> str | None:
 
 
 def stream_answer(url: str, namespace: str) -> None:
-    """Prints the answer as it comes; deletes a pod of the answering group half-way."""
+    """Prints the streamed answer; deletes a pod of the answering group after DELETE_AFTER_CHUNKS."""
     body: dict[str, Any] = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": QUESTION}],
@@ -87,19 +87,19 @@ def stream_answer(url: str, namespace: str) -> None:
             if chunks == DELETE_AFTER_CHUNKS:
                 pod = answering_pod(namespace)
                 if pod is None:
-                    sys.exit("\nno group says that it runs the request")
-                # Within a second, as an eviction may: with its whole grace period the group would finish the answer itself.
+                    sys.exit("\nno group reports the request as running")
+                # As an eviction may: with the full grace period the group would finish the answer itself.
                 kubectl("delete", "pod", pod, "-n", namespace, "--wait=false", "--grace-period=1")
                 print(f"\n   [deleted pod {pod} of the answering group]\n", flush=True)
     if finish is None:
         sys.exit("\nthe answer did not complete")
     if taken_over(url) == before:
-        sys.exit("\nthe answer was complete before the group was gone: nothing was shown")
+        sys.exit("\nthe answer was complete before the group ended: run the demo again")
     print(f"\n\n   [complete: another group continued it; finish_reason {finish}, {chunks} chunks]", flush=True)
 
 
 def main() -> None:
-    """Applies the service into a namespace, asks, and says what to try next. Arguments: namespace, how to reach kubectl."""
+    """Runs the demo and prints further commands. Arguments: namespace, kubectl command, stop command, manifest."""
     namespace, kubectl_command, stop_command = sys.argv[1:4]
     print("== applying the service", flush=True)
     kubectl("apply", "-n", namespace, "-f", sys.argv[4])
@@ -110,7 +110,7 @@ def main() -> None:
     )
     print(kubectl("get", "pods", "-n", namespace, "-o", f"custom-columns={columns}"))
     address = kubectl("get", "service", "chat", "-n", namespace, "-o", "jsonpath={.spec.clusterIP}")
-    print(f"== asking through the router's Service, http://{address}\n\n{QUESTION}\n", flush=True)
+    print(f"== sending a request through the router's Service, http://{address}\n\n{QUESTION}\n", flush=True)
     stream_answer(f"http://{address}", namespace)
     print(
         f"""

@@ -1,1 +1,1 @@
-"""The three programs as container images: for users by Dockerfile, for the test cluster as OCI archives."""
+"""Container images of the three programs: Dockerfiles for users, OCI archives for the test cluster."""

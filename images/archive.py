@@ -1,7 +1,7 @@
-"""OCI image archives, written with the standard library: layers from folders, several images in one archive.
+"""Writes OCI image archives with the standard library: layers from folders, several images in one archive.
 
-The same input gives the same bytes: times, owners' names and the order of files are fixed. `ctr images import`, skopeo and
-podman read the result. Layers are files, shared between images by digest and never held in memory.
+Equal input gives equal bytes: times, owner names and file order are fixed. `ctr images import`, skopeo and podman read the
+archives. Layers are files, shared between images by digest and never held in memory.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image: its full name (with a host part) and what a container of it runs."""
+    """One image: its full name, with a host part, and the command of its containers."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -44,7 +44,7 @@ class Image:
 
 
 def write_layer(root: Path, out: Path, owner: int = 0, owned: Collection[str] = ()) -> Layer:
-    """The layer of everything below a folder, written to `out`; paths in `owned` (no leading slash) belong to `owner`."""
+    """Writes everything below `root` to `out`, returned as a layer; paths in `owned` (no leading slash) belong to `owner`."""
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.mtime = 0
@@ -69,7 +69,7 @@ def _sorted_tree(root: Path) -> list[Path]:
 
 
 def read_layer(path: Path) -> Layer:
-    """The layer that lies in a tar file."""
+    """Returns the layer in a tar file."""
     digest = hashlib.sha256()
     with path.open("rb") as content:
         while chunk := content.read(CHUNK_BYTES):
@@ -78,14 +78,14 @@ def read_layer(path: Path) -> Layer:
 
 
 def check_name(name: str) -> None:
-    """Nothing. Raises ValueError for a name that a container runtime would look for in the public hub, or without a tag."""
+    """Raises ValueError for a name without a tag, or one that a container runtime would look up in the public hub."""
     host, slash, rest = name.partition("/")
     if not slash or not (host == "localhost" or "." in host or ":" in host) or ":" not in rest:
         raise ValueError(f"image name {name!r}: expected HOST/NAME:TAG, such as localhost/web:1")
 
 
 def write_archive(out: Path, images: Sequence[Image], known: Collection[Layer] = ()) -> None:
-    """Nothing; writes one archive that holds all the images, each layer once, but for those that the reader is known to have."""
+    """Writes one archive with all images, each layer once, without the layers in `known`, which the reader has."""
     small: dict[str, bytes] = {}
 
     def put(document: object, media_type: str) -> dict[str, object]:

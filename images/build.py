@@ -1,4 +1,4 @@
-"""Images from the checkout: layers for the Dockerfiles, archives for the test cluster.
+"""Builds images from the checkout: layers for the Dockerfiles, archives for the test cluster.
 
     python3 -m images.build base FOLDER
     python3 -m images.build requirements PROGRAM BASE FOLDER
@@ -7,7 +7,7 @@
     python3 -m images.build archive FILE
 
 The first four fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one writes
-an OCI archive of all three images as the test cluster has them: the runtime's without torch.
+an OCI archive of all three images as the test cluster has them: the runtime image without torch.
 """
 
 import ast
@@ -44,16 +44,28 @@ SITE_PACKAGES_IMPORTS = (
 
 
 def _recipe() -> str:
-    """The key of how images are made: the code of these modules, whatever its formatting and comments."""
+    """Returns the key of the steps that make images: the code of these modules without formatting, comments and docstrings."""
     here = Path(__file__).parent
-    return key_of(*(ast.dump(ast.parse((here / name).read_text())) for name in ("steps.py", "layout.py", "archive.py")))
+    return key_of(*(_code_of((here / name).read_text()) for name in ("steps.py", "layout.py", "archive.py")))
+
+
+def _code_of(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not _is_text(part)] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def _is_text(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and isinstance(part.value.value, str)
 
 
 def base() -> Path:
-    """The folder of the base layer: `root`, `base.layer` and the list of its Debian packages."""
+    """Returns the folder of the base layer: `root`, `base.layer` and the list of its Debian packages."""
 
     def make(folder: Path) -> None:
-        say("the images' base layer ...")
+        say("building the base layer of the images ...")
         packages = steps.fill_base(folder / "root")
         (folder / "packages.txt").write_text("\n".join(packages) + "\n")
         write_layer(folder / "root", folder / "base.layer", USER, {path.lstrip("/") for path in WRITABLE})
@@ -72,7 +84,7 @@ def _requirements_layer(on: Path, requirements: str) -> Layer:
 
 
 def kernels(on: Path, program: Program) -> Path:
-    """The folder of a program's compiled kernels: `root` and `kernels.layer`. Another compiler makes another."""
+    """Returns the folder of a program's compiled kernels: `root` and `kernels.layer`; one per compiler version."""
 
     def make(folder: Path) -> None:
         (folder / "root").mkdir()
@@ -100,7 +112,7 @@ def _image(program: Program, *layers: Layer) -> Image:
 
 
 def _stable_layers(on: Path) -> dict[str, tuple[Layer, ...]]:
-    """The layers of each program's image below our packages."""
+    """Returns the layers below our packages, by program."""
     first = read_layer(on / "base.layer")
     stable: dict[str, tuple[Layer, ...]] = {
         name: (first, _requirements_layer(on, pins)) for name, pins in TEST_REQUIREMENTS.items()
@@ -112,10 +124,10 @@ def _stable_layers(on: Path) -> dict[str, tuple[Layer, ...]]:
 
 
 def archives() -> list[Path]:
-    """The archives of the test cluster's images, to be loaded in this order: what seldom changes, then the programs.
+    """Returns the archives of the test cluster's images, to be loaded in this order: rarely changed layers, then the programs.
 
-    The second holds our packages alone, on layers of the first, so that a changed line is in the cluster within seconds.
-    Their folders are named by everything that went in.
+    The second archive has only our packages, on layers of the first, so that a changed line reaches the cluster within seconds.
+    Folder names are keys of all inputs.
     """
     on = base()
     sources = sorted({steps.ROOT / package for program in PROGRAMS.values() for package in program.packages})
@@ -150,7 +162,7 @@ def _keep_newest(kept: Path, found: Path) -> None:
 
 
 def write_changed_archive(program: str, tag: str, change: Callable[[Path], None], out: Path) -> str:
-    """The name of a program's image whose packages `change` has changed; the archive is for nodes that have `archives()`."""
+    """Writes an image with packages modified by `change`, for nodes that have `archives()`; returns its name."""
     on = base()
     stable = _stable_layers(on)[program]
     name = f"{PREFIX}/phalanx-{program}:{tag}"
@@ -164,7 +176,7 @@ def write_changed_archive(program: str, tag: str, change: Callable[[Path], None]
 
 
 def write_full_archive(out: Path) -> None:
-    """Nothing; writes one archive with the test cluster's images whole, for `kind load image-archive` and its like."""
+    """Writes one archive with the complete images of the test cluster, for `kind load image-archive` and similar tools."""
     on = base()
     stable = _stable_layers(on)
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +185,7 @@ def write_full_archive(out: Path) -> None:
 
 
 def site_packages() -> Path:
-    """The folder with the runtime's pinned requirements, torch included, for the images' Python; links into uv's cache."""
+    """Returns the runtime's pinned requirements, torch included, for the images' Python, as links into uv's cache."""
     on = base()
     requirements = steps.ROOT / PROGRAMS["runtime"].requirements
 
@@ -181,7 +193,7 @@ def site_packages() -> Path:
         target = folder / "site-packages"
         steps.install(on / "root", requirements, target, "hardlink")
         (target / ".lock").unlink(missing_ok=True)
-        say("compiling what a rank imports ...")
+        say("compiling the modules that a rank imports ...")
         command, env = steps.python(on / "root")
         imports = "".join(f"import {name}\n" for name in SITE_PACKAGES_IMPORTS)
         output(*command, "-c", imports, env={**env, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": ""})
@@ -191,7 +203,7 @@ def site_packages() -> Path:
 
 
 def main(words: list[str]) -> int:
-    """The exit status: 0, or 2 for a wrong command line."""
+    """Returns the exit status: 0, or 2 for a wrong command line."""
     match words:
         case ["base", folder]:
             steps.fill_base(Path(folder))

@@ -1,21 +1,21 @@
-"""What the images hold: which packages, which paths, which user, what a container runs. Pure data.
+"""Contents of the images as data: packages, paths, user, command.
 
-The Dockerfiles and the archives of the test cluster are filled by the same steps (`images.steps`) from this; a test compares
-every path and user in the Dockerfiles with it.
+`images.steps` builds the Dockerfiles' layers and the archives of the test cluster from it; a test compares every path and user in
+the Dockerfiles with it.
 """
 
 from dataclasses import dataclass
 
 USER = 65532
-"""Nobody's number on a machine; the group has the same."""
+"""User and group id; unused on hosts."""
 DEBIAN_PACKAGES = ("python3", "libstdc++6", "ca-certificates", "tini")
-"""What the base layer is made of, besides what these need. There is no shell among them."""
+"""Packages of the base layer, without their dependencies. No shell."""
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 FIRST = ("/usr/bin/tini", "--")
-"""What a container begins with. Linux lets the first process of a container hear only signals that it asked for, and Python takes
-a moment before it can ask: who is told to end in that moment would stay for all of its grace. This one passes every signal on."""
+"""First process of a container; it forwards signals. Linux drops signals to the first process without a handler, and Python
+installs its handlers late: a SIGTERM before that would be lost, and the pod would run for its whole grace period."""
 WRITABLE = ("/tmp", "/var/cache/phalanx")
-"""Where a program may write; manifests mount a volume there, for the root file system is read-only."""
+"""Writable folders: manifests mount volumes there, the root file system is read-only."""
 ENV = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -27,16 +27,16 @@ ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One image: its packages (folder of the checkout and import name), its pinned requirements, its ports.
-
-    native: the folder whose C++ is compiled when the image is built, in a layer of its own.
-    """
+    """One image."""
 
     name: str
     packages: tuple[str, ...]
+    """Folders of the checkout, each the package of its last name."""
     requirements: str
+    """File with its pinned requirements."""
     ports: tuple[int, ...]
     native: str = ""
+    """Folder with C++ that an image build compiles into its own layer."""
 
     @property
     def command(self) -> str:
@@ -50,12 +50,12 @@ class Program:
 
     @property
     def entrypoint(self) -> tuple[str, ...]:
-        """What a container runs."""
+        """The command of a container."""
         return (*FIRST, self.path)
 
     @property
     def module(self) -> str:
-        """The package whose __main__ the console command runs."""
+        """The package with the `__main__` of the console command."""
         return f"phalanx_{self.name}"
 
 
@@ -71,9 +71,9 @@ PROGRAMS = {
     )
 }
 TEST_REQUIREMENTS = {**{name: program.requirements for name, program in PROGRAMS.items()}, "runtime": "requirements/router.txt"}
-"""In the test cluster the runtime's image carries no torch: that comes from a read-only volume of the machine's."""
+"""In the test cluster the runtime image has no torch: a read-only volume of the host provides it."""
 
 
 def image_name(prefix: str, program: str) -> str:
-    """The full name of a program's image below a registry prefix."""
+    """Returns the full name of a program's image below a registry prefix."""
     return f"{prefix}/phalanx-{program}:dev"

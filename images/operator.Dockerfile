@@ -1,6 +1,6 @@
-# The operator: one Deployment in phalanx-system. Build at the root of the checkout:
+# The operator: one Deployment in phalanx-system. Build in the root of the checkout:
 #   docker build -f images/operator.Dockerfile -t REGISTRY/phalanx-operator:dev .
-# The steps are those of images/build.py, which fills the test cluster's archives too; what they lay where is in images/layout.py.
+# images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
 FROM debian:12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv
 WORKDIR /src
@@ -14,7 +14,7 @@ COPY crds/phalanx_api crds/phalanx_api
 COPY operator/phalanx_operator operator/phalanx_operator
 RUN python3 -m images.build packages operator /layers/base /layers/packages
 
-# Nothing but an init, Python, its libraries and our packages: no shell, no package manager.
+# Only an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /

@@ -1,6 +1,6 @@
-# The router: one Deployment per InferenceService. Build at the root of the checkout:
+# The router: one Deployment per InferenceService. Build in the root of the checkout:
 #   docker build -f images/router.Dockerfile -t REGISTRY/phalanx-router:dev .
-# The steps are those of images/build.py, which fills the test cluster's archives too; what they lay where is in images/layout.py.
+# images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
 FROM debian:12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv
 WORKDIR /src
@@ -15,7 +15,7 @@ COPY runtime/phalanx_frontend runtime/phalanx_frontend
 COPY runtime/phalanx_router runtime/phalanx_router
 RUN python3 -m images.build packages router /layers/base /layers/packages
 
-# Nothing but an init, Python, its libraries and our packages: no shell, no package manager.
+# Only an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /

@@ -1,6 +1,6 @@
-# The runtime, torch included: one StatefulSet per group. Build at the root of the checkout:
+# The runtime with torch: one StatefulSet per group. Build in the root of the checkout:
 #   docker build -f images/runtime.Dockerfile -t REGISTRY/phalanx-runtime:dev .
-# The steps are those of images/build.py, which fills the test cluster's archives too; what they lay where is in images/layout.py.
+# images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
 FROM debian:12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-venv
 WORKDIR /src
@@ -17,7 +17,7 @@ COPY runtime/phalanx_frontend runtime/phalanx_frontend
 COPY runtime/phalanx_runtime runtime/phalanx_runtime
 RUN python3 -m images.build packages runtime /layers/base /layers/packages
 
-# Nothing but an init, Python, its libraries and our packages: no shell, no package manager.
+# Only an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
 COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /

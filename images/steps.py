@@ -1,8 +1,7 @@
-"""How the layers of an image are filled: the base (Debian's Python), the pinned requirements, our packages.
+"""Fills the layers of an image: the base (Debian's Python), the pinned requirements, our packages.
 
-Each step fills a folder that is laid over `/`. The same steps run in the Dockerfiles and for the archives of the test cluster.
-Byte code is compiled by the image's own Python, unchecked by hash: pods start without compiling,
-and the bytes are always the same.
+Each step fills a folder that is copied to `/`. The Dockerfiles and the archives of the test cluster use the same steps. The
+image's own Python compiles the byte code, with unchecked hashes: pods start without compiling, and builds are reproducible.
 """
 
 import os
@@ -20,7 +19,7 @@ from tools.errors import Failed
 from tools.shell import logged, output, say
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("bin", "lib", "lib64", "sbin")  # Debian's folders that are links into /usr
+LINKS = ("bin", "lib", "lib64", "sbin")  # folders that are links into /usr in Debian
 EMPTY = ("dev", "etc", "home", "opt", "proc", "root", "run", "sys", "var")
 UNUSED = (
     *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/lintian", "usr/share/bug", "usr/share/pixmaps"),
@@ -30,9 +29,9 @@ UNUSED_MODULES = ("idlelib", "lib2to3", "pydoc_data", "test", "tkinter", "turtle
 
 
 def fill_base(root: Path) -> list[str]:
-    """The Debian packages that were laid into the folder: Python, the C++ library, certificates, a user; no shell."""
+    """Fills the base layer: Python, the C++ library, certificates, a user, no shell. Returns its Debian packages."""
     packages = debian.unpack(DEBIAN_PACKAGES, root, lambda name: name not in debian.INSTALLERS)
-    for name in LINKS:  # packages of an older Debian bring them as folders of their own
+    for name in LINKS:  # packages of an older Debian have these as folders
         if (root / name).is_dir():
             shutil.copytree(root / name, root / "usr" / name, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(root / name)
@@ -53,7 +52,7 @@ def fill_base(root: Path) -> list[str]:
     (root / "tmp").chmod(0o1777)
     _write(root, "etc/passwd", f"root:x:0:0:root:/root:/nonexistent\nnonroot:x:{USER}:{USER}:nonroot:/tmp:/nonexistent\n")
     _write(root, "etc/group", f"root:x:0:\nnonroot:x:{USER}:\n")
-    _write(root, "etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")  # without it no name server is asked
+    _write(root, "etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")  # else glibc queries no name server
     trusted = sorted((root / "usr/share/ca-certificates/mozilla").glob("*.crt"))
     _write(root, CERTIFICATES.lstrip("/"), "".join(path.read_text() for path in trusted))
     _compile(root, library, root)
@@ -66,15 +65,15 @@ def _write(root: Path, path: str, text: str) -> None:
 
 
 def python_version(base: Path) -> str:
-    """The base layer's Python, such as python3.11."""
+    """Returns the name of the base layer's Python, such as python3.11."""
     target = os.readlink(base / "usr/bin/python3")
     if not re.fullmatch(r"python3\.\d+", target):
-        raise Failed(f"{base}/usr/bin/python3 leads to {target}: expected python3.N of the same folder")
+        raise Failed(f"{base}/usr/bin/python3 is a link to {target}: expected python3.N in the same folder")
     return target
 
 
 def python(base: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The words and the environment that run the base layer's Python from its folder, without entering it."""
+    """Returns command and environment that run the base layer's Python from outside, without chroot."""
     (loader,) = (base / "usr/lib").glob("*-linux-gnu/ld-linux-*.so.*")
     command = (str(loader), "--library-path", str(loader.parent), str(base / "usr/bin" / python_version(base)))
     return command, {"PYTHONHOME": str(base / "usr"), "PYTHONHASHSEED": "0", "PYTHONPATH": ""}
@@ -83,17 +82,17 @@ def python(base: Path) -> tuple[tuple[str, ...], dict[str, str]]:
 def _compile(base: Path, folder: Path, root: Path) -> None:
     command, env = python(base)
     how = ("--invalidation-mode", "unchecked-hash", "-q", "-q", "-f", "-j", str(os.cpu_count() or 1), "-s", str(root), "-p", "/")
-    # Some packages carry files for other versions of Python; what does not compile here is not imported here.
+    # Some packages contain files for other versions of Python; a file that does not compile here is not imported here.
     output(*command, "-c", "import compileall, sys; compileall.main(); sys.exit(0)", *how, folder, env=env)
 
 
 def packages_folder(base: Path, root: Path) -> Path:
-    """Where Debian's Python looks for what the administrator installed."""
+    """Returns the folder where Debian's Python finds packages of the administrator."""
     return root / "usr/local/lib" / python_version(base) / "dist-packages"
 
 
 def install(base: Path, requirements: Path, target: Path, link_mode: str) -> None:
-    """Nothing; the pinned requirements, wheels only, for the base layer's Python, lie in the folder."""
+    """Installs the pinned requirements, wheels only, for the base layer's Python into `target`."""
     version = python_version(base).removeprefix("python")
     how = ("--require-hashes", "--no-deps", "--only-binary", ":all:", "--link-mode", link_mode, "-r", requirements)
     where = ("--python", sys.executable, "--python-version", version, "--target", target)
@@ -103,7 +102,7 @@ def install(base: Path, requirements: Path, target: Path, link_mode: str) -> Non
 
 
 def fill_requirements(base: Path, requirements: str, root: Path) -> None:
-    """Nothing; the folder holds the pinned requirements, compiled."""
+    """Fills `root` with the compiled pinned requirements."""
     target = packages_folder(base, root)
     target.mkdir(parents=True)
     install(base, ROOT / requirements, target, "copy")
@@ -113,25 +112,25 @@ def fill_requirements(base: Path, requirements: str, root: Path) -> None:
 
 
 def fill_kernels(base: Path, program: Program, root: Path) -> None:
-    """Nothing; the folder holds the program's C++, compiled for every level of this architecture. Says how many, or why none.
+    """Fills `root` with the program's C++ kernels, compiled for every level of this architecture; empty without g++.
 
-    They are kept apart from the packages, for they seldom change and take a minute.
+    Kernels have their own layer, because they rarely change and take a minute.
     """
     target = packages_folder(base, root) / Path(program.native).relative_to("runtime") / "built"
     if shutil.which("g++") is None:
         target.mkdir(parents=True)
-        say(f"no g++: the image of the {program.name} holds no compiled kernels, and computes with torch alone")
+        say(f"no g++: the image of the {program.name} has no compiled kernels and computes with torch only")
         return
     say(f"compiling the kernels of the {program.name} ...")
     module = "phalanx_runtime.model.native.build"
     levels = output(sys.executable, "-m", module, target, cwd=ROOT, env={"PYTHONPATH": "runtime", "PYTHONDONTWRITEBYTECODE": "1"})
-    say(f"the image of the {program.name} holds kernels for: {levels.strip() or 'no processor, for none is known here'}")
+    say(f"the image of the {program.name} has kernels for: {levels.strip() or 'no processor (unknown architecture)'}")
 
 
 def fill_packages(base: Path, program: Program, root: Path, change: Callable[[Path], None] | None = None) -> None:
-    """Nothing; the folder holds our packages, compiled, the console command, and what `importlib.metadata` asks for.
+    """Fills `root` with our compiled packages, the console command, and metadata for `importlib.metadata`.
 
-    `change` may alter the packages, in the folder that it is given, before they are compiled.
+    `change` may modify the packages in the folder that it receives, before they are compiled.
     """
     target = packages_folder(base, root)
     for package in program.packages:

@@ -1,44 +1,44 @@
-"""An event loop whose clock does not count the time that the machine took away."""
+"""An event loop with a clock that excludes stalls of the process."""
 
 import asyncio
 import selectors
 
-UNASKED_S = 0.05
-"""What may pass between two looks at the clock, beside the time that the loop meant to sleep."""
+MAX_BUSY_S = 0.05
+"""Longest time between two readings of the clock that counts, in addition to planned sleep."""
 
 
 class UnhurriedLoop(asyncio.SelectorEventLoop):
-    """A loop that stands still while its process does: a stalled machine makes no peer silent that told all it could.
+    """A loop with a clock that pauses while the process is stalled: a slow machine causes no heartbeat timeout.
 
-    A test that blocks the loop for long does not age anything either: what has to grow old needs `asyncio.sleep`.
+    Blocking the loop ages nothing either; time passes in `asyncio.sleep`.
     """
 
     def __init__(self) -> None:
-        self._seen = self._lost = 0.0
-        self._allowed = float("inf")
-        super().__init__(_Sleeper(self))
+        self._last_time = self._stalled_s = 0.0
+        self._allowed_s = float("inf")
+        super().__init__(_Selector(self))
 
     def time(self) -> float:
-        """Seconds, as `time.monotonic` less the stalls."""
+        """Returns `time.monotonic` without the stalls, in seconds."""
         now = super().time()
-        self._lost += max(0.0, now - self._seen - self._allowed)
-        self._seen, self._allowed = now, UNASKED_S
-        return now - self._lost
+        self._stalled_s += max(0.0, now - self._last_time - self._allowed_s)
+        self._last_time, self._allowed_s = now, MAX_BUSY_S
+        return now - self._stalled_s
 
     def will_sleep(self, timeout: float | None) -> None:
-        """Lets this much time pass until the next look at the clock, without an end if it is None."""
+        """Allows this time to pass until the next reading of the clock; any time if it is `None`."""
         self.time()
-        self._allowed = float("inf") if timeout is None else max(timeout, 0.0) + UNASKED_S
+        self._allowed_s = float("inf") if timeout is None else max(timeout, 0.0) + MAX_BUSY_S
 
 
-class _Sleeper(selectors.DefaultSelector):
-    """Tells the loop for how long it is about to sleep."""
+class _Selector(selectors.DefaultSelector):
+    """Reports the planned sleep to the loop."""
 
     def __init__(self, loop: UnhurriedLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As the selector of the system."""
+        """Selects as the system's selector does."""
         self._loop.will_sleep(timeout)
         return super().select(timeout)

@@ -1,1 +1,1 @@
-"""Set-up of a checkout: the cache outside it, Debian packages unpacked, the development environment. Standard library only."""
+"""Sets up a checkout: cache, unpacked Debian packages, development environment. Standard library only."""

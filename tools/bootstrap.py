@@ -1,4 +1,4 @@
-"""An environment, made once per pinned requirements and Python: `python3 tools/bootstrap.py dev` prints its folder.
+"""Creates an environment once per pinned requirements and Python: `python3 tools/bootstrap.py dev` prints its folder.
 
 Standard library only. Progress goes to stderr, the path to stdout.
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that it runs as a script too
+sys.path.insert(0, str(ROOT))  # also runs as a script
 
 from tools.cache import cache_root, finished, key_of  # noqa: E402
 from tools.debian import install_packages  # noqa: E402
@@ -17,26 +17,26 @@ from tools.shell import logged, output, say  # noqa: E402
 
 EXTRAS = ("dev", "operator", "router", "runtime", "api", "clients")
 BUILT = ("clients",)
-"""Where some requirements are published as source only."""
+"""Extras with requirements that are published as source only."""
 MIN_PYTHON = (3, 11)
 EXIT_MISSING = 3
 MODEL_PINS = "requirements/model.txt"
 
 
 def python_key() -> str:
-    """What of the running Python an environment depends on."""
+    """Returns the key of the running Python."""
     return key_of(sys.version, os.path.realpath(sys.executable))
 
 
 def uv() -> Path:
-    """The uv program of the pinned version, in an environment of its own."""
+    """Returns the pinned version of uv, installed in its own environment."""
     pins = ROOT / "tools/uv.txt"
 
     def make(folder: Path) -> None:
         say("fetching uv ...")
         try:
             output(sys.executable, "-m", "venv", folder)
-        except Failed:  # Debian ships the module without what it needs
+        except Failed:  # Debian ships the module without ensurepip
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             install_packages(f"python{version}-venv")
             output(sys.executable, "-m", "venv", "--clear", folder)
@@ -46,18 +46,18 @@ def uv() -> Path:
 
 
 def environment(extra: str) -> Path:
-    """The environment with that extra's pinned requirements; made where the cache lacks it."""
+    """Returns the environment with the pinned requirements of `extra`, created if the cache lacks it."""
     pins = (ROOT / f"requirements/{extra}.txt").read_text()
     if extra == "dev":
         pins += (ROOT / MODEL_PINS).read_text()
 
     def make(folder: Path) -> None:
         program = uv()
-        folder.rmdir()  # uv wants to make it; relocatable, because it is renamed into place
+        folder.rmdir()  # uv creates it; relocatable, because it is renamed into place
         output(program, "venv", "-q", "--relocatable", "--python", sys.executable, folder)
         wanted = folder / "requirements.txt"
         wanted.write_text(pins)
-        # the list is complete, so nothing is resolved; only wheels, so no compiler is needed
+        # the list is complete, so uv resolves no dependencies; wheels need no compiler
         wheels = () if extra in BUILT else ("--only-binary", ":all:")
         how = ("--no-deps", "--require-hashes", *wheels, "-r", wanted)
         command = (program, "pip", "install", "--python", folder / "bin/python", *how)
@@ -72,7 +72,7 @@ def environment(extra: str) -> Path:
 
 
 def main(words: list[str]) -> int:
-    """The exit status; prints the folder of the environment."""
+    """Prints the folder of the environment; returns the exit status."""
     if len(words) != 1 or words[0] not in EXTRAS:
         say(f"usage: python3 tools/bootstrap.py {'|'.join(EXTRAS)}")
         return 2

@@ -1,7 +1,7 @@
-"""The cache outside the checkout: one folder per thing, named by what it was made from, whole or absent.
+"""Cache outside the checkout: one folder per artefact, named by a key of its inputs, complete or absent.
 
-A thing is made in a folder beside its own and renamed into place, so an interrupted run leaves nothing that looks whole,
-and the next run starts that thing over. Two runs at once wait for each other.
+An artefact is built in a temporary folder and renamed into place: an interrupted run leaves no incomplete artefact, and the next
+run starts it again. Concurrent runs wait for each other.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """The folder of all caches: $PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
+    """Returns the cache folder: $PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
     chosen = os.environ.get("PHALANX_CACHE")
     if chosen:
         return Path(chosen).absolute()
@@ -22,7 +22,7 @@ def cache_root() -> Path:
 
 
 def key_of(*parts: str | bytes) -> str:
-    """Sixteen hex digits that change when any part does."""
+    """Returns sixteen hex digits that depend on every part."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -31,7 +31,7 @@ def key_of(*parts: str | bytes) -> str:
 
 
 def key_of_folder(*folders: Path) -> str:
-    """The key of every file below the folders: names, contents, and whether a file may be run. Byte code is left out."""
+    """Returns the key of all files below the folders: names, contents, executable bits. Excludes byte code."""
     parts: list[str | bytes] = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):
@@ -42,7 +42,7 @@ def key_of_folder(*folders: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Nothing; holds the lock file until the block is left. The kernel frees it when the process dies, however it dies."""
+    """Holds the lock file during the block. The kernel releases it when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -50,11 +50,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def finished(folder: Path, make: Callable[[Path], None]) -> Path:
-    """The folder, whole: made by make(an empty folder beside it) and renamed into place unless it is there already."""
+    """Returns the complete folder: if absent, `make` fills an empty one, which is renamed into place."""
     if folder.exists():
         return folder
     with locked(folder.parent / ".locks" / folder.name):
-        if folder.exists():  # another run made it while this one waited
+        if folder.exists():  # another run has built it
             return folder
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)

@@ -1,7 +1,6 @@
-"""Debian packages unpacked into a folder: nothing is installed, no service starts, no file of the machine changes.
+"""Unpacks Debian packages into a folder without installing them.
 
-Packages come by apt-get, which checks their signatures, and are unpacked by dpkg -x. What else a package needs is found in
-apt's own lists.
+apt-get downloads the packages and checks signatures, `dpkg -x` unpacks them; dependencies come from apt's lists.
 """
 
 import os
@@ -13,12 +12,12 @@ from tools.errors import Failed, Missing
 from tools.shell import output, say
 
 QUIET = ("--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks", "--no-replaces", "--no-enhances")
-# Needed only by the scripts that install a package, which dpkg -x does not run.
+# Needed only by installation scripts, which dpkg -x does not run.
 INSTALLERS = frozenset({"debconf", "dpkg", "cdebconf", "debianutils", "init-system-helpers", "install-info", "perl-base", "tar"})
 
 
 def release() -> str:
-    """Debian's name for this release and processor, such as bookworm-amd64. Raises Missing elsewhere."""
+    """Returns Debian's name of this release and architecture, such as bookworm-amd64. Raises Missing elsewhere."""
     for program in ("apt-get", "apt-cache", "dpkg"):
         if shutil.which(program) is None:
             raise Missing(f"Debian's {program} (packages for the cluster come from Debian)")
@@ -27,9 +26,9 @@ def release() -> str:
 
 
 def first_choices(listing: str) -> set[str]:
-    """The packages named by `apt-cache depends`: of alternatives (a | b) the first; virtual packages are left out."""
+    """Returns the packages in the output of `apt-cache depends`: the first of alternatives (a | b), no virtual packages."""
     found = set()
-    alternative = False  # the line before offered this one as its alternative
+    alternative = False  # the previous line has this one as its alternative
     for line in listing.splitlines():
         relation, colon, name = line.strip().partition(": ")
         if not colon:
@@ -42,7 +41,7 @@ def first_choices(listing: str) -> set[str]:
 
 
 def closure(names: Iterable[str], follow: Callable[[str], bool]) -> list[str]:
-    """The packages and, where follow(name) is true, what they depend on, and so on; sorted."""
+    """Returns the packages with their transitive dependencies for which `follow` is true, sorted."""
     known: set[str] = set()
     new = set(names)
     while new:
@@ -53,7 +52,7 @@ def closure(names: Iterable[str], follow: Callable[[str], bool]) -> list[str]:
 
 
 def unpack(names: Iterable[str], into: Path, follow: Callable[[str], bool]) -> list[str]:
-    """The files of the packages that were fetched and unpacked into the folder, those that they depend on included."""
+    """Downloads the packages with their dependencies, unpacks them into `into`, and returns their file names."""
     debs = into.with_name(into.name + ".debs")
     shutil.rmtree(debs, ignore_errors=True)
     debs.mkdir(parents=True)
@@ -76,21 +75,21 @@ def unpack(names: Iterable[str], into: Path, follow: Callable[[str], bool]) -> l
 
 
 def fetch(packages: list[str], folder: Path) -> None:
-    """Nothing; downloads the packages into the folder. Raises Failed."""
+    """Downloads the packages into `folder`. Raises Failed."""
     say(f"fetching {len(packages)} Debian packages: {', '.join(packages)[:100]} ...")
     patience = ("-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", "-o", "Acquire::https::Timeout=30")
     output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *patience, *packages, cwd=folder)
 
 
 def install_commands(commands: dict[str, str]) -> None:
-    """Nothing; installs the packages of those plain commands that the machine lacks. Raises Missing without root."""
+    """Installs missing commands. `commands`: package by command. Raises Missing without root."""
     absent = sorted({package for command, package in commands.items() if shutil.which(command) is None})
     if absent:
         install_packages(*absent)
 
 
 def install_packages(*packages: str) -> None:
-    """Nothing; installs Debian packages on the machine. Raises Missing where that needs somebody else."""
+    """Installs Debian packages on the machine. Raises Missing without root or apt-get."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise Missing(f"the Debian packages {' '.join(packages)} (apt-get install {' '.join(packages)})")
     say(f"installing {' '.join(packages)} ...")

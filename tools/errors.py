@@ -1,9 +1,9 @@
-"""What can go wrong while things are set up, by who can act."""
+"""Errors of the set-up, by who can act."""
 
 
 class Missing(Exception):
-    """The machine lacks something that set-up cannot get by itself; one line says what, and what works without it."""
+    """The machine lacks something that the set-up cannot install; one line names it and what works without it."""
 
 
 class Failed(Exception):
-    """A step did not work; the message holds the end of the log that explains it."""
+    """A step failed; the message has the end of its log."""

@@ -1,4 +1,4 @@
-"""Programs run to their end, with the end of what they said when they fail."""
+"""Runs programs to their end; a failure quotes the end of their output."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ PROGRESS_S = 10.0
 
 
 def say(message: str) -> None:
-    """Nothing; one line of progress on stderr, so that stdout stays for results."""
+    """Prints one line of progress on stderr; stdout is for results."""
     print(message, file=sys.stderr, flush=True)
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, indented; says so when there is none."""
+    """Returns the last lines of a log, indented, or a note if it is missing or empty."""
     if not log.exists():
         return f"  (no {log})"
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -27,7 +27,7 @@ def tail(log: Path) -> str:
 
 
 def output(*command: str | Path, stdin: str | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-    """What the command wrote to stdout. Raises Failed with the end of its stderr."""
+    """Runs a command and returns its stdout. Raises Failed with the end of its stderr."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words, input=stdin, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, errors="replace"
@@ -39,7 +39,7 @@ def output(*command: str | Path, stdin: str | None = None, cwd: Path | None = No
 
 
 def logged(title: str, *command: str | Path, log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-    """Nothing; runs a long command with its lines in a log, counting them aloud every ten seconds. Raises Failed."""
+    """Runs a long command with its output in `log`, and prints progress every ten seconds. Raises Failed."""
     words = [str(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = last = time.monotonic()
@@ -50,12 +50,12 @@ def logged(title: str, *command: str | Path, log: Path, cwd: Path | None = None,
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env={**os.environ, **(env or {})}
         ) as process,
     ):
-        assert process.stdout is not None  # asked for by PIPE
+        assert process.stdout is not None  # because of PIPE
         for number, line in enumerate(process.stdout, start=1):
             out.write(line)
             if time.monotonic() - last > PROGRESS_S:
                 last = time.monotonic()
-                say(f"  {last - begin:4.0f} s, {number} steps: {line.strip()[:90]}")
+                say(f"  {last - begin:4.0f} s, {number} lines: {line.strip()[:90]}")
     if process.returncode != 0:
         raise Failed(f"{title}: exit status {process.returncode}; {log} ends with\n{tail(log)}")
     say(f"{title}: {time.monotonic() - begin:.0f} s")

@@ -1,1 +1,1 @@
-"""Chaos: `python -m bench.chaos` strikes pods, operators, nodes and the API server under load, and watches."""
+"""Strikes pods, operators, nodes and the API server under load, and checks recovery."""

@@ -1,4 +1,4 @@
-"""Clients that stream one answer after the other, each in a thread, and count how answers ended."""
+"""Clients that stream one answer after another, each in a thread, and count how answers end."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ TOKENS = 120
 
 
 class Traffic:
-    """So many clients until `stop`. `served` hears of each token."""
+    """Several clients until `stop`; they call `served` for each token."""
 
     def __init__(self, url: str, model: str, clients: int, served: Callable[[], None]) -> None:
         self._url = url
@@ -20,35 +20,33 @@ class Traffic:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.ends: Counter[str] = Counter()
-        """Answers by how they ended: whole, or what was wrong."""
-        self._threads = [threading.Thread(target=self._ask_on, args=(number,), daemon=True) for number in range(clients)]
+        """Answers by outcome: completed, or the error."""
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(clients)]
 
     def start(self) -> None:
-        """Begins."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> Counter[str]:
-        """How answers ended."""
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
         return self.ends
 
-    def _ask_on(self, number: int) -> None:
-        asked = 0
+    def _run(self, number: int) -> None:
+        count = 0
         while not self._stop.is_set():
-            asked += 1
+            count += 1
             try:
-                end = self._ask(f"client {number} asks number {asked}", seed=1000 * number + asked)
+                end = self._stream(f"client {number} request {count}", seed=1000 * number + count)
             except httpx.HTTPError as error:
                 end = type(error).__name__
             with self._lock:
                 self.ends[end] += 1
-            if end != "whole":
+            if end != "completed":
                 self._stop.wait(0.5)
 
-    def _ask(self, prompt: str, seed: int) -> str:
+    def _stream(self, prompt: str, seed: int) -> str:
         extra = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
         body = {"model": self._model, "prompt": prompt, "seed": seed, "max_tokens": TOKENS, "stream": True, **extra}
         tokens = 0
@@ -63,12 +61,14 @@ class Traffic:
                     return f"error {event['error'].get('code')}"
                 tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
                 self._served()
-        return "whole" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"
+        return "completed" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"
 
 
 def refusal_of(status: int, body: bytes) -> str:
-    """How an answer that is no stream is counted: its status, and the code of our error or else how its text begins, which tells
-    an answer of ours from that of whoever has an address now that was a router's."""
+    """Describes a response without a stream: status, and our error code or the start of the text.
+
+    Another text shows that a router's address now belongs to something else.
+    """
     try:
         return f"HTTP {status} {json.loads(body)['error']['code']}"
     except (ValueError, KeyError, TypeError):
@@ -76,8 +76,8 @@ def refusal_of(status: int, body: bytes) -> str:
 
 
 def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Whole lines. Only a newline ends one: a text may have other characters that `str.splitlines` takes for ends."""
+    """Yields whole lines. Only a newline ends a line, unlike in `str.splitlines`."""
     rest = b""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode() for line in whole)
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode() for line in lines)

@@ -1,1 +1,1 @@
-"""Many services on nodes that are not there: `python -m bench.control_scale` measures the operator against their number."""
+"""Measures the operator by number of services, on simulated nodes."""

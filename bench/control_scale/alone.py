@@ -1,8 +1,10 @@
-"""What the operator spends on a service, without a cluster: `python -m bench.control_scale.alone --services 30 --rate 2`.
+"""Measures what the operator spends per service, without a cluster.
 
-The operator is a process of its own, against an API server in memory whose controllers act at once
-(`bench.control_scale.live_api`). No TLS. To compare two versions, let them take turns: a crowded machine changes the figures by
-a quarter. The last line is JSON: CPU and looks of the operator, and requests by verb and kind, each for one service.
+    python -m bench.control_scale.alone --services 30 --rate 2
+
+The operator is a process of its own, against an API server in memory with controllers (`bench.control_scale.live_api`), without
+TLS. To compare two versions, run them in turn: other load changes the figures by a quarter. The last line is JSON: the operator's
+CPU and reconciles, and requests by verb and kind, all per service.
 """
 
 import argparse
@@ -26,18 +28,17 @@ from phalanx_api import labels
 
 NAMESPACE = "team"
 ROUTERS = "127.9.8.7"
-"""Where all routers answer: an address of this machine's own that nothing else uses."""
+"""Address of all routers, a loopback address that nothing else uses."""
 LAG_S = 0.05
 LIMIT_S = 300.0
 
 
 def _start(folder: Path, url: str, port: int) -> "subprocess.Popen[bytes]":
-    """The operator, for the API server at that address."""
-    named = {"name": "c", "cluster": {"server": url}}
+    cluster = {"name": "c", "cluster": {"server": url}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}
     config = {
         **{"apiVersion": "v1", "kind": "Config", "current-context": "c"},
-        **{"clusters": [named], "contexts": [context], "users": [{"name": "u", "user": {"token": "t"}}]},
+        **{"clusters": [cluster], "contexts": [context], "users": [{"name": "u", "user": {"token": "t"}}]},
     }
     (folder / "config").write_text(json.dumps(config))
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
@@ -48,35 +49,39 @@ def _start(folder: Path, url: str, port: int) -> "subprocess.Popen[bytes]":
 
 
 async def _metrics(port: int) -> dict[str, float]:
-    """The operator's metrics without labels; none while it does not answer."""
+    """Returns the operator's metrics without labels; empty if it does not answer."""
     try:
         async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
             page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
     except httpx.HTTPError:
         return {}
-    return {one.name: one.value for family in text_string_to_metric_families(page) for one in family.samples if not one.labels}
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if not sample.labels
+    }
 
 
 def _is_ready(body: dict[str, Any]) -> bool:
     conditions = (body.get("status") or {}).get("conditions", [])
-    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
+    return any((condition["type"], condition["status"]) == ("Ready", "True") for condition in conditions)
 
 
-async def _until_calm(api: LiveApi, port: int, services: int) -> dict[str, float]:
-    """What the operator has used when all pods run, all services are Ready, and nothing was due for three looks."""
-    calm, end = 0, time.monotonic() + LIMIT_S
-    while calm < 3:
+async def _wait_until_idle(api: LiveApi, port: int, services: int) -> dict[str, float]:
+    """Waits until all pods run, all services are Ready and the queue was empty three times; returns the metrics."""
+    num_idle, deadline = 0, time.monotonic() + LIMIT_S
+    while num_idle < 3:
         await asyncio.sleep(1)
-        used = await _metrics(port)
-        is_done = api.started >= services * (GROUPS * PODS_PER_GROUP + 1) and used["phalanx_operator_queue_keys"] == 0
-        calm = calm + 1 if is_done and all(map(_is_ready, api.of("inferenceservices").values())) else 0
-        if time.monotonic() > end:
+        metrics = await _metrics(port)
+        is_idle = api.started >= services * (GROUPS * PODS_PER_GROUP + 1) and metrics["phalanx_operator_queue_keys"] == 0
+        num_idle = num_idle + 1 if is_idle and all(map(_is_ready, api.of("inferenceservices").values())) else 0
+        if time.monotonic() > deadline:
             raise TimeoutError(f"services are not Ready after {LIMIT_S:.0f} s")
-    return used
+    return metrics
 
 
 async def measure(services: int, rate: float, port: int) -> dict[str, Any]:
-    """The figures, for one service each."""
     api = LiveApi(LAG_S, ROUTERS)
     await api.start()
     routers = await answer_as_router(ROUTERS, labels.HTTP_PORT)
@@ -90,35 +95,34 @@ async def measure(services: int, rate: float, port: int) -> dict[str, Any]:
             await asyncio.sleep(2)
             before = await _metrics(port)
             api.counts.clear()
-            began = time.monotonic()
+            started = time.monotonic()
             for number in range(services):
-                await asyncio.sleep(max(began + number / rate - time.monotonic(), 0))
+                await asyncio.sleep(max(started + number / rate - time.monotonic(), 0))
                 api.put("inferenceservices", service(NAMESPACE, f"scale-{number:04}"))
-            after = await _until_calm(api, port, services)
+            after = await _wait_until_idle(api, port, services)
         finally:
             operator.terminate()
             await asyncio.to_thread(operator.wait, 30)
             await routers.cleanup()
             await api.stop()
-    cpu, looks = "process_cpu_seconds_total", "phalanx_operator_reconcile_seconds_count"
+    cpu, reconciles = "process_cpu_seconds_total", "phalanx_operator_reconcile_seconds_count"
     return {
         "services": services,
         "cpu_ms": round(1000 * (after[cpu] - before[cpu]) / services, 1),
-        "looks": round((after[looks] - before[looks]) / services, 1),
+        "reconciles": round((after[reconciles] - before[reconciles]) / services, 1),
         "requests": {call: round(count / services, 2) for call, count in sorted(api.counts.items())},
     }
 
 
 def main() -> int:
-    """Exit status."""
     parser = argparse.ArgumentParser(
         prog="bench.control_scale.alone", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--services", type=int, default=30)
     parser.add_argument("--rate", type=float, default=2.0, help="services per second")
-    parser.add_argument("--port", type=int, default=18080, help="of the operator's metrics")
-    given = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(given.services, given.rate, given.port))))
+    parser.add_argument("--port", type=int, default=18080, help="port of the operator's metrics")
+    args = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(args.services, args.rate, args.port))))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""An API server in memory whose controllers act: StatefulSets and Deployments get pods, pods get nodes and run.
+"""An API server in memory with controllers: StatefulSets and Deployments get pods, pods get nodes and run.
 
-Objects are as large as real ones, with managed fields of all that is in them, and change as often: what a client spends on them
-is what it spends in a cluster. Nothing is validated.
+Objects have the size of real ones, including managed fields, and change as often, so that a client's cost equals that in a
+cluster. Nothing is validated.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from phalanx_api import labels
-from tests.control.fake_api import Call, FakeApi, Json, Where
+from tests.control.fake_api import Call, FakeApi, Json, ObjectKey
 
 UNKNOWN = frozenset({"podgroups", "httproutes", "servicemonitors", "prometheusrules"})
 """Kinds of projects that are not installed."""
@@ -21,38 +21,38 @@ _RUNNING = ("Initialized", "Ready", "ContainersReady", "PodScheduled")
 
 
 class LiveApi(FakeApi):
-    """`lag_s`: how long each controller takes for a step. `counts`: requests by verb and kind. `started`: pods that run."""
-
     def __init__(self, lag_s: float, address: str) -> None:
         super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.started = 0
-        self._lag_s = lag_s
+        self.counts: collections.Counter[str] = collections.Counter()  # requests by verb and kind
+        self.started = 0  # running pods
+        self._lag_s = lag_s  # delay of each controller step
         self._address = address
         self._watches: dict[str, list[asyncio.Queue[bytes]]] = collections.defaultdict(list)
-        self._acting: set[asyncio.Task[None]] = set()
+        self._controller_tasks: set[asyncio.Task[None]] = set()
 
     def put(self, plural: str, body: Json, kind: str = "MODIFIED") -> Json:
-        """As a server does: what changes nothing is no change, and who owns which field is noted."""
-        where: Where = (plural, body["metadata"].get("namespace", ""), body["metadata"]["name"])
-        former = self.objects.get(where)
-        if former and kind != "DELETED" and _content(former) == _content(body):
-            return former
-        made = super().put(plural, body | {"metadata": body["metadata"] | {"managedFields": _managed(body)}}, kind)
-        line = json.dumps({"type": "ADDED" if former is None else kind, "object": made}, separators=(",", ":")).encode() + b"\n"
+        """Stores an object like a server: an update without changes is no event; managed fields are recorded."""
+        where: ObjectKey = (plural, body["metadata"].get("namespace", ""), body["metadata"]["name"])
+        previous = self.objects.get(where)
+        if previous and kind != "DELETED" and _content(previous) == _content(body):
+            return previous
+        stored = super().put(plural, body | {"metadata": body["metadata"] | {"managedFields": _managed(body)}}, kind)
+        line = (
+            json.dumps({"type": "ADDED" if previous is None else kind, "object": stored}, separators=(",", ":")).encode() + b"\n"
+        )
         for queue in self._watches[plural]:
             queue.put_nowait(line)
-        if former is None and plural in ("statefulsets", "deployments"):
-            self._act(self._make_pods(where))
-        return made
+        if previous is None and plural in ("statefulsets", "deployments"):
+            self._start_controller(self._make_pods(where))
+        return stored
 
-    def _act(self, what: Any) -> None:
-        task = asyncio.ensure_future(what)
-        self._acting.add(task)
-        task.add_done_callback(self._acting.discard)
+    def _start_controller(self, controller: Any) -> None:
+        task = asyncio.ensure_future(controller)
+        self._controller_tasks.add(task)
+        task.add_done_callback(self._controller_tasks.discard)
 
     async def _watch(self, request: web.Request, call: Call) -> web.StreamResponse:
-        """Only what comes from now on: whoever watches has listed a moment ago."""
+        """Sends only new events; clients list before they watch."""
         response, queue = web.StreamResponse(), asyncio.Queue[bytes]()
         await response.prepare(request)
         self._watches[call.plural].append(queue)
@@ -73,8 +73,8 @@ class LiveApi(FakeApi):
         self.counts[f"{request.method} {kind}"] += 1
         return await super()._object(request, call)
 
-    async def _make_pods(self, owner: Where) -> None:
-        """The pods of a StatefulSet, or the only one of a router."""
+    async def _make_pods(self, owner: ObjectKey) -> None:
+        """Creates the pods of a StatefulSet, or the one of a router."""
         plural, namespace, name = owner
         await asyncio.sleep(self._lag_s)
         body, is_set = self.objects[owner], plural == "statefulsets"
@@ -93,28 +93,30 @@ class LiveApi(FakeApi):
             metadata |= {"labels": template["metadata"]["labels"] | own}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": dict(template["spec"])}
             self.put("pods", pod | {"status": {"phase": "Pending", "qosClass": "Burstable"}})
-            self._act(self._run_pod(("pods", namespace, f"{name}-{index}"), owner))
-        self._say(owner, {"observedGeneration": 1, "replicas": count, "updatedReplicas": count})
+            self._start_controller(self._run_pod(("pods", namespace, f"{name}-{index}"), owner))
+        self._set_status(owner, {"observedGeneration": 1, "replicas": count, "updatedReplicas": count})
 
-    async def _run_pod(self, where: Where, owner: Where) -> None:
-        """A node, then all containers run, then the owner counts it."""
+    async def _run_pod(self, where: ObjectKey, owner: ObjectKey) -> None:
+        """Schedules a pod, runs its containers, then counts it in its owner."""
         await asyncio.sleep(self._lag_s)
         pod = self.objects[where]
         placed = pod | {"spec": pod["spec"] | {"nodeName": "node"}, "status": pod["status"] | _conditions("PodScheduled")}
         self.put("pods", placed)
         await asyncio.sleep(self._lag_s)
         running = {"ready": True, "started": True, "restartCount": 0, "state": {"running": {"startedAt": _AT}}, "imageID": "fake"}
-        containers = [{"name": one["name"], "image": one["image"]} | running for one in pod["spec"]["containers"]]
+        containers = [
+            {"name": container["name"], "image": container["image"]} | running for container in pod["spec"]["containers"]
+        ]
         status = {"phase": "Running", "containerStatuses": containers, "podIP": self._address, "startTime": _AT}
-        self._say(where, _conditions(*_RUNNING) | status)
+        self._set_status(where, _conditions(*_RUNNING) | status)
         self.started += 1
         await asyncio.sleep(self._lag_s)
         ready = (self.objects[owner].get("status") or {}).get("readyReplicas", 0) + 1
-        self._say(owner, {"readyReplicas": ready, "availableReplicas": ready})
+        self._set_status(owner, {"readyReplicas": ready, "availableReplicas": ready})
 
-    def _say(self, where: Where, status: Json) -> None:
-        there = self.objects[where]
-        self.put(where[0], there | {"status": (there.get("status") or {}) | status})
+    def _set_status(self, where: ObjectKey, status: Json) -> None:
+        current = self.objects[where]
+        self.put(where[0], current | {"status": (current.get("status") or {}) | status})
 
 
 def _conditions(*kinds: str) -> Json:
@@ -122,14 +124,14 @@ def _conditions(*kinds: str) -> Json:
 
 
 def _content(body: Json) -> Json:
-    """Without what each write changes."""
+    """Returns the object without fields that every write changes."""
     metadata = {name: value for name, value in body["metadata"].items() if name not in ("managedFields", "resourceVersion")}
     served = {"uid", "creationTimestamp", "generation"}
     return body | {"metadata": {name: value for name, value in metadata.items() if name not in served}}
 
 
 def _managed(body: Json) -> list[Json]:
-    """Who owns which field: the operator the spec, a controller the status."""
+    """Returns managed fields: the operator owns the spec, a controller the status."""
     parts = [{name: body[name] for name in ("spec", "data") if name in body}, {"status": body.get("status", {})}]
     owners = ("phalanx-operator", "controller")
     return [
@@ -141,6 +143,6 @@ def _managed(body: Json) -> list[Json]:
 def _fields(value: Any) -> Json:
     if isinstance(value, dict):
         return {f"f:{name}": _fields(inner) for name, inner in value.items()}
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
-        return {f'k:{{"name":"{one["name"]}"}}': {".": {}} | _fields(one) for one in value}
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        return {f'k:{{"name":"{item["name"]}"}}': {".": {}} | _fields(item) for item in value}
     return {}

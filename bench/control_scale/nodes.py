@@ -1,7 +1,7 @@
-"""Nodes that exist only in the API server: they renew their Leases, their pods are ready at once and go at once.
+"""Simulated nodes that exist only in the API server: they renew their Leases; their pods become ready and end at once.
 
-It stands in for kwok: the few calls of a kubelet that the control plane needs, over the operator's own client. Router pods
-get this machine's address, where `answer_as_router` says what a router without groups would.
+They replace kwok: the few kubelet calls that the control plane needs, through the operator's client. Router pods get this
+machine's address, where `answer_as_router` responds like a router without groups.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 from aiohttp import web
 
-from phalanx_api.summary import SUMMARY_PATH, Asked, Histogram, RouterSummary
+from phalanx_api.summary import SUMMARY_PATH, Histogram, RouterSummary, SummaryRequest
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_operator.kube.client import LEASES, NODES, PODS, Conflict, Gone, Json, KubeClient, KubeError
 
@@ -19,12 +19,11 @@ PREFIX = "fake-"
 LABEL = "phalanx.dev/fake"
 RENEW_S = 5.0
 LEASE_NAMESPACE = "kube-node-lease"
-ROOM = {"cpu": "1000", "memory": "1000Gi", "pods": "1000"}
+CAPACITY = {"cpu": "1000", "memory": "1000Gi", "pods": "1000"}
 WORKERS = 16
 
 
 def now() -> str:
-    """The time as Kubernetes writes it, with microseconds."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -34,44 +33,42 @@ def _conditions(kinds: Iterable[str]) -> list[Json]:
 
 
 class FakeNodes:
-    """So many nodes; `run` lives for all of them and for their pods."""
+    """Several nodes; `run` acts for all of them and their pods."""
 
     def __init__(self, kube: KubeClient, count: int, pod_ip: str, selector: str) -> None:
         self._kube = kube
         self._names = [f"{PREFIX}{number}" for number in range(count)]
         self._pod_ip = pod_ip
         self._selector = selector
-        self._todo: asyncio.Queue[tuple[str, Json]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[str, Json]] = asyncio.Queue()
         self.started: set[str] = set()
-        """UIDs of pods that were made ready."""
+        """UIDs of pods that became ready."""
 
-    async def make(self) -> None:
-        """The nodes are there and Ready."""
+    async def create(self) -> None:
         for name in self._names:
             body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "namespace": "", "labels": {LABEL: "true"}}}
             lease = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": name, "namespace": LEASE_NAMESPACE}}
             spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": now()}
-            for resource, wanted in ((NODES, body), (LEASES, lease | {"spec": spec})):
+            for resource, manifest in ((NODES, body), (LEASES, lease | {"spec": spec})):
                 try:
-                    await self._kube.create(resource, wanted)
+                    await self._kube.create(resource, manifest)
                 except Conflict:
-                    pass  # of a run that was killed
+                    pass  # left by a killed run
             ready = _conditions(["Ready"])
-            status = {"capacity": ROOM, "allocatable": ROOM, "conditions": ready, "nodeInfo": {"kubeletVersion": "fake"}}
+            status = {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": ready, "nodeInfo": {"kubeletVersion": "fake"}}
             await self._kube.merge(NODES, "", name, {"metadata": {}, "status": status}, subresource="status")
 
     async def remove(self) -> None:
-        """The nodes are gone."""
         for name in self._names:
             for resource, namespace in ((NODES, ""), (LEASES, LEASE_NAMESPACE)):
                 try:
-                    there = await self._kube.get(resource, namespace, name, metadata_only=True)
-                    await self._kube.delete(resource, namespace, name, there["metadata"]["uid"])
+                    current = await self._kube.get(resource, namespace, name, metadata_only=True)
+                    await self._kube.delete(resource, namespace, name, current["metadata"]["uid"])
                 except (Gone, Conflict):
                     pass
 
     async def run(self) -> None:
-        """For ever: renews Leases, starts and ends pods."""
+        """Renews Leases and starts and ends pods, forever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._renew())
             tasks.create_task(self._watch())
@@ -84,49 +81,49 @@ class FakeNodes:
                 try:
                     await self._kube.merge(LEASES, LEASE_NAMESPACE, name, {"metadata": {}, "spec": {"renewTime": now()}})
                 except KubeError:
-                    pass  # again in a moment
+                    pass  # retry
             await asyncio.sleep(RENEW_S)
 
     async def _watch(self) -> None:
         while True:
             try:
-                after = ""
+                next_page = ""
                 while True:
-                    page = await self._kube.list_page(PODS, None, self._selector, after)
+                    page = await self._kube.list_page(PODS, None, self._selector, next_page)
                     for pod in page.items:
-                        self._see(pod)
-                    after = page.next_page
-                    if not after:
+                        self._enqueue(pod)
+                    next_page = page.next_page
+                    if not next_page:
                         break
                 async for event in self._kube.watch(PODS, None, self._selector, page.resource_version):
                     if event["type"] in ("ADDED", "MODIFIED"):
-                        self._see(event["object"])
+                        self._enqueue(event["object"])
             except KubeError:
                 await asyncio.sleep(0.5)
 
-    def _see(self, pod: Json) -> None:
+    def _enqueue(self, pod: Json) -> None:
         if not pod["spec"].get("nodeName", "").startswith(PREFIX):
             return
         if "deletionTimestamp" in pod["metadata"]:
-            self._todo.put_nowait(("end", pod))
+            self._queue.put_nowait(("end", pod))
         elif pod.get("status", {}).get("phase") == "Pending":
-            self._todo.put_nowait(("start", pod))
+            self._queue.put_nowait(("start", pod))
 
     async def _work(self) -> None:
         while True:
-            what, pod = await self._todo.get()
+            action, pod = await self._queue.get()
             metadata = pod["metadata"]
             try:
-                if what == "end":
+                if action == "end":
                     await self._kube.delete(PODS, metadata["namespace"], metadata["name"], metadata["uid"], grace_s=0)
                 else:
                     patch = {"metadata": {"uid": metadata["uid"]}, "status": self._running(pod)}
                     await self._kube.merge(PODS, metadata["namespace"], metadata["name"], patch, subresource="status")
                     self.started.add(metadata["uid"])
             except (Gone, Conflict):
-                pass  # another event tells what it is now
+                pass  # another event follows
             except KubeError:
-                self._todo.put_nowait((what, pod))
+                self._queue.put_nowait((action, pod))
                 await asyncio.sleep(0.2)
 
     def _running(self, pod: Json) -> Json:
@@ -154,12 +151,12 @@ class FakeNodes:
 
 
 async def answer_as_router(address: str, port: int) -> web.AppRunner:
-    """The running server that answers the operator's questions for every router; its owner calls `cleanup`."""
+    """Starts a server that answers the operator for every router; the caller calls `cleanup`."""
 
     async def answer(request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=Asked)
-        await asyncio.sleep(asked.wait_s)
-        told = RouterSummary(
+        query = msgspec.json.decode(await request.read(), type=SummaryRequest)
+        await asyncio.sleep(query.wait_s)
+        summary = RouterSummary(
             router="fake",
             groups=[],
             traffic=[],
@@ -171,7 +168,7 @@ async def answer_as_router(address: str, port: int) -> web.AppRunner:
             itl=Histogram(),
             version=PROTOCOL_VERSION,
         )
-        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(summary), content_type="application/json")
 
     app = web.Application()
     app.router.add_post(SUMMARY_PATH, answer)

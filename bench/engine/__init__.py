@@ -1,1 +1,1 @@
-"""Benchmarks of the runtime."""
+"""Benchmarks of one runtime and of its parts."""

@@ -1,8 +1,10 @@
-"""`python3 -m bench.engine.clients`: programs of others ask a running runtime, each from an environment of its own.
+"""Checks that clients of other projects work with a running runtime.
 
-The `openai` client (our suite of what an OpenAI server does), lm-eval (loglikelihood and generation, a task made here, offline),
-guidellm (streamed completions, four at once) and schemathesis (every operation of /openapi.json). One table; exit status 1 when
-one of them met an error.
+    python -m bench.engine.clients [--only openai lm-eval]
+
+Each client runs in an environment of its own, offline: `openai` (our API test suite), lm-eval (loglikelihood and generation),
+guidellm (streamed completions, four at once), schemathesis (every operation of /openapi.json). Prints one line per client; exits
+with 1 if a client reports an error.
 """
 
 import argparse
@@ -46,40 +48,38 @@ _DOCUMENTS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a client said: whether all went well, and a few words."""
-
+class ClientResult:
     name: str
-    is_well: bool
-    words: str
+    has_passed: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What a client works with: the server, the model's folder (for its tokenizer), a folder of its own."""
+class ClientSetup:
+    """The environment of one client: server, model folder (for its tokenizer) and working folder."""
 
     server: Program
     model: Path
     folder: Path
 
     def call(self, *command: str) -> tuple[int, str]:
-        """Exit status and output of a program that knows nothing of ours and finds no network."""
-        settings = {
+        """Returns exit status and output of a command without our packages and without network."""
+        variables = {
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.folder / "hf"),
             "TOKENIZERS_PARALLELISM": "false",
             "OPENAI_API_KEY": "none",
         }
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | settings
-        ran = subprocess.run(
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | variables
+        completed = subprocess.run(
             command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
-        (self.folder / f"{Path(command[0]).name}.log").write_text(ran.stdout)
-        return ran.returncode, ran.stdout
+        (self.folder / f"{Path(command[0]).name}.log").write_text(completed.stdout)
+        return completed.returncode, completed.stdout
 
 
 def environment(extra: str) -> Path:
-    """The folder of the pinned environment; made where the cache lacks it."""
+    """Returns the folder of a pinned environment; creates it if absent."""
     command = [sys.executable, str(ROOT / "tools/bootstrap.py"), extra]
     return Path(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
 
@@ -100,10 +100,9 @@ class TestServer(OpenAISuite):
 """
 
 
-def openai(scene: Scene) -> Outcome:
-    """Every test of the suite, by the real client."""
-    (scene.folder / "test_server.py").write_text(_SUITE.format(url=scene.server.base_url, model=MODEL))
-    status, output = scene.call(
+def openai(setup: ClientSetup) -> ClientResult:
+    (setup.folder / "test_server.py").write_text(_SUITE.format(url=setup.server.base_url, model=MODEL))
+    status, output = setup.call(
         *(
             str(environment("dev") / "bin/python"),
             "-m",
@@ -114,15 +113,14 @@ def openai(scene: Scene) -> Outcome:
             "-c",
             str(ROOT / "pyproject.toml"),
         ),
-        str(scene.folder / "test_server.py"),
+        str(setup.folder / "test_server.py"),
     )
     summary = next((line.strip() for line in reversed(output.splitlines()) if " passed" in line or " failed" in line), "")
-    return Outcome("openai", status == 0 and " passed" in summary, summary if status == 0 else _tail(output))
+    return ClientResult("openai", status == 0 and " passed" in summary, summary if status == 0 else _tail(output))
 
 
-def lm_eval(scene: Scene) -> Outcome:
-    """Scores and generations of a small task."""
-    tasks = scene.folder / "tasks"
+def lm_eval(setup: ClientSetup) -> ClientResult:
+    tasks = setup.folder / "tasks"
     tasks.mkdir()
     (tasks / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in _DOCUMENTS))
     data = {
@@ -132,28 +130,27 @@ def lm_eval(scene: Scene) -> Outcome:
     }
     for task in (_CHOICE, _GENERATION):
         (tasks / f"{task['task']}.yaml").write_text(json.dumps(task | data))  # JSON is YAML
-    url = f"{scene.server.base_url}/v1/completions"
-    how = f"model={MODEL},base_url={url},tokenizer_backend=huggingface,tokenizer={scene.model}"
-    how += ",num_concurrent=2,tokenized_requests=False"
-    status, output = scene.call(
-        *(str(environment("clients") / "bin/lm_eval"), "run", "--model", "local-completions", "--model_args", how),
-        *("--include_path", str(tasks), "--tasks", "choice,generation", "--output_path", str(scene.folder / "lm_eval")),
+    url = f"{setup.server.base_url}/v1/completions"
+    model_args = f"model={MODEL},base_url={url},tokenizer_backend=huggingface,tokenizer={setup.model}"
+    model_args += ",num_concurrent=2,tokenized_requests=False"
+    status, output = setup.call(
+        *(str(environment("clients") / "bin/lm_eval"), "run", "--model", "local-completions", "--model_args", model_args),
+        *("--include_path", str(tasks), "--tasks", "choice,generation", "--output_path", str(setup.folder / "lm_eval")),
     )
-    found = list((scene.folder / "lm_eval").rglob("results_*.json"))
+    found = list((setup.folder / "lm_eval").rglob("results_*.json"))
     if status or not found:
-        return Outcome("lm-eval", False, _tail(output))
+        return ClientResult("lm-eval", False, _tail(output))
     results = json.loads(found[0].read_text())["results"]
-    words = f"acc {results['choice']['acc,none']:g}, exact_match {results['generation']['exact_match,none']:g}"
-    return Outcome("lm-eval", set(results) == {"choice", "generation"}, words)
+    text = f"acc {results['choice']['acc,none']:g}, exact_match {results['generation']['exact_match,none']:g}"
+    return ClientResult("lm-eval", set(results) == {"choice", "generation"}, text)
 
 
-def guidellm(scene: Scene) -> Outcome:
-    """Streamed completions, four at once."""
-    report = scene.folder / "guidellm.json"
-    status, output = scene.call(
+def guidellm(setup: ClientSetup) -> ClientResult:
+    report = setup.folder / "guidellm.json"
+    status, output = setup.call(
         *(str(environment("clients") / "bin/guidellm"), "run", "--disable-progress"),
-        *("--backend", f"kind=openai_http,target={scene.server.base_url},model={MODEL}"),
-        *("--tokenizer", f"kind=hf_auto,model={scene.model}", "--profile", "kind=concurrent,streams=4"),
+        *("--backend", f"kind=openai_http,target={setup.server.base_url},model={MODEL}"),
+        *("--tokenizer", f"kind=hf_auto,model={setup.model}", "--profile", "kind=concurrent,streams=4"),
         *(
             "--constraint",
             f"kind=max_requests,count={REQUESTS}",
@@ -163,25 +160,24 @@ def guidellm(scene: Scene) -> Outcome:
         *("--output", f"kind=json,path={report}"),
     )
     if status or not report.exists():
-        return Outcome("guidellm", False, _tail(output))
+        return ClientResult("guidellm", False, _tail(output))
     totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-    words = ", ".join(f"{totals[name]} {name}" for name in ("successful", "incomplete", "errored"))
-    return Outcome("guidellm", totals["successful"] >= REQUESTS and not totals["errored"], words)
+    text = ", ".join(f"{totals[name]} {name}" for name in ("successful", "incomplete", "errored"))
+    return ClientResult("guidellm", totals["successful"] >= REQUESTS and not totals["errored"], text)
 
 
-def schemathesis(scene: Scene) -> Outcome:
-    """Every operation, 20 examples."""
-    status, output = scene.call(
-        *(str(environment("api") / "bin/schemathesis"), "run", f"{scene.server.base_url}/openapi.json", "--max-examples", "20"),
+def schemathesis(setup: ClientSetup) -> ClientResult:
+    status, output = setup.call(
+        *(str(environment("api") / "bin/schemathesis"), "run", f"{setup.server.base_url}/openapi.json", "--max-examples", "20"),
         *("--seed", "4", "--phases", "examples,fuzzing", "--no-shrink", "--request-timeout", "300", "--warnings", "off"),
-        # what only the model knows (its context, its vocabulary) is no part of the schema: 400 for it is right
+        # The schema does not contain limits of the model (context, vocabulary), so valid data may get 400.
         *("--exclude-checks", "positive_data_acceptance"),
     )
-    cases = next((line.strip() for line in output.splitlines() if "generated" in line), "no case ran")
-    return Outcome("schemathesis", status == 0, cases if status == 0 else _tail(output))
+    cases = next((line.strip() for line in output.splitlines() if "generated" in line), "no case generated")
+    return ClientResult("schemathesis", status == 0, cases if status == 0 else _tail(output))
 
 
-CLIENTS: dict[str, Callable[[Scene], Outcome]] = {
+CLIENTS: dict[str, Callable[[ClientSetup], ClientResult]] = {
     "openai": openai,
     "lm-eval": lm_eval,
     "guidellm": guidellm,
@@ -194,29 +190,27 @@ def _tail(output: str) -> str:
 
 
 def main() -> int:
-    """Exit status: 0 only if every client that was asked for met no error."""
     parser = argparse.ArgumentParser("bench.engine.clients", description=__doc__)
     parser.add_argument("--model", type=Path, help="folder of a model; default: a tiny random one")
     parser.add_argument("--only", nargs="+", choices=list(CLIENTS), default=list(CLIENTS))
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = chosen.model.absolute() if chosen.model is not None else tiny_model(folder / "tiny")
+        model = args.model.absolute() if args.model is not None else tiny_model(folder / "tiny")
         flags = ["serve", str(model), "--served-model-name", MODEL, "--max-model-len", str(MAX_LEN)]
         flags += ["--kv-cache-memory-bytes", "200000000"]
-        outcomes = []
+        results = []
         with running("runtime", "phalanx_runtime", flags, folder) as server:
-            for client in chosen.only:
-                own = folder / client
-                own.mkdir()
-                outcomes.append(CLIENTS[client](Scene(server, model, own)))
-                print(f"{'ok    ' if outcomes[-1].is_well else 'FAILED'} {client}: {outcomes[-1].words}", flush=True)
-    return 0 if all(outcome.is_well for outcome in outcomes) else 1
+            for client in args.only:
+                client_folder = folder / client
+                client_folder.mkdir()
+                results.append(CLIENTS[client](ClientSetup(server, model, client_folder)))
+                print(f"{'ok    ' if results[-1].has_passed else 'FAILED'} {client}: {results[-1].text}", flush=True)
+    return 0 if all(result.has_passed for result in results) else 1
 
 
 def tiny_model(folder: Path) -> Path:
-    """A random model that answers at once."""
     from tests.runtime.tiny import save_tiny
 
     return save_tiny(folder, max_position_embeddings=MAX_LEN)

@@ -1,7 +1,10 @@
-"""`python -m bench.engine.collective`: our exchange and gloo, side by side in one run, on this machine. JSON on stdout.
+"""Measures all-reduce and broadcast between ranks, compared with gloo on this machine.
 
-Each layout (ranks of one pod over shared memory, ranks of several pods over TCP, both mixed) times all-reduces of the sizes of a
-small model's steps and the broadcast of a plan. Rounds alternate between the two, so that both see the same neighbours.
+    python -m bench.engine.collective
+
+Layouts: ranks of one pod over shared memory, ranks of several pods over TCP, and both. All-reduces have the sizes of a small
+model's steps. Rounds alternate between the two libraries. Prints JSON with median microseconds per operation and the ratio gloo /
+ours.
 """
 
 import json
@@ -29,16 +32,15 @@ Figures = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    """Prints the median microseconds of each operation, and how many times as long gloo takes."""
     results = {name: measure(pods) for name, pods in LAYOUTS.items()}
     json.dump({"processors": os.cpu_count(), "torch": str(torch.__version__), "us": results}, sys.stdout, indent=2)
     print()
 
 
 def measure(pods: list[int]) -> Figures:
-    """Rank 0's figures for a group whose pods hold so many ranks."""
+    """Returns rank 0's figures for a group with these numbers of ranks per pod."""
     context = multiprocessing.get_context("fork")
-    answers: Queue[Figures] = context.Queue()
+    results: Queue[Figures] = context.Queue()
     listeners = [listen(0) for _ in range(sum(pods))]
     addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
     ranks, first = [], 0
@@ -48,24 +50,23 @@ def measure(pods: list[int]) -> Figures:
             place = RankPlace(
                 rank=rank,
                 world_size=sum(pods),
-                near=range(first, first + size),
+                pod_ranks=range(first, first + size),
                 addresses=addresses,
                 token=b"bench",
                 incarnation=1,
                 pod_name=name,
             )
-            ranks.append(context.Process(target=run_rank, args=(place, listeners[rank], answers)))
+            ranks.append(context.Process(target=run_rank, args=(place, listeners[rank], results)))
         first += size
     for process in ranks:
         process.start()
-    figures = answers.get(timeout=300)
+    figures = results.get(timeout=300)
     for process in ranks:
         process.join()
     return figures
 
 
-def run_rank(place: RankPlace, listener: socket.socket, answers: "Queue[Figures]") -> None:
-    """One rank's part; rank 0 answers."""
+def run_rank(place: RankPlace, listener: socket.socket, results: "Queue[Figures]") -> None:
     torch.set_num_threads(1)
     own = connect(place, 30.0, listener)
     gloo = join_library("gloo", own, "127.0.0.1")
@@ -79,26 +80,24 @@ def run_rank(place: RankPlace, listener: socket.socket, answers: "Queue[Figures]
         ours, theirs = statistics.median(times["own"]), statistics.median(times["gloo"])
         figures[f"all_reduce, {name}"] = {"own": round(ours, 1), "gloo": round(theirs, 1), "ratio": round(theirs / ours, 1)}
     plan = bytes(PLAN_BYTES) if own.rank == 0 else None
-    took = statistics.median(timed(lambda: send_once(own, plan), 100) for _ in range(ROUNDS))
-    figures["broadcast of a plan"] = {"own": round(took, 1)}
+    median_us = statistics.median(timed(lambda: broadcast_once(own, plan), 100) for _ in range(ROUNDS))
+    figures["broadcast of a plan"] = {"own": round(median_us, 1)}
     if own.rank == 0:
-        answers.put(figures)
+        results.put(figures)
     gloo.close()
 
 
 def reduce_once(group: Collective, tensor: torch.Tensor) -> None:
-    """One all-reduce."""
     group.all_reduce(tensor)
 
 
-def send_once(group: Collective, plan: bytes | None) -> None:
-    """One plan out and an empty sum back, as a step has it."""
+def broadcast_once(group: Collective, plan: bytes | None) -> None:
+    """Broadcasts a plan and all-reduces one element, like a step."""
     group.broadcast(plan)
     group.all_reduce(torch.zeros(1))
 
 
 def timed(work: Callable[[], None], times: int) -> float:
-    """Microseconds of one call."""
     started = time.perf_counter()
     for _ in range(times):
         work()

@@ -1,7 +1,9 @@
-"""`python -m bench.engine.page_copy`: the cost of sending pages between ranks over loopback, both ends in one process.
+"""Measures the cost of copying pages between two ranks over loopback, both ends in one process.
 
-CPU seconds do not depend on what else runs on the machine; the rate by the clock does. The rows are shapes of KV caches: layers,
-KV heads and head dimension on one rank, in bf16.
+    python -m bench.engine.page_copy [--megabytes 200]
+
+CPU time is independent of other load on the machine, MB/s is not. Rows are shapes of KV caches of one rank in bf16: layers, KV
+heads, head dimension.
 """
 
 import argparse
@@ -15,43 +17,48 @@ from bench.frame.figures import table
 from phalanx_api.moves import PageAddress
 from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report, SendFailed, SendPages
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.memory.page_memory import open_pages
+from phalanx_runtime.rank.memory.page_memory import PageAccess, open_pages
 from phalanx_runtime.rank.transfer.page_wire import KEY_BYTES
-from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
+from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, Secret
 
 SHAPES = {"8 layers, 4 x 64": (8, 4, 64), "30 layers, 3 x 64": (30, 3, 64), "32 layers, 8 x 128": (32, 8, 128)}
 PAGE_SIZE = 16
 
 
 def make_caches(shape: tuple[int, int, int], num_pages: int) -> list[LayerCache]:
-    """Pages with something in them."""
     layers, heads, dim = shape
     size = (num_pages, heads, PAGE_SIZE, dim)
     return [LayerCache(*(torch.randn(size).to(torch.bfloat16) for _ in range(2))) for _ in range(layers)]
 
 
 def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float, float]:
-    """Bytes of a page, pages, CPU seconds of both ends, seconds by the clock. Raises RuntimeError when the copy fails."""
+    """Returns bytes per page, number of pages, CPU seconds of both ends, and wall seconds.
+
+    Raises RuntimeError if the copy fails.
+    """
     page_bytes = 2 * 2 * shape[0] * shape[1] * shape[2] * PAGE_SIZE
     count = max(1, total_bytes // page_bytes)
-    ends: list[Report] = []
+    reports: list[Report] = []
     done = threading.Event()
 
-    def tell(report: Report) -> None:
+    def record(report: Report) -> None:
         if isinstance(report, SendFailed | ReceiveFailed) or (
             isinstance(report, PagesReceived) and report.num_computed is not None
         ):
-            ends.append(report)
+            reports.append(report)
             done.set()
 
     caches = [make_caches(shape, count) for _ in range(2)]
     source, target = (
-        KvTransferServer(0, Secret(b"bench", 1), PAGE_SIZE, partial(open_pages, one), lambda step: None, tell) for one in caches
+        KvTransferServer(
+            0, Secret(b"bench", 1), PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, pages)), LocalReports(record)
+        )
+        for pages in caches
     )
     key, pages = bytes(KEY_BYTES), list(range(count))
-    target.obey(ExpectPages(move="copy", key=key, first=0, pages=pages, step=0))
-    cpu, wall = time.process_time(), time.perf_counter()
-    source.obey(
+    target.execute(ExpectPages(move="copy", key=key, first=0, pages=pages, step=0))
+    cpu_start, wall_start = time.process_time(), time.perf_counter()
+    source.execute(
         SendPages(
             move="copy",
             address=PageAddress("localhost", target.port),
@@ -63,26 +70,27 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
         )
     )
     done.wait()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    for door in (source, target):
-        door.close()
-    if not isinstance(ends[0], PagesReceived):
-        raise RuntimeError(f"the copy failed: {ends[0]}")
-    return page_bytes, count, cpu, wall
+    cpu_s, wall_s = time.process_time() - cpu_start, time.perf_counter() - wall_start
+    for server in (source, target):
+        server.close()
+    if not isinstance(reports[0], PagesReceived):
+        raise RuntimeError(f"the copy failed: {reports[0]}")
+    return page_bytes, count, cpu_s, wall_s
 
 
 def main() -> None:
-    """Prints a row for each shape."""
     parser = argparse.ArgumentParser(prog="bench.engine.page_copy", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for name, shape in SHAPES.items():
-        page_bytes, count, cpu, wall = copy(shape, options.megabytes * 1_000_000)
+        page_bytes, count, cpu_s, wall_s = copy(shape, options.megabytes * 1_000_000)
         size = page_bytes * count / 1e6
-        rows.append([name, f"{page_bytes / 1e3:.0f}", f"{1e6 * cpu / count:.0f}", f"{size / cpu:.0f}", f"{size / wall:.0f}"])
-    print(table(["cache of a rank", "kB a page", "CPU us a page", "MB per CPU second", "MB/s"], rows))
+        rows.append(
+            [name, f"{page_bytes / 1e3:.0f}", f"{1e6 * cpu_s / count:.0f}", f"{size / cpu_s:.0f}", f"{size / wall_s:.0f}"]
+        )
+    print(table(["KV cache of a rank", "kB per page", "CPU us per page", "MB per CPU second", "MB/s"], rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Where the time of a step goes: one rank without a server, on plans of the shapes that serving makes.
+"""Measures the time of a step by part, on one rank without a server.
 
     python -m bench.engine.profile_step MODEL [--dtype bfloat16] [--steps 10] [--threads 1]
 
-Milliseconds of a step, the best of some, and what each part of it took on average under the interpreter's profiler, which makes
-steps of many small calls a few percent longer. A part is what one place of the decoder calls, whatever serves it there. One
-thread is measured by its own time on the processor, so that neighbours hardly count.
+Steps have the shapes of served load. Prints one row per shape: milliseconds of the fastest step, and the mean time of each part
+under cProfile, which makes steps with many small calls a few percent longer. The model needs 544 positions. Times are CPU times
+with `--threads 1`, otherwise wall times.
 """
 
 import argparse
@@ -15,25 +15,26 @@ from collections.abc import Callable, Sequence
 from pstats import Stats
 from typing import Any
 
+from bench.frame.figures import markdown_header, markdown_row
 from bench.frame.one_rank import load_alone
 from phalanx_api import wire
-from phalanx_runtime.core.step_plan import NewRow, Path, StepPlan
+from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 
 Clock = Callable[[], float]
 PAGE = 16
 PARTS: dict[str, list[tuple[str, ...]]] = {
     "qkv": [("_heads", "__call__")],
-    "attention": [("_block", "__call__", "attention.py")],
+    "attention": [("_block", "__call__", "model/attention/")],
     "o, down": [("_add", "add_to"), ("_add", "__call__")],
-    "gate-up": [("_block", "__call__", "linear.py")],
+    "gate-up": [("_block", "__call__", "model/linear/")],
     "norms": [("_norm", "norm")],
-    "rotary": [("_heads", "turned")],
-    "head": [("_scores", "scores")],
-    "draw": [("", "draw", "sampler.py")],
-    "tensors": [("", "tensors", "batch.py"), ("", "update", "batch.py")],
+    "rotary": [("_heads", "rotate")],
+    "head": [("_logits", "logits")],
+    "sampling": [("", "sample", "sampling/sampler.py")],
+    "tensors": [("", "tensors", "step/batch.py"), ("", "update", "step/batch.py")],
 }
-"""Of each part the calls that make it: caller (any where none is named), callee, and its file where names do not tell."""
+"""Calls that make up each part: caller (any if empty), callee, and a piece of the callee's path."""
 SHAPES = {
     "1 decodes after 200": [(1, 200)],
     "16 decode after 340": [(1, 340)] * 16,
@@ -46,11 +47,11 @@ SHAPES = {
     "15 decode, prompt of 288": [(1, 340)] * 15 + [(288, 288)],
     "64 prompts, 32 new after 512": [(32, 544)] * 64,
 }
-"""Of each request the tokens that the step computes, and its context then. One that verifies has proposals behind the first."""
+"""Tokens computed and context length of each request; verifying requests have draft tokens after their own."""
 
 
-def plan_of(step: int, shape: Sequence[tuple[int, int]], proposes: bool = False) -> StepPlan:
-    """A step of this shape, of greedy requests on pages of their own; what lies before it is whatever the pages hold."""
+def make_plan(step: int, shape: Sequence[tuple[int, int]], has_drafts: bool = False) -> StepPlan:
+    """Returns a step of greedy requests with this shape, each on pages of its own. Page content is arbitrary."""
     pages, first = [], 0
     for _, length in shape:
         count = -(-length // PAGE)
@@ -59,9 +60,9 @@ def plan_of(step: int, shape: Sequence[tuple[int, int]], proposes: bool = False)
     rows = list(range(len(shape)))
     new = [NewRow(row, wire.Sampling(max_tokens=1, seed=1, temperature=0.0)) for row in rows]
     counts = [count for count, _ in shape]
-    tokens = [300 + at * 7 % 30000 for at in range(sum(counts))]
+    tokens = [300 + index * 7 % 30000 for index in range(sum(counts))]
     starts = [length - count for count, length in shape]
-    paths = [Path(request=row, depth=count - 1) for row, count in enumerate(counts)] if proposes else []
+    paths = [DraftPath(request=row, depth=count - 1) for row, count in enumerate(counts)] if has_drafts else []
     return StepPlan(
         step=step,
         admitted=new,
@@ -75,57 +76,56 @@ def plan_of(step: int, shape: Sequence[tuple[int, int]], proposes: bool = False)
     )
 
 
-def measured(
-    runner: ModelRunner, shape: Sequence[tuple[int, int]], steps: int, clock: Clock, proposes: bool = False
+def measure(
+    runner: ModelRunner, shape: Sequence[tuple[int, int]], steps: int, clock: Clock, has_drafts: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """Milliseconds of the best step, and of each part on average; the rest is last."""
-    times = [_run(runner, plan_of(step, shape, proposes), clock) for step in range(steps + 1)]
+    """Returns milliseconds of the fastest step, and the mean milliseconds of each part; `rest` is the remainder."""
+    times = [_run(runner, make_plan(step, shape, has_drafts), clock) for step in range(steps + 1)]
     profile = cProfile.Profile(clock)
     profile.enable()
-    whole = sum(_run(runner, plan_of(step, shape, proposes), clock) for step in range(steps)) / steps
+    total = sum(_run(runner, make_plan(step, shape, has_drafts), clock) for step in range(steps)) / steps
     profile.disable()
     calls: dict[Any, Any] = Stats(profile).stats  # type: ignore[attr-defined]
     parts = {name: sum(_within(calls, *edge) for edge in edges) / steps for name, edges in PARTS.items()}
-    parts["rest"] = whole - sum(parts.values())
+    parts["rest"] = total - sum(parts.values())
     return min(times[1:]) * 1e3, {name: seconds * 1e3 for name, seconds in parts.items()}
 
 
 def _run(runner: ModelRunner, plan: StepPlan, clock: Clock) -> float:
-    began = clock()
+    started = clock()
     runner.start(plan)
     runner.finish()
-    return clock() - began
+    return clock() - started
 
 
-def _within(calls: dict[Any, Any], caller: str, callee: str, file: str = "") -> float:
-    """Seconds in calls of one from the other, with all that they call."""
+def _within(calls: dict[Any, Any], caller: str, callee: str, path_part: str = "") -> float:
     found = 0.0
     for (path, _, name), (*_, callers) in calls.items():
-        if name == callee and path.endswith(file):
-            found += sum(edge[3] for (_, _, by), edge in callers.items() if caller in ("", by))
+        if name == callee and path_part in path:
+            found += sum(edge[3] for (_, _, name), edge in callers.items() if caller in ("", name))
     return found
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.engine.profile_step", description="Where the time of a step goes.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine.profile_step", description="Measures the time of a step by part."
+    )
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int)
-    show(parser.parse_args())
+    run(parser.parse_args())
 
 
-def show(args: argparse.Namespace) -> None:
-    """Loads the model and prints a line of the table for each shape."""
-    told = {"dtype": args.dtype, "page_size": PAGE, "num_threads": args.threads, "kv_cache_memory_bytes": 1 << 30}
-    runner = load_alone(args.model, **told)[0]
+def run(args: argparse.Namespace) -> None:
+    settings = {"dtype": args.dtype, "page_size": PAGE, "num_threads": args.threads, "kv_cache_memory_bytes": 1 << 30}
+    runner = load_alone(args.model, **settings)[0]
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    print("| step | ms | " + " | ".join([*PARTS, "rest"]) + " |")
-    print("|---" * (len(PARTS) + 3) + "|")
+    print(markdown_header(["step", "ms", *PARTS, "rest"]))
+
     for name, shape in SHAPES.items():
-        best, parts = measured(runner, shape, args.steps, clock, "verif" in name)
-        print(f"| {name} | {best:.1f} | " + " | ".join(f"{part:.1f}" for part in parts.values()) + " |", flush=True)
+        best, parts = measure(runner, shape, args.steps, clock, "verif" in name)
+        print(markdown_row([name, f"{best:.1f}", *(f"{part:.1f}" for part in parts.values())]), flush=True)
 
 
 if __name__ == "__main__":

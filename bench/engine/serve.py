@@ -1,9 +1,9 @@
-"""Measures any OpenAI-compatible URL: TTFT, TPOT, ITL, end-to-end time and throughput, by streaming.
+"""Measures TTFT, TPOT, ITL, end-to-end time and throughput of any OpenAI-compatible URL.
 
     python -m bench.engine.serve --base-url http://127.0.0.1:8000 --model NAME --concurrency 16 --num-requests 64
 
-TTFT: sending to the first token. TPOT: mean time of each later token of one request. ITL: gap between two events of one
-request. Prompts are of a fixed seed, all different. Exits 1 when a request failed.
+TTFT: sending to first token. TPOT: mean time per later token of one request. ITL: gap between two events of one request. Prompts
+are seeded and all different. Exits with 1 if a request failed.
 """
 
 import argparse
@@ -23,26 +23,24 @@ _MS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked, and how much of it at once. timeout_s: for each request."""
-
     url: str
     bodies: list[dict[str, object]]
     concurrency: int
     api_key: str | None = None
-    timeout_s: float | None = 600.0
+    timeout_s: float | None = 600.0  # per request
     is_kept_alive: bool = True
 
 
 async def run_load(load: Load) -> tuple[list[Answer], float]:
-    """All answers in order of their requests, and the seconds from the first request to the last answer."""
-    waiting = list(reversed(list(enumerate(load.bodies))))
+    """Returns all answers in request order, and the seconds from the first request to the last answer."""
+    pending = list(reversed(list(enumerate(load.bodies))))
     answers: dict[int, Answer] = {}
 
     async with session_for(load.concurrency, load.api_key, load.timeout_s, load.is_kept_alive) as session:
 
         async def worker() -> None:
-            while waiting:
-                index, body = waiting.pop()
+            while pending:
+                index, body = pending.pop()
                 answers[index] = await stream_answer(session, load.url, body)
 
         started = time.perf_counter()
@@ -52,27 +50,26 @@ async def run_load(load: Load) -> tuple[list[Answer], float]:
 
 
 def measure(answers: list[Answer], duration_s: float) -> dict[str, object]:
-    """The figures of a run, as they go into the JSON. Failed requests count only as failed."""
-    good = [answer for answer in answers if answer.error is None]
-    output_tokens = sum(answer.completion_tokens for answer in good)
+    """Returns the figures of a run; failed requests count only as failed."""
+    completed = [answer for answer in answers if answer.error is None]
+    output_tokens = sum(answer.completion_tokens for answer in completed)
     return {
         "duration_s": duration_s,
         "num_requests": len(answers),
-        "num_failed": len(answers) - len(good),
+        "num_failed": len(answers) - len(completed),
         "errors": sorted({answer.error for answer in answers if answer.error is not None}),
-        "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in completed),
         "output_tokens": output_tokens,
-        "requests_per_s": len(good) / duration_s,
+        "requests_per_s": len(completed) / duration_s,
         "output_tokens_per_s": output_tokens / duration_s,
-        "ttft_ms": summary([answer.ttft_s * _MS for answer in good]),
-        "tpot_ms": summary([tpot * _MS for answer in good if (tpot := answer.tpot_s) is not None]),
-        "itl_ms": summary([gap * _MS for answer in good for gap in answer.gaps_s]),
-        "e2e_ms": summary([answer.e2e_s * _MS for answer in good]),
+        "ttft_ms": summary([answer.ttft_s * _MS for answer in completed]),
+        "tpot_ms": summary([tpot * _MS for answer in completed if (tpot := answer.tpot_s) is not None]),
+        "itl_ms": summary([gap * _MS for answer in completed for gap in answer.gaps_s]),
+        "e2e_ms": summary([answer.e2e_s * _MS for answer in completed]),
     }
 
 
-def shown(figures: dict[str, object]) -> str:
-    """The figures as a table."""
+def format_figures(figures: dict[str, object]) -> str:
     totals = [
         [name.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"]
         for name, value in figures.items()
@@ -87,7 +84,6 @@ def shown(figures: dict[str, object]) -> str:
 
 
 def body_of(args: argparse.Namespace, prompt: str) -> dict[str, object]:
-    """The JSON of one request."""
     body: dict[str, object] = {
         "model": args.model,
         "max_tokens": args.output_len,
@@ -104,25 +100,24 @@ def body_of(args: argparse.Namespace, prompt: str) -> dict[str, object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m bench.engine.serve", description="Measure an OpenAI-compatible URL.")
-    made.add_argument("--base-url", required=True, help="for example http://127.0.0.1:8000 (/v1 is added)")
-    made.add_argument("--model", required=True, help="the served model's name")
-    made.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
-    made.add_argument("--concurrency", type=_positive, default=16, help="requests in flight at any time")
-    made.add_argument("--num-requests", type=_positive, default=64)
-    made.add_argument("--warmup", type=int, default=2, help="requests before the measurement")
-    made.add_argument("--input-len", type=_positive, default=128, help="words of the longest prompt, about as many tokens")
-    made.add_argument("--input-len-min", type=_positive, default=None, help="words of the shortest prompt; default: all as long")
-    made.add_argument("--shared-prefix-len", type=int, default=0, help="words before every prompt that all of them share")
-    made.add_argument("--output-len", type=_positive, default=64, help="most tokens of an answer")
-    made.add_argument("--ignore-eos", action="store_true", help="make every answer as long as --output-len")
-    made.add_argument("--temperature", type=float, default=0.0)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--api-key", default=None)
-    made.add_argument("--timeout-s", type=float, default=600.0, help="longest time of one request")
-    made.add_argument("--json", type=Path, default=None, help="write the figures here too")
-    return made
+    flags = argparse.ArgumentParser(prog="python -m bench.engine.serve", description="Measure an OpenAI-compatible URL.")
+    flags.add_argument("--base-url", required=True, help="for example http://127.0.0.1:8000 (/v1 is added)")
+    flags.add_argument("--model", required=True, help="the served model's name")
+    flags.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
+    flags.add_argument("--concurrency", type=_positive, default=16, help="requests in flight at any time")
+    flags.add_argument("--num-requests", type=_positive, default=64)
+    flags.add_argument("--warmup", type=int, default=2, help="requests before the measurement")
+    flags.add_argument("--input-len", type=_positive, default=128, help="words of the longest prompt, about as many tokens")
+    flags.add_argument("--input-len-min", type=_positive, default=None, help="words of the shortest prompt; default: --input-len")
+    flags.add_argument("--shared-prefix-len", type=int, default=0, help="words of a common prefix of all prompts")
+    flags.add_argument("--output-len", type=_positive, default=64, help="maximum tokens of an answer")
+    flags.add_argument("--ignore-eos", action="store_true", help="make every answer as long as --output-len")
+    flags.add_argument("--temperature", type=float, default=0.0)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--api-key", default=None)
+    flags.add_argument("--timeout-s", type=float, default=600.0, help="timeout of one request")
+    flags.add_argument("--json", type=Path, default=None, help="file for the figures as JSON")
+    return flags
 
 
 def _positive(value: str) -> int:
@@ -133,7 +128,6 @@ def _positive(value: str) -> int:
 
 
 async def run(args: argparse.Namespace) -> dict[str, object]:
-    """The figures for these arguments."""
     base = args.base_url.rstrip("/").removesuffix("/v1")
     url = f"{base}/v1/{'chat/completions' if args.endpoint == 'chat' else 'completions'}"
     shortest = min(args.input_len_min or args.input_len, args.input_len)
@@ -147,13 +141,12 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 when a request failed."""
     args = parser().parse_args(argv)
     figures = asyncio.run(run(args))
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
-    print(shown(figures))
+    print(format_figures(figures))
     errors = figures["errors"]
     if isinstance(errors, list) and errors:
         print("\n".join(f"failed: {error}" for error in errors), file=sys.stderr)

@@ -1,9 +1,10 @@
-"""`python -m bench.engine.step_fit --model FOLDER --output FILE`: times a real engine's steps over a grid and fits their time.
+"""Times steps of a real engine over a grid and fits the step-time function.
 
-One rank in this process, on the device that a group would use, with its real pages; what pages hold does not matter to the time.
-Points come in another random order in each round, so that what else the machine does falls on all alike, and the load average
-is told beside. With `--threads 1` on CPU a time is the CPU time of the one thread, which other programs hardly change.
-The times are those of the ranks; the engine's loop adds its own. The JSON is what a simulation reads.
+    python -m bench.engine.step_fit --model FOLDER --output FILE
+
+Runs one rank in this process, on its real device and pages (their content does not matter). Each round times all points in a new
+random order, so that other load affects all points alike. With `--threads 1` on CPU, times are CPU times of the thread. Times of
+the engine loop are not included. Prints the function and its errors; `bench.simulate --cost FILE` reads the JSON.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from bench.engine.step_grid import Bounds, Point, fit, make_grid, report
+from bench.engine.step_grid import EngineLimits, Point, fit, make_grid, report
 from bench.frame.one_rank import load_alone
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
@@ -29,20 +30,12 @@ SAMPLING = wire.Sampling(max_tokens=1 << 20, seed=1)
 
 
 class Runner(Protocol):
-    """Computes steps. The runtime's `ModelRunner` does."""
+    def start(self, plan: StepPlan) -> None: ...
 
-    def start(self, plan: StepPlan) -> None:
-        """Begins with a plan."""
-        ...
-
-    def finish(self) -> StepResult:
-        """What came of it."""
-        ...
+    def finish(self) -> StepResult: ...
 
 
 class Stepper:
-    """Makes plans for points and times them."""
-
     def __init__(self, runner: Runner, page_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._runner = runner
         self._clock = clock
@@ -50,13 +43,13 @@ class Stepper:
         self._step = 0
 
     def time(self, point: Point, limit_s: float) -> float | None:
-        """Seconds of one step, after its requests were put into rows by another and it ran once; None if that took too long."""
+        """Returns the seconds of one step after a warm-up step; `None` if the warm-up took longer than `limit_s`."""
         pages, first = [], 0
         rows = [(point.context - 1, 1)] * point.decodes + ([(point.start, point.prompt)] if point.prompt else [])
         for start, count in rows:
-            held = -(-(start + count) // self._page_size)
-            pages.append(list(range(first, first + held)))
-            first += held
+            num_pages = -(-(start + count) // self._page_size)
+            pages.append(list(range(first, first + num_pages)))
+            first += num_pages
         self._run([(0, 1)] * len(rows), pages, [NewRow(row, SAMPLING, 1) for row in range(len(rows))])
         if self._run(rows, [[] for _ in rows], []) > limit_s:
             return None
@@ -76,30 +69,30 @@ class Stepper:
             tokens=[7] * sum(counts),
             draws=draws,
         )
-        began = self._clock()
+        started = self._clock()
         self._runner.start(plan)
         self._runner.finish()
-        return self._clock() - began
+        return self._clock() - started
 
 
 def measure(stepper: Stepper, points: Sequence[Point], rounds: int, limit_s: float, seed: int = 0) -> dict[Point, list[float]]:
-    """The times of each point, one a round. A point that takes longer than `limit_s` in the first round is left out."""
-    chance, times_s = random.Random(seed), {point: list[float]() for point in points}
+    """Returns the times of each point, one per round; drops points that take longer than `limit_s` in the first round."""
+    rng, times_s = random.Random(seed), {point: list[float]() for point in points}
     for turn in range(rounds):
         order = list(times_s)
-        chance.shuffle(order)
+        rng.shuffle(order)
         for point in order:
-            took_s = stepper.time(point, limit_s if turn == 0 else math.inf)
-            if took_s is None:
+            time_s = stepper.time(point, limit_s if turn == 0 else math.inf)
+            if time_s is None:
                 del times_s[point]
             else:
-                times_s[point].append(took_s)
+                times_s[point].append(time_s)
         print(f"round {turn + 1} of {rounds}: {len(times_s)} points, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     return times_s
 
 
 def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[str, object]]:
-    """A rank that has loaded the model, and what to tell of it."""
+    """Loads the model; returns the runner and facts for the report."""
     runner, ready, device = load_alone(
         arguments.model,
         dtype=arguments.dtype,
@@ -109,7 +102,7 @@ def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
         num_threads=arguments.threads,
     )
-    about: dict[str, object] = {
+    facts: dict[str, object] = {
         "model": arguments.model.name,
         "served": {"model_hash": ready.served.model_hash, "layout": ready.served.layout},
         "page_bytes": ready.served.page_bytes,
@@ -118,50 +111,49 @@ def open_engine(arguments: argparse.Namespace) -> tuple[Runner, RankReady, dict[
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
     }
-    return runner, ready, about
+    return runner, ready, facts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the fit, and says how good it is."""
     arguments = _parse(argv)
     load_before = os.getloadavg()
-    runner, ready, about = open_engine(arguments)
-    limits = (arguments.max_num_seqs, arguments.max_num_batched_tokens, ready.max_model_len)
-    points = make_grid(Bounds(*limits, ready.num_pages, ready.page_size))
-    clock = time.thread_time if arguments.threads == 1 and about["device"] == "cpu" else time.perf_counter
-    about["clock"] = "CPU time of the thread" if clock is time.thread_time else "wall"
+    runner, ready, facts = open_engine(arguments)
+    bounds = (arguments.max_num_seqs, arguments.max_num_batched_tokens, ready.max_model_len)
+    points = make_grid(EngineLimits(*bounds, ready.num_pages, ready.page_size))
+    clock = time.thread_time if arguments.threads == 1 and facts["device"] == "cpu" else time.perf_counter
+    facts["clock"] = "CPU time of the thread" if clock is time.thread_time else "wall"
     times_s = measure(Stepper(runner, ready.page_size, clock), points, arguments.rounds, arguments.limit_s)
-    fitted = fit(times_s)
-    about["load_average"] = {"before": load_before, "after": os.getloadavg()}
-    about["processors"] = os.cpu_count()
-    text = json.dumps(report(fitted, times_s, about), indent=1)
+    result = fit(times_s)
+    facts["load_average"] = {"before": load_before, "after": os.getloadavg()}
+    facts["processors"] = os.cpu_count()
+    text = json.dumps(report(result, times_s, facts), indent=1)
     if arguments.output is not None:
         arguments.output.write_text(text)
-    model, held = fitted.model, fitted.held_out
+    model, errors = result.model, result.held_out
     print(
-        f"{about['model']}: {1e3 * model.fixed_s:.2f} ms + {1e3 * model.token_s:.4f} ms x max({model.knee_tokens}, tokens) "
+        f"{facts['model']}: {1e3 * model.fixed_s:.2f} ms + {1e3 * model.token_s:.4f} ms x max({model.knee_tokens}, tokens) "
         f"+ {1e3 * model.row_s:.4f} ms x decodes + {1e3 * model.prompt_s:.2f} ms with prompts "
         f"+ {1e9 * model.context_s:.1f} ns x context + {1e9 * model.attention_s:.2f} ns x attended; "
-        f"{held.num_points} points, each held out once: "
-        f"median error {held.median:.1%}, p95 {held.p95:.1%}, worst {held.worst:.1%}; "
-        f"{'within' if fitted.is_good else 'beyond'} the bounds"
+        f"{errors.num_points} points, each held out once: "
+        f"median error {errors.median:.1%}, p95 {errors.p95:.1%}, worst {errors.worst:.1%}; "
+        f"{'within' if result.is_good else 'beyond'} the bounds"
     )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.engine.step_fit", description="Times steps of a real engine and fits their time."
+        prog="bench.engine.step_fit", description="Times steps of a real engine and fits the step-time function."
     )
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--output", type=Path, help="file for the fit as JSON")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--quantization", choices=("int8",))
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=1 << 30)
-    parser.add_argument("--threads", type=int, help="as many as the CPU limit allows when not given")
+    parser.add_argument("--threads", type=int, help="default: the CPU limit")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=3.0, help="points whose step takes longer are left out")
+    parser.add_argument("--limit-s", type=float, default=3.0, help="drop points with longer steps")
     return parser.parse_args(argv)
 
 

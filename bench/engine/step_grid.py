@@ -1,8 +1,8 @@
-"""Which steps are timed to fit the step-time function, and how well it foretells those that the fit has not seen. No engine here.
+"""Grid of steps for fitting the step-time function, and the fit's error on held-out points.
 
-A point is one step: so many decodes, each with so much context, and a prompt chunk beside them. The fit is `StepFit`, as in the
-engine, fed with points in a random order. Each point is held out once: of four fits each knows three quarters of them, and
-foretells the rest. The time of a point is the lower quartile of its rounds: other programs only make a step longer.
+A point is one step: decodes with equal contexts and optionally a prompt chunk. The fit is the engine's `StepFit`, fed in random
+order. Each point is held out once: each of four fits predicts the quarter of points that it did not get. The time of a point is
+the lower quartile of its rounds, because other load only makes a step longer.
 """
 
 import json
@@ -13,53 +13,46 @@ from itertools import product
 from pathlib import Path
 
 from bench.frame.figures import percentile
-from phalanx_api.cost import StepFit, StepModel, StepWork, describe
+from phalanx_api.cost import StepFit, StepModel, StepWork, step_work
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (32, 128, 512, 2048, 8192)
 PROMPTS = (16, 64, 256, 1024, 4096)
 STARTS = (0, 512, 4096)
 MIXED_BATCHES, MIXED_CONTEXTS, MIXED_PROMPTS = (4, 16, 64), (32, 512), (16, 64, 256)
-"""Prompt chunks beside decodes."""
+"""Prompt chunks in steps with decodes."""
 FOLDS = 4
-TIMES_LEARNT = 4
-"""How often the fit is given each point, so that the first ones, which it forgets, are few beside all."""
+REPETITIONS = 4
+"""Times that the fit gets each point, because it forgets the first ones."""
 MEDIAN_BOUND, P95_BOUND = 0.05, 0.10
-"""Relative errors on points held out that a simulation may rest on (balancing.md, 4.1)."""
+"""Maximum relative errors on held-out points for use in the simulator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One step: decodes that have `context` tokens each after it, and a chunk of `prompt` tokens from position `start`."""
-
     decodes: int
-    context: int
-    prompt: int
-    start: int
+    context: int  # tokens of each decode after the step
+    prompt: int  # tokens of the prompt chunk; 0 without one
+    start: int  # first position of the chunk
 
     @property
     def work(self) -> StepWork:
-        """What it computes."""
-        return describe([self.context] * self.decodes, [(self.start, self.prompt)] if self.prompt else [])
+        return step_work([self.context] * self.decodes, [(self.start, self.prompt)] if self.prompt else [])
 
     def num_pages(self, page_size: int) -> int:
-        """Pages that its requests hold."""
-        own = -(-self.context // page_size) * self.decodes
-        return own + (-(-(self.start + self.prompt) // page_size) if self.prompt else 0)
+        decode_pages = -(-self.context // page_size) * self.decodes
+        return decode_pages + (-(-(self.start + self.prompt) // page_size) if self.prompt else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What an engine can hold: rows and tokens of a step, tokens of a request, pages."""
-
+class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     num_pages: int
     page_size: int
 
-    def holds(self, point: Point) -> bool:
-        """Whether this step can be."""
+    def fits(self, point: Point) -> bool:
         rows = point.decodes + (point.prompt > 0)
         longest = max(point.context if point.decodes else 0, point.start + point.prompt)
         return (
@@ -70,30 +63,26 @@ class Bounds:
         )
 
 
-def make_grid(bounds: Bounds) -> list[Point]:
-    """Every step of the grid that the engine can hold."""
+def make_grid(limits: EngineLimits) -> list[Point]:
     decodes = [Point(batch, context, 0, 0) for batch, context in product(BATCHES, CONTEXTS)]
     prompts = [Point(0, 0, prompt, start) for prompt, start in product(PROMPTS, STARTS)]
     mixed = [Point(batch, context, prompt, 0) for batch, context, prompt in product(MIXED_BATCHES, MIXED_CONTEXTS, MIXED_PROMPTS)]
-    return [point for point in decodes + prompts + mixed if bounds.holds(point)]
+    return [point for point in decodes + prompts + mixed if limits.fits(point)]
 
 
 def typical_s(walls: Sequence[float]) -> float:
-    """The time of a step that other programs did not disturb much."""
+    """Returns the lower quartile of the times."""
     return percentile(walls, 25)
 
 
-def folds(points: Sequence[Point], chance: random.Random) -> list[list[Point]]:
-    """The points in as many parts as are held out in turn."""
+def folds(points: Sequence[Point], rng: random.Random) -> list[list[Point]]:
     shuffled = list(points)
-    chance.shuffle(shuffled)
-    return [shuffled[place::FOLDS] for place in range(FOLDS)]
+    rng.shuffle(shuffled)
+    return [shuffled[fold::FOLDS] for fold in range(FOLDS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of predicted times, over points."""
-
     num_points: int
     median: float
     p95: float
@@ -101,83 +90,78 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """The function of all points and how it does on them, and how those do that did not know a point."""
-
-    model: StepModel
-    fitted: Errors
-    held_out: Errors
+class FitResult:
+    model: StepModel  # of all points
+    fitted: Errors  # of `model`
+    held_out: Errors  # of functions fitted without the point
 
     @property
     def is_good(self) -> bool:
-        """Whether a simulation may rest on it."""
         return self.held_out.median <= MEDIAN_BOUND and self.held_out.p95 <= P95_BOUND
 
 
-def fit(times_s: dict[Point, list[float]], seed: int = 0) -> Fitted:
-    """Fits the times of each point, one in each round. Raises ValueError for too few points."""
-    chance = random.Random(seed)
+def fit(times_s: dict[Point, list[float]], seed: int = 0) -> FitResult:
+    """Fits the times of each point, one per round. Raises ValueError for too few points."""
+    rng = random.Random(seed)
     points = sorted(times_s, key=lambda point: (point.decodes, point.context, point.prompt, point.start))
     held_out: list[float] = []
-    for fold in folds(points, chance):
-        known = [point for point in points if point not in fold]
-        held_out += errors_of(learnt(known, times_s, chance), fold, times_s)
-    model = learnt(points, times_s, chance)
-    return Fitted(model, summed_up(errors_of(model, points, times_s)), summed_up(held_out))
+    for fold in folds(points, rng):
+        training = [point for point in points if point not in fold]
+        held_out += relative_errors(fit_points(training, times_s, rng), fold, times_s)
+    model = fit_points(points, times_s, rng)
+    return FitResult(model, summarise(relative_errors(model, points, times_s)), summarise(held_out))
 
 
-def learnt(points: Sequence[Point], times_s: dict[Point, list[float]], chance: random.Random) -> StepModel:
-    """The function by these points. Raises ValueError for too few."""
-    samples = [(point.work, typical_s(times_s[point])) for point in points for _ in range(TIMES_LEARNT)]
-    chance.shuffle(samples)
-    learner = StepFit()
+def fit_points(points: Sequence[Point], times_s: dict[Point, list[float]], rng: random.Random) -> StepModel:
+    """Returns the function fitted to these points. Raises ValueError for too few points."""
+    samples = [(point.work, typical_s(times_s[point])) for point in points for _ in range(REPETITIONS)]
+    rng.shuffle(samples)
+    step_fit = StepFit()
     for work, wall_s in samples:
-        learner.add(work, wall_s)
-    model = learner.model()
+        step_fit.add(work, wall_s)
+    model = step_fit.model()
     if model is None:
         raise ValueError(f"{len(times_s)} points are too few to fit and to hold some out")
     return model
 
 
-def errors_of(model: StepModel, points: Sequence[Point], times_s: dict[Point, list[float]]) -> list[float]:
-    """How far the function is from the time of each of these points."""
-    took_s = {point: typical_s(times_s[point]) for point in points}
-    return [abs(model.predict(point.work) - took_s[point]) / took_s[point] for point in points]
+def relative_errors(model: StepModel, points: Sequence[Point], times_s: dict[Point, list[float]]) -> list[float]:
+    times = {point: typical_s(times_s[point]) for point in points}
+    return [abs(model.predict(point.work) - times[point]) / times[point] for point in points]
 
 
-def summed_up(errors: Sequence[float]) -> Errors:
-    """What these errors come to."""
+def summarise(errors: Sequence[float]) -> Errors:
     return Errors(len(errors), percentile(errors, 50), percentile(errors, 95), max(errors))
 
 
-def report(fitted: Fitted, times_s: dict[Point, list[float]], about: dict[str, object]) -> dict[str, object]:
-    """What the command writes; `read_model` reads it."""
+def report(result: FitResult, times_s: dict[Point, list[float]], facts: dict[str, object]) -> dict[str, object]:
+    """Returns the fit as JSON for `read_model`."""
     points = [
         {
             **asdict(point),
             "took_s": typical_s(walls),
             "median_s": percentile(walls, 50),
-            "predicted_s": fitted.model.predict(point.work),
+            "predicted_s": result.model.predict(point.work),
         }
         for point, walls in times_s.items()
     ]
     return {
-        **about,
-        "step_model": asdict(fitted.model),
+        **facts,
+        "step_model": asdict(result.model),
         "errors": {
-            "fitted": asdict(fitted.fitted),
-            "held_out": asdict(fitted.held_out),
+            "fitted": asdict(result.fitted),
+            "held_out": asdict(result.held_out),
             "bounds": {"median": MEDIAN_BOUND, "p95": P95_BOUND},
-            "within_bounds": fitted.is_good,
+            "within_bounds": result.is_good,
         },
         "points": points,
     }
 
 
 def read_model(path: Path) -> StepModel:
-    """The step-time function that `bench.engine.step_fit` wrote. Raises ValueError for another file."""
+    """Reads the step-time function that `bench.engine.step_fit` wrote. Raises ValueError for another file."""
     content = json.loads(path.read_text())
     try:
         return StepModel(**content["step_model"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no step_model: {error!r}") from error
+        raise ValueError(f"{path} contains no step_model: {error!r}") from error

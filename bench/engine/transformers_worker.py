@@ -1,6 +1,6 @@
-"""transformers in a process of its own: one JSON command per line on stdin, one JSON answer per line on stdout.
+"""Runs transformers: reads one JSON command per line from stdin, writes one JSON answer per line to stdout.
 
-Blocks on stdin between commands, so it takes no CPU while another engine is measured.
+It blocks on stdin between commands, so it uses no CPU while another engine is measured.
 """
 
 import argparse
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class _Clock:
-    """A streamer that notes when each step's token is there. The first call is the prompt."""
+    """A streamer that records the time of each step's token. The first call is the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -26,11 +26,11 @@ class _Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Does nothing."""
 
 
 class Engine:
-    """A causal language model of transformers, with what `generate` needs for greedy decoding past the end of sequence."""
+    """A causal language model of transformers, set to greedy decoding past the end of sequence."""
 
     def __init__(self, folder: str, dtype: str) -> None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
@@ -45,7 +45,7 @@ class Engine:
         config.temperature = config.top_p = config.top_k = None
 
     def generate(self, prompts: list[list[int]], max_tokens: int, clock: _Clock | None = None) -> list[list[int]]:
-        """Greedy continuations, as one left-padded batch."""
+        """Returns greedy continuations of one left-padded batch."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -54,26 +54,24 @@ class Engine:
         return [row[longest:].tolist() for row in output]
 
     def one_by_one(self, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
-        """One `generate` after another."""
         started = time.perf_counter()
         tokens = [self.generate([prompt], max_tokens)[0] for prompt in prompts]
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
-        """One `generate` of all."""
         started = time.perf_counter()
         tokens = self.generate(prompts, max_tokens)
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
     def decode(self, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
-        """One stream: seconds per token after the first."""
+        """Decodes one stream; returns seconds per token after the first."""
         clock = _Clock()
         tokens = self.generate(prompts[:1], max_tokens, clock)
         first, last = clock.times[1], clock.times[-1]
         return {"seconds_per_token": (last - first) / (max_tokens - 1), "tokens": tokens}
 
     def gaps(self, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
-        """For each of the last `max_tokens` tokens: gap of the two best logits before it, in their standard deviations."""
+        """Returns the gap of the two best logits, in standard deviations, before each of the last `max_tokens` tokens."""
         ids = torch.tensor(prompts[:1])
         with torch.inference_mode():
             logits = self._model(input_ids=ids).logits[0, -max_tokens - 1 : -1].double()
@@ -82,7 +80,6 @@ class Engine:
 
 
 def serve(engine: Engine, commands: TextIO, answers: TextIO) -> None:
-    """Answers commands until stdin ends."""
     operations = {"one_by_one": engine.one_by_one, "batch": engine.batch, "decode": engine.decode, "gaps": engine.gaps}
     for line in commands:
         command = json.loads(line)
@@ -91,7 +88,6 @@ def serve(engine: Engine, commands: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Loads the model, says so, and serves."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")

@@ -1,1 +1,1 @@
-"""Parts that benchmarks share: figures, pairs and tables; programs, clients and prompts."""
+"""Shared parts of benchmarks: figures, verdicts and tables; programs, clients and prompts."""

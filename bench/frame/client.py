@@ -1,7 +1,7 @@
-"""One streamed completion, timed. Works with any OpenAI-compatible server.
+"""Sends one streamed completion to an OpenAI-compatible server and times it.
 
-Times are taken when a chunk of bytes arrives, before it is parsed. An event may carry several tokens (a server may join those
-that wait together): how many tokens there were is what `usage` says, and the gaps are between events.
+Times are taken when bytes arrive, before parsing. An event may carry several tokens: token counts come from `usage`, gaps are
+between events.
 """
 
 import json
@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request; `error` says why nothing, or not all, did. Times are seconds of `time.perf_counter`."""
+    """The response to one request. Times are seconds of `time.perf_counter`."""
 
     started: float
     arrivals: list[float] = field(default_factory=list)
@@ -51,8 +51,10 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
-    silent: list[float] = field(default_factory=list)
-    """Events without text: all there are of an answer whose tokens are bytes that never make a character."""
+    """Why the response is missing or incomplete."""
+
+    textless_arrivals: list[float] = field(default_factory=list)
+    """Arrivals of events without text: all events of a response with tokens that never form a character."""
 
     @property
     def text(self) -> str:
@@ -60,29 +62,29 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token."""
+        """Seconds from sending to the first token."""
         return self.arrivals[0] - self.started
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the end of the stream."""
+        """Seconds from sending to the end of the stream."""
         return self.ended - self.started
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of each token after the first, or None when there was no second."""
+        """Mean time of each token after the first, if there is a second."""
         if self.completion_tokens < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.completion_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between events that carry text."""
+        """Times between events with text."""
         return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
 
 async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> Answer:
-    """The answer to one POST. A failure is an answer with `error`, so that one bad request does not end a run."""
+    """Sends one POST and reads its stream. A failure sets `error`, so that one bad request does not end a run."""
     answer = Answer(started=time.perf_counter())
     try:
         async with session.post(url, json=body) as response:
@@ -94,8 +96,8 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
     if answer.error is None and not answer.arrivals:
-        answer.arrivals = answer.silent
-        if not answer.completion_tokens or not answer.silent:
+        answer.arrivals = answer.textless_arrivals
+        if not answer.completion_tokens or not answer.textless_arrivals:
             answer.error = "the stream had no token"
     return answer
 
@@ -113,7 +115,7 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
             answer.arrivals.append(arrived)
             answer.texts.append(text)
         elif event.choices:
-            answer.silent.append(arrived)
+            answer.textless_arrivals.append(arrived)
         if event.usage is not None:
             answer.prompt_tokens, answer.completion_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
     answer.error = "the stream ended without [DONE]"
@@ -126,7 +128,7 @@ def _text(choice: _Choice) -> str:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
-    """Time of arrival and data of each server-sent event. Every server sends one line of data per event."""
+    """Yields time of arrival and data of each server-sent event; assumes one data line per event."""
     rest = b""
     async for chunk in response.content.iter_any():
         arrived = time.perf_counter()
@@ -139,7 +141,10 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
 def session_for(
     concurrency: int, api_key: str | None, timeout_s: float | None, is_kept_alive: bool = True
 ) -> aiohttp.ClientSession:
-    """A session that holds `concurrency` connections and bounds every request. Not kept alive, each serves one request."""
+    """Returns a session of `concurrency` connections with a timeout for each request.
+
+    Without `is_kept_alive` each connection serves one request.
+    """
     keepalive_s = 60 if is_kept_alive else None
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=concurrency, force_close=not is_kept_alive, keepalive_timeout=keepalive_s),

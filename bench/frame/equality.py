@@ -1,8 +1,8 @@
-"""Whether a text is what the reference's tokens say, near-ties aside.
+"""Compares texts with the tokens of a reference run, except for near-ties.
 
-A near-tie: the tokens differ, and in the reference run the two best logits before that token are closer than 2e-5 standard
-deviations of that step's logits. Comparison of that stream ends there. At most 1 + tokens / 2,000 near-ties in one
-comparison, and at least 90 % of all tokens compared.
+Near-tie: the tokens differ, and before that token the reference's two best logits are closer than 2e-5 standard deviations of
+that step's logits. Comparison of that stream ends there. Allowed are 1 + tokens / 2,000 near-ties per comparison; at least 90 %
+of all tokens must be compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,33 +16,38 @@ _UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """The outcome of one comparison of many streams. `different` names the streams that differ without excuse."""
-
     num_tokens: int
     num_compared: int
     num_near_ties: int
     different: list[str]
+    """One line for each stream that differs without a near-tie."""
 
     @property
     def holds(self) -> bool:
-        """Whether the streams are equal in the sense above."""
-        few_ties = self.num_near_ties <= 1 + self.num_tokens / 2000
-        return not self.different and few_ties and self.num_compared >= 0.9 * self.num_tokens
+        """Whether no stream differs, near-ties are few and enough tokens were compared."""
+        has_few_ties = self.num_near_ties <= 1 + self.num_tokens / 2000
+        return not self.different and has_few_ties and self.num_compared >= 0.9 * self.num_tokens
 
 
 def first_difference(tokenizer: Tokenizer, text: str, reference: Sequence[int]) -> int | None:
-    """Index of the first reference token that the text does not say, or None when it says them all and nothing more."""
+    """Returns the index of the first reference token that `text` does not contain; `None` if both are equal.
+
+    A text that is longer than the reference differs at its last token.
+    """
     if text == tokenizer.decode(list(reference), skip_special_tokens=False):
         return None
     for index in range(len(reference)):
-        said = tokenizer.decode(list(reference[: index + 1]), skip_special_tokens=False)
-        if not text.startswith(said.rstrip(_UNFINISHED)):
+        prefix = tokenizer.decode(list(reference[: index + 1]), skip_special_tokens=False)
+        if not text.startswith(prefix.rstrip(_UNFINISHED)):
             return index
     return len(reference) - 1
 
 
 def compare(tokenizer: Tokenizer, texts: list[str], references: list[list[int]], gap_at: Callable[[int, int], float]) -> Equality:
-    """Texts against reference tokens. `gap_at(stream, index)` is asked only where they differ."""
+    """Compares texts with reference tokens.
+
+    `gap_at(stream, index)` returns the reference's logit gap; it runs only where a stream differs.
+    """
     compared, ties, different = 0, 0, []
     for stream, (text, reference) in enumerate(zip(texts, references, strict=True)):
         index = first_difference(tokenizer, text, reference)
@@ -57,8 +62,7 @@ def compare(tokenizer: Tokenizer, texts: list[str], references: list[list[int]],
     return Equality(sum(map(len, references)), compared, ties, different)
 
 
-def together(outcomes: list[Equality]) -> Equality:
-    """Several comparisons as one."""
+def merge(outcomes: list[Equality]) -> Equality:
     return Equality(
         sum(outcome.num_tokens for outcome in outcomes),
         sum(outcome.num_compared for outcome in outcomes),

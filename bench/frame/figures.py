@@ -1,9 +1,12 @@
-"""Percentiles, ratios of interleaved pairs with their interval, and tables on the screen."""
+"""Figures of benchmarks: percentiles, ratios of interleaved pairs with their interval, verdicts, and tables."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["yes", "NO", "not distinguishable"]
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond 15, that of 16.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -11,83 +14,78 @@ _T95_BEYOND = 2.12
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` % of the sorted values do not exceed, interpolated; NaN of none."""
+    """Returns the interpolated percentile; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below, above = math.floor(place), math.ceil(place)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    position = (len(ordered) - 1) * percent / 100
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean and the percentiles that matter."""
     mean = statistics.fmean(values) if values else math.nan
     return {"mean": mean} | {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Geometric mean of the pairs' ratios and its 95 % interval (Student's t over their logarithms)."""
-
-    mean: float
+class Interval:
+    middle: float
     low: float
     high: float
     num_pairs: int
 
+    def verdict(self, bound: float, *, is_least: bool = True) -> Verdict:
+        """Returns whether the ratio is at least (else at most) the bound; undecided if the bound lies in the interval."""
+        low, high = (self.low, self.high) if is_least else (-self.high, -self.low)
+        limit = bound if is_least else -bound
+        if low < limit <= high:
+            return "not distinguishable"
+        return "yes" if low >= limit else "NO"
 
-def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """How many times `ours` is `theirs`, pair by pair. One pair has no interval: it is unbounded."""
+    def is_near(self, bound: float) -> bool:
+        """Returns whether more pairs are needed: the middle is within 10 % of the bound, or the bound lies in the interval."""
+        return abs(self.middle / bound - 1) <= 0.1 or self.low < bound <= self.high
+
+
+def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Returns the geometric mean of the pairs' ratios, with Student's t interval of their logarithms.
+
+    One pair has an unbounded interval.
+    """
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     middle = statistics.fmean(logs)
     if len(logs) < 2:
-        return Ratio(math.exp(middle), 0.0, math.inf, len(logs))
+        return Interval(math.exp(middle), 0.0, math.inf, len(logs))
     half = half_interval(logs)
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(logs))
+    return Interval(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(logs))
 
 
-def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of their mean; 0 of one value, which has none."""
-    if len(values) < 2:
-        return 0.0
-    return _quantile(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
+def median_interval(ratios: Sequence[float]) -> Interval:
+    """Returns the median of positive ratios; its interval assumes no distribution and is unbounded below six pairs.
 
-
-def _quantile(count: int) -> float:
-    """Of Student's t, for the mean of so many values."""
-    return _T95[count - 2] if count - 2 < len(_T95) else _T95_BEYOND
-
-
-@dataclass(frozen=True, slots=True)
-class Median:
-    """Of some values, and its 95 % interval from one of them to another, whatever they are distributed like."""
-
-    middle: float
-    low: float
-    high: float
-    count: int
-
-
-def median_of(values: Sequence[float]) -> Median:
-    """The median of positive values. Of fewer than six no two values are far enough apart: its interval is unbounded.
-
-    The k-th of n values from below is above the true median with the chance that of n fair coins fewer than k show heads.
+    The k-th smallest of n values exceeds the true median with the probability that n fair coins show fewer than k heads
+    (sign test).
     """
-    ordered, count = sorted(values), len(values)
+    ordered, count = sorted(ratios), len(ratios)
     outside, chance = 0, 0.0
     while (chance := chance + math.comb(count, outside) / 2**count) <= 0.025:
         outside += 1
     bounds = (ordered[outside - 1], ordered[-outside]) if outside else (0.0, math.inf)
-    return Median(statistics.median(ordered), *bounds, count)
+    return Interval(statistics.median(ordered), *bounds, count)
 
 
-def is_near(ratio: Ratio, bound: float) -> bool:
-    """Whether the mean is within 10 % of the bound, or the interval reaches over it: then more pairs are wanted."""
-    return abs(ratio.mean / bound - 1) <= 0.1 or ratio.low < bound <= ratio.high
+def half_interval(values: Sequence[float]) -> float:
+    """Returns half of the 95 % interval of the mean (Student's t); 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    freedom = len(values) - 1
+    quantile = _T95[freedom - 1] if freedom <= len(_T95) else _T95_BEYOND
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Returns a table with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -97,3 +95,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         )
         for line in lines
     )
+
+
+def markdown_row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_header(columns: Sequence[str]) -> str:
+    """Returns the first two lines of a Markdown table."""
+    return f"{markdown_row(columns)}\n{'|---' * len(columns)}|"

@@ -1,4 +1,4 @@
-"""The only rank of a group, in this process and without a server: what it is told, and what it loads."""
+"""Loads the only rank of a group in this process, without a server."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Programs that a benchmark starts, waits for, watches and ends."""
+"""Starts programs, waits until they are ready, measures their CPU and ends them."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_END_S = 20.0
+_EXIT_TIMEOUT_S = 20.0
 _LOG_TAIL = 30
 
 
@@ -29,12 +29,10 @@ class Program:
     log: Path
 
     def cpu_s(self) -> float:
-        """CPU seconds that it and its descendants have used."""
         return cpu_s(self.process.pid)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -45,11 +43,11 @@ def free_port() -> int:
 def running(
     name: str, module: str, arguments: list[str], folder: Path, ready_s: float = 300.0, before: Sequence[str] = ()
 ) -> Iterator[Program]:
-    """`python -m module arguments --host --port`, once its /readyz says 200; ended with all its children afterwards.
+    """Runs `python -m module arguments --host --port` until the block ends; yields once `/readyz` returns 200.
 
-    before: a command that starts the command behind it in its own place, such as `nice -n 10`.
+    `before`: a command prefix that replaces itself by the program, such as `nice -n 10`.
 
-    Raises RuntimeError with the end of its log when it leaves or is not ready in time.
+    Raises RuntimeError with the end of the log if the program exits or is not ready within `ready_s`.
     """
     port = free_port()
     command = [*before, sys.executable, "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
@@ -61,14 +59,14 @@ def running(
 def serving(
     name: str, command: list[str], port: int, ready_path: str, folder: Path, ready_s: float, env: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
-    """A command that serves HTTP on `port`, once `ready_path` says 200; ended with all its children afterwards.
+    """Runs an HTTP server on `port` until the block ends; yields once `ready_path` returns 200. Its descendants end with it.
 
-    Raises RuntimeError with the end of its log when it leaves or is not ready in time.
+    Raises RuntimeError with the end of the log if the program exits or is not ready within `ready_s`.
     """
-    log, whole = folder / f"{name}.log", {**os.environ, **(env or {})}
+    log, full_env = folder / f"{name}.log", {**os.environ, **(env or {})}
     with ExitStack() as stack:
-        with _sigterm_waits(), open(log, "wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
+        with _sigterm_deferred(), open(log, "wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=full_env)
             stack.callback(end, process)
         program = Program(name, f"http://127.0.0.1:{port}", process, log)
         _wait_ready(program, ready_path, ready_s)
@@ -76,18 +74,18 @@ def serving(
 
 
 @contextmanager
-def _sigterm_waits() -> Iterator[None]:
-    """A SIGTERM that comes within is handled right after, so that no program is started that nobody ends."""
+def _sigterm_deferred() -> Iterator[None]:
+    """Defers SIGTERM until the block ends, so that a program that starts here is always ended."""
     if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
         yield
         return
-    came = list[int]()
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    received = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -95,7 +93,7 @@ def _wait_ready(program: Program, path: str, ready_s: float) -> None:
     deadline = time.monotonic() + ready_s
     while time.monotonic() < deadline:
         if program.process.poll() is not None:
-            raise RuntimeError(f"{program.name} left with {program.process.returncode}:\n{_tail(program.log)}")
+            raise RuntimeError(f"{program.name} exited with {program.process.returncode}:\n{_tail(program.log)}")
         try:
             with urllib.request.urlopen(program.base_url + path, timeout=5):
                 return
@@ -109,60 +107,62 @@ def _tail(log: Path) -> str:
 
 
 def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Asks a program to leave, then ends what is left of its children. Returns once they are gone."""
-    children = {child: _started(child) for child in descendants(process.pid)}
+    """Terminates a program (SIGKILL after 20 s), kills its remaining descendants and waits until they have exited."""
+    children = {child: _start_ticks(child) for child in descendants(process.pid)}
     process.terminate()
     try:
-        process.wait(_END_S)
+        process.wait(_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        children |= {child: _started(child) for child in descendants(process.pid)}
+        children |= {child: _start_ticks(child) for child in descendants(process.pid)}
         process.kill()
         process.wait()
-    deadline = time.monotonic() + _END_S
-    while (left := [child for child, started in children.items() if _lives(child, started)]) and time.monotonic() < deadline:
-        for child in left:
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    while (
+        remaining := [child for child, started in children.items() if _is_alive(child, started)]
+    ) and time.monotonic() < deadline:
+        for child in remaining:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _started(pid: int) -> str:
-    """When a process began, in ticks; tells it from a later one of the same id."""
+def _start_ticks(pid: int) -> str:
+    """Returns the start time of a process in ticks; it distinguishes processes that reuse a pid."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return fields[19] if fields else ""
 
 
-def _lives(pid: int, started: str) -> bool:
+def _is_alive(pid: int, started: str) -> bool:
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return bool(fields) and fields[0] != "Z" and fields[19] == started
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that it started, and theirs."""
+    """Returns the pids of a process's children, recursively."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = _stat(path)
         if fields:
             parents[int(path.parent.name)] = int(fields[1])
-    found, waiting = set[int](), {pid}
-    while waiting:
-        waiting = {child for child, parent in parents.items() if parent in waiting}
-        found |= waiting
+    found, frontier = set[int](), {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found |= frontier
     return found
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and its descendants, as far as they live or were waited for."""
+    """Returns CPU seconds of a process and its descendants, including children already waited for."""
     ticks = 0
-    for one in {pid, *descendants(pid)}:
-        fields = _stat(Path(f"/proc/{one}/stat"))
+    for process in {pid, *descendants(pid)}:
+        fields = _stat(Path(f"/proc/{process}/stat"))
         if fields:
             ticks += sum(int(value) for value in fields[11:15])
     return ticks / _TICKS_PER_S
 
 
 def _stat(path: Path) -> list[str]:
-    """Fields of /proc/<pid>/stat after the command's name (state is the first); none when the process is gone."""
+    """Returns the fields of /proc/<pid>/stat after the command name, starting with the state; empty if the process has exited."""
     try:
         return path.read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""One runner as several: each has a part of its rows and pages, so that engines that keep apart take turns step by step.
+"""Divides one model runner among several engines that take turns step by step.
 
-What slows the machine for a while then slows all of them alike.
+A slowdown of the machine then affects all engines alike.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from phalanx_runtime.rank.runner import ModelRunner
 
 
 class Part:
-    """A part of a runner. Rows and pages of its plans count from 0, as do those of the others."""
+    """One engine's share of a runner's rows and pages; rows and pages of its plans count from 0."""
 
     def __init__(self, runner: ModelRunner, part: int, parts: int, num_rows: int) -> None:
         self._runner = runner
@@ -20,18 +20,16 @@ class Part:
         self._first_page, self._first_row = part * self.pool.num_pages, part * num_rows
 
     def compute(self, plan: StepPlan) -> StepResult:
-        """What comes of a plan."""
         self._runner.start(shifted(plan, self._first_row, self._first_page))
         return self._runner.finish()
 
     def fitting(self, row: int, tokens: Sequence[int], index: int) -> int:
-        """How many of these tokens a row may draw, as its runner says."""
-        fitting = self._runner.fitting
-        return len(tokens) if fitting is None else fitting(self._first_row + row, tokens, index)
+        """Returns how many of these draft tokens the sampler of the row allows."""
+        return self._runner.fitting(self._first_row + row, tokens, index)
 
 
 def shifted(plan: StepPlan, first_row: int, first_page: int) -> StepPlan:
-    """The same plan for rows and pages that begin elsewhere."""
+    """Returns the plan with rows and pages offset by `first_row` and `first_page`."""
     return msgspec.structs.replace(
         plan,
         admitted=[msgspec.structs.replace(new, row=first_row + new.row) for new in plan.admitted],

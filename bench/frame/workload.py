@@ -1,4 +1,4 @@
-"""Prompts of a fixed seed: words that nearly every vocabulary has as one token, or exact token ids."""
+"""Seeded prompts: words that nearly every vocabulary encodes as one token, or exact token ids."""
 
 import random
 from pathlib import Path
@@ -16,25 +16,25 @@ _WORDS = (
 
 
 def words(rng: random.Random, count: int) -> str:
-    """A text of about `count` tokens that no other call gives."""
+    """Returns a random text of about `count` tokens."""
     return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def texts(seed: int, num_prompts: int, shortest: int, longest: int) -> list[str]:
-    """Prompts of mixed length in words."""
+    """Returns prompts of mixed length in words."""
     rng = random.Random(seed)
     return [words(rng, rng.randint(shortest, longest)) for _ in range(num_prompts)]
 
 
 def token_ids(folder: Path, seed: int, lengths: list[int]) -> list[list[int]]:
-    """Prompts of exactly these lengths in tokens of the folder's tokenizer."""
+    """Returns prompts of exactly these lengths in tokens of the folder's tokenizer."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(seed)
     return [tokenizer.encode(words(rng, 2 * length), add_special_tokens=False).ids[:length] for length in lengths]
 
 
-def spread(num_prompts: int, shortest: int, longest: int) -> list[int]:
-    """Lengths evenly spread from shortest to longest, in an order that mixes them."""
+def spread_lengths(num_prompts: int, shortest: int, longest: int) -> list[int]:
+    """Returns lengths evenly spread from shortest to longest, shuffled."""
     step = (longest - shortest) / max(1, num_prompts - 1)
     lengths = [round(shortest + step * index) for index in range(num_prompts)]
     random.Random(0).shuffle(lengths)

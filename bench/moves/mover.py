@@ -1,4 +1,4 @@
-"""Streams over groups, and their moves, by hand: what a router does, each step in the caller's hand. For tests and benchmarks."""
+"""Streams over groups and their moves, step by step, for tests and benchmarks: a router without policy."""
 
 import queue
 import threading
@@ -15,69 +15,61 @@ from websockets.sync.client import ClientConnection, connect
 from phalanx_api import moves, wire
 from phalanx_api.wire import PROTOCOL_VERSION
 
-WAIT_S = 60.0
-Said = TypeVar("Said", bound=msgspec.Struct)
+TIMEOUT_S = 60.0
+FrameT = TypeVar("FrameT", bound=msgspec.Struct)
 Frame = wire.FromLeader | wire.FromEngine
 
 
-class End(Protocol):
-    """One group, as its router reaches it."""
-
-    def listen(self, hear: Callable[[Frame], None]) -> None:
-        """Calls `hear` with every frame from now on, from any thread."""
+class GroupConnection(Protocol):
+    def listen(self, receive: Callable[[Frame], None]) -> None:
+        """Calls `receive` with each frame, from any thread."""
         ...
 
-    def put(self, frame: wire.ToEngine) -> None:
-        """Sends a frame."""
-        ...
+    def put(self, frame: wire.ToEngine) -> None: ...
 
-    def check(self) -> None:
-        """Raises when the group is gone."""
-        ...
+    def check(self) -> None: ...
 
 
 @contextmanager
-def linked(base_url: str, token: str) -> Iterator["LinkEnd"]:
-    """A link to the group that serves there, as long as the block runs."""
+def linked(base_url: str, token: str) -> Iterator["LinkConnection"]:
+    """Connects a link to the group at this URL until the block ends."""
     url = base_url.replace("http", "ws", 1) + wire.LINK_PATH
     headers = {"Authorization": f"Bearer {token}"}
     with connect(url, additional_headers=headers, max_size=None, compression=None) as link:
         link.send(wire.encode(wire.Hello(PROTOCOL_VERSION, "mover")))
-        yield LinkEnd(link)
+        yield LinkConnection(link)
 
 
-class LinkEnd:
-    """A group over its link."""
+class LinkConnection:
+    """The connection to a group over its link."""
 
     def __init__(self, link: ClientConnection) -> None:
         self._link = link
         self._closed = threading.Event()
 
-    def listen(self, hear: Callable[[Frame], None]) -> None:
-        """Calls `hear` with every frame from now on, from a thread."""
-        threading.Thread(target=self._read, args=(hear,), daemon=True).start()
-        threading.Thread(target=self._live, daemon=True).start()
+    def listen(self, receive: Callable[[Frame], None]) -> None:
+        threading.Thread(target=self._read, args=(receive,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def put(self, frame: wire.ToEngine) -> None:
-        """Sends a frame. Raises when the link is closed."""
+        """Sends a frame. Raises if the link is closed."""
         self._link.send(wire.encode(frame))
 
     def check(self) -> None:
-        """Raises when the link is closed."""
         if self._closed.is_set():
             raise ConnectionError("the link was closed")
 
-    def _read(self, hear: Callable[[Frame], None]) -> None:
+    def _read(self, receive: Callable[[Frame], None]) -> None:
         try:
             for message in self._link:
                 if isinstance(message, bytes):
-                    hear(wire.decode_from_leader(message))
+                    receive(wire.decode_from_leader(message))
         except ConnectionClosed:
             pass
         self._closed.set()
 
-    def _live(self) -> None:
-        """Says every second that the router lives."""
+    def _send_heartbeats(self) -> None:
+        """Sends a heartbeat every second."""
         while not self._closed.wait(1.0):
             try:
                 self.put(wire.Abort([]))
@@ -87,123 +79,119 @@ class LinkEnd:
 
 @dataclass
 class Stream:
-    """One request as its router sees it. `times`: when each token came."""
-
     request: wire.Request
-    at: int
+    group: int
     handle: int
     tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # arrival of each token
     epoch: int = 0
     finish: str | None = None
     refused: wire.Refused | None = None
 
 
 class Mover:
-    """Streams over groups, delivered as a router does: the current epoch, the next index."""
+    """Delivers streams of several groups like a router: only the current epoch, only the next index."""
 
-    def __init__(self, ends: Sequence[End]) -> None:
-        self.ends = ends
-        self.said: list[tuple[int, Frame]] = []
+    def __init__(self, groups: Sequence[GroupConnection]) -> None:
+        self.groups = groups
+        self.move_frames: list[tuple[int, Frame]] = []
         self.loads: dict[int, wire.Load] = {}
-        self._of: dict[str, list[Frame]] = {}
+        self._frames_by_move: dict[str, list[Frame]] = {}
         self._streams: dict[int, Stream] = {}
         self._frames: queue.SimpleQueue[tuple[int, float, Frame]] = queue.SimpleQueue()
         self._handles = 0
         self._moves = 0
-        for number, end in enumerate(ends):
-            end.listen(lambda frame, number=number: self._frames.put((number, time.perf_counter(), frame)))  # type: ignore[misc]
+        for number, group in enumerate(groups):
+            group.listen(lambda frame, number=number: self._frames.put((number, time.perf_counter(), frame)))  # type: ignore[misc]
 
-    def submit(self, request: wire.Request, at: int = 0) -> Stream:
-        """A stream of this request that starts in that group."""
+    def submit(self, request: wire.Request, group: int = 0) -> Stream:
         self._handles += 1
-        stream = self._streams[self._handles] = Stream(request, at, self._handles)
-        self.ends[at].put(wire.Submit(stream.handle, request))
+        stream = self._streams[self._handles] = Stream(request, group, self._handles)
+        self.groups[group].put(wire.Submit(stream.handle, request))
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Ends a stream."""
-        self.ends[stream.at].put(wire.Abort([stream.handle]))
+        self.groups[stream.group].put(wire.Abort([stream.handle]))
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Reads what groups say until this holds. Raises when nothing more happens."""
-        deadline = time.monotonic() + WAIT_S
+        """Processes frames until the condition holds. Raises TimeoutError after 60 s."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not is_done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing happens after {[frame for _, frame in self.said[-8:]]}")
-            for end in self.ends:
-                end.check()
+                raise TimeoutError(f"timed out; last frames of moves: {[frame for _, frame in self.move_frames[-8:]]}")
+            for group in self.groups:
+                group.check()
             try:
                 self._read(*self._frames.get(timeout=0.5))
             except queue.Empty:
                 continue
 
-    def heard(self, kind: type[Said], move: str) -> list[Said]:
-        """Frames of this kind about a move."""
-        return [frame for frame in self._of.get(move, ()) if isinstance(frame, kind)]
+    def frames_of(self, kind: type[FrameT], move: str) -> list[FrameT]:
+        return [frame for frame in self._frames_by_move.get(move, ()) if isinstance(frame, kind)]
 
     def current(self, stream: Stream) -> wire.Request:
-        """What a journal would replay now."""
+        """Returns the request that a journal would replay now."""
         return msgspec.structs.replace(stream.request, epoch=stream.epoch, delivered=list(stream.tokens))
 
     def prepare(self, stream: Stream, target: int) -> str:
-        """Asks the target for room; the name of the move."""
         self._moves += 1
         move = f"mover:{id(self)}:{self._moves}"
-        self.ends[target].put(wire.Prepare(move, self.current(stream)))
-        self.until(lambda: bool(self.heard(moves.Prepared, move)) or bool(self.heard(moves.MoveFailed, move)))
+        self.groups[target].put(wire.Prepare(move, self.current(stream)))
+        self.until(lambda: bool(self.frames_of(moves.Prepared, move)) or bool(self.frames_of(moves.MoveFailed, move)))
         return move
 
     def move_out(
         self, stream: Stream, move: str, mode: moves.MoveMode, bytes_per_s: float | None = None, **changes: object
     ) -> None:
-        """Asks the source to send; `changes` are made to what the target told."""
-        prepared = self.heard(moves.Prepared, move)[0]
-        here = [one if one.host else moves.PageAddress("localhost", one.port) for one in prepared.addresses]
-        told = msgspec.structs.replace(prepared, **{"addresses": here, **changes})
-        self.ends[stream.at].put(
-            moves.MoveOut(move=move, handle=stream.handle, epoch=stream.epoch, prepared=told, mode=mode, bytes_per_s=bytes_per_s)
+        """Orders the source to send; `changes` override fields of the target's `Prepared`."""
+        prepared = self.frames_of(moves.Prepared, move)[0]
+        addresses = [address if address.host else moves.PageAddress("localhost", address.port) for address in prepared.addresses]
+        prepared = msgspec.structs.replace(prepared, **{"addresses": addresses, **changes})
+        self.groups[stream.group].put(
+            moves.MoveOut(
+                move=move, handle=stream.handle, epoch=stream.epoch, prepared=prepared, mode=mode, bytes_per_s=bytes_per_s
+            )
         )
 
     def wait_for_pages(self, move: str) -> None:
-        """Returns when a move may be committed, or has failed."""
+        """Waits until the move may be committed or has failed."""
 
-        def is_over() -> bool:
-            is_ready = bool(self.heard(moves.Frozen, move)) and bool(self.heard(moves.Arrived, move))
-            return is_ready or bool(self.heard(moves.MoveFailed, move))
+        def is_done() -> bool:
+            is_ready = bool(self.frames_of(moves.Frozen, move)) and bool(self.frames_of(moves.Arrived, move))
+            return is_ready or bool(self.frames_of(moves.MoveFailed, move))
 
-        self.until(is_over)
+        self.until(is_done)
 
     def commit(self, stream: Stream, move: str, target: int) -> None:
-        """The stream is the target's from now on."""
+        """Makes the target the owner of the stream."""
         self._handles += 1
-        source, old = stream.at, stream.handle
-        stream.at, stream.handle, stream.epoch = target, self._handles, stream.epoch + 1
+        source, old_handle = stream.group, stream.handle
+        stream.group, stream.handle, stream.epoch = target, self._handles, stream.epoch + 1
         self._streams[stream.handle] = stream
-        self.ends[target].put(wire.Submit(stream.handle, self.current(stream), move))
-        self.ends[source].put(moves.Release(move))
-        self.ends[source].put(wire.Abort([old]))
+        self.groups[target].put(wire.Submit(stream.handle, self.current(stream), move))
+        self.groups[source].put(moves.Release(move))
+        self.groups[source].put(wire.Abort([old_handle]))
 
     def move(
         self, stream: Stream, target: int, mode: moves.MoveMode = "precopy", bytes_per_s: float | None = None
     ) -> moves.Arrived | moves.MoveFailed:
-        """Moves a stream: what arrived, or why it stays where it is."""
+        """Moves a stream; returns its arrival, or the failure that leaves it in its group."""
         move = self.prepare(stream, target)
-        if not self.heard(moves.MoveFailed, move):
+        if not self.frames_of(moves.MoveFailed, move):
             self.move_out(stream, move, mode, bytes_per_s)
             self.wait_for_pages(move)
-        if failed := self.heard(moves.MoveFailed, move):
-            self.ends[target].put(moves.Cancel(move))
+        if failed := self.frames_of(moves.MoveFailed, move):
+            self.groups[target].put(moves.Cancel(move))
             return failed[0]
         self.commit(stream, move, target)
-        return self.heard(moves.Arrived, move)[0]
+        return self.frames_of(moves.Arrived, move)[0]
 
     def settle(self) -> None:
-        """Returns when no group has anything in hand, and no page is missing anywhere. Raises when one is."""
+        """Waits until all groups are idle with all pages free. Raises RuntimeError if a page leaked."""
 
         def is_settled(load: wire.Load) -> bool:
             if load.leaks:
-                raise RuntimeError(f"pages are missing: {load}")
+                raise RuntimeError(f"pages leaked: {load}")
             return not (load.running or load.waiting or load.reserved_pages) and load.free_pages == load.total_pages
 
         self.until(lambda: all(is_settled(load) for load in self.loads.values()))
@@ -223,9 +211,9 @@ class Mover:
                 self._streams[frame.handle].refused = frame
             case wire.Load():
                 self.loads[number] = frame
-            case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.AskRescue():
-                self.said.append((number, frame))
-                if not isinstance(frame, moves.AskRescue):
-                    self._of.setdefault(frame.move, []).append(frame)
+            case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.RescueRequest():
+                self.move_frames.append((number, frame))
+                if not isinstance(frame, moves.RescueRequest):
+                    self._frames_by_move.setdefault(frame.move, []).append(frame)
             case _:
                 return

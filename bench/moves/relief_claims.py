@@ -1,27 +1,27 @@
-"""What is claimed of moves, and judged: two modes that had the same rounds of requests in turn.
+"""Bounds of `bench.moves.relief`: two modes that play the same rounds in turn.
 
 skewed    fewer preemptions, and a lower P99 of the longest gap between tokens
-even      P99 TTFT, P99 TPOT and tokens per second within 5 % of no moves
+even      P99 TTFT, P99 TPOT and tokens/s within 5 % of moves off
 
-By the median of the ratios of pairs of rounds: its whole interval has to be so, and where it holds the bound it is not
-distinguishable. What all rounds had together stands beside and is not judged: a few rounds may make all the difference.
+The median of the ratios of paired rounds is judged by its whole interval. The totals of all rounds are printed but not
+judged, because a few rounds may dominate them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.frame.client import Answer
-from bench.frame.figures import Median, median_of, percentile, table
+from bench.frame.figures import Interval, Verdict, median_interval, percentile, table
 
 MODES = ("Off", "Migrate")
-NEAR = 0.05
-"""How far an even load may be from what it is without moves."""
+TOLERANCE = 0.05
+"""Allowed relative difference between the modes under an even load."""
 PREEMPTIONS, GAP, TTFT, TPOT, RATE = "preemptions", "longest gap p99, ms", "ttft p99, ms", "tpot p99, ms", "tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one mode did with one set of requests, or with several."""
+    """The result of one mode for one or several rounds."""
 
     answers: list[Answer]
     seconds: float
@@ -29,88 +29,76 @@ class Round:
     moves: dict[str, float]
 
     def figures(self) -> dict[str, float]:
-        """Numbers of the table. Only whole answers have times."""
-        whole = [answer for answer in self.answers if answer.error is None]
-        tpots = [answer.tpot_s for answer in whole if answer.tpot_s is not None]
+        """Returns the figures of the table. Failed answers have no times."""
+        completed = [answer for answer in self.answers if answer.error is None]
+        tpots = [answer.tpot_s for answer in completed if answer.tpot_s is not None]
         return {
             "requests": len(self.answers),
-            "failed": len(self.answers) - len(whole),
+            "failed": len(self.answers) - len(completed),
             PREEMPTIONS: self.preemptions,
-            GAP: 1e3 * percentile([max(answer.gaps_s, default=0.0) for answer in whole], 99),
-            TTFT: 1e3 * percentile([answer.ttft_s for answer in whole], 99),
+            GAP: 1e3 * percentile([max(answer.gaps_s, default=0.0) for answer in completed], 99),
+            TTFT: 1e3 * percentile([answer.ttft_s for answer in completed], 99),
             TPOT: 1e3 * percentile(tpots, 99),
-            RATE: sum(answer.completion_tokens for answer in whole) / self.seconds,
+            RATE: sum(answer.completion_tokens for answer in completed) / self.seconds,
         } | {f"moves {why}": count for why, count in sorted(self.moves.items())}
 
 
-VERDICTS = {True: "yes", False: "NO", None: "not distinguishable"}
 Played = dict[str, list[Round]]
-"""All rounds of one load, by mode; those at the same place had the same requests."""
+"""All rounds of one load by mode; equal indexes had equal requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing that is judged: what it was with moves off and on over all rounds, the ratio of pairs, and whether it holds; None
-    where the interval holds the bound, which tells neither."""
-
-    what: str
-    off: float
-    on: float
-    ratio: Median
+    name: str
+    off: float  # over all rounds
+    on: float  # over all rounds
+    ratio: Interval  # of paired rounds
     bound: str
-    is_met: bool | None
+    verdict: Verdict
 
 
-def joined(rounds: Sequence[Round]) -> Round:
-    """All rounds as one: percentiles are then of all their requests."""
-    answers = [answer for one in rounds for answer in one.answers]
-    names = dict.fromkeys(name for one in rounds for name in one.moves)
-    moved = {name: sum(one.moves.get(name, 0.0) for one in rounds) for name in names}
-    return Round(answers, sum(one.seconds for one in rounds), sum(one.preemptions for one in rounds), moved)
+def merged(rounds: Sequence[Round]) -> Round:
+    """Merges rounds; percentiles are then over all their requests."""
+    answers = [answer for played in rounds for answer in played.answers]
+    names = dict.fromkeys(name for played in rounds for name in played.moves)
+    moved = {name: sum(played.moves.get(name, 0.0) for played in rounds) for name in names}
+    return Round(answers, sum(played.seconds for played in rounds), sum(played.preemptions for played in rounds), moved)
 
 
 def judge(load: str, played: Played) -> list[Claim]:
-    """What is claimed of this load. Preemptions are compared with one more of each: a round may have none."""
-    off, on = (joined(played[mode]).figures() for mode in MODES)
+    off, on = (merged(played[mode]).figures() for mode in MODES)
 
-    def ratio(name: str, more: float = 0.0) -> Median:
+    def ratio(name: str, added: float = 0.0) -> Interval:
         pairs = zip(*(played[mode] for mode in MODES), strict=True)
-        return median_of([(more + ours.figures()[name]) / (more + theirs.figures()[name]) for theirs, ours in pairs])
+        return median_interval([(added + ours.figures()[name]) / (added + theirs.figures()[name]) for theirs, ours in pairs])
 
-    def claim(name: str, found: Median, bound: str, is_met: bool | None) -> Claim:
-        return Claim(name, off[name], on[name], found, bound, is_met)
+    def claim(name: str, interval: Interval, bound: str, verdict: Verdict) -> Claim:
+        return Claim(name, off[name], on[name], interval, bound, verdict)
 
     if load == "skewed":
-        fewer, gap = ratio(PREEMPTIONS, more=1.0), ratio(GAP)
-        return [claim(PREEMPTIONS, fewer, "fewer", lower(fewer)), claim(GAP, gap, "lower", lower(gap))]
-    ttft, tpot, rate, near = ratio(TTFT), ratio(TPOT), ratio(RATE), f"{NEAR:.0%}"
-    times = [claim(name, found, near, at_most(1 + NEAR, found)) for name, found in ((TTFT, ttft), (TPOT, tpot))]
-    return [*times, claim(RATE, rate, near, at_least(1 - NEAR, rate))]
+        fewer, gap = ratio(PREEMPTIONS, added=1.0), ratio(GAP)  # a round may have no preemptions
+        return [claim(PREEMPTIONS, fewer, "fewer", is_lower(fewer)), claim(GAP, gap, "lower", is_lower(gap))]
+    ttft, tpot, rate, bound = ratio(TTFT), ratio(TPOT), ratio(RATE), f"{TOLERANCE:.0%}"
+    times = [
+        claim(name, interval, bound, interval.verdict(1 + TOLERANCE, is_least=False))
+        for name, interval in ((TTFT, ttft), (TPOT, tpot))
+    ]
+    return [*times, claim(RATE, rate, bound, rate.verdict(1 - TOLERANCE))]
 
 
-def lower(ratio: Median) -> bool | None:
-    """Whether it is less than 1; None where its interval holds 1."""
-    reaches = at_least(1.0, ratio)
-    return None if reaches is None else not reaches
+_REVERSED: dict[Verdict, Verdict] = {"yes": "NO", "NO": "yes", "not distinguishable": "not distinguishable"}
 
 
-def at_most(bound: float, ratio: Median) -> bool | None:
-    """Whether it is no more than the bound; None where its interval holds the bound."""
-    return None if ratio.low <= bound < ratio.high else ratio.high <= bound
+def is_lower(ratio: Interval) -> Verdict:
+    return _REVERSED[ratio.verdict(1.0)]
 
 
-def at_least(bound: float, ratio: Median) -> bool | None:
-    """Whether it is no less than the bound; None where its interval holds the bound."""
-    return None if ratio.low < bound <= ratio.high else ratio.low >= bound
-
-
-def show(load: str, played: Played, claims: Sequence[Claim]) -> None:
-    """Both tables of one load."""
-    figures = {mode: joined(played[mode]).figures() for mode in MODES}
+def print_tables(load: str, played: Played, claims: Sequence[Claim]) -> None:
+    figures = {mode: merged(played[mode]).figures() for mode in MODES}
     names = list(dict.fromkeys(name for mode in MODES for name in figures[mode]))
     print(table([load, *MODES], [[name, *(f"{figures[mode].get(name, 0.0):.1f}" for mode in MODES)] for name in names]))
     rows = []
     for claim in claims:
         pairs = [f"{claim.ratio.middle:.3f}", f"{claim.ratio.low:.3f} to {claim.ratio.high:.3f}"]
-        rows.append([claim.what, f"{claim.off:.1f}", f"{claim.on:.1f}", *pairs, claim.bound, VERDICTS[claim.is_met]])
+        rows.append([claim.name, f"{claim.off:.1f}", f"{claim.on:.1f}", *pairs, claim.bound, claim.verdict])
     print(table(["judged", *MODES, "median of pairs", "95 % interval", "bound", "holds"], rows) + "\n", flush=True)

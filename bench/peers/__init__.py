@@ -1,1 +1,1 @@
-"""Other engines beside ours: installed, run on the same workloads one after another, shown in one table."""
+"""Compares other engines with ours on the same workloads."""

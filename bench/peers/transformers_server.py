@@ -1,8 +1,9 @@
-"""transformers behind the completions API: `python -m bench.peers.transformers_server MODEL PORT DTYPE generate|continuous`.
+"""Serves transformers as completions API.
 
-continuous is `bench.peers.transformers_batching`. With generate, requests that wait are answered together, at most 16 in one
-left-padded batch, each cut to the tokens that it asked for. One request alone is streamed token by token; a batch comes whole,
-which is all that `generate` gives.
+    python -m bench.peers.transformers_server MODEL PORT DTYPE generate|continuous
+
+continuous: `bench.peers.transformers_batching`. generate: waiting requests form left-padded batches of at most 16, each output
+cut to its `max_tokens`. One request alone is streamed by token, a batch arrives as a whole, as `generate` returns it.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ BATCH = 16
 
 
 @dataclass(slots=True)
-class Waiting:
-    """One request: its prompt, and where its tokens go."""
+class QueuedRequest:
+    """One request and the queue for its tokens; `None` ends it."""
 
     prompt: list[int]
     max_tokens: int
@@ -28,85 +29,80 @@ class Waiting:
 
 
 class Streamer:
-    """Hands each step's token to the loop; the first call is the prompt."""
+    """Sends each step's token to the event loop; the first call is the prompt."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, one: Waiting) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request: QueuedRequest) -> None:
         self._loop = loop
-        self._one = one
+        self._request = request
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, then one token after another."""
         if not self._is_prompt:
-            self._loop.call_soon_threadsafe(self._one.tokens.put_nowait, value.flatten().tolist())
+            self._loop.call_soon_threadsafe(self._request.tokens.put_nowait, value.flatten().tolist())
         self._is_prompt = False
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Does nothing."""
 
 
-async def work(model: Any, waiting: "asyncio.Queue[Waiting]") -> None:
-    """Answers batch after batch, for ever."""
+async def generate_all(model: Any, queue: "asyncio.Queue[QueuedRequest]") -> None:
+    """Generates batch after batch, forever."""
     loop = asyncio.get_running_loop()
     while True:
-        batch = [await waiting.get()]
-        while not waiting.empty() and len(batch) < BATCH:
-            batch.append(waiting.get_nowait())
+        batch = [await queue.get()]
+        while not queue.empty() and len(batch) < BATCH:
+            batch.append(queue.get_nowait())
         streamer = Streamer(loop, batch[0]) if len(batch) == 1 else None
-        rows = await asyncio.to_thread(generated, model, batch, streamer)
-        for one, row in zip(batch, rows, strict=True):
+        rows = await asyncio.to_thread(generate_batch, model, batch, streamer)
+        for request, row in zip(batch, rows, strict=True):
             if streamer is None:
-                one.tokens.put_nowait(row[: one.max_tokens])
-            one.tokens.put_nowait(None)
+                request.tokens.put_nowait(row[: request.max_tokens])
+            request.tokens.put_nowait(None)
 
 
 @torch.inference_mode()
-def generated(model: Any, batch: list[Waiting], streamer: Streamer | None) -> list[list[int]]:
-    """The new tokens of each request."""
-    longest = max(len(one.prompt) for one in batch)
-    ids = torch.tensor([[0] * (longest - len(one.prompt)) + one.prompt for one in batch])
-    mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in batch])
-    count = max(one.max_tokens for one in batch)
-    how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "streamer": streamer, "pad_token_id": 0}
-    rows: list[list[int]] = model.generate(ids, attention_mask=mask, **how)[:, longest:].tolist()
+def generate_batch(model: Any, batch: list[QueuedRequest], streamer: Streamer | None) -> list[list[int]]:
+    longest = max(len(request.prompt) for request in batch)
+    ids = torch.tensor([[0] * (longest - len(request.prompt)) + request.prompt for request in batch])
+    mask = torch.tensor([[0] * (longest - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
+    count = max(request.max_tokens for request in batch)
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "streamer": streamer, "pad_token_id": 0}
+    rows: list[list[int]] = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
     return rows
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """The stream of one completion of a prompt of token ids."""
     body = await request.json()
-    one = Waiting(body["prompt"], body["max_tokens"])
-    request.app["waiting"].put_nowait(one)
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await answer.prepare(request)
+    queued = QueuedRequest(body["prompt"], body["max_tokens"])
+    request.app["queue"].put_nowait(queued)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
     count = 0
-    while (tokens := await one.tokens.get()) is not None:
+    while (tokens := await queued.tokens.get()) is not None:
         count += len(tokens)
-        await answer.write(f"data: {json.dumps({'choices': [{'text': ' t' * len(tokens)}]})}\n\n".encode())
-    usage = {"prompt_tokens": len(one.prompt), "completion_tokens": count}
-    await answer.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
-    return answer
+        await response.write(f"data: {json.dumps({'choices': [{'text': ' t' * len(tokens)}]})}\n\n".encode())
+    usage = {"prompt_tokens": len(queued.prompt), "completion_tokens": count}
+    await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+    return response
 
 
 async def health(request: web.Request) -> web.Response:
-    """Yes."""
     return web.Response()
 
 
 async def serve(folder: str, port: int, dtype: str, batching: str) -> None:
-    """Serves until the process is ended."""
     if batching == "continuous":
-        from bench.peers.transformers_batching import work as answer
+        from bench.peers.transformers_batching import generate_all as generate
     else:
-        answer = work
+        generate = generate_all
     app = web.Application(client_max_size=1 << 24)
-    app["waiting"] = asyncio.Queue[Waiting]()
+    app["queue"] = asyncio.Queue[QueuedRequest]()
     app.add_routes([web.post("/v1/completions", completions), web.get("/health", health)])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    await answer(model, app["waiting"])
+    await generate(model, app["queue"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The four workloads: token ids of a fixed seed, greedy, the end of sequence ignored. Every run has prompts of its own.
+"""Four workloads of seeded token ids, greedy, past the end of sequence. Each run has different prompts.
 
-| | requests | prompt | answer | at once |
+| | requests | prompt tokens | output tokens | concurrency |
 |---|---|---|---|---|
 | W1 | 3, one after another | 128 | 128 | 1 |
 | W2 | 64 | 64 to 512 | 64 to 128 | 64 |
@@ -21,23 +21,21 @@ _FIRST_TOKEN = 300
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts with the number of tokens to answer, and how many are asked at once."""
+    """Prompts, their output lengths, and the concurrency."""
 
     prompts: list[list[int]]
     max_tokens: list[int]
     concurrency: int
 
     def trial(self) -> "Workload":
-        """Two requests of eight tokens: shows that an engine works, not how fast."""
         return Workload(self.prompts[:2], [8] * 2, min(self.concurrency, 2))
 
 
 def workload(name: WorkloadName, seed: int) -> Workload:
-    """The workload's prompts for one run."""
-    chance = random.Random(f"{name} {seed}")
+    rng = random.Random(f"{name} {seed}")
 
     def ids(count: int) -> list[int]:
-        return [chance.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(count)]
+        return [rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(count)]
 
     if name == "W1":
         return Workload([ids(128) for _ in range(3)], [128] * 3, 1)
@@ -45,5 +43,5 @@ def workload(name: WorkloadName, seed: int) -> Workload:
         shared = ids(512)
         return Workload([shared + ids(32) for _ in range(64)], [32] * 64, 64)
     count, concurrency = (64, 64) if name == "W2" else (96, 16)
-    lengths = [chance.randint(64, 512) for _ in range(count)]
-    return Workload([ids(length) for length in lengths], [chance.randint(64, 128) for _ in range(count)], concurrency)
+    lengths = [rng.randint(64, 512) for _ in range(count)]
+    return Workload([ids(length) for length in lengths], [rng.randint(64, 128) for _ in range(count)], concurrency)

@@ -1,9 +1,10 @@
-"""CPU time of the door per streamed token: detokenise, encode, send. Run: `python bench/router/api_server.py`.
+"""Measures CPU time of the API server per streamed token: detokenize, encode, send.
 
-Three figures. "alone": the application called without a server, tokens ready at once. "saturated": uvicorn with as many
-streams as asked, a new step as soon as every stream took its token, a client process that reads and drops. "paced": the
-same with a step every 10 ms, where waking up is not shared with the next token.
-Measured is this process's CPU time over the tokens; the client's is not in it.
+    python bench/router/api_server.py [--streams 32] [--tokens 500]
+
+alone: the application without a server, tokens ready at once. saturated: uvicorn and `--streams` streams, the next step starts
+when every stream has its token; a client process reads and discards. paced: the same with a step every 10 ms, so that each token
+wakes the server. Prints this process's CPU time per token, without the client's.
 """
 
 import argparse
@@ -27,7 +28,6 @@ NAME = "bench"
 
 
 def bench_assets() -> wire.Assets:
-    """A byte-level tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: id for id, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,8 +35,8 @@ def bench_assets() -> wire.Assets:
     return wire.make_assets({"tokenizer.json": tokenizer.to_str().encode()}, [NAME], 1_000_000, [])
 
 
-class Steps:
-    """One engine for all streams: each step gives every stream a token. `period_s` 0 steps as soon as all took theirs."""
+class SteppedBackend:
+    """An engine that gives every stream a token per step; with `period_s=0` the next step starts at once."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -55,7 +55,7 @@ class Steps:
         return {}
 
     async def wait_for_assets(self) -> None:
-        """At once: what is not known yet, no request waits for."""
+        """Returns at once."""
 
     def assets(self) -> wire.Assets:
         return self._assets
@@ -78,9 +78,7 @@ class Steps:
                 step.set_result(None)
 
 
-class Ready(Steps):
-    """Every token is there at once."""
-
+class ImmediateBackend(SteppedBackend):
     async def _next_step(self) -> None:
         pass
 
@@ -90,7 +88,6 @@ def body_of(num_tokens: int) -> bytes:
 
 
 async def run_alone(app: FastAPI, num_tokens: int) -> float:
-    """CPU seconds of one request through the application."""
     bodies = [{"type": "http.request", "body": body_of(num_tokens), "more_body": False}]
 
     async def receive() -> MutableMapping[str, Any]:
@@ -114,9 +111,9 @@ async def run_alone(app: FastAPI, num_tokens: int) -> float:
 
 
 def read_streams(port: int, num_streams: int, num_tokens: int) -> None:
-    """The client: all streams at once, every byte dropped."""
+    """Reads all streams at once and discards the bytes."""
 
-    async def one() -> None:
+    async def read_one() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         body = body_of(num_tokens)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -125,32 +122,31 @@ def read_streams(port: int, num_streams: int, num_tokens: int) -> None:
             pass
         writer.close()
 
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one() for _ in range(num_streams)))
+    async def read_all() -> None:
+        await asyncio.gather(*(read_one() for _ in range(num_streams)))
 
-    asyncio.run(all_of_them())
+    asyncio.run(read_all())
 
 
 async def run_client(port: int, num_streams: int, num_tokens: int) -> None:
-    """Returns when a client process has read all streams."""
     client = multiprocessing.get_context("spawn").Process(target=read_streams, args=(port, num_streams, num_tokens))
     client.start()
     await asyncio.to_thread(client.join)
 
 
 async def run_served(app: FastAPI, num_streams: int, num_tokens: int) -> float:
-    """CPU seconds of the server over all streams."""
+    """Returns the server's CPU seconds for all streams."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     port = listener.getsockname()[1]
-    await run_client(port, num_streams, 1)  # first requests load the tokenizer and import what is imported late
+    await run_client(port, num_streams, 1)  # the first requests load tokenizer and lazy imports
     before = time.process_time()
     await run_client(port, num_streams, num_tokens)
-    spent = time.process_time() - before
+    cpu_s = time.process_time() - before
     server.should_exit = True
     await serving
-    return spent
+    return cpu_s
 
 
 def main() -> None:
@@ -159,12 +155,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="per stream")
     options = parser.parse_args()
     total = options.streams * options.tokens
-    alone = asyncio.run(run_alone(create_app(Ready(0)), total))
-    print(f"alone      {alone / total * 1e6:6.1f} us per token")
+    alone_s = asyncio.run(run_alone(create_app(ImmediateBackend(0)), total))
+    print(f"alone      {alone_s / total * 1e6:6.1f} us per token")
     for name, period_s in (("saturated", 0.0), ("paced", 0.010)):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            spent = runner.run(run_served(create_app(Steps(period_s)), options.streams, options.tokens))
-        print(f"{name:10} {spent / total * 1e6:6.1f} us per token, {options.streams} streams")
+            cpu_s = runner.run(run_served(create_app(SteppedBackend(period_s)), options.streams, options.tokens))
+        print(f"{name:10} {cpu_s / total * 1e6:6.1f} us per token, {options.streams} streams")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""What one choice of a group costs the router: `python -m bench.router.choice`. One core, no network.
+"""Measures the CPU time in which a router chooses a group.
 
-Each choice follows a dispatch, so that one view is made anew, as in a router; reports of all groups come every 50 ms of its time.
+    python -m bench.router.choice
+
+One thread, no network. Each choice follows a dispatch, so that one view is rebuilt, as in a router; all groups report every 50 ms
+of simulated time. Prints microseconds per choice and per hashing of a prompt's pages.
 """
 
 import random
@@ -14,10 +17,10 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_router.routing.choose import Choice, choose
 from phalanx_router.routing.cost import RequestDemand
 from phalanx_router.routing.ledger import SentRequest
-from phalanx_router.routing.look import GroupReport, GroupViewBuilder
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
+from phalanx_router.routing.view_builder import GroupReport, GroupViewBuilder
 
-CHOICES, PER_REPORT = 2000, 20
+NUM_CHOICES, CHOICES_PER_REPORT = 2000, 20
 SPACE = KeySpace("model", 16)
 LOAD = wire.Load(
     waiting=1,
@@ -36,43 +39,42 @@ LOAD = wire.Load(
 
 
 def measure(num_groups: int, prompt_tokens: int) -> tuple[float, float]:
-    """Microseconds of a choice, and of hashing the pages of a prompt once."""
-    draw = random.Random(0)
+    """Returns the microseconds of a choice, and of hashing the pages of a prompt."""
+    rng = random.Random(0)
     groups = [GroupReport(key=f"g{i}", group=f"g{i}", served=wire.Served("model", "layout", 1000)) for i in range(num_groups)]
-    prompt = [draw.randrange(50_000) for _ in range(prompt_tokens)]
+    prompt = [rng.randrange(50_000) for _ in range(prompt_tokens)]
     keys = PrefixKeys(root_key("model"), SPACE.page_size).extend(prompt)
-    index, lookout = PrefixIndex(), GroupViewBuilder()
+    index, view_builder = PrefixIndex(), GroupViewBuilder()
     for group in groups:
-        held = [(True, key) for key in keys[: draw.randrange(len(keys) + 1)]]
-        index.apply(group.key, SPACE, wire.PageChanges(0, held, is_snapshot=True))
-    asked, demand = PromptKeys(prompt, "", ""), RequestDemand(prompt_tokens, 200)
-    began_s = time.thread_time()
-    asked.keys(SPACE)
-    hashing_s = time.thread_time() - began_s
-    spent_s = 0.0
-    for number in range(1, CHOICES + 1):
-        now = number * 0.05 / PER_REPORT
-        if number % PER_REPORT == 1:
+        cached = [(True, key) for key in keys[: rng.randrange(len(keys) + 1)]]
+        index.apply(group.key, SPACE, wire.PageChanges(0, cached, is_snapshot=True))
+    prompt_keys, demand = PromptKeys(prompt, "", ""), RequestDemand(prompt_tokens, 200)
+    started_s = time.thread_time()
+    prompt_keys.keys(SPACE)
+    hashing_s = time.thread_time() - started_s
+    choice_s = 0.0
+    for number in range(1, NUM_CHOICES + 1):
+        now = number * 0.05 / CHOICES_PER_REPORT
+        if number % CHOICES_PER_REPORT == 1:
             for group in groups:
-                group.report(msgspec.structs.replace(LOAD, sequence=number, last_handle=number), now)
-        began_s = time.thread_time()
-        views = lookout.build(groups, now)
-        choice = choose(views, demand, draw.random(), hits=index.hits(asked))
-        spent_s += time.thread_time() - began_s
+                group.record(msgspec.structs.replace(LOAD, sequence=number, last_handle=number), now)
+        started_s = time.thread_time()
+        views = view_builder.build(groups, now)
+        choice = choose(views, demand, rng.random(), hits=index.hits(prompt_keys))
+        choice_s += time.thread_time() - started_s
         assert isinstance(choice, Choice)
         groups[int(choice.key[1:])].ledger.dispatch(
-            number, SentRequest(prompt_tokens=prompt_tokens, context_tokens=prompt_tokens, pages=10, output_tokens=200), now
+            number, SentRequest(prompt_tokens=prompt_tokens, context_tokens=prompt_tokens, pages=10), now
         )
-    return spent_s / CHOICES * 1e6, hashing_s * 1e6
+    return choice_s / NUM_CHOICES * 1e6, hashing_s * 1e6
 
 
 def main() -> int:
-    """Prints a line for each size."""
     for num_groups in (8, 64):
         for prompt_tokens in (128, 8192):
             choice_us, hashing_us = measure(num_groups, prompt_tokens)
             name = f"{num_groups:3} groups, {prompt_tokens:5} prompt tokens"
-            print(f"{name}: {choice_us:6.1f} us a choice, {hashing_us:7.1f} us of hashing")
+            print(f"{name}: {choice_us:6.1f} us per choice, {hashing_us:7.1f} us for hashing")
     return 0
 
 

@@ -1,12 +1,14 @@
-"""What a router costs beside asking a group directly: `python -m bench.router.cost [--quick]`.
+"""Measures the cost of a router compared with the group directly.
 
-Three programs on one machine: groups without a model (`bench.router.fake_group`), a router, and clients; they share the cores:
-CPU times are of the router process alone, and latencies of pairs of runs that take turns. Bounds, by which the exit code goes:
+    python -m bench.router.cost [--quick] [--only streaming]
 
-    50 us of CPU per streamed token in chunks of one          150 KiB per open stream, 10,000 open
-    2 ms of CPU per request, 128 tokens in, 16 out, whole     2 ms added at the median, 1 stream and 64 paced ones
+Groups without a model (`bench.router.fake_group`), a router and clients share one machine. CPU times are those of the router
+process; latencies come from runs through the router and directly, in turn. Bounds, for the exit status:
 
-A token's age is the time from its step in the group to its arrival at the client, who reads the step's number from the text.
+    50 us of CPU per streamed token, one token per event     150 KiB per open stream, 10,000 open
+    2 ms of CPU per request, 128 tokens in, 16 out           2 ms added at the median, 1 stream and 64 paced ones
+
+The age of a token is the time from its step in the group to its arrival at the client, which reads the step number from the text.
 """
 
 import argparse
@@ -24,22 +26,20 @@ from pathlib import Path
 
 from bench.frame.figures import percentile, table
 from bench.frame.programs import Program, running
-from bench.router.fake_group import FIRST_ID, SPELLED, StepClock
+from bench.router.fake_group import FIRST_ID, NUM_SYMBOLS, StepClock
 
 PROMPT = "x" * 128
-"""128 tokens of the tokenizer that has one per byte."""
+"""128 tokens of a tokenizer with one token per byte."""
 BOUNDS = {"us_per_token": 50.0, "ms_per_request": 2.0, "kib_per_stream": 150.0, "added_ms": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked. `pairs`: runs against router and group that take turns."""
-
     streams: int = 64
     tokens: int = 500
     requests: int = 2000
     open_streams: int = 10_000
-    pairs: int = 5
+    pairs: int = 5  # runs of router and group, in turn
     paced_tokens: int = 150
 
 
@@ -51,21 +51,19 @@ def head(body: bytes) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n"
 
 
-def asking(max_tokens: int, stream: bool) -> bytes:
+def encode_body(max_tokens: int, stream: bool) -> bytes:
     return json.dumps({"prompt": PROMPT, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}).encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What one client process read: events with text, and the ages of their tokens in seconds."""
-
-    events: int
-    ages_s: list[float]
+class ReadResult:
+    events: int  # with text
+    ages_s: list[float]  # of tokens
 
 
-async def _read_stream(port: int, max_tokens: int, clock: StepClock | None) -> Read:
+async def _read_stream(port: int, max_tokens: int, clock: StepClock | None) -> ReadResult:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = asking(max_tokens, stream=True)
+    body = encode_body(max_tokens, stream=True)
     writer.write(head(body) + b"connection: close\r\n\r\n" + body)
     events, ages = 0, list[float]()
     while line := await reader.readline():
@@ -74,41 +72,40 @@ async def _read_stream(port: int, max_tokens: int, clock: StepClock | None) -> R
             text = json.loads(line[6:])["choices"][0]["text"]
             events += bool(text)
             if clock is not None and text:
-                ages.append(arrived - clock.when((SYMBOLS[text[-1]] - FIRST_ID) % SPELLED))
+                ages.append(arrived - clock.time_of((SYMBOLS[text[-1]] - FIRST_ID) % NUM_SYMBOLS))
     writer.close()
-    return Read(events, ages)
+    return ReadResult(events, ages)
 
 
 def _symbols() -> dict[str, int]:
-    """Which id each character of the benchmark's tokenizer has."""
     from tokenizers import Tokenizer
 
     from bench.router.api_server import bench_assets
 
     tokenizer = Tokenizer.from_buffer(bench_assets().files["tokenizer.json"])
-    return {tokenizer.decode([id]): id for id in range(FIRST_ID, FIRST_ID + SPELLED)}
+    return {tokenizer.decode([id]): id for id in range(FIRST_ID, FIRST_ID + NUM_SYMBOLS)}
 
 
 SYMBOLS = _symbols()
 
 
-def read_streams(port: int, streams: int, max_tokens: int, clock: str | None) -> Read:
-    """All streams at once, in this process."""
+def read_streams(port: int, streams: int, max_tokens: int, clock: str | None) -> ReadResult:
+    """Reads all streams at once in this process."""
 
-    async def all_of_them() -> list[Read]:
+    async def read_all() -> list[ReadResult]:
         times = StepClock(Path(clock)) if clock else None
         return await asyncio.gather(*(_read_stream(port, max_tokens, times) for _ in range(streams)))
 
-    reads = asyncio.run(all_of_them())
-    return Read(sum(read.events for read in reads), [age for read in reads for age in read.ages_s])
+    reads = asyncio.run(read_all())
+    return ReadResult(sum(read.events for read in reads), [age for read in reads for age in read.ages_s])
 
 
-def ask_whole(port: int, requests: int, at_once: int) -> float:
-    """Seconds for so many requests that are not streamed, over connections that stay open."""
+def send_requests(port: int, requests: int, concurrency: int) -> float:
+    """Returns the seconds for non-streamed requests over persistent connections."""
 
     async def worker(count: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = asking(16, stream=False)
+        body = encode_body(16, stream=False)
         for _ in range(count):
             writer.write(head(body) + b"\r\n" + body)
             answer = await reader.readuntil(b"\r\n\r\n")
@@ -118,23 +115,23 @@ def ask_whole(port: int, requests: int, at_once: int) -> float:
             await reader.readexactly(int(length.partition(b":")[2]))
         writer.close()
 
-    async def all_of_them() -> None:
-        await asyncio.gather(*(worker(requests // at_once) for _ in range(at_once)))
+    async def run_all() -> None:
+        await asyncio.gather(*(worker(requests // concurrency) for _ in range(concurrency)))
 
-    began = time.perf_counter()
-    asyncio.run(all_of_them())
-    return time.perf_counter() - began
+    started = time.perf_counter()
+    asyncio.run(run_all())
+    return time.perf_counter() - started
 
 
 def open_streams(
-    port: int, streams: int, ready: "multiprocessing.synchronize.Event", leave: "multiprocessing.synchronize.Event"
+    port: int, streams: int, ready: "multiprocessing.synchronize.Event", stop: "multiprocessing.synchronize.Event"
 ) -> None:
-    """Opens streams that do not end, says when each had a token, and holds them until it may leave."""
+    """Opens endless streams, sets `ready` when each had a token, and holds them until `stop`."""
 
-    async def one(gate: asyncio.Semaphore) -> asyncio.StreamWriter:
+    async def open_stream(gate: asyncio.Semaphore) -> asyncio.StreamWriter:
         async with gate:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = asking(900_000, stream=True)
+            body = encode_body(900_000, stream=True)
             writer.write(head(body) + b"connection: close\r\n\r\n" + body)
             while not (await reader.readline()).startswith(b"data: "):
                 pass
@@ -142,19 +139,19 @@ def open_streams(
         _DRAINS.add(task)
         return writer
 
-    async def all_of_them() -> None:
-        gate = asyncio.Semaphore(OPENING)
-        writers = await asyncio.gather(*(one(gate) for _ in range(streams)))
+    async def run_all() -> None:
+        gate = asyncio.Semaphore(MAX_OPENING)
+        writers = await asyncio.gather(*(open_stream(gate) for _ in range(streams)))
         ready.set()
-        while not leave.is_set():
+        while not stop.is_set():
             await asyncio.sleep(0.1)
         for writer in writers:
             writer.transport.abort()
 
-    asyncio.run(all_of_them())
+    asyncio.run(run_all())
 
 
-OPENING = 1000
+MAX_OPENING = 1000
 """Streams that wait for their first token at once."""
 _DRAINS: set[asyncio.Future[None]] = set()
 
@@ -168,7 +165,6 @@ async def _drain(reader: asyncio.StreamReader) -> None:
 
 
 def rss_kib(pid: int) -> int:
-    """Resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
 
@@ -178,8 +174,6 @@ def port_of(program: Program) -> int:
 
 
 class Bench:
-    """Programs of one run, and what is measured with them."""
-
     def __init__(self, folder: Path, sizes: Sizes, clients: ProcessPoolExecutor) -> None:
         self.sizes = sizes
         self._folder = folder
@@ -188,117 +182,119 @@ class Bench:
         self._token.write_text("token of the bench")
 
     def programs(self, stack: ExitStack, period_ms: float, groups: int = 2) -> tuple[Program, Program, str]:
-        """A router, one of its groups, and where the steps of that group are noted. All are warm."""
+        """Starts a router and its groups; returns the router, one group, and the clock file of that group. All are warm."""
         clock = self._folder / f"clock-{period_ms}"
         secret = ["--token-file", str(self._token)]
-        found = []
+        started_groups = []
         for number in range(groups):
-            own = [*secret, "--period-ms", str(period_ms), "--clock", f"{clock}.{number}"]
-            found.append(
-                stack.enter_context(running(f"group-{number}-{period_ms}", "bench.router.fake_group", own, self._folder))
+            flags = [*secret, "--period-ms", str(period_ms), "--clock", f"{clock}.{number}"]
+            started_groups.append(
+                stack.enter_context(running(f"group-{number}-{period_ms}", "bench.router.fake_group", flags, self._folder))
             )
-        leaders = ",".join(f"127.0.0.1:{port_of(group)}" for group in found)
-        own = ["serve", "--leaders", leaders, *secret]
-        router = stack.enter_context(running(f"router-{period_ms}", "phalanx_router", own, self._folder))
+        leaders = ",".join(f"127.0.0.1:{port_of(group)}" for group in started_groups)
+        flags = ["serve", "--leaders", leaders, *secret]
+        router = stack.enter_context(running(f"router-{period_ms}", "phalanx_router", flags, self._folder))
         time.sleep(1.0)
-        for program in (router, found[0]):
+        for program in (router, started_groups[0]):
             self._run(read_streams, port_of(program), 4, 2, None)
-        return router, found[0], f"{clock}.0"
+        return router, started_groups[0], f"{clock}.0"
 
     def _run(self, work: Callable[..., object], *arguments: object) -> object:
         return self._clients.submit(work, *arguments).result()
 
     def streaming(self) -> dict[str, float]:
-        """CPU of the router per streamed token, a step every 20 ms; and how many tokens an event holds."""
+        """Measures the router's CPU per streamed token at a step every 20 ms, and tokens per event."""
         with ExitStack() as stack:
             router, _, _ = self.programs(stack, 20.0)
-            before, began = router.cpu_s(), time.perf_counter()
+            before, started = router.cpu_s(), time.perf_counter()
             read = self._run(read_streams, port_of(router), self.sizes.streams, self.sizes.tokens, None)
-            spent, took = router.cpu_s() - before, time.perf_counter() - began
-        assert isinstance(read, Read)
+            cpu_s, duration_s = router.cpu_s() - before, time.perf_counter() - started
+        assert isinstance(read, ReadResult)
         tokens = self.sizes.streams * self.sizes.tokens
         return {
-            "us_per_token": spent / tokens * 1e6,
+            "us_per_token": cpu_s / tokens * 1e6,
             "tokens_per_event": tokens / max(1, read.events),
-            "tokens_per_s": tokens / took,
-            "tokens_per_s_per_core": tokens / spent,
+            "tokens_per_s": tokens / duration_s,
+            "tokens_per_s_per_core": tokens / cpu_s,
         }
 
-    def whole(self) -> dict[str, float]:
-        """CPU of the router per request that is not streamed."""
+    def requests(self) -> dict[str, float]:
         with ExitStack() as stack:
             router, _, _ = self.programs(stack, 1.0)
-            self._run(ask_whole, port_of(router), 100, 10)
+            self._run(send_requests, port_of(router), 100, 10)
             before = router.cpu_s()
-            took = self._run(ask_whole, port_of(router), self.sizes.requests, 20)
-            spent = router.cpu_s() - before
-        assert isinstance(took, float)
-        each_ms = spent / self.sizes.requests * 1e3
-        return {"ms_per_request": each_ms, "requests_per_s": self.sizes.requests / took, "requests_per_s_per_core": 1e3 / each_ms}
+            duration_s = self._run(send_requests, port_of(router), self.sizes.requests, 20)
+            cpu_s = router.cpu_s() - before
+        assert isinstance(duration_s, float)
+        request_ms = cpu_s / self.sizes.requests * 1e3
+        return {
+            "ms_per_request": request_ms,
+            "requests_per_s": self.sizes.requests / duration_s,
+            "requests_per_s_per_core": 1e3 / request_ms,
+        }
 
     def memory(self) -> dict[str, float]:
-        """Resident memory of the router per open stream, each of which gets a token every five seconds."""
+        """Measures the router's resident memory per open stream; each stream gets a token every five seconds."""
         context = multiprocessing.get_context("spawn")
         with ExitStack() as stack:
             router, _, _ = self.programs(stack, 5000.0)
-            ready, leave = context.Event(), context.Event()
+            ready, stop = context.Event(), context.Event()
             before = rss_kib(router.process.pid)
-            client = context.Process(target=open_streams, args=(port_of(router), self.sizes.open_streams, ready, leave))
+            client = context.Process(target=open_streams, args=(port_of(router), self.sizes.open_streams, ready, stop))
             client.start()
             try:
                 while not ready.wait(1.0):
                     if not client.is_alive():
-                        raise RuntimeError("the client that opens streams left")
+                        raise RuntimeError("the client that opens streams exited")
                 after = rss_kib(router.process.pid)
             finally:
-                leave.set()
+                stop.set()
                 client.join()
         return {"kib_per_stream": (after - before) / self.sizes.open_streams, "open": float(self.sizes.open_streams)}
 
     def added(self, streams: int) -> dict[str, float]:
-        """Median ages of tokens through the router and directly, in runs that take turns, and the difference."""
+        """Measures median ages of tokens through the router and directly, in turn, and their difference."""
         ages: dict[str, list[float]] = {"router": [], "direct": []}
         with ExitStack() as stack:
             router, group, clock = self.programs(stack, 20.0, groups=1)
             for _ in range(self.sizes.pairs):
                 for name, program in (("router", router), ("direct", group)):
                     read = self._run(read_streams, port_of(program), streams, self.sizes.paced_tokens, clock)
-                    assert isinstance(read, Read)
+                    assert isinstance(read, ReadResult)
                     ages[name] += read.ages_s
         router_ms, direct_ms = (percentile(ages[name], 50) * 1e3 for name in ("router", "direct"))
         return {"added_ms": router_ms - direct_ms, "router_ms": router_ms, "direct_ms": direct_ms}
 
 
 def main() -> int:
-    """1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less of everything")
-    parser.add_argument("--only", choices=["streaming", "whole", "memory", "latency"], help="one part")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    given = parser.parse_args()
-    sizes = QUICK if given.quick else Sizes()
+    parser.add_argument("--quick", action="store_true", help="smaller sizes")
+    parser.add_argument("--only", choices=["streaming", "whole", "memory", "latency"], help="measure only this part")
+    parser.add_argument("--json", type=Path, help="file for the figures as JSON")
+    args = parser.parse_args()
+    sizes = QUICK if args.quick else Sizes()
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
         bench = Bench(Path(folder), sizes, clients)
         parts: dict[str, Callable[[], dict[str, float]]] = {
             "streaming": bench.streaming,
-            "whole": bench.whole,
+            "whole": bench.requests,
             "memory": bench.memory,
             "latency, 1 stream": lambda: bench.added(1),
             f"latency, {sizes.streams} streams": lambda: bench.added(sizes.streams),
         }
-        found = {name: part() for name, part in parts.items() if given.only is None or name.startswith(given.only)}
-    rows, holds = [], True
+        found = {name: part() for name, part in parts.items() if args.only is None or name.startswith(args.only)}
+    rows, all_met = [], True
     for part, figures in found.items():
         for name, value in figures.items():
             bound = BOUNDS.get(name)
             is_met = bound is None or value <= bound
-            holds &= is_met
-            judged = ["", ""] if bound is None else [f"{bound:g}", "yes" if is_met else "NO"]
-            rows.append([part, name, f"{value:,.2f}", *judged])
+            all_met &= is_met
+            verdict = ["", ""] if bound is None else [f"{bound:g}", "yes" if is_met else "NO"]
+            rows.append([part, name, f"{value:,.2f}", *verdict])
     print(table(["part", "figure", "value", "at most", "holds"], rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"sizes": asdict(sizes), "figures": found}, indent=1))
-    return 0 if holds else 1
+    if args.json is not None:
+        args.json.write_text(json.dumps({"sizes": asdict(sizes), "figures": found}, indent=1))
+    return 0 if all_met else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A group without a model, for benchmarks of what stands before it: `python -m bench.router.fake_group`.
+"""Serves a group without a model, for benchmarks of routers: one token per request and step, a step every `--period-ms`.
 
-One token for each request in each step, a step every `--period-ms`. It serves routers over the real link and clients at the real
-door. A token spells when it was drawn: its character is the number of the step, modulo `SPELLED`, and the time of each step is in
-the file `--clock`, so that a client on the same machine knows how old what it reads is.
+    python -m bench.router.fake_group --port PORT --token-file FILE --clock FILE
+
+It has the real link and the real API server. The character of a token is the step number modulo `NUM_SYMBOLS`; the time of each
+step is in the file `--clock`, so that a client on the same machine can compute the age of a token.
 """
 
 import argparse
@@ -24,50 +25,50 @@ from bench.router.api_server import bench_assets
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_runtime.engine.backend import LocalBackend
-from phalanx_runtime.engine.client import EngineClient, EngineObserver
+from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.engine.load_feed import EngineObserver, PageKeys
 from phalanx_runtime.engine.move_relay import MoveRelay
-from phalanx_runtime.engine.page_keys import PageKeys
+from phalanx_runtime.engine.open_requests import RequestSink
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
-from phalanx_runtime.server.link.gateway import EngineGateway, EngineSink
+from phalanx_runtime.server.link.gateway import EngineGateway
 
-FIRST_ID, SPELLED = 32, 64
-"""Ids of plain characters in the tokenizer of `bench.router.api_server`, and how many of them are used."""
+FIRST_ID, NUM_SYMBOLS = 32, 64
+"""First id of plain characters in the tokenizer of `bench.router.api_server`, and the number of ids used."""
 REPORT_S = 0.05
 
 
 class StepClock:
-    """Times of the latest `SPELLED` steps, on the machine's monotonic clock, in a file that processes share."""
+    """Monotonic times of the latest `NUM_SYMBOLS` steps, in a file shared by processes."""
 
     def __init__(self, path: Path) -> None:
         path.touch()
         if not path.stat().st_size:
-            path.write_bytes(bytes(8 * SPELLED))
+            path.write_bytes(bytes(8 * NUM_SYMBOLS))
         with path.open("r+b") as file:
-            self._times = mmap.mmap(file.fileno(), 8 * SPELLED)
+            self._times = mmap.mmap(file.fileno(), 8 * NUM_SYMBOLS)
 
-    def note(self, step: int) -> None:
-        """This step is now."""
-        struct.pack_into("d", self._times, 8 * (step % SPELLED), time.monotonic())
+    def record(self, step: int) -> None:
+        struct.pack_into("d", self._times, 8 * (step % NUM_SYMBOLS), time.monotonic())
 
-    def when(self, place: int) -> float:
-        """When the latest step of this number, modulo `SPELLED`, was."""
-        found: float = struct.unpack_from("d", self._times, 8 * place)[0]
+    def time_of(self, symbol: int) -> float:
+        """Returns the time of the latest step with this number modulo `NUM_SYMBOLS`."""
+        found: float = struct.unpack_from("d", self._times, 8 * symbol)[0]
         return found
 
 
-class Pacer:
-    """An EngineGateway whose requests all get a token in each step."""
+class FakeEngine:
+    """An EngineGateway that gives every request a token per step."""
 
     def __init__(self, clock: StepClock) -> None:
         self.moves = MoveRelay(lambda order: None, lambda handle: None)
         self._clock = clock
         self._assets = bench_assets()
-        self._running: dict[int, tuple[wire.Request, EngineSink, int]] = {}
-        self._followers: list[EngineObserver] = []
+        self._running: dict[int, tuple[wire.Request, RequestSink, int]] = {}
+        self._observers: list[EngineObserver] = []
         self._handles = self._reports = self._steps = 0
 
-    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
+    def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
         self._handles += 1
         self._running[self._handles] = request, sink, len(request.delivered)
         return self._handles
@@ -77,10 +78,9 @@ class Pacer:
             self._running.pop(handle, None)
 
     def has(self, handle: int) -> bool:
-        """Whether this request still runs."""
         return handle in self._running
 
-    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
+    def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:
         for handle in handles:
             request, _, index = self._running[handle]
             self._running[handle] = request, sink, index
@@ -113,12 +113,11 @@ class Pacer:
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
-    def follow(self, follower: EngineObserver) -> Callable[[], None]:
-        self._followers.append(follower)
-        return lambda: self._followers.remove(follower)
+    def observe(self, observer: EngineObserver) -> Callable[[], None]:
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
 
     async def run(self, period_s: float) -> None:
-        """Steps at an even pace."""
         due = time.monotonic()
         while True:
             due = max(due + period_s, time.monotonic())
@@ -126,19 +125,17 @@ class Pacer:
             self.step()
 
     async def report(self) -> None:
-        """Tells the load."""
         while True:
             await asyncio.sleep(REPORT_S)
             self._reports += 1
-            for follower in list(self._followers):
-                follower.load_changed()
+            for observer in list(self._observers):
+                observer.load_changed()
 
     def step(self) -> None:
-        """One token for each request."""
         self._steps += 1
-        self._clock.note(self._steps)
-        token = FIRST_ID + self._steps % SPELLED
-        frames: dict[int, tuple[EngineSink, wire.Tokens]] = {}
+        self._clock.record(self._steps)
+        token = FIRST_ID + self._steps % NUM_SYMBOLS
+        frames: dict[int, tuple[RequestSink, wire.Tokens]] = {}
         for handle, (request, sink, index) in list(self._running.items()):
             _, frame = frames.setdefault(id(sink), (sink, wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])))
             frame.handles.append(handle)
@@ -155,35 +152,34 @@ class Pacer:
 
 
 def main() -> int:
-    """Serves until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--clock", type=Path, required=True)
     parser.add_argument("--period-ms", type=float, default=20.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(given))
+        runner.run(_serve(args))
     return 0
 
 
-async def _serve(given: argparse.Namespace) -> None:
-    engine = Pacer(StepClock(given.clock))
+async def _serve(args: argparse.Namespace) -> None:
+    engine = FakeEngine(StepClock(args.clock))
     gateway: EngineGateway = engine
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(engine.run(given.period_ms / 1000)), asyncio.create_task(engine.report())]
+        tasks = [asyncio.create_task(engine.run(args.period_ms / 1000)), asyncio.create_task(engine.report())]
         yield
         for task in tasks:
             task.cancel()
 
     app = create_app(LocalBackend(cast(EngineClient, engine)), lifespan=lifespan)
-    link = LinkSettings(token=given.token_file.read_text().strip(), group=f"group-{given.port}", revision="bench", page_size=16)
+    link = LinkSettings(token=args.token_file.read_text().strip(), group=f"group-{args.port}", revision="bench", page_size=16)
     app.router.routes.append(LinkEndpoint(gateway, link).route())
     config = uvicorn.Config(
-        app, host=given.host, port=given.port, log_config=None, access_log=False, ws="websockets-sansio",
+        app, host=args.host, port=args.port, log_config=None, access_log=False, ws="websockets-sansio",
         ws_per_message_deflate=False, backlog=4096,
     )  # fmt: skip
     await uvicorn.Server(config).serve()

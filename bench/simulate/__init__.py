@@ -1,1 +1,1 @@
-"""A fleet in virtual time: routing and balance as they run in production, over engines modelled by their cost function."""
+"""A fleet in virtual time: production routing and balancing over engines modelled by a step-time function."""

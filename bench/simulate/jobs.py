@@ -1,4 +1,4 @@
-"""One request in the simulated fleet: what it is, where it stands, and what its client saw."""
+"""A request in the simulated fleet."""
 
 from dataclasses import dataclass, field
 
@@ -10,43 +10,39 @@ Times = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request. `blocks`: ids of the parts that its prompt is made of, the first first; equal ids are equal text.
-
-    generated, first_s, last_s, longest_gap_s: tokens that its client has, when the first and the last came, the longest pause
-    between two. computed: tokens of it in the pages of its group, while it is no decode. missed: prompt tokens that no cache had.
-    """
+    """A request, its progress, and what its client received."""
 
     number: int
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
-    generated: int = 0
-    computed: int = 0
-    first_s: float | None = None
-    last_s: float = 0.0
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; equal ids are equal text
+    generated: int = 0  # tokens that the client received
+    computed: int = 0  # tokens in pages, before it decodes
+    first_s: float | None = None  # arrival of the first token
+    last_s: float = 0.0  # arrival of the latest token
     longest_gap_s: float = 0.0
     ended_s: float | None = None
-    missed: int = 0
+    missed: int = 0  # prompt tokens that no cache had
     preemptions: int = 0
     moves: int = 0
     moved_s: float | None = None
-    left: str = ""
+    last_source: str = ""  # group that it left last
     handle: int = 0
-    held: list[int] = field(default_factory=list)
-    """Blocks whose cached pages it shares or has published."""
+    shared_blocks: list[int] = field(default_factory=list)
+    """Cached blocks that it shares or has published."""
     own_pages: int = 0
     since_step: int = 0
-    """As a decode: the step of its group that draws its next token but one after `base` tokens of context."""
+    """As a decode: number of the group's step that samples its next token after `base` tokens of context."""
     base: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens that must be in pages before the next one is drawn: prompt and output."""
+        """Tokens that must be in pages before the next one is sampled."""
         return self.prompt_tokens + self.generated
 
-    def saw(self, times: Times) -> None:
-        """Its client got a token at each of these times."""
+    def receive(self, times: Times) -> None:
+        """Records tokens that arrive at these times."""
         if not len(times):
             return
         if self.first_s is None:

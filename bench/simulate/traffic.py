@@ -1,4 +1,4 @@
-"""What comes to the fleet: requests of traces, sped up, or drawn; always the same for the same seed."""
+"""Loads of the fleet: requests of traces or random ones, equal for equal seeds."""
 
 import math
 import random
@@ -10,63 +10,61 @@ from pathlib import Path
 from bench.router.replay import Arrival, read_trace
 
 BATCH_S = 3.0
-"""Mooncake's times are those of batches of 3 s: a request came at some time in it."""
+"""Mooncake's timestamps are those of batches of 3 s."""
 
 
-def sped_up(arrivals: Iterable[Arrival], speed: float, limit: int | None = None) -> list[Arrival]:
-    """The first requests of a trace, at so many times its rate."""
-    return [replace(one, at_s=one.at_s / speed) for one in islice(arrivals, limit)]
+def speed_up(arrivals: Iterable[Arrival], speed: float, limit: int | None = None) -> list[Arrival]:
+    return [replace(arrival, at_s=arrival.at_s / speed) for arrival in islice(arrivals, limit)]
 
 
 def waves(arrivals: Sequence[Arrival], low: float, high: float, period_s: float) -> list[Arrival]:
-    """Requests of a trace at a rate that goes up and down, between so many times its own, the lowest first."""
-    at_s, before_s, told = 0.0, arrivals[0].at_s if arrivals else 0.0, []
-    for one in arrivals:
+    """Returns a trace at a rate that oscillates between `low` and `high` times its own, starting at `low`."""
+    at_s, before_s, result = 0.0, arrivals[0].at_s if arrivals else 0.0, []
+    for arrival in arrivals:
         speed = (low + high) / 2 - (high - low) / 2 * math.cos(2 * math.pi * at_s / period_s)
-        at_s += (one.at_s - before_s) / speed
-        before_s = one.at_s
-        told.append(replace(one, at_s=at_s))
-    return told
+        at_s += (arrival.at_s - before_s) / speed
+        before_s = arrival.at_s
+        result.append(replace(arrival, at_s=at_s))
+    return result
 
 
-def twice(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """A trace, and behind its end the same again."""
+def repeat(arrivals: Sequence[Arrival]) -> list[Arrival]:
     later_s = arrivals[-1].at_s + 0.1 if arrivals else 0.0
-    return [*arrivals, *(replace(one, at_s=one.at_s + later_s) for one in arrivals)]
+    return [*arrivals, *(replace(arrival, at_s=arrival.at_s + later_s) for arrival in arrivals)]
 
 
 def shifted(arrivals: Iterable[Arrival], seed: int, share: float, length: int) -> list[Arrival]:
-    """A part of a trace that begins elsewhere for each seed, from time 0 on: round the end to its beginning."""
-    every = list(arrivals)
-    wanted = max(1, int(min(length, len(every)) * share))
-    first = random.Random(seed).randrange(len(every)) if seed else 0
-    turned = every[first:] + [replace(one, at_s=one.at_s + every[-1].at_s + 0.1) for one in every[:first]]
-    return [replace(one, at_s=one.at_s - turned[0].at_s) for one in turned[:wanted]]
+    """Returns a part of a trace from time 0 on; each seed starts elsewhere and wraps around."""
+    trace = list(arrivals)
+    count = max(1, int(min(length, len(trace)) * share))
+    first = random.Random(seed).randrange(len(trace)) if seed else 0
+    rotated = trace[first:] + [replace(arrival, at_s=arrival.at_s + trace[-1].at_s + 0.1) for arrival in trace[:first]]
+    return [replace(arrival, at_s=arrival.at_s - rotated[0].at_s) for arrival in rotated[:count]]
 
 
-def jittered(arrivals: Iterable[Arrival], chance: random.Random) -> Iterator[Arrival]:
-    """Requests of one batch spread over its time, in order."""
-    spread = [replace(one, at_s=one.at_s + chance.random() * BATCH_S) for one in arrivals]
-    yield from sorted(spread, key=lambda one: one.at_s)
+def jittered(arrivals: Iterable[Arrival], rng: random.Random) -> Iterator[Arrival]:
+    """Returns the requests at random times within their batch, in order."""
+    spread = [replace(arrival, at_s=arrival.at_s + rng.random() * BATCH_S) for arrival in arrivals]
+    yield from sorted(spread, key=lambda arrival: arrival.at_s)
 
 
-def reasoning(rate: float, count: int, chance: random.Random) -> list[Arrival]:
-    """Prompts of about 600 tokens, log-normal, with about 1,800 tokens of answer; arrivals in bursts: Gamma, CV 3."""
+def reasoning(rate: float, count: int, rng: random.Random) -> list[Arrival]:
+    """Returns prompts of about 600 tokens, log-normal, with outputs of about 1,800; arrivals in bursts (Gamma, CV 3)."""
     at_s, arrivals = 0.0, []
     cv = 3.0
     for _ in range(count):
-        at_s += chance.gammavariate(1 / cv**2, cv**2 / rate)
-        prompt = int(min(8192, max(16, chance.lognormvariate(6.0, 0.9))))
-        output = int(min(8192, max(16, chance.lognormvariate(7.1, 0.9))))
+        at_s += rng.gammavariate(1 / cv**2, cv**2 / rate)
+        prompt = int(min(8192, max(16, rng.lognormvariate(6.0, 0.9))))
+        output = int(min(8192, max(16, rng.lognormvariate(7.1, 0.9))))
         arrivals.append(Arrival(at_s, prompt, output))
     return arrivals
 
 
 def azure(traces: Path) -> Iterator[Arrival]:
-    """Azure's conversations of 2023. It tells nothing of prefixes."""
+    """Reads Azure's conversations of 2023, which have no prefix information."""
     return read_trace(traces / "AzureLLMInferenceTrace_conv.csv")
 
 
 def mooncake(traces: Path) -> Iterator[Arrival]:
-    """Mooncake's conversations, with the blocks that prompts share."""
+    """Reads Mooncake's conversations with shared blocks."""
     return read_trace(traces / "mooncake_conversation_trace.jsonl")

@@ -1,15 +1,14 @@
-"""Whether tokens with proposals are those without, for every proposer and shape in every group under every disturbance.
+"""Checks that tokens with speculation equal those without, for every drafter, shape, group and disturbance.
 
-    python -m bench.speculation.product [--pairs] [--proposers ngram draft self_draft] [--shapes chain tree]
+    python -m bench.speculation.product [--pairs] [--drafters ngram draft self_draft] [--shapes chain tree]
         [--groups one tp2 pp2] [--disturbances ...]
 
-A tiny model in float64, where nothing is excused, and groups of ranks as threads of this process. Each line is one proposer in
-one shape in one group under one disturbance, with all ways to sample at once (greedy, seeded, filters, penalties, bias and bad
-words, allowed tokens, a grammar, a JSON schema): tokens compared, the share of proposals accepted, how many of these were not the
-first of their place, and what shows that the path was taken. Shapes are chains, trees that drafts choose best-first, and trees
-that are chosen before. Exit 1 when a token differs, when nothing was proposed or accepted, when no tree's branch was, or when a
-disturbance did not come about. With --pairs only so many cells that any two choices meet in one of them: those of CI
-(tests/bench/test_speculation_pairs.py).
+Uses a tiny model in float64 without near-ties; the ranks of a group are threads of this process. A row is one combination with
+all sampling modes (greedy, seeded, filters, penalties, bias and bad words, allowed tokens, a grammar, a JSON schema): tokens
+compared, outputs that differ, draft tokens, acceptance rate, accepted tokens that were not the first child, and events of the
+disturbance. Exits with 1 if an output differs, no token was accepted or rejected, a tree's branch was never accepted, or the
+disturbance had no effect. With `--pairs` only the combinations in which every two choices meet at least once, like
+tests/bench/test_speculation_pairs.py.
 """
 
 import argparse
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.frame.figures import markdown_header, markdown_row
 from bench.moves.mover import Stream
 from phalanx_api import moves, wire
 from phalanx_api.speculation import Method, Tree
@@ -32,10 +32,10 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
-from tests.runtime.equality.test_sampling import FIELDS
-from tests.runtime.moving_engines import RULES, running_field
+from tests.runtime.equality.requests import FIELDS
+from tests.runtime.moving_engines import RULES, running_groups
 from tests.runtime.ranks import Build, on_ranks
-from tests.runtime.served import Watched, serve
+from tests.runtime.served import CountingRunner, serve
 
 TOKENS = 32
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
@@ -53,152 +53,145 @@ DISTURBANCES: dict[str, tuple[Limits, int]] = {
     "preemption": (Limits(max_model_len=96, max_num_seqs=11, max_num_batched_tokens=64), 18),
     "moves": (ROOMY, 200),
 }
-"""Of each the limits, and the pages of the pool."""
+"""Limits and pages of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one line is of: who proposes, in which shape, in which group, and how that is disturbed."""
-
-    proposer: Method
+    drafter: Method
     shape: str
     group: str
     disturbance: str
 
     def __iter__(self) -> Iterator[str]:
-        return iter((self.proposer, self.shape, self.group, self.disturbance))
+        return iter((self.drafter, self.shape, self.group, self.disturbance))
 
     @property
     def exists(self) -> bool:
-        """What is looked up is known: there is one shape of trees."""
-        return not (self.proposer == "ngram" and self.shape == "static tree")
+        """Whether the combination exists: n-gram trees have one shape."""
+        return not (self.drafter == "ngram" and self.shape == "static tree")
 
 
-PROPOSERS: tuple[Method, ...] = ("ngram", "draft", "self_draft")
+DRAFTERS: tuple[Method, ...] = ("ngram", "draft", "self_draft")
 
 
-def choices(proposers: Sequence[Method], shapes: Iterable[str], groups: Iterable[str], names: Iterable[str]) -> list[Choice]:
-    """All that there are of these."""
-    every = [Choice(*one) for one in product(proposers, shapes, groups, names)]
-    return [one for one in every if one.exists]
+def choices(drafters: Sequence[Method], shapes: Iterable[str], groups: Iterable[str], names: Iterable[str]) -> list[Choice]:
+    combined = [Choice(*values) for values in product(drafters, shapes, groups, names)]
+    return [choice for choice in combined if choice.exists]
 
 
-def pairs_of(one: Choice) -> set[tuple[int, str, int, str]]:
-    """Which two choices meet in it."""
-    return {(a, first, b, second) for (a, first), (b, second) in combinations(enumerate(one), 2)}
+def pairs_of(choice: Choice) -> set[tuple[int, str, int, str]]:
+    return {(a, first, b, second) for (a, first), (b, second) in combinations(enumerate(choice), 2)}
 
 
 def pairwise(every: Sequence[Choice]) -> list[Choice]:
-    """Some of these, so that any two choices that meet in one of them all meet in one of those: the next is always the first that
-    brings the most pairs."""
-    left, found = set[tuple[int, str, int, str]]().union(*map(pairs_of, every)), list[Choice]()
-    while left:
-        found.append(max(every, key=lambda one: len(pairs_of(one) & left)))
-        left -= pairs_of(found[-1])
+    """Returns combinations that contain every pair of choices, greedily: each next one adds the most missing pairs."""
+    missing, found = set[tuple[int, str, int, str]]().union(*map(pairs_of, every)), list[Choice]()
+    while missing:
+        found.append(max(every, key=lambda choice: len(pairs_of(choice) & missing)))
+        missing -= pairs_of(found[-1])
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What came of one line. `branched` counts accepted proposals that were not the first, `taken` what the disturbance did."""
-
-    tokens: int
-    differ: int
-    proposed: int
-    accepted: int
-    branched: int
-    taken: int
+class Result:
+    num_tokens: int
+    num_different: int
+    num_drafted: int
+    num_accepted: int
+    num_branched: int  # accepted tokens that were not the first child of their position
+    num_events: int  # events of the disturbance
 
     def holds(self, is_tree: bool) -> bool:
-        """Whether all tokens are equal, and proposals, branches and the disturbance came about."""
-        has_path = 0 < self.accepted < self.proposed and bool(self.branched) == is_tree
-        return not self.differ and has_path and self.taken > 0
+        """Returns whether outputs are equal, tokens were accepted and rejected, and branches and disturbance had effect."""
+        has_path = 0 < self.num_accepted < self.num_drafted and bool(self.num_branched) == is_tree
+        return not self.num_different and has_path and self.num_events > 0
 
 
 def requests() -> list[wire.Request]:
-    """One for each way to sample, and some that repeat themselves. All begin alike, and with what lookups find again."""
-    ways: dict[str, dict[str, Any]] = {
+    """Returns a request for each sampling mode. Prompts repeat themselves, so that n-grams match, and share a prefix."""
+    modes: dict[str, dict[str, Any]] = {
         **FIELDS,
         "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
         "few tokens": {"temperature": 0.6, "allowed_token_ids": [3, 4, 5]},
         "few tokens, greedy": {"temperature": 0.0, "presence_penalty": 0.2, "allowed_token_ids": [3, 4, 5]},
     }
-    common = [(7 * at + 3) % 40 for at in range(8)] * 3
-    fields = list(ways.values())
+    common = [(7 * index + 3) % 40 for index in range(8)] * 3
+    fields = list(modes.values())
     return [
         wire.Request(
             id=str(n),
             epoch=0,
             prompt=[*common, n, 3, 10],
             delivered=[],
-            sampling=wire.Sampling(max_tokens=TOKENS, seed=7 + n, **way),
+            sampling=wire.Sampling(max_tokens=TOKENS, seed=7 + n, **mode),
         )
-        for n, way in enumerate(fields)
+        for n, mode in enumerate(fields)
     ]
 
 
 def served(
-    folder: Path, build: Build, pods: Sequence[int], limits: Limits, rules: SchedulerConfig
-) -> tuple[list[list[int]], Watched]:
-    """The tokens of all requests on such a group."""
+    folder: Path, build: Build, pods: Sequence[int], limits: Limits, config: SchedulerConfig
+) -> tuple[list[list[int]], CountingRunner]:
+    """Returns the tokens of all requests on a group of these pods, and the runner with its counts."""
 
-    def work(runner: ModelRunner) -> tuple[list[list[int]], Watched]:
-        watched = Watched(runner)
-        return [answer.tokens for answer in serve(watched, requests(), limits, rules, runner.fitting)], watched
+    def work(runner: ModelRunner) -> tuple[list[list[int]], CountingRunner]:
+        watched = CountingRunner(runner)
+        return [answer.tokens for answer in serve(watched, requests(), limits, config, runner.fitting)], watched
 
     return on_ranks(folder, pods, build, work)
 
 
 def undisturbed(folder: Path) -> list[list[int]]:
-    """What each gets on one rank without proposals."""
     return served(folder, Build(torch.float64, num_pages=200), [1], ROOMY, SchedulerConfig(prefix_caching=False))[0]
 
 
-def disturbed(folder: Path, name: str, build: Build, pods: Sequence[int], rules: SchedulerConfig, plain: list[list[int]]) -> Cell:
-    """One line but that of moves."""
+def disturbed(
+    folder: Path, name: str, build: Build, pods: Sequence[int], config: SchedulerConfig, plain: list[list[int]]
+) -> Result:
     limits, num_pages = DISTURBANCES[name]
-    tokens, watched = served(folder, replace(build, num_pages=num_pages), pods, limits, rules)
-    whole = sum(len(one.prompt) for one in requests()) + sum(map(len, tokens))
-    found = whole - (watched.num_computed - watched.num_proposed) - watched.num_accepted - len(tokens)
-    again = len(watched.admitted) - len(tokens)
-    taken = {"none": 1, "chunks of 18": watched.num_chunks, "prefix hits": found, "preemption": again}[name]
+    tokens, watched = served(folder, replace(build, num_pages=num_pages), pods, limits, config)
+    num_tokens = sum(len(request.prompt) for request in requests()) + sum(map(len, tokens))
+    num_found = num_tokens - (watched.num_computed - watched.num_proposed) - watched.num_accepted - len(tokens)
+    num_readmitted = len(watched.admitted) - len(tokens)
+    num_events = {"none": 1, "chunks of 18": watched.num_chunks, "prefix hits": num_found, "preemption": num_readmitted}[name]
     counts = watched.num_proposed, watched.num_accepted, watched.num_branched
-    return Cell(sum(map(len, plain)), _differ(tokens, plain), *counts, taken)
+    return Result(sum(map(len, plain)), _num_different(tokens, plain), *counts, num_events)
 
 
-def moved(folder: Path, build: Build, pods: list[int], rules: SchedulerConfig, plain: list[list[int]]) -> Cell:
-    """Each stream moves to and fro between two groups."""
+def moved(folder: Path, build: Build, pods: list[int], config: SchedulerConfig, plain: list[list[int]]) -> Result:
     modes: tuple[moves.MoveMode, ...] = ("precopy", "stop")
-    chance = random.Random(3)
-    arrived = 0
-    with running_field(folder, [pods, pods], build, ROOMY, replace(rules, model=RULES.model)) as field:
-        router = field.mover
+    rng = random.Random(3)
+    num_moved = 0
+    with running_groups(folder, [pods, pods], build, ROOMY, replace(config, model=RULES.model)) as groups:
+        router = groups.mover
         streams: list[Stream] = [router.submit(request) for request in requests()]
         for turn, mode in enumerate(modes):
             for stream in streams:
-                at = chance.randrange(2 + 9 * turn, 9 + 9 * turn)
-                router.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
+                position = rng.randrange(2 + 9 * turn, 9 + 9 * turn)
+                router.until(lambda stream=stream, position=position: len(stream.tokens) >= position or stream.finish is not None)  # type: ignore[misc]
                 if stream.finish is None:
-                    arrived += isinstance(router.move(stream, 1 - stream.at, mode), moves.Arrived)
+                    num_moved += isinstance(router.move(stream, 1 - stream.group, mode), moves.Arrived)
         router.until(lambda: all(stream.finish for stream in streams))
-        counts = [group.loop.speculation for group in field.groups if group.loop is not None]
+        counts = [group.loop.speculation for group in groups.groups if group.loop is not None]
         router.settle()
-    proposed, accepted = sum(sum(one.proposed) for one in counts), sum(sum(one.accepted) for one in counts)
-    branched = sum(one.branched for one in counts)
-    return Cell(
-        sum(map(len, plain)), _differ([stream.tokens for stream in streams], plain), proposed, accepted, branched, arrived
+    drafted, accepted = sum(sum(count.proposed) for count in counts), sum(sum(count.accepted) for count in counts)
+    branched = sum(count.branched for count in counts)
+    return Result(
+        sum(map(len, plain)), _num_different([stream.tokens for stream in streams], plain), drafted, accepted, branched, num_moved
     )
 
 
-def _differ(tokens: list[list[int]], plain: list[list[int]]) -> int:
+def _num_different(tokens: list[list[int]], plain: list[list[int]]) -> int:
     return sum(ours != theirs for ours, theirs in zip(tokens, plain, strict=True))
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation.product", description="Equality, every combination.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.speculation.product", description="Checks equal tokens for every combination."
+    )
     parser.add_argument("--pairs", action="store_true")
-    parser.add_argument("--proposers", nargs="+", choices=PROPOSERS, default=PROPOSERS)
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES))
@@ -209,47 +202,66 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The models, and what each request gets undisturbed."""
+    """Models, and the tokens of all requests without speculation."""
 
     folder: Path
-    told: dict[str, dict[str, Any]]
+    settings: dict[str, dict[str, Any]]
     plain: list[list[int]]
 
-    def cell(self, one: Choice) -> Cell:
-        """What comes of one line."""
-        spec = {**self.told[one.proposer], "speculative_method": one.proposer} if one.proposer != "ngram" else {}
-        rules = SchedulerConfig(speculating=replace(SHAPES[one.shape], method=one.proposer, drafts=frozenset({one.proposer})))
-        pods, stages = GROUPS[one.group]
+    def run(self, choice: Choice) -> Result:
+        spec = {**self.settings[choice.drafter], "speculative_method": choice.drafter} if choice.drafter != "ngram" else {}
+        config = SchedulerConfig(
+            speculation=replace(SHAPES[choice.shape], method=choice.drafter, draft_methods=frozenset({choice.drafter}))
+        )
+        pods, stages = GROUPS[choice.group]
         build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
-        if one.disturbance == "moves":
-            return moved(self.folder, build, pods, rules, self.plain)
-        return disturbed(self.folder, one.disturbance, build, pods, rules, self.plain)
+        if choice.disturbance == "moves":
+            return moved(self.folder, build, pods, config, self.plain)
+        return disturbed(self.folder, choice.disturbance, build, pods, config, self.plain)
 
 
 def make_bench(root: Path) -> Bench:
-    """Models in this folder."""
     folder = save_target(root / "model")
-    told = {
+    settings = {
         "draft": {"draft_dir": str(save_draft(folder, root / "draft", noise=0.08))},
         "self_draft": {"draft_exit": str(save_exit(folder, root / "exit.safetensors", noise=0.09))},
     }
-    return Bench(folder, told, undisturbed(folder))
+    return Bench(folder, settings, undisturbed(folder))
 
 
 def _run(args: argparse.Namespace, root: Path) -> int:
     bench = make_bench(root)
-    heads = ("proposer", "shape", "group", "disturbance", "tokens", "differ", "proposed", "accepted", "branched", "taken")
-    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|", flush=True)
-    every = choices(args.proposers, args.shapes, args.groups, args.disturbances)
-    wrong = 0
-    for one in pairwise(every) if args.pairs else every:
-        cell = bench.cell(one)
-        holds = cell.holds(is_tree=one.shape != "chain")
-        wrong += not holds
-        share = cell.accepted / max(1, cell.proposed)
-        line = f"{cell.tokens} | {cell.differ} | {cell.proposed} | {share:.2f} | {cell.branched} | {cell.taken}"
-        print(f"| {' | '.join(one)} | {line} |{'' if holds else ' WRONG'}", flush=True)
-    return 1 if wrong else 0
+    header = (
+        "drafter",
+        "shape",
+        "group",
+        "disturbance",
+        "tokens",
+        "different",
+        "draft tokens",
+        "acceptance",
+        "branched",
+        "events",
+    )
+    print(markdown_header(header), flush=True)
+    every = choices(args.drafters, args.shapes, args.groups, args.disturbances)
+    num_wrong = 0
+    for choice in pairwise(every) if args.pairs else every:
+        result = bench.run(choice)
+        holds = result.holds(is_tree=choice.shape != "chain")
+        num_wrong += not holds
+        rate = result.num_accepted / max(1, result.num_drafted)
+        cells = (
+            *choice,
+            result.num_tokens,
+            result.num_different,
+            result.num_drafted,
+            f"{rate:.2f}",
+            result.num_branched,
+            result.num_events,
+        )
+        print(markdown_row(cells) + ("" if holds else " WRONG"), flush=True)
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":

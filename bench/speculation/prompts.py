@@ -1,5 +1,7 @@
-"""Prompts of four kinds, written for this project: what is asked decides how much can be guessed. Each has 4, and each model
-whose window holds them gets the same; a smaller one gets a shorter report and a shorter class, so that it has room to answer."""
+"""Prompts of four kinds that differ in how well drafts predict them, 4 of each.
+
+All models with a window of more than 256 positions get the same prompts; others get a shorter report and class.
+"""
 
 from collections.abc import Mapping
 
@@ -87,9 +89,8 @@ KINDS = {
 }
 SHORT_KINDS = KINDS | {"summarising": _on_report(_BRIDGE + _VOTE), "editing": _on_code(_ACCOUNT)}
 SHORT_WINDOW = 256
-"""Positions of a window, up to which prompts are the short ones."""
+"""Largest context window with short prompts."""
 
 
 def kinds_for(num_positions: int) -> Mapping[str, list[str]]:
-    """The prompts by kind for a model with a window of so many positions."""
     return KINDS if num_positions > SHORT_WINDOW else SHORT_KINDS

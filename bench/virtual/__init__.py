@@ -1,1 +1,1 @@
-"""Routers and groups in virtual time: the real fleet, links, journals and machines, the real scheduler and pages, no network."""
+"""Real routers, links, leaders, schedulers and pages in virtual time, without a network."""

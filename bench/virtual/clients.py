@@ -1,4 +1,4 @@
-"""A client of a router in virtual time: it goes on at the next router when one dies, by the stream's name or its own tokens."""
+"""A client of a router in virtual time; it reconnects to the next router by stream id or by its own tokens."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,60 +11,57 @@ from phalanx_frontend.backend import BackendError, Delta, ResumableStream
 from phalanx_router.backend import RouterBackend
 from tests.runtime.fake_runner import next_token
 
-PATIENCE_S = 45.0
-"""After so long a stream counts as hung."""
+HANG_S = 45.0
+"""Seconds after which a stream counts as hung."""
 
 
 class Client:
-    """One request, of which the client wants so many tokens. `wrong` gets a sentence for each thing that must not be.
+    """Reads `count` tokens of one request; adds a sentence to `violations` for each error."""
 
-    num_resumed: how often a router found its stream.
-    """
-
-    def __init__(self, request: wire.Request, count: int, router: Callable[[], RouterBackend | None], wrong: list[str]) -> None:
+    def __init__(
+        self, request: wire.Request, count: int, router: Callable[[], RouterBackend | None], violations: list[str]
+    ) -> None:
         self.request = request
-        self.num_resumed = 0
+        self.num_resumed = 0  # streams that a router found
         self._count = count
         self._router = router
-        self._wrong = wrong
-        self._got: list[int] = []
+        self._violations = violations
+        self._tokens: list[int] = []
         self._was_cut = False
-        self._has_left = False
+        self._has_disconnected = False
         self._inner: asyncio.Task[None] | None = None
 
-    def leave(self) -> None:
-        """The client wants no more."""
-        self._has_left = True
+    def disconnect(self) -> None:
+        self._has_disconnected = True
         self.cut()
 
     def cut(self) -> None:
-        """The connection to the router ends."""
         self._was_cut = True
         if self._inner is not None:
             self._inner.cancel()
 
     async def run(self) -> None:
-        """Returns when the client has what it wanted, or left."""
+        """Reads until all tokens arrived, or the client disconnected."""
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not self._has_left and not await self._hear():
+            async with asyncio.timeout(HANG_S):
+                while not self._has_disconnected and not await self._read():
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            self._say(f"hangs after {len(self._got)} tokens")
+            self._record(f"hung after {len(self._tokens)} tokens")
             return
-        if len(self._got) < self._count and not self._has_left:
-            self._say(f"got {len(self._got)} tokens of {self._count}")
+        if len(self._tokens) < self._count and not self._has_disconnected:
+            self._record(f"got {len(self._tokens)} tokens of {self._count}")
 
-    def odd(self, salts: set[int]) -> str | None:
-        """The first token that does not follow from those before it. Groups with different salts draw differently."""
-        for index, token in enumerate(self._got):
-            context = self.request.prompt + self._got[:index]
+    def wrong_token(self, salts: set[int]) -> str | None:
+        """Returns the first token that does not follow from its context. Groups with different salts sample differently."""
+        for index, token in enumerate(self._tokens):
+            context = self.request.prompt + self._tokens[:index]
             if all(next_token(context, self.request.sampling.seed + salt) != token for salt in salts):
-                return f"{self.request.id}: no group draws {token} at index {index}"
+                return f"{self.request.id}: no group samples {token} at index {index}"
         return None
 
-    async def _hear(self) -> bool:
-        """Whether the end came. False when the router died, or cannot serve yet."""
+    async def _read(self) -> bool:
+        """Reads from the current router; returns whether the stream ended, false if the router died or cannot serve yet."""
         fleet = self._router()
         if fleet is None or fleet.links.assets() is None:
             return False
@@ -77,40 +74,40 @@ class Client:
             return False
         error = task.exception()
         code = error.code if isinstance(error, BackendError) else ""
-        if code == "groups_silent" or (code == "no_group_ready" and not self._got):
+        if code == "groups_silent" or (code == "no_group_ready" and not self._tokens):
             return False
         if error is not None:
-            self._say(f"failed: {error!r}")
+            self._record(f"failed: {error!r}")
         return True
 
     async def _consume(self, fleet: RouterBackend) -> None:
-        begun = await self._begun(fleet)
-        if begun.finish is not None:
+        resumed = await self._resumable(fleet)
+        if resumed.finish is not None:
             return
-        at = len(begun.request.delivered)
-        stream = fleet.generate(begun.request)
+        index = len(resumed.request.delivered)
+        stream = fleet.generate(resumed.request)
         assert isinstance(stream, AsyncGenerator), "it can be closed early"
         async with aclosing(stream):
             async for item in stream:
                 if isinstance(item, Delta):
-                    if item.index != at:
-                        self._say(f"index {item.index} after {at} tokens")
-                    self._got += item.tokens[max(0, len(self._got) - at) :]
-                    at += len(item.tokens)
-                    if len(self._got) >= self._count:
+                    if item.index != index:
+                        self._record(f"index {item.index} after {index} tokens")
+                    self._tokens += item.tokens[max(0, len(self._tokens) - index) :]
+                    index += len(item.tokens)
+                    if len(self._tokens) >= self._count:
                         return
 
-    async def _begun(self, fleet: RouterBackend) -> ResumableStream:
-        """The stream as it is to go on: as it was found, if it may be resumed; else from the tokens that are here."""
-        mine = msgspec.structs.replace(self.request, delivered=list(self._got))
-        if not (self._was_cut and mine.can_resume):
-            return ResumableStream(mine)
-        found = (await fleet.find([mine.id], mine.tenant)).get(mine.id)
+    async def _resumable(self, fleet: RouterBackend) -> ResumableStream:
+        """Returns the stream to continue: the router's, if it is resumable and found, otherwise a replay."""
+        request = msgspec.structs.replace(self.request, delivered=list(self._tokens))
+        if not (self._was_cut and request.can_resume):
+            return ResumableStream(request)
+        found = (await fleet.find([request.id], request.tenant)).get(request.id)
         if found is None:
-            return ResumableStream(mine)
+            return ResumableStream(request)
         self.num_resumed += 1
-        self._got += found.request.delivered[len(self._got) :]
+        self._tokens += found.request.delivered[len(self._tokens) :]
         return found
 
-    def _say(self, what: str) -> None:
-        self._wrong.append(f"{self.request.id}: {what}")
+    def _record(self, error: str) -> None:
+        self._violations.append(f"{self.request.id}: {error}")

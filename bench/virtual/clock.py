@@ -1,4 +1,4 @@
-"""An event loop whose time jumps to the next timer: a wait of seconds takes microseconds, and equal seeds give equal runs."""
+"""An asyncio event loop in virtual time: its clock jumps to the next timer. Equal seeds give equal runs."""
 
 import asyncio
 import selectors
@@ -9,37 +9,32 @@ T = TypeVar("T")
 
 
 class Stuck(Exception):
-    """Everything waits and no timer is set: something would hang for ever."""
+    """Every task waits and no timer is set: a deadlock."""
 
 
-class _Jump(selectors.SelectSelector):
-    """Never waits: moves the clock instead."""
-
+class _ClockSelector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Nothing is ever ready to be read."""
+        """Advances the clock; no file is ever ready."""
         if timeout is None:
-            raise Stuck("everything waits and no timer is set")
+            raise Stuck("every task waits and no timer is set")
         self.now += max(0.0, timeout)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time."""
-
     def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
+        self._selector = _ClockSelector()
+        super().__init__(self._selector)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
-        return self._jump.now
+        return self._selector.now
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """What the coroutine gives. Raises Stuck when nothing can happen any more; tasks that are left are cancelled."""
+    """Runs a coroutine. Raises Stuck on a deadlock; remaining tasks are cancelled."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Pages on their way from group to group in virtual time: read when sent, checked when they come, under a one-time key."""
+"""KV transfer between groups in virtual time: pages are read when sent, checked on arrival, protected by a one-time key."""
 
 import asyncio
 import random
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Slots = list[int | None]
 BATCH = 2
-"""Pages sent at once."""
-SOON_S = 0.001
+"""Pages per message."""
+LATENCY_S = 0.001
 
 
 def _sum(slots: Slots) -> int:
@@ -32,160 +32,150 @@ def _sum(slots: Slots) -> int:
 
 
 class CopyTap(Protocol):
-    """Says what becomes of pages on their way."""
+    """Decides the fate of pages in transfer."""
 
-    def copied(self, source: "Group", target: "Group") -> tuple[str, float]:
-        """Kind as in `net.Fate`, and seconds of delay."""
-        ...
+    def fate_of_pages(self, source: "Group", target: "Group") -> tuple[str, float]: ...
 
 
 class VirtualCarrier:
-    """Implements `phalanx_runtime.engine.ports.Carrier`: the ranks of one group, whose pages are the runner's."""
+    """Implements `phalanx_runtime.engine.ports.Carrier` for all ranks of one group, on the runner's pages."""
 
-    def __init__(self, group: "Group", chance: random.Random) -> None:
-        self.checks = True
+    def __init__(self, group: "Group", rng: random.Random) -> None:
+        self.verifies_checksums = True
         self.tap: CopyTap | None = None
         self.groups: Mapping[str, Group] = {}
         self._group = group
-        self._chance = chance
+        self._rng = rng
         self._wake: Callable[[], None] = lambda: None
         self._reports: list[tuple[int, Report]] = []
         self._keys: dict[bytes, str] = {}
-        self._taking: dict[str, tuple[int, list[int]]] = {}
+        self._receiving: dict[str, tuple[int, list[int]]] = {}
         self._open: set[str] = set()
-        """Moves of which a sender was let in."""
+        """Moves with an accepted sender."""
         self._targets: dict[str, Group] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
 
     @property
     def addresses(self) -> Sequence[PageAddress]:
-        """One for each rank, reached where the leader is."""
+        """One address per rank, with the leader's host."""
         return [PageAddress("", rank) for rank in range(self._group.shape.num_ranks)]
 
-    def remembers(self) -> bool:
-        """Whether a move is still known."""
-        return bool(self._keys or self._taking or self._open)
+    def has_moves(self) -> bool:
+        return bool(self._keys or self._receiving or self._open)
 
     def start(self, wake: Callable[[], None]) -> None:
-        """`wake` is called after each report."""
         self._wake = wake
 
     def end(self) -> None:
-        """Ends what is being sent."""
         for task in self._sending.values():
             task.cancel()
 
     def reports(self) -> Sequence[tuple[int, Report]]:
-        """What was told since the last call."""
-        told, self._reports = self._reports, []
-        return told
+        reports, self._reports = self._reports, []
+        return reports
 
-    def _tell(self, report: Report) -> None:
-        """Every rank says so."""
+    def _report(self, report: Report) -> None:
         self._reports += [(rank, report) for rank in range(self._group.shape.num_ranks)]
         self._wake()
 
     # The source
 
     def send(
-        self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
     ) -> None:
-        """Begins to send, after what is being sent of this move."""
-        before = self._sending.get(asked.move)
-        self._sending[asked.move] = asyncio.create_task(self._send(asked, first, pages, num_computed, before))
+        previous = self._sending.get(order.move)
+        self._sending[order.move] = asyncio.create_task(self._send(order, first, pages, num_computed, previous))
 
     def stop(self, move: str) -> None:
-        """Sends no more of this move."""
         task = self._sending.pop(move, None)
         if task is not None:
             task.cancel()
         target = self._targets.pop(move, None)
         if target is not None:
-            target.carrier.closed(move)
+            target.carrier.connection_lost(move)
 
     async def _send(
-        self, asked: MoveOut, first: int, pages: list[int], num_computed: int | None, before: "asyncio.Task[None] | None"
+        self, order: MoveOut, first: int, pages: list[int], num_computed: int | None, previous: "asyncio.Task[None] | None"
     ) -> None:
-        group, move, began = self._group, asked.move, asyncio.get_running_loop().time()
-        if before is not None:
-            await asyncio.wait([before])
+        group, move, started = self._group, order.move, asyncio.get_running_loop().time()
+        if previous is not None:
+            await asyncio.wait([previous])
         target = self._targets.get(move)
         if target is None:
-            await asyncio.sleep(SOON_S)
-            target = self.groups.get(asked.prepared.addresses[0].host)
-            if target is None or not target.is_alive or not target.carrier.accept(asked.prepared.key):
-                self._tell(SendFailed(move, "target_lost", "the target lets nobody in"))
+            await asyncio.sleep(LATENCY_S)
+            target = self.groups.get(order.prepared.addresses[0].host)
+            if target is None or not target.is_alive or not target.carrier.accept(order.prepared.key):
+                self._report(SendFailed(move, "target_lost", "the target accepts no sender"))
                 return
             self._targets[move] = target
         for start in range(0, len(pages), BATCH):
             part = pages[start : start + BATCH]
             await asyncio.sleep(len(part) / group.shape.pages_per_s)
             await group.awake()
-            if not await self._carry(target, move, {first + start + i: group.runner.page(page) for i, page in enumerate(part)}):
+            batch = {first + start + i: group.runner.page(page) for i, page in enumerate(part)}
+            if not await self._transfer(target, move, batch):
                 return
-        if not await self._carry(target, move, {}, num_computed):
+        if not await self._transfer(target, move, {}, num_computed):
             return
-        await asyncio.sleep(SOON_S)
+        await asyncio.sleep(LATENCY_S)
         await group.awake()
-        self._tell(PagesSent(move, first + len(pages), len(pages), asyncio.get_running_loop().time() - began))
+        self._report(PagesSent(move, first + len(pages), len(pages), asyncio.get_running_loop().time() - started))
 
-    async def _carry(self, target: "Group", move: str, batch: dict[int, Slots], num_computed: int | None = None) -> bool:
-        """Whether the target took these pages."""
+    async def _transfer(self, target: "Group", move: str, batch: dict[int, Slots], num_computed: int | None = None) -> bool:
+        """Sends one message; returns whether the target took it."""
         sums = {position: _sum(slots) for position, slots in batch.items()}
-        kind, delay_s = self.tap.copied(self._group, target) if self.tap is not None else ("goes", 0.0)
-        await asyncio.sleep(SOON_S + delay_s)
-        if kind == "damaged" and batch:
+        kind, delay_s = self.tap.fate_of_pages(self._group, target) if self.tap is not None else ("delivered", 0.0)
+        await asyncio.sleep(LATENCY_S + delay_s)
+        if kind == "corrupted" and batch:
             batch[min(batch)] = [(slot or 0) + 1 for slot in batch[min(batch)]]
         await target.awake_or_dead()
-        if kind in ("lost", "breaks") or not target.is_alive:
-            target.carrier.closed(move)
-            self._tell(SendFailed(move, "target_lost", "the connection broke"))
+        if kind in ("lost", "closed") or not target.is_alive:
+            target.carrier.connection_lost(move)
+            self._report(SendFailed(move, "target_lost", "the connection was lost"))
             return False
         code = target.carrier.take(move, batch, sums, num_computed)
         if code is not None:
-            self._tell(SendFailed(move, code, "the target closed the connection"))
+            self._report(SendFailed(move, code, "the target closed the connection"))
         return code is None
 
     # The target
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
-        """Lets a sender in that has the key, once."""
+        """Accepts one sender with this key."""
         self._keys[key] = move
-        self._taking[move] = (first, list(pages))
-        asyncio.get_running_loop().call_later(SOON_S, self._tell, Expecting(move))
+        self._receiving[move] = (first, list(pages))
+        asyncio.get_running_loop().call_later(LATENCY_S, self._report, Expecting(move))
 
     def forget(self, move: str) -> None:
-        """Takes nothing more for this move."""
+        """Stops receiving for this move."""
         self._keys = {key: name for key, name in self._keys.items() if name != move}
-        self._taking.pop(move, None)
+        self._receiving.pop(move, None)
         self._open.discard(move)
-        asyncio.get_running_loop().call_later(SOON_S, self._tell, Forgotten(move))
+        asyncio.get_running_loop().call_later(LATENCY_S, self._report, Forgotten(move))
 
     def accept(self, key: bytes) -> bool:
-        """Whether a sender is let in."""
         move = self._keys.pop(key, None)
         if move is None:
-            self._tell(PeerRefused("a wrong or spent key"))
+            self._report(PeerRefused("a wrong or spent key"))
             return False
         self._open.add(move)
         return True
 
     def take(self, move: str, batch: dict[int, Slots], sums: dict[int, int], num_computed: int | None) -> str | None:
-        """None when the pages were taken, else why the connection is closed."""
+        """Writes pages; returns the code with which the connection is closed, if any."""
         if move not in self._open:
             return "target_lost"
-        first, pages = self._taking[move]
-        if self.checks and any(_sum(slots) != sums[position] for position, slots in batch.items()):
+        first, pages = self._receiving[move]
+        if self.verifies_checksums and any(_sum(slots) != sums[position] for position, slots in batch.items()):
             self._open.discard(move)
-            self._tell(ReceiveFailed(move, "checksum", "a page is damaged"))
+            self._report(ReceiveFailed(move, "checksum", "a page is corrupt"))
             return "checksum"
         for position, slots in batch.items():
             self._group.runner.put(pages[position - first], list(slots))
-        self._tell(PagesReceived(move, len(batch), num_computed))
+        self._report(PagesReceived(move, len(batch), num_computed))
         return None
 
-    def closed(self, move: str) -> None:
-        """The sender is gone."""
+    def connection_lost(self, move: str) -> None:
         if self._group.is_alive and move in self._open:
             self._open.discard(move)
-            self._tell(ReceiveFailed(move, "source_lost", "the sender is gone"))
+            self._report(ReceiveFailed(move, "source_lost", "the sender disconnected"))

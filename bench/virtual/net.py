@@ -1,6 +1,6 @@
-"""Connections between processes in virtual time: in order, with latency, until one side ends them or a process dies or hangs.
+"""Connections between processes in virtual time: ordered, with latency, until a side closes them or a process dies or hangs.
 
-A `Tap` sees every message before it leaves, and says what becomes of it.
+A `Tap` decides the fate of each message before it is sent.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ LATENCY_S = (0.0001, 0.002)
 
 
 class Process:
-    """Something that can be killed, or stopped for a while: it then takes nothing in and sends nothing."""
+    """A process that can be killed or hung; a hung process neither receives nor sends."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,11 +25,10 @@ class Process:
         self._hung_until = 0.0
 
     def hang(self, for_s: float) -> None:
-        """Stops it from now on."""
         self._hung_until = asyncio.get_running_loop().time() + for_s
 
     async def awake(self) -> None:
-        """Returns when the process runs; never, once it is dead."""
+        """Waits until the process runs; forever if it is dead."""
         loop = asyncio.get_running_loop()
         while loop.time() < self._hung_until:
             await asyncio.sleep(self._hung_until - loop.time() + 1e-6)
@@ -37,7 +36,6 @@ class Process:
             await loop.create_future()
 
     async def awake_or_dead(self) -> None:
-        """Returns when the process runs or is dead."""
         loop = asyncio.get_running_loop()
         while self.is_alive and loop.time() < self._hung_until:
             await asyncio.sleep(min(0.1, self._hung_until - loop.time() + 1e-6))
@@ -45,29 +43,23 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a message: it goes, so much later, twice; or it is lost, damaged, or breaks its connection."""
+    """The fate of a message. `closed` closes its connection."""
 
-    kind: Literal["goes", "lost", "damaged", "breaks", "twice"] = "goes"
+    kind: Literal["delivered", "lost", "corrupted", "closed", "duplicated"] = "delivered"
     delay_s: float = 0.0
 
 
-GOES = Fate()
+DELIVERED = Fate()
 
 
 class Tap(Protocol):
-    """Sees messages."""
-
-    def sent(self, sender: Process, receiver: Process, message: bytes) -> Fate:
-        """What becomes of this one."""
-        ...
+    def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate: ...
 
 
 class _Pipe:
-    """One direction of a connection."""
-
     def __init__(self, sender: Process, receiver: Process) -> None:
         self.sender, self.receiver = sender, receiver
-        self.is_broken = False
+        self.is_closed = False
         self._arrived: deque[bytes] = deque()
         self._has_ended = False
         self._reader: asyncio.Future[None] | None = None
@@ -79,12 +71,11 @@ class _Pipe:
         loop.call_at(self._last_at, self._arrive, message)
 
     def _arrive(self, message: bytes) -> None:
-        if not self.is_broken:
+        if not self.is_closed:
             self._arrived.append(message)
             self._wake()
 
     def end(self) -> None:
-        """The receiver hears that nothing more comes."""
         self._has_ended = True
         self._wake()
 
@@ -93,7 +84,7 @@ class _Pipe:
             self._reader.set_result(None)
 
     async def recv(self) -> bytes:
-        """The next message."""
+        """Returns the next message. Raises ConnectionClosedError after the end."""
         while True:
             await self.receiver.awake()
             if self._arrived:
@@ -113,42 +104,38 @@ class Socket:
 
     @property
     def processes(self) -> tuple[Process, Process]:
-        """Ours and the other one."""
         return self._out.sender, self._out.receiver
 
     async def send(self, message: bytes, /) -> None:
-        """Sends a message; waits while our process hangs."""
+        """Sends a message; waits while the own process hangs."""
         await self._out.sender.awake()
         self.push(message)
 
     def push(self, message: bytes) -> None:
-        """Sends a message. Raises ConnectionClosedError when the connection has ended."""
         out = self._out
-        if out.is_broken:
+        if out.is_closed:
             raise ConnectionClosedError(None, None)
         if not out.sender.is_alive:
             return
-        fate = self._net.tap.sent(out.sender, out.receiver, message)
+        fate = self._net.tap.fate_of_message(out.sender, out.receiver, message)
         if not out.sender.is_alive or fate.kind == "lost":
             return
-        if fate.kind == "breaks":
+        if fate.kind == "closed":
             self.close()
             return
-        late_s = self._net.latency() + fate.delay_s
-        out.push(message[:-1] if fate.kind == "damaged" else message, late_s)
-        if fate.kind == "twice":
-            out.push(message, late_s)
+        delay_s = self._net.latency() + fate.delay_s
+        out.push(message[:-1] if fate.kind == "corrupted" else message, delay_s)
+        if fate.kind == "duplicated":
+            out.push(message, delay_s)
 
     async def recv(self, decode: Literal[False] = False) -> bytes:
-        """The next message. Raises ConnectionClosedError."""
         return await self._in.recv()
 
     def close(self) -> None:
-        """Ends the connection; what is under way is lost, and both sides hear of it."""
         loop = asyncio.get_running_loop()
         for pipe in (self._out, self._in):
-            if not pipe.is_broken:
-                pipe.is_broken = True
+            if not pipe.is_closed:
+                pipe.is_closed = True
                 loop.call_later(self._net.latency(), pipe.end)
         self._net.sockets.discard(self)
 
@@ -157,42 +144,34 @@ Serve = Callable[[Socket], Coroutine[Any, Any, None]]
 
 
 class Network:
-    """Who listens, and every open connection."""
-
-    def __init__(self, chance: random.Random, tap: Tap) -> None:
+    def __init__(self, rng: random.Random, tap: Tap) -> None:
         self.tap = tap
         self.sockets: set[Socket] = set()
-        self._chance = chance
+        self._rng = rng
         self._listening: dict[str, tuple[Process, Serve]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def latency(self) -> float:
-        """Seconds that the next message takes."""
-        return self._chance.uniform(*LATENCY_S)
+        return self._rng.uniform(*LATENCY_S)
 
     def listen(self, address: str, process: Process, serve: Serve) -> None:
-        """From now on connections to this address go there."""
         self._listening[address] = (process, serve)
 
     def kill(self, process: Process) -> None:
-        """Ends a process: its connections break, and nobody listens in its place."""
         process.is_alive = False
-        self._listening = {at: entry for at, entry in self._listening.items() if entry[0] is not process}
+        self._listening = {address: entry for address, entry in self._listening.items() if entry[0] is not process}
         for socket in [socket for socket in self.sockets if process in socket.processes]:
             socket.close()
 
     def dial_from(self, process: Process) -> "DialFrom":
-        """How this process opens connections."""
         return DialFrom(self, process)
 
     def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs one side of a connection."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def find(self, address: str) -> tuple[Process, Serve]:
-        """Who listens there. Raises OSError."""
         try:
             return self._listening[address]
         except KeyError:
@@ -212,11 +191,11 @@ class DialFrom:
         peer, serve = net.find(address)
         async with asyncio.timeout(timeout_s):
             await peer.awake()
-        to_peer, to_us = _Pipe(self._process, peer), _Pipe(peer, self._process)
-        ours, theirs = Socket(net, to_peer, to_us), Socket(net, to_us, to_peer)
-        net.sockets.add(ours)
-        net.serve(serve(theirs))
+        to_peer, from_peer = _Pipe(self._process, peer), _Pipe(peer, self._process)
+        own, peer_side = Socket(net, to_peer, from_peer), Socket(net, from_peer, to_peer)
+        net.sockets.add(own)
+        net.serve(serve(peer_side))
         try:
-            yield ours
+            yield own
         finally:
-            ours.close()
+            own.close()

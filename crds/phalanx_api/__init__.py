@@ -1,1 +1,1 @@
-"""Words that the operator, the router and the runtime share: API types, labels, wire records. No effects."""
+"""API types, labels and wire frames that all programs share. No effects."""

@@ -1,8 +1,4 @@
-"""Conditions of an InferenceService: types, reasons, and how one is set.
-
-True is good, except for those of kstatus, which are absent unless true: `Stalled` while intervention is needed, else
-`Reconciling` while groups change.
-"""
+"""Conditions of an InferenceService. True is good, except `Stalled` and `Reconciling` (kstatus), which are absent unless true."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -30,14 +26,14 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 class Reason(StrEnum):
-    """Every reason of a condition."""
+    """Reasons of conditions."""
 
     READY = "Ready"
     SUSPENDED = "Suspended"
     SCALED_TO_ZERO = "ScaledToZero"
     SPEC_INVALID = "SpecInvalid"
     REJECTED = "Rejected"
-    """The API server refused an object of the service; the message has its words."""
+    """The Kubernetes API server refused a child object; the message quotes it."""
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -48,7 +44,7 @@ class Reason(StrEnum):
     SERVING = "Serving"
     NO_READY_GROUP = "NoReadyGroup"
     HOLDING = "Holding"
-    """No group runs, by policy: the first request is held until one does."""
+    """No group runs, by policy; requests are held until one does."""
     ROLLING = "Rolling"
     SCALING = "Scaling"
     COMPLETE = "Complete"
@@ -67,7 +63,7 @@ class Reason(StrEnum):
     CLAIM_UNBOUND = "ClaimUnbound"
     ACTIVE = "Active"
     EXTERNAL = "External"
-    """HPA or KEDA writes the count, from the operator's metric."""
+    """HPA or KEDA writes `spec.replicas`."""
     ADVISORY = "Advisory"
     METRICS_UNAVAILABLE = "MetricsUnavailable"
     CONFLICTING_SCALER = "ConflictingScaler"
@@ -108,13 +104,13 @@ def set_condition(
     generation: int,
     now: str,
 ) -> tuple[Condition, ...]:
-    """Returns the conditions with this one set; None means Unknown. The transition time changes only with the status."""
+    """Sets one condition; null means Unknown. The transition time changes only with the status."""
     status: ConditionStatus = "Unknown" if is_true is None else "True" if is_true else "False"
-    former = next((c for c in conditions if c.type == kind), None)
-    said = (status, generation, reason.value, message[:1024])
-    if former is not None and (former.status, former.observed_generation, former.reason, former.message) == said:
-        return tuple(conditions)  # mostly unchanged, and a model is expensive to create
-    since = former.last_transition_time if former and former.status == status else now
+    previous = next((c for c in conditions if c.type == kind), None)
+    content = (status, generation, reason.value, message[:1024])
+    if previous is not None and (previous.status, previous.observed_generation, previous.reason, previous.message) == content:
+        return tuple(conditions)  # creating a model is slow
+    since = previous.last_transition_time if previous and previous.status == status else now
     new = Condition(
         type=kind,
         status=status,
@@ -123,13 +119,13 @@ def set_condition(
         reason=reason.value,
         message=message[:1024],
     )
-    if former is None:
+    if previous is None:
         return (*conditions, new)
     return tuple(new if c.type == kind else c for c in conditions)
 
 
 def drop_condition(conditions: Sequence[Condition], kind: ConditionType) -> tuple[Condition, ...]:
-    """Returns the conditions without this one."""
+    """Returns the conditions without one type."""
     return tuple(c for c in conditions if c.type != kind)
 
 

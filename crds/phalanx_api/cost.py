@@ -1,14 +1,10 @@
-"""Step-time function for the engine's token budget, the routers, the operator and simulators, and its online fit.
+"""The cost model: step-time function and its online fit. All times are seconds.
 
     t = fixed + token * max(knee, p + B) + row * B + context * C + attention * sum(p_i * c_i) + prompt * [p > 0]
 
-A step computes p prompt tokens and B decodes, with one sampled token per decode; C is the sum of context lengths; a prompt chunk
-of p_i tokens has mean context c_i. Below the knee a step costs as much as reading the weights. A step with prompt tokens takes
-another path of the engine, with a constant cost. All times are seconds.
+p: prompt tokens, B: decodes, C: sum of context lengths, c_i: mean context of prompt chunk p_i.
 
-The fit is least squares of relative errors with forgetting. Coefficients are never negative. The knee is one of KNEES: each
-candidate has its own sums, and the best predictor is used. Every step is predicted before it is learnt, so `error` is out of
-sample.
+Fit: non-negative least squares of relative errors with forgetting, per knee; the best predictor is used.
 """
 
 import math
@@ -17,53 +13,50 @@ from dataclasses import dataclass
 from operator import mul
 
 KNEES = (0, 8, 32, 128)
-"""Candidates for the number of tokens up to which a step takes the same time."""
+"""Candidate knees, in tokens."""
 MIN_SAMPLES = 16
 """Steps before the fit is used."""
-FORGET = 0.995
-"""Weight of a step relative to the next: about the last 200 steps count."""
-CLIP = 3.0
-"""Upper bound of measured over predicted time: a pause of the machine is not the model's."""
+FORGETTING_FACTOR = 0.995
+"""Weight of a step relative to the next: a window of 200 steps."""
+MAX_TIME_RATIO = 3.0
+"""Upper bound of measured over predicted time, against pauses of the machine."""
 SCALES = (1.0, 1e-2, 1e-4, 1e-6, 1e-2, 1.0)
-"""Scales the features to about 1, so the ridge weighs on all equally."""
+"""Scale all features to about 1, for the ridge."""
 NUM = len(SCALES)
 RIDGE = 1e-9
 SHORTEST_S = 1e-6
-HUNG_FLOOR_S, HUNG_FACTOR = 10.0, 5.0
+HANG_FLOOR_S, HANG_FACTOR = 10.0, 5.0
 COEFFICIENTS = ("fixed_s", "token_s", "knee_tokens", "context_s", "attention_s", "error", "row_s", "prompt_s")
-"""Fields of `StepModel` in the order in which they are sent."""
+"""Fields of `StepModel` in wire order."""
 REQUIRED_COEFFICIENTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step. `prefill_context`: sum over prompt chunks of tokens times mean context."""
+    """The work of one step."""
 
     prefill_tokens: int
     decodes: int
     context_tokens: int
-    prefill_context: float = 0.0
+    prefill_context: float = 0.0  # sum over prompt chunks of tokens times mean context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The step-time function with its coefficients. `error`: mean relative error on steps before they were learnt."""
+    """Coefficients of the step-time function."""
 
     fixed_s: float
     token_s: float
     knee_tokens: int
     context_s: float
     attention_s: float
-    error: float = 0.0
+    error: float = 0.0  # mean relative error, out of sample
     row_s: float = 0.0
     prompt_s: float = 0.0
 
     @staticmethod
-    def told(numbers: Sequence[float]) -> "StepModel | None":
-        """Returns the function with these coefficients in order, if they are valid.
-
-        Missing trailing coefficients cost nothing; further ones are ignored.
-        """
+    def from_coefficients(numbers: Sequence[float]) -> "StepModel | None":
+        """Reads coefficients in wire order, if valid. Missing ones are 0."""
         if (
             len(numbers) < REQUIRED_COEFFICIENTS
             or not all(map(math.isfinite, numbers))
@@ -75,61 +68,60 @@ class StepModel:
         return StepModel(knee_tokens=int(fields.pop("knee_tokens")), **fields)
 
     def predict(self, work: StepWork) -> float:
-        """Returns the seconds of this step."""
+        """Returns the predicted seconds of a step."""
         tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)
         linear = self.fixed_s + self.token_s * tokens + self.context_s * work.context_tokens
         linear += self.attention_s * work.prefill_context + self.row_s * work.decodes
         return linear + self.prompt_s if work.prefill_tokens else linear
 
     def prefill_within(self, limit_s: float, decodes: int, context_tokens: int) -> int:
-        """Returns how many prompt tokens fit with these decodes into a step of `limit_s`; 0 when the decodes alone take longer.
+        """Returns the prompt tokens that fit into a step of `limit_s` with these decodes, at their mean context.
 
-        Their context is assumed to be the decodes' mean. A model without cost per token gives 10^9.
+        10^9 without cost per token.
         """
         mean_context = context_tokens / decodes if decodes else 0.0
-        each_s = self.token_s + self.attention_s * mean_context
-        room_s = limit_s - self.prompt_s - self.predict(StepWork(0, decodes, context_tokens))
-        if room_s < 0:
+        per_token_s = self.token_s + self.attention_s * mean_context
+        budget_s = limit_s - self.prompt_s - self.predict(StepWork(0, decodes, context_tokens))
+        if budget_s < 0:
             return 0
-        free = max(self.knee_tokens - decodes, 0)
-        if each_s <= 0:
+        free_tokens = max(self.knee_tokens - decodes, 0)
+        if per_token_s <= 0:
             return 10**9
-        attended_s = free * self.attention_s * mean_context
-        if room_s < attended_s:
-            return int(room_s / (self.attention_s * mean_context))
-        return free + int((room_s - attended_s) / each_s)
+        free_attention_s = free_tokens * self.attention_s * mean_context
+        if budget_s < free_attention_s:
+            return int(budget_s / (self.attention_s * mean_context))
+        return free_tokens + int((budget_s - free_attention_s) / per_token_s)
 
 
-def attended(tokens: int, held: int = 0) -> float:
-    """Returns the attention work of the tokens of a sequence after the first `held`: the sum of their contexts."""
-    return (tokens * tokens - held * held) / 2
+def attention_work(tokens: int, cached: int = 0) -> float:
+    """Returns the sum of context lengths of a sequence's tokens after the first `cached`."""
+    return (tokens * tokens - cached * cached) / 2
 
 
-def hung_after_s(predicted_s: float | None) -> float:
-    """Returns the seconds after which a step counts as hung: max(10 s, 5 times the prediction)."""
-    return max(HUNG_FLOOR_S, HUNG_FACTOR * predicted_s) if predicted_s is not None else HUNG_FLOOR_S
+def hang_timeout_s(predicted_s: float | None) -> float:
+    """Returns the step time that counts as a hang."""
+    return max(HANG_FLOOR_S, HANG_FACTOR * predicted_s) if predicted_s is not None else HANG_FLOOR_S
 
 
-def describe(decodes: Iterable[int], chunks: Iterable[tuple[int, int]], proposals: Iterable[tuple[int, int]] = ()) -> StepWork:
-    """Returns the work of a step from the context of each decode, (start, count) of each prompt chunk, and (context, count) of
-    decodes with draft tokens, which share a context."""
+def step_work(decodes: Iterable[int], chunks: Iterable[tuple[int, int]], drafts: Iterable[tuple[int, int]] = ()) -> StepWork:
+    """Sums the work of a step. `decodes`: context of each; `chunks`: (start, count); `drafts`: (context, draft tokens)."""
     num_decodes = context = prefill = 0
-    attended = 0.0
+    attention = 0.0
     for length in decodes:
         num_decodes += 1
         context += length
     for start, count in chunks:
         prefill += count
         context += start + count
-        attended += count * (start + count / 2)
-    for length, count in proposals:
+        attention += count * (start + count / 2)
+    for length, count in drafts:
         num_decodes += count
-        attended += count * length
-    return StepWork(prefill, num_decodes, context, attended)
+        attention += count * length
+    return StepWork(prefill, num_decodes, context, attention)
 
 
 class StepFit:
-    """Learns a `StepModel` from measured steps, at a few hundred multiplications per step."""
+    """Fits a `StepModel` to measured steps."""
 
     __slots__ = ("_candidates", "num_steps")
 
@@ -138,23 +130,23 @@ class StepFit:
         self._candidates = [_Candidate(knee) for knee in KNEES]
 
     def add(self, work: StepWork, wall_s: float) -> None:
-        """Learns one step. Times below a microsecond are ignored: the clock did not advance."""
+        """Learns one step, unless the clock did not advance."""
         if wall_s < SHORTEST_S:
             return
-        believed = self.num_steps >= MIN_SAMPLES
+        is_fitted = self.num_steps >= MIN_SAMPLES
         self.num_steps += 1
         for candidate in self._candidates:
-            candidate.learn(work, wall_s, believed)
+            candidate.learn(work, wall_s, is_fitted)
 
     def model(self) -> StepModel | None:
-        """Returns the fitted function, after `MIN_SAMPLES` steps."""
+        """Returns the fit after `MIN_SAMPLES` steps."""
         if self.num_steps < MIN_SAMPLES:
             return None
         return min(self._candidates, key=lambda candidate: candidate.error).model()
 
 
 class _Candidate:
-    """Sums for one knee, and the scaled coefficients by projected Gauss-Seidel, started from the step before."""
+    """Fit for one knee: normal equations, solved by projected Gauss-Seidel."""
 
     __slots__ = ("_moments", "_scaled", "_sums", "error", "knee")
 
@@ -165,23 +157,23 @@ class _Candidate:
         self._moments = [0.0] * NUM
         self._scaled = [0.0] * NUM
 
-    def learn(self, work: StepWork, wall_s: float, believed: bool) -> None:
+    def learn(self, work: StepWork, wall_s: float, is_fitted: bool) -> None:
         tokens = max(self.knee, work.prefill_tokens + work.decodes)
         raw = (1.0, tokens, work.context_tokens, work.prefill_context, work.decodes, work.prefill_tokens > 0)
         features = [scale * value for scale, value in zip(SCALES, raw, strict=True)]
         predicted_s = sum(map(mul, self._scaled, features))
-        if believed:
-            wall_s = min(wall_s, CLIP * predicted_s) if predicted_s > 0 else wall_s
+        if is_fitted:
+            wall_s = min(wall_s, MAX_TIME_RATIO * predicted_s) if predicted_s > 0 else wall_s
             self.error += 0.02 * (abs(predicted_s - wall_s) / wall_s - self.error)
         weight = 1.0 / (wall_s * wall_s)
         for row, sums in enumerate(self._sums):
             x = weight * features[row]
-            sums[:] = [FORGET * before + x * feature for before, feature in zip(sums, features, strict=True)]
-            self._moments[row] = FORGET * self._moments[row] + x * wall_s
+            sums[:] = [FORGETTING_FACTOR * before + x * feature for before, feature in zip(sums, features, strict=True)]
+            self._moments[row] = FORGETTING_FACTOR * self._moments[row] + x * wall_s
         self._solve(sweeps=4)
 
     def _solve(self, sweeps: int) -> None:
-        """Sets each coefficient in turn to its best non-negative value."""
+        """Sets each coefficient in turn to its best value >= 0."""
         for _ in range(sweeps):
             for row, sums in enumerate(self._sums):
                 own = sums[row]

@@ -3,12 +3,12 @@
 import copy
 from typing import Any
 
-from phalanx_api.schema import OPTIONAL, structural
+from phalanx_api.schema import OPTIONAL, structural_schema
 from phalanx_api.spec import inference_service as api
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
-_PARENTS = (
+_DEFAULTED = (
     "parallelism",
     "resources",
     "placement",
@@ -21,7 +21,7 @@ _PARENTS = (
     "networkPolicy",
     "monitoring",
 )
-"""Objects that exist even when the manifest leaves them out, so that defaults and rules inside them apply."""
+"""Objects that exist even when omitted, so that their defaults and rules apply."""
 
 
 def _column(name: str, kind: str, path: str, *, wide: bool = False) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def _columns() -> list[dict[str, Any]]:
 
 
 def schema() -> dict[str, Any]:
-    """The structural schema of the whole object."""
-    spec, status = structural(api.Spec), structural(Status)
-    for parent in _PARENTS:
+    """Returns the structural schema of the whole object."""
+    spec, status = structural_schema(api.Spec), structural_schema(Status)
+    for parent in _DEFAULTED:
         _fill_default(spec["properties"][parent])
-    _unmark(spec)
-    _unmark(status)
+    _remove_marks(spec)
+    _remove_marks(status)
     return {
         "type": "object",
         "description": "A language model, served by groups of pods behind one address.",
@@ -71,10 +71,7 @@ def schema() -> dict[str, Any]:
 
 
 def _fill_default(node: dict[str, Any]) -> None:
-    """Gives an object its default: all defaults inside it, for the API server checks it by the object's rules as it stands.
-
-    An object with required fields, or one that is optional, is not there unless somebody writes it.
-    """
+    """Sets an object's default to all defaults inside it, except objects that are optional or have required fields."""
     children = node["properties"]
     for child in children.values():
         if "properties" in child and "required" not in child and OPTIONAL not in child:
@@ -82,17 +79,17 @@ def _fill_default(node: dict[str, Any]) -> None:
     node["default"] = {name: copy.deepcopy(child["default"]) for name, child in children.items() if "default" in child}
 
 
-def _unmark(node: dict[str, Any]) -> None:
-    """Takes off the marks of optional objects, which are no words of schemas."""
+def _remove_marks(node: dict[str, Any]) -> None:
+    """Removes the `OPTIONAL` marks."""
     node.pop(OPTIONAL, None)
     inner = (node.get("items"), node.get("additionalProperties"), *node.get("properties", {}).values())
     for child in inner:
         if isinstance(child, dict):
-            _unmark(child)
+            _remove_marks(child)
 
 
 def definition() -> dict[str, Any]:
-    """The CustomResourceDefinition as an object of the Kubernetes API."""
+    """Returns the CustomResourceDefinition."""
     scale = {
         "specReplicasPath": ".spec.replicas",
         "statusReplicasPath": ".status.replicas",

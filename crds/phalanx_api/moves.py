@@ -1,20 +1,18 @@
-"""Frames of a move: a running request migrates to another group, and its pages are copied from rank to rank.
+"""Frames of a move, the migration of a running request to another group.
 
     router                 target leader            source leader
-      | Prepare(move, request) ->|                        |        pages reserved, those found in its cache held
+      | Prepare(move, request) ->|                        |        reserves pages
       |<- Prepared               |                        |
-      | MoveOut ------------------------------------------>|       full pages are copied while it decodes, round by round
+      | MoveOut ------------------------------------------>|       copies full pages while decoding
       |                          |<== pages, rank to rank =|
-      |<- Tokens up to n, then Frozen(n) ------------------|       no further step; the last pages follow
+      |<- Tokens up to n, then Frozen(n) ------------------|       copies the last pages
       |<- Arrived(n)             |                         |
-      commit: the epoch rises
-      | Submit(request at n, move) ->|                     |       starts at n with the pages that arrived
-      | Release ------------------------------------------>|
-    before the commit: Thaw to the source and Cancel to the target undo all; after it a lost target is a replay
+      commit: increments the epoch
+      | Submit(request at n, move) ->|                     |       continues at n
+      | Release ------------------------------------------>|       ends here
+    before the commit Thaw and Cancel undo all; after it the loss of the target causes a replay
 
-The router that owns the stream commits the move: a target never starts without its Submit, and a frozen source continues only
-after Thaw, or ends after Release. Whatever is lost, the router's journal suffices to continue anywhere. `move` names a move: the
-router's name and a number.
+Only the router that owns the stream commits. `move` is unique over routers.
 """
 
 from typing import Literal
@@ -22,94 +20,84 @@ from typing import Literal
 import msgspec
 
 MoveMode = Literal["stop", "precopy"]
-"""stop: freeze, then copy all pages. precopy: copy full pages while the source decodes, freeze when little is left."""
+"""stop: freeze, then copy. precopy: copy while the source decodes, freeze when little is left."""
 
 
 class PageAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Host and TCP port where a rank of the target receives pages. Rank i of the source sends to rank i of the target."""
+    """Where a rank of the target receives pages."""
 
     host: str
     port: int
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True, tag="prepared", kw_only=True):
-    """The target reserved pages: `held_tokens` of the request are in its cache and need no copy.
-
-    `key` is valid for one transfer to each address, within the lease.
-    """
+    """From the target: pages are reserved."""
 
     move: str
-    held_tokens: int
+    cached_tokens: int  # in the target's prefix cache
     addresses: list[PageAddress]
-    key: bytes
-    room_tokens: int = 0
-    """Tokens that the reserved pages hold, cached ones included; 0: unknown. The source freezes before it exceeds them."""
+    key: bytes  # for one transfer to each address
+    capacity_tokens: int = 0  # the source freezes before it exceeds them; 0: unknown
 
 
 class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out", kw_only=True):
-    """To the source: send this request's pages. `bytes_per_s` bounds all its ranks together."""
+    """To the source: send the request's pages."""
 
     move: str
     handle: int
     epoch: int
     prepared: Prepared
     mode: MoveMode = "precopy"
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None = None  # bound over all ranks
 
 
 class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen", kw_only=True):
-    """From the source, after the last token: the request has `num_output` output tokens, computes no more, and keeps its pages.
-
-    `num_computed`: prompt and output tokens in the pages that it sends. `tail_s`: expected time of the remaining pages.
-    """
+    """From the source, after its last token: the request computes no more."""
 
     move: str
     epoch: int
-    num_output: int
-    num_computed: int
-    tail_s: float = 0.0
+    num_output: int  # output tokens
+    num_computed: int  # prompt and output tokens in the pages to send
+    tail_s: float = 0.0  # expected time of the remaining copy
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """From the target: every rank has verified pages of `num_computed` tokens; `num_bytes` came over the network."""
+    """From the target: all ranks have verified pages of `num_computed` tokens."""
 
     move: str
     num_computed: int
-    num_bytes: int = 0
+    num_bytes: int = 0  # transferred
 
 
 class MoveFailed(msgspec.Struct, frozen=True, array_like=True, tag="move_failed"):
-    """From either side: the move failed here, and its reservation or copy is freed. A source continues.
-
-    `code` is machine-readable: no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum,
-    incompatible, replaced, unknown.
-    """
+    """From either side: the move failed; a source continues the request."""
 
     move: str
     code: str
+    """no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum, incompatible, replaced or unknown."""
     why: str
 
 
 class Thaw(msgspec.Struct, frozen=True, array_like=True, tag="thaw"):
-    """To the source: the move is cancelled, continue."""
+    """To the source: the move is cancelled; continue the request."""
 
     move: str
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """To the source: the request runs at the target; its pages become cached ones."""
+    """To the source: the request runs at the target."""
 
     move: str
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """To the target: the move is off, the reservation is void."""
+    """To the target: the move is cancelled."""
 
     move: str
 
 
-class AskRescue(msgspec.Struct, frozen=True, array_like=True, tag="ask_rescue"):
-    """From a leader: pages run out within `within_s`; these requests would be preempted, the first one first."""
+class RescueRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask_rescue"):
+    """From a leader: these requests, in order, would be preempted in `within_s`."""
 
     handles: list[int]
     within_s: float

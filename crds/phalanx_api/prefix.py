@@ -1,9 +1,9 @@
-"""The key of a page: what names its content, the same at a group and at a router.
+"""Page keys, equal at groups and routers for equal content.
 
     key[-1] = root = H(model, adapter, tenant, cache_salt)        key[i] = H(key[i - 1] + tokens of page i)
 
-H is BLAKE2b with 128 bits. A key names the page and all before it, so equal keys mean equal prefixes under equal salt: no
-request sees whether a prefix of another tenant, adapter or salt is cached. Only full pages have keys. Token ids below 2^32.
+H is BLAKE2b with 128 bits. Keys differ between tenants and salts, so a request cannot detect cached prefixes of others. Only full
+pages have keys. Token ids are below 2^32.
 """
 
 import struct
@@ -14,7 +14,7 @@ KEY_BYTES = 16
 
 
 def root_key(model: str, adapter: str = "", tenant: str = "", cache_salt: str = "") -> bytes:
-    """The key before the first page. Fields are told apart by their lengths, so no two lists of fields meet."""
+    """Returns the key before the first page. Fields are hashed with their lengths, so they cannot run together."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"phalanx root")
     for field in (model, adapter, tenant, cache_salt):
         text = field.encode()
@@ -23,7 +23,7 @@ def root_key(model: str, adapter: str = "", tenant: str = "", cache_salt: str = 
 
 
 class PrefixKeys:
-    """Keys of one request's full pages, each hashed once, in the order of the pages."""
+    """Keys of one request's full pages, in page order; each is hashed once."""
 
     __slots__ = ("_pack", "keys", "page_size", "root")
 
@@ -34,7 +34,7 @@ class PrefixKeys:
         self._pack = struct.Struct(f"<{page_size}I")
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
-        """All keys, those of pages that became full included. `tokens` are all of the request; the first ones never change."""
+        """Adds keys of pages that became full; returns all. `tokens`: the whole request."""
         keys, size = self.keys, self.page_size
         parent = keys[-1] if keys else self.root
         for start in range(len(keys) * size, len(tokens) - size + 1, size):

@@ -1,4 +1,4 @@
-"""From pydantic models to structural OpenAPI schemas that the API server accepts: no $ref, no anyOf for optional fields."""
+"""Structural OpenAPI schemas of pydantic models, as Kubernetes requires."""
 
 import copy
 from typing import Any, TypeVar
@@ -8,35 +8,31 @@ from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 
 _CONFIG = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True, use_attribute_docstrings=True)
-Kind = TypeVar("Kind", bound=BaseModel)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Record(BaseModel):
-    """A closed record of the API: unknown fields are refused."""
+    """A record that refuses unknown fields."""
 
     model_config = _CONFIG | ConfigDict(extra="forbid")
 
 
 class OpenRecord(BaseModel):
-    """A record of which only some fields are ours; the others pass through unread."""
+    """A record that passes unknown fields through."""
 
     model_config = _CONFIG | ConfigDict(extra="allow")
 
 
-def read(model: type[Kind], found: Any) -> Kind:
-    """The record that this is, without the fields that only a later version knows. Raises: ValidationError.
-
-    The API server fills in the defaults of a newer CRD before the operator that reads them is replaced; fields that no version
-    knows do not get through it.
-    """
+def parse_record(model: type[ModelT], document: Any) -> ModelT:
+    """Parses a record, without the unknown fields that a newer CRD adds. Raises ValidationError."""
     try:
-        return model.model_validate(found)
+        return model.model_validate(document)
     except ValidationError as error:
-        strange = [wrong["loc"] for wrong in error.errors() if wrong["type"] == "extra_forbidden"]
-        if not strange:
+        unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+        if not unknown:
             raise
-    known = copy.deepcopy(found)
-    for *path, last in strange:
+    known = copy.deepcopy(document)
+    for *path, last in unknown:
         record = known
         for step in path:
             record = record[step]
@@ -45,33 +41,33 @@ def read(model: type[Kind], found: Any) -> Kind:
 
 
 def rule(expression: str, message: str, field: str = "") -> JsonDict:
-    """A CEL rule: what must hold, what to say otherwise, and the field to name (`.gpusPerPod`)."""
-    at: JsonDict = {"fieldPath": field} if field else {}
-    return {"rule": expression, "message": message} | at
+    """Returns a CEL rule. `field`: path that a violation names, such as `.gpusPerPod`."""
+    path: JsonDict = {"fieldPath": field} if field else {}
+    return {"rule": expression, "message": message} | path
 
 
-def with_rules(*these: JsonDict) -> JsonDict:
-    """What carries CEL rules into the schema of a field."""
-    return {"x-kubernetes-validations": [*these]}
+def with_rules(*cel_rules: JsonDict) -> JsonDict:
+    """Returns the schema keyword with CEL rules, for a field."""
+    return {"x-kubernetes-validations": [*cel_rules]}
 
 
-def rules(*these: JsonDict) -> ConfigDict:
-    """Model configuration that carries CEL rules into the schema."""
-    return ConfigDict(json_schema_extra=with_rules(*these))
+def rules(*cel_rules: JsonDict) -> ConfigDict:
+    """Returns the model configuration with CEL rules, for an object."""
+    return ConfigDict(json_schema_extra=with_rules(*cel_rules))
 
 
 OPTIONAL = "may be absent"
-"""Marks, in what `structural` gives, an object that is None unless somebody writes it."""
+"""Key that marks optional objects in the result of `structural_schema`."""
 
 
-def structural(model: type[BaseModel]) -> dict[str, Any]:
-    """The structural schema of a model, optional objects marked."""
+def structural_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Returns the structural schema of a model, with `OPTIONAL` marks."""
     whole = model.model_json_schema(by_alias=True)
-    return copy.deepcopy(_inline(whole, whole.get("$defs", {})))  # shared parts would become anchors in YAML
+    return copy.deepcopy(_inline(whole, whole.get("$defs", {})))  # YAML would write shared parts as anchors
 
 
 def _inline(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """This node with references put in place, `null` left out, and only words that structural schemas know."""
+    """Resolves references; removes null types and keywords that structural schemas lack."""
     node = {k: v for k, v in node.items() if k not in ("title", "$defs")}
     if ref := node.pop("$ref", None):
         node = _inline(definitions[ref.rsplit("/", 1)[1]], definitions) | node

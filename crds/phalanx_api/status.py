@@ -1,4 +1,4 @@
-"""The status of an InferenceService: counters and conditions, never live gauges."""
+"""The status of an InferenceService: counters and conditions, no gauges."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ MAX_LISTED_HOTSPOTS = 16
 
 
 class GroupStatus(Record):
-    """One group as last observed."""
+    """One group."""
 
     name: str = Field(max_length=63)
     revision: str = Field(default="", max_length=63)
@@ -22,20 +22,20 @@ class GroupStatus(Record):
     pods: int = 0
     ready_pods: int = 0
     nodes: tuple[NodeName, ...] = Field(default=(), max_length=64)
-    """Nodes of the pods, by pod index; shorter while some are not scheduled."""
+    """Nodes of the scheduled pods, by pod index."""
     reason: str = Field(default="", max_length=256)
-    """Why it is not ready, as a pod or its leader reports."""
+    """Why the group is not ready."""
     restarts: int = 0
-    """Restarts within `restartPolicy.windowSeconds`, or since it served, without an outside cause."""
+    """Restarts within `restartPolicy.windowSeconds` or since it served."""
     incarnation: int = 0
-    """Incarnation that routers report; 0 before the first report."""
+    """Incarnation; 0 before a router reports it."""
 
 
 MAX_HISTORY = 5
 
 
 class ScaleChange(Record):
-    """A change of the count."""
+    """A change of the number of groups."""
 
     time: str = Field(max_length=64)
     before: int
@@ -46,24 +46,25 @@ class ScaleChange(Record):
 
 
 class AutoscalingStatus(Record):
-    """The autoscaler's last decision. Its inputs are metrics."""
+    """The autoscaler's last decision."""
 
     desired: int = 0
-    """Wanted groups."""
+    """Desired groups."""
     min_replicas: int = 0
+    """Lower bound in effect."""
     max_replicas: int = 0
-    """The bounds in effect."""
+    """Upper bound in effect."""
     bounds: str = Field(default="", max_length=256)
     """Source of the bounds."""
     reason: str = Field(default="", max_length=64)
-    """Why the count last changed: Out, Panic, In, Zero, Wake, Bounds or Fallback."""
+    """Reason of the last change: Out, Panic, In, Zero, Wake, Bounds or Fallback."""
     message: str = Field(default="", max_length=512)
     last_scale_time: str = Field(default="", max_length=64)
-    """When the operator last wrote `spec.replicas`."""
+    """Time of the operator's last write of `spec.replicas`."""
     cold_start_seconds: int = 0
-    """95th percentile of the time until a group serves; 0 before the first measurement."""
+    """95th percentile of a group's start time; 0 before a measurement."""
     history: tuple[ScaleChange, ...] = Field(default=(), max_length=MAX_HISTORY)
-    """The last 5 changes by the operator, or its advice where another client writes the count; the newest last."""
+    """The last 5 changes, or recommendations outside mode Internal; newest last."""
 
 
 class HotspotStatus(Record):
@@ -73,7 +74,7 @@ class HotspotStatus(Record):
     cause: str = Field(max_length=32)
     since: str = Field(max_length=64)
     action: str = Field(max_length=64)
-    """The measure in progress."""
+    """Measure in progress."""
 
 
 class RebalancingStatus(Record):
@@ -85,15 +86,15 @@ class RebalancingStatus(Record):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["group"]},
     )
     saturated: bool = False
-    """More than half of the groups are overloaded: only more groups help."""
+    """More than half of the groups are overloaded; only more groups help."""
 
 
 class RollbackStatus(Record):
-    """A revision that was given up because its groups never served, with `rollout.onFailure: Rollback`."""
+    """A revision that `rollout.onFailure: Rollback` abandoned."""
 
     revision: str = Field(max_length=63)
     to: str = Field(max_length=63)
-    """The revision that groups have again."""
+    """Revision of the groups after the rollback."""
     since: str = Field(max_length=64)
     message: str = Field(default="", max_length=512)
 
@@ -102,14 +103,14 @@ MAX_AVOIDED = 16
 
 
 class RecoveryStatus(Record):
-    """Groups of the newest revision that were given up because they restarted too often."""
+    """Groups of the newest revision that were replaced after too many restarts."""
 
     revision: str = Field(max_length=63)
     given_up: int = 0
     last_time: str = Field(max_length=64)
-    """Time of the last one."""
+    """Time of the last replacement."""
     nodes: tuple[NodeName, ...] = Field(default=(), max_length=MAX_AVOIDED)
-    """Their nodes, which successors avoid if possible."""
+    """Nodes that their successors avoid."""
     message: str = Field(default="", max_length=512)
 
 
@@ -117,11 +118,10 @@ class ModelStatus(Record):
     """The served model."""
 
     resolved_revision: str = Field(default="", max_length=128)
-    """Version that the newest serving group has loaded: the commit of `hf://`, the manifest digest of `oci://`, a hash of a
-    bucket's listing; empty for a file or a claim, and before a group reports it. Existing groups keep the version that they have
-    loaded."""
+    """Loaded version of the newest serving group: commit, manifest digest, or hash of a bucket's listing; empty for files and
+    claims."""
     cached_nodes: int = 0
-    """Number of nodes where ready pods have it in their own claims (cache `NodeLocal`)."""
+    """Nodes with the model in claims of ready pods (cache `NodeLocal`)."""
 
 
 class Status(Record):
@@ -133,19 +133,18 @@ class Status(Record):
     ready_replicas: int = 0
     """Groups with all pods ready."""
     available_replicas: int = 0
-    """Groups that have been ready for `rollout.minReadySeconds`, are not draining and are linked to a router: they accept
-    requests."""
+    """Groups that are ready for `rollout.minReadySeconds`, connected to a router and not draining."""
     updated_replicas: int = 0
     """Groups of the newest revision that are not draining."""
     draining_replicas: int = 0
-    """Groups that are draining."""
+    """Draining groups."""
     restarts: int = 0
-    """Restarts of all groups, see `groups`."""
+    """Sum of the groups' restarts."""
     selector: str = Field(default="", max_length=256)
-    """Label selector of the leader pods, one per group, for autoscalers."""
+    """Label selector of the leader pods, for autoscalers."""
     url: str = Field(default="", max_length=256)
     current_revision: str = Field(default="", max_length=63)
-    """The newest revision with a complete rollout."""
+    """Newest completely rolled out revision."""
     update_revision: str = Field(default="", max_length=63)
     """Revision of the current spec."""
     model: ModelStatus = Field(default_factory=ModelStatus)
@@ -154,10 +153,10 @@ class Status(Record):
         max_length=MAX_LISTED_GROUPS,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    """At most 64 groups, those that are not ready first."""
+    """At most 64 groups, unready ones first."""
     autoscaling: AutoscalingStatus | None = None
     gang: str = Field(default="", max_length=32)
-    """Scheduler that places the pods of new groups."""
+    """Gang scheduler of new groups."""
     recovery: RecoveryStatus | None = None
     rollback: RollbackStatus | None = None
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)

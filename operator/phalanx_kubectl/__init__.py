@@ -1,1 +1,1 @@
-"""`kubectl phalanx`: a kubectl plugin that shows services, drains groups and restarts services."""
+"""`kubectl phalanx` shows services, drains groups and restarts services."""

@@ -1,4 +1,4 @@
-"""`kubectl phalanx`: kubectl finds it as `kubectl-phalanx` on the PATH."""
+"""`kubectl phalanx`, which kubectl finds as `kubectl-phalanx` on the PATH."""
 
 import argparse
 import sys
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from phalanx_kubectl.commands import Commands
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
-_PASSED_ON = ("context", "kubeconfig", "cluster", "user", "as")
+_KUBECTL_FLAGS = ("context", "kubeconfig", "cluster", "user", "as")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("-n", "--namespace", help="namespace of the service; default: that of the context")
-    for flag in _PASSED_ON:
+    for flag in _KUBECTL_FLAGS:
         common.add_argument(f"--{flag}", help="as kubectl's")
     parser = argparse.ArgumentParser(prog="kubectl phalanx", description="Shows inference services, drains and restarts them.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, told: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common], help=told, description=told)
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=text, description=text)
 
     status = add("status", "conditions of a service, or one line per service")
     status.add_argument("name", nargs="?", metavar="NAME")
     status.add_argument("-A", "--all-namespaces", action="store_true", help="services of all namespaces")
-    for name, told in [
+    for name, text in [
         ("groups", "groups of a service: revision, phase, incarnation, streams, nodes"),
         ("top", "current load of groups and routers (needs the right to get pods/proxy)"),
         ("restart", "replace all groups one by one"),
     ]:
-        add(name, told).add_argument("name", metavar="NAME")
+        add(name, text).add_argument("name", metavar="NAME")
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
@@ -43,39 +43,39 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(given: argparse.Namespace, commands: Commands) -> int:
-    """Runs the command. Returns the exit status. Raises KubectlFailed."""
-    match given.command:
+def run(options: argparse.Namespace, commands: Commands) -> int:
+    """Runs a command. Returns the exit status. Raises KubectlFailed."""
+    match options.command:
         case "status":
-            text = commands.status(given.name, everywhere=given.all_namespaces)
+            text = commands.status(options.name, everywhere=options.all_namespaces)
         case "groups":
-            text = commands.groups(given.name)
+            text = commands.groups(options.name)
         case "top":
-            text = commands.top(given.name)
+            text = commands.top(options.name)
         case "drain":
-            text = commands.drain(given.name, given.group)
+            text = commands.drain(options.name, options.group)
         case "restart":
-            text = commands.restart(given.name)
+            text = commands.restart(options.name)
         case _:
-            return commands.logs(given.name, given.group, follow=given.follow, previous=given.previous, tail=given.tail)
+            return commands.logs(options.name, options.group, follow=options.follow, previous=options.previous, tail=options.tail)
     print(text, end="")
     return 0
 
 
-def flags_of(given: argparse.Namespace) -> list[str]:
+def kubectl_flags(options: argparse.Namespace) -> list[str]:
     """Returns the flags of every kubectl call."""
-    return [f"--{flag}={value}" for flag in ("namespace", *_PASSED_ON) if (value := getattr(given, flag))]
+    return [f"--{flag}={value}" for flag in ("namespace", *_KUBECTL_FLAGS) if (value := getattr(options, flag))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program. Exits with 1 and kubectl's message on failure."""
-    given = make_parser().parse_args(arguments)
+    """Runs the program. Exits with 1 if kubectl fails."""
+    options = make_parser().parse_args(arguments)
 
-    def warn(words: str) -> None:
-        print(f"warning: {words}", file=sys.stderr)
+    def warn(message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr)
 
     try:
-        status = run(given, Commands(KubectlProgram(flags=flags_of(given)), warn))
+        status = run(options, Commands(KubectlProgram(flags=kubectl_flags(options)), warn))
     except KubectlFailed as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

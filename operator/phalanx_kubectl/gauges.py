@@ -1,4 +1,4 @@
-"""Parses the load of groups from a router's /metrics."""
+"""Reads the load of groups from a router's /metrics."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ class GroupLoad:
     """Current load of one group."""
 
     streams: int = 0
-    """Of all routers that answered; the other fields are the group's own."""
+    """Over all routers that answered."""
     running: int = 0
     waiting: int = 0
     kv: float = 0.0
@@ -35,24 +35,24 @@ class RouterLoad:
 
 
 def read_router(text: str) -> RouterLoad:
-    """Returns the load in a router's /metrics. Missing metrics count as zero; unreadable lines are skipped."""
+    """Returns the load in a router's /metrics."""
     plain: dict[str, float] = {}
     by_group: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
-        found = _LINE.match(line)
-        value = _number(found[3]) if found else None
-        if found is None or value is None:
+        sample = _LINE.match(line)
+        value = _number(sample[3]) if sample else None
+        if sample is None or value is None:
             continue
-        group = dict(_LABEL.findall(found[2] or "")).get("group")
+        group = dict(_LABEL.findall(sample[2] or "")).get("group")
         if group is None:
-            plain[found[1]] = value
-        elif found[1].startswith(labels.GROUP_GAUGES):
-            by_group.setdefault(group, {})[found[1].removeprefix(labels.GROUP_GAUGES)] = value
+            plain[sample[1]] = value
+        elif sample[1].startswith(labels.GROUP_GAUGES):
+            by_group.setdefault(group, {})[sample[1].removeprefix(labels.GROUP_GAUGES)] = value
     return RouterLoad(
         streams=int(plain.get("phalanx_router_streams", 0)),
         queued=int(plain.get("phalanx_router_queued_requests", 0)),
         held=int(plain.get("phalanx_router_held_requests", 0)),
-        groups={group: _load(told) for group, told in by_group.items()},
+        groups={group: _load(gauges) for group, gauges in by_group.items()},
     )
 
 
@@ -64,24 +64,24 @@ def _number(text: str) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def _load(told: Mapping[str, float]) -> GroupLoad:
+def _load(gauges: Mapping[str, float]) -> GroupLoad:
     return GroupLoad(
-        streams=int(told.get("streams", 0)),
-        running=int(told.get("running_requests", 0)),
-        waiting=int(told.get("waiting_requests", 0)),
-        kv=told.get("kv_use", 0.0),
-        step_s=told.get("step_seconds", 0.0),
-        incarnation=int(told.get("incarnation", 0)),
+        streams=int(gauges.get("streams", 0)),
+        running=int(gauges.get("running_requests", 0)),
+        waiting=int(gauges.get("waiting_requests", 0)),
+        kv=gauges.get("kv_use", 0.0),
+        step_s=gauges.get("step_seconds", 0.0),
+        incarnation=int(gauges.get("incarnation", 0)),
     )
 
 
-def merged(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
-    """Returns each group over all routers: streams add up; of its own values the newest incarnation and the maximum count."""
-    found: dict[str, GroupLoad] = {}
+def merge(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
+    """Returns the groups of all routers: streams summed, other values' maximum."""
+    merged: dict[str, GroupLoad] = {}
     for router in routers:
         for group, load in router.groups.items():
-            former = found.get(group, GroupLoad())
-            found[group] = GroupLoad(
+            former = merged.get(group, GroupLoad())
+            merged[group] = GroupLoad(
                 streams=former.streams + load.streams,
                 running=max(former.running, load.running),
                 waiting=max(former.waiting, load.waiting),
@@ -89,4 +89,4 @@ def merged(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
                 step_s=max(former.step_s, load.step_s),
                 incarnation=max(former.incarnation, load.incarnation),
             )
-    return found
+    return merged

@@ -1,4 +1,4 @@
-"""Formats API objects as text. Pure functions."""
+"""Formats API objects as text."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ def _service_row(body: Json, with_namespace: bool) -> list[object]:
     ready = _conditions(body).get("Ready", {})
     own: list[object] = [
         *(metadata["name"], ready.get("status", "Unknown"), ready.get("reason")),
-        f"{status.get('readyReplicas', 0)}/{_wanted(body)}",
+        f"{status.get('readyReplicas', 0)}/{_wanted_groups(body)}",
         *(status.get("updatedReplicas", 0), status.get("drainingReplicas", 0), status.get("updateRevision")),
     ]
     return [metadata["namespace"], *own] if with_namespace else own
 
 
 def leader(lease: Json, now: str) -> str:
-    """Returns which operator leads by its Lease; without a leader that conditions may be out of date."""
+    """Returns which operator leads."""
     spec = lease.get("spec") or {}
     holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
     if not holder or not renewed:
@@ -50,64 +50,66 @@ def leader(lease: Json, now: str) -> str:
 
 
 def status(body: Json, operator: str = "") -> str:
-    """Returns the whole status of a service. `operator`: the leader's line."""
-    said, metadata = _status(body), body["metadata"]
-    is_behind = said.get("observedGeneration", 0) < metadata.get("generation", 0)
+    """Returns the status of a service. `operator`: the leader."""
+    current, metadata = _status(body), body["metadata"]
+    is_behind = current.get("observedGeneration", 0) < metadata.get("generation", 0)
     facts = [
         ("Service", f"{metadata['namespace']}/{metadata['name']}"),
-        ("URL", said.get("url")),
+        ("URL", current.get("url")),
         ("Model", _model(body)),
-        ("Revision", _revisions(said)),
-        ("Groups", f"{said.get('readyReplicas', 0)} of {_wanted(body)} ready, {said.get('drainingReplicas', 0)} draining"),
-        ("Scaling", _scaling(said)),
+        ("Revision", _revisions(current)),
+        (
+            "Groups",
+            f"{current.get('readyReplicas', 0)} of {_wanted_groups(body)} ready, {current.get('drainingReplicas', 0)} draining",
+        ),
+        ("Scaling", _scaling(current)),
         ("Operator", operator),
         ("Note", "the operator has not observed the last change yet" if is_behind else ""),
     ]
     rows = [
-        (kind, one.get("status"), one.get("reason"), one.get("lastTransitionTime"), one.get("message"))
-        for kind, one in _conditions(body).items()
+        (kind, c.get("status"), c.get("reason"), c.get("lastTransitionTime"), c.get("message"))
+        for kind, c in _conditions(body).items()
     ]
     text = "".join(f"{name + ':':<10}{value}\n" for name, value in facts if value)
     text += "\n" + table(["CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"], rows) if rows else ""
-    hot = (said.get("rebalancing") or {}).get("hotspots") or []
-    spots = [(one.get("group"), one.get("cause"), one.get("since"), one.get("action")) for one in hot]
-    return text + ("\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], spots) if spots else "")
+    hotspots = (current.get("rebalancing") or {}).get("hotspots") or []
+    hot = [(h.get("group"), h.get("cause"), h.get("since"), h.get("action")) for h in hotspots]
+    return text + ("\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], hot) if hot else "")
 
 
 def _model(body: Json) -> str:
-    """Returns the source of the model and the served version, if it has versions."""
     uri = ((body.get("spec") or {}).get("model") or {}).get("uri") or ""
     version = (_status(body).get("model") or {}).get("resolvedRevision")
     return f"{uri} at {version}" if version else str(uri)
 
 
 def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
-    """Returns one line per group of the status, groups that are not ready first."""
+    """Returns one line per group."""
     rows = []
     for group in _groups(body):
         load = loads.get(group["name"])
         ready = f"{group.get('readyPods', 0)}/{group.get('pods', 0)}"
-        seen = (load.incarnation, load.streams) if load else (None, None)
+        gauges = (load.incarnation, load.streams) if load else (None, None)
         nodes = ",".join(group.get("nodes") or [])
-        rows.append((group["name"], group.get("revision"), group.get("phase"), ready, *seen, nodes, group.get("reason")))
+        rows.append((group["name"], group.get("revision"), group.get("phase"), ready, *gauges, nodes, group.get("reason")))
     if not rows:
         return "no groups\n"
     text = table(["NAME", "REVISION", "PHASE", "PODS", "INCARNATION", "STREAMS", "NODES", "REASON"], rows)
-    said = _status(body)
-    more = said.get("replicas", 0) + said.get("drainingReplicas", 0) - len(rows)
+    current = _status(body)
+    more = current.get("replicas", 0) + current.get("drainingReplicas", 0) - len(rows)
     return text + (f"and {more} more ready groups\n" if more > 0 else "")
 
 
 def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, GroupLoad]) -> str:
-    """Returns the current load of each group and each router."""
+    """Returns the current load of groups and routers."""
     names = sorted({group["name"] for group in _groups(body)} | loads.keys())
     rows = []
     for name in names:
         load = loads.get(name)
         rows.append((name, *(_gauges(load) if load else [None] * 5)))
     text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP"], rows) if rows else "no groups\n"
-    doors = [(name, load.streams, load.queued, load.held) for name, load in sorted(routers.items())]
-    return text + ("\n" + table(["ROUTER", "STREAMS", "QUEUED", "HELD"], doors) if doors else "")
+    router_rows = [(name, load.streams, load.queued, load.held) for name, load in sorted(routers.items())]
+    return text + ("\n" + table(["ROUTER", "STREAMS", "QUEUED", "HELD"], router_rows) if router_rows else "")
 
 
 def _gauges(load: GroupLoad) -> list[object]:
@@ -116,8 +118,8 @@ def _gauges(load: GroupLoad) -> list[object]:
 
 
 def _status(body: Json) -> Json:
-    found: Json = body.get("status") or {}
-    return found
+    current: Json = body.get("status") or {}
+    return current
 
 
 def _groups(body: Json) -> list[Json]:
@@ -125,21 +127,21 @@ def _groups(body: Json) -> list[Json]:
 
 
 def _conditions(body: Json) -> dict[str, Json]:
-    return {one.get("type", ""): one for one in _status(body).get("conditions") or []}
+    return {c.get("type", ""): c for c in _status(body).get("conditions") or []}
 
 
-def _wanted(body: Json) -> int:
+def _wanted_groups(body: Json) -> int:
     spec = body.get("spec") or {}
     return 0 if spec.get("suspend") else int(spec.get("replicas") or 0)
 
 
-def _revisions(said: Json) -> str:
-    current, update = said.get("currentRevision", ""), said.get("updateRevision", "")
+def _revisions(status: Json) -> str:
+    current, update = status.get("currentRevision", ""), status.get("updateRevision", "")
     return f"{current} -> {update}" if current and current != update else update
 
 
-def _scaling(said: Json) -> str:
-    scaling = said.get("autoscaling") or {}
+def _scaling(status: Json) -> str:
+    scaling = status.get("autoscaling") or {}
     if not scaling:
         return ""
     bounds = f"{scaling.get('minReplicas', 0)} to {scaling.get('maxReplicas', 0)}"

@@ -1,4 +1,4 @@
-"""Calls the user's `kubectl` program, with its contexts, credentials and permissions."""
+"""Calls the user's `kubectl`."""
 
 import json
 import subprocess
@@ -11,57 +11,61 @@ TIMEOUT_S = 60.0
 
 
 class KubectlFailed(Exception):
-    """kubectl failed. The message is kubectl's."""
+    """The message is kubectl's."""
 
 
 class Kubectl(Protocol):
-    """The plugin's calls of kubectl."""
+    """Calls of kubectl."""
 
-    def ask(self, *words: str) -> str:
+    def read(self, *arguments: str) -> str:
         """Returns kubectl's output. Raises KubectlFailed."""
         ...
 
-    def pass_on(self, *words: str) -> int:
-        """Runs kubectl with the terminal's output. Returns its exit status."""
+    def run_attached(self, *arguments: str) -> int:
+        """Runs kubectl on the terminal. Returns its exit status."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KubectlProgram:
-    """Runs `kubectl` with the same flags in each call."""
+    """Runs `kubectl` with the same flags each time."""
 
     program: str = "kubectl"
     flags: Sequence[str] = ()
 
-    def ask(self, *words: str) -> str:
+    def read(self, *arguments: str) -> str:
         """See Kubectl."""
         try:
-            done = subprocess.run(
-                [self.program, *self.flags, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+            result = subprocess.run(
+                [self.program, *self.flags, *arguments],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
             )
         except OSError as error:
             raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
         except subprocess.TimeoutExpired as error:
-            raise KubectlFailed(f"{self.program} {words[0]} did not answer within {TIMEOUT_S:.0f} s") from error
-        if done.returncode:
-            raise KubectlFailed(done.stderr.strip() or f"{self.program} {words[0]} ended with status {done.returncode}")
-        return done.stdout
+            raise KubectlFailed(f"{self.program} {arguments[0]} did not answer within {TIMEOUT_S:.0f} s") from error
+        if result.returncode:
+            raise KubectlFailed(result.stderr.strip() or f"{self.program} {arguments[0]} ended with status {result.returncode}")
+        return result.stdout
 
-    def pass_on(self, *words: str) -> int:
+    def run_attached(self, *arguments: str) -> int:
         """See Kubectl."""
         try:
-            return subprocess.run([self.program, *self.flags, *words]).returncode
+            return subprocess.run([self.program, *self.flags, *arguments]).returncode
         except OSError as error:
             raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
 
 
-def ask_json(kubectl: Kubectl, *words: str) -> Json:
+def read_json(kubectl: Kubectl, *arguments: str) -> Json:
     """Returns the object that kubectl prints. Raises KubectlFailed."""
-    text = kubectl.ask(*words, "-o", "json")
+    text = kubectl.read(*arguments, "-o", "json")
     try:
-        read = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise KubectlFailed(f"kubectl {' '.join(words)} printed no JSON") from error
-    if not isinstance(read, dict):
-        raise KubectlFailed(f"kubectl {' '.join(words)} printed no object")
-    return read
+        raise KubectlFailed(f"kubectl {' '.join(arguments)} printed no JSON") from error
+    if not isinstance(value, dict):
+        raise KubectlFailed(f"kubectl {' '.join(arguments)} printed no object")
+    return value

@@ -1,1 +1,1 @@
-"""The operator: reconciles InferenceService objects into groups, a router and the objects around them."""
+"""The operator: reconciles InferenceServices."""

@@ -19,26 +19,26 @@ def crd_text() -> str:
 
 
 def main() -> None:
-    """Runs the program. Exits with status 2 for a bad flag or variable."""
+    """Runs the program."""
     match sys.argv[1:]:
         case ["crd"]:
             print(crd_text(), end="")
         case ["run", *arguments]:
             _run(arguments)
         case _:
-            sys.exit(_complain(USAGE))
+            sys.exit(_print_error(USAGE))
 
 
 def _run(arguments: list[str]) -> None:
-    """Runs the operator. Imports take seconds; a signal during them exits with status 0."""
-    before = signal.signal(signal.SIGTERM, _end_at_once)
+    """A signal during the imports, which take seconds, exits with 0."""
+    before = signal.signal(signal.SIGTERM, _exit_now)
     try:
         from phalanx_operator.settings import BadSetting, read_settings
 
         try:
             settings = read_settings(arguments)
         except BadSetting as error:
-            sys.exit(_complain(str(error)))
+            sys.exit(_print_error(str(error)))
         import uvloop
 
         from phalanx_operator import app, logs
@@ -49,13 +49,12 @@ def _run(arguments: list[str]) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Exits at once: the lease is not held yet."""
+def _exit_now(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(0)
 
 
-def _complain(words: str) -> int:
-    print(words, file=sys.stderr)
+def _print_error(message: str) -> int:
+    print(message, file=sys.stderr)
     return 2
 
 

@@ -1,29 +1,29 @@
-"""Log format: one event per line, a constant message with values as fields."""
+"""Log format: a constant message with values as fields."""
 
 import logging
 from typing import Any
 
-_KNOWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "settings", "k8s_skip", "k8s_ref"}
+_STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "settings", "k8s_skip", "k8s_ref"}
 
 
 class FieldFormatter(logging.Formatter):
     """`time level logger: message key=value ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record."""
-        fields = {k: v for k, v in vars(record).items() if k not in _KNOWN and v not in ("", None)}
+        """Returns the text of a record."""
+        fields = {k: v for k, v in vars(record).items() if k not in _STANDARD_FIELDS and v not in ("", None)}
         line = super().format(record)
         head, _, trace = line.partition("\n")
-        return head + "".join(f" {k}={_shown(v)}" for k, v in fields.items()) + (f"\n{trace}" if trace else "")
+        return head + "".join(f" {k}={_quote(v)}" for k, v in fields.items()) + (f"\n{trace}" if trace else "")
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = str(value)
     return repr(text) if " " in text or not text else text
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Sends all logs to stderr in this format."""
+    """Sends all logs to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(FieldFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

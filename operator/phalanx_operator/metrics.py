@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator and its services, and its HTTP endpoint."""
+"""Prometheus metrics, and the endpoint with /healthz, /readyz and /metrics."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,14 +47,14 @@ class Metrics:
         self.ready_groups = Gauge("phalanx_service_ready_groups", "Groups with all pods ready.", names, registry=r)
 
     def show(self, key: Key, status: Status) -> None:
-        """Updates the gauges of a service."""
+        """Updates the gauges of a status."""
         self.groups.labels(*key).set(status.replicas)
         self.ready_groups.labels(*key).set(status.ready_replicas)
         self.draining_groups.labels(*key).set(status.draining_replicas)
         self.hot_groups.labels(*key).set(len(status.rebalancing.hotspots))
 
     def show_scaling(self, key: Key, decision: ScaleDecision | None) -> None:
-        """Updates the desired and needed groups; removes both for a service without autoscaler."""
+        """Updates the autoscaler's gauges; removes them without a decision."""
         if decision is None:
             _remove((self.desired_groups, self.needed_groups), key)
             return
@@ -63,9 +63,9 @@ class Metrics:
             self.needed_groups.labels(*key).set(decision.needed)
 
     def forget(self, key: Key) -> None:
-        """Removes the metrics of a deleted service."""
-        of_services = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
-        _remove((*of_services, self.desired_groups, self.needed_groups), key)
+        """Drops a deleted service."""
+        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
+        _remove((*status_gauges, self.desired_groups, self.needed_groups), key)
 
 
 def _remove(gauges: Iterable[Gauge], key: Key) -> None:
@@ -73,15 +73,12 @@ def _remove(gauges: Iterable[Gauge], key: Key) -> None:
         gauge.remove_by_labels({"namespace": key[0], "service": key[1]})
 
 
-# The operator's HTTP endpoint: /healthz, /readyz and /metrics.
-# Healthy means that the watches received data recently; a hung reconcile is cancelled by the work loop.
-
-
 class Health:
-    """Why the operator is not healthy or not ready, as sentences. Each probe calls `stalls`."""
+    """Health of the watches. The work loop cancels hung reconciles."""
 
     def __init__(self) -> None:
         self.stalls: Callable[[], list[str]] = list
+        """Returns stalled watches."""
         self.ready = False
 
 
@@ -89,8 +86,8 @@ def make_app(health: Health, metrics: Metrics) -> web.Application:
     """Returns the HTTP application."""
 
     async def healthz(_: web.Request) -> web.Response:
-        wrong = health.stalls()
-        return web.Response(status=503 if wrong else 200, text="; ".join(wrong) or "ok")
+        stalls = health.stalls()
+        return web.Response(status=503 if stalls else 200, text="; ".join(stalls) or "ok")
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(status=200 if health.ready else 503, text="ok" if health.ready else "starting")
@@ -104,7 +101,7 @@ def make_app(health: Health, metrics: Metrics) -> web.Application:
 
 
 async def serve(app: web.Application, port: int) -> web.AppRunner:
-    """Returns the running server; the caller calls its `cleanup`."""
+    """Starts the server. The caller calls `cleanup`."""
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", port).start()
@@ -112,7 +109,7 @@ async def serve(app: web.Application, port: int) -> web.AppRunner:
 
 
 class CountingKube:
-    """Delegates to `inner`. Verbs are those of Kubernetes RBAC."""
+    """Counts calls to `inner`, with verbs of RBAC."""
 
     def __init__(self, inner: KubeClient, metrics: Metrics) -> None:
         self._inner = inner

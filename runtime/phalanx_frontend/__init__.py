@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API server, which leaders and routers mount over their backends."""
+"""The API server, mounted by leaders and routers."""

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, health, errors in OpenAI's form, limits."""
+"""The FastAPI application."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,7 +26,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 class ServerHealthSource:
-    """Implements `HealthSource` from the API server's own state."""
+    """Health of the API server alone."""
 
     def __init__(self, server: ServerContext) -> None:
         self._server = server
@@ -40,11 +40,11 @@ class ServerHealthSource:
         return self._server.metrics.request_totals.totals()
 
     def memory(self) -> Sequence[MemoryAccount]:
-        """Returns nothing: an API server has no rank."""
+        """Returns nothing: there is no rank."""
         return ()
 
     def kv_bytes_per_token(self) -> int | None:
-        """Returns None: not known here."""
+        """Returns null: unknown here."""
         return None
 
 
@@ -59,14 +59,10 @@ def create_app(
     metrics_prefix: str = "phalanx",
     keep_alive_s: float = 5.0,
 ) -> FastAPI:
-    """Creates the OpenAI server over a backend, with health and metrics.
-
-    The caller starts and stops the backend; `lifespan` is passed to FastAPI for that. `registry` may also hold the caller's own
-    metrics; each app needs its own. Without `keys` every request is allowed. The default of `make_health_source`
-    reports the backend's readiness and this server's counts.
-    """
+    """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
+    keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
     server = ServerContext(
         backend=backend, metrics=ApiMetrics(registry, responses, metrics_prefix), limits=limits, keep_alive_s=keep_alive_s
@@ -84,16 +80,16 @@ def create_app(
 def create_health_app(
     health: Callable[[], Health], *, registry: CollectorRegistry | None = None, lifespan: Lifespan | None = None
 ) -> FastAPI:
-    """Creates an app with only /healthz, /readyz, /v1/health and /metrics, for pods without an API server."""
+    """Creates an app with health and metrics only."""
     registry = registry if registry is not None else CollectorRegistry()
     app = _make_app(response_counter(registry, "phalanx"), lifespan)
-    app.add_middleware(CallerMiddleware)
+    app.add_middleware(CallerMiddleware, keys=ApiKeys())
     app.include_router(health_routes(health, registry), responses=ERRORS)
     return app
 
 
 def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
-    """Returns an application without routes; it counts errors and returns them in OpenAI's form."""
+    """Creates an app without routes, with errors in OpenAI's form."""
     app = FastAPI(title="Phalanx", lifespan=lifespan)
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -103,7 +99,7 @@ def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
         response = error_response(api_error)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})
-        if api_error.code == "internal_error":  # handled outside the `CallerMiddleware`
+        if api_error.code == "internal_error":  # sent outside `CallerMiddleware`
             response.headers["x-request-id"] = caller_of(request).request_id
         return response
 
@@ -113,7 +109,7 @@ def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
 
 
 def api_error_of_exception(error: Exception, request: Request) -> ApiError:
-    """Converts an exception to an error response. Exceptions of any other type are bugs, which the server logs."""
+    """Converts an exception; unexpected types are bugs."""
     match error:
         case ApiError():
             return error
@@ -128,7 +124,7 @@ def api_error_of_exception(error: Exception, request: Request) -> ApiError:
 
 
 def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
-    """Converts errors of the framework: unknown paths and methods, unreadable bodies."""
+    """Converts errors of the framework."""
     match error.status_code:
         case 404:
             return ApiError(404, f"no such path: {request.url.path}; see /openapi.json", code="not_found")

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and an HTTP status."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
 import math
@@ -10,16 +10,13 @@ from starlette.responses import Response
 from phalanx_frontend.backend import BackendError
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""Bounds of an error, so that a large request causes neither a large response nor a large log line."""
-FIELDS = {"unsupported_speculation": "speculative.method"}
-"""Maps a backend's error code to the request field that causes it."""
+"""Bounds of a response and of a log line."""
+PARAM_OF_CODE = {"unsupported_speculation": "speculative.method"}
+"""Request fields by the backend's error code."""
 
 
 class ApiError(Exception):
-    """An error response. `param` names the field, `code` the reason in one word.
-
-    `can_resume`: the stream is interrupted and the client can resume it.
-    """
+    """An error response."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
@@ -34,24 +31,24 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """Returns a 400 that names the field to change."""
+    """Returns a 400 that names the invalid field."""
     return ApiError(400, message, param, code)
 
 
 def internal_error() -> ApiError:
-    """Returns a 500 without details, which are in the log."""
+    """Returns a 500 without details."""
     return ApiError(500, "internal error; look for this request's id in the server's log", code="internal_error")
 
 
 def api_error_of_backend(error: BackendError) -> ApiError:
-    """Converts a backend's error to an error response."""
-    converted = ApiError(error.status, error.message, FIELDS.get(error.code), error.code, error.retry_after_s)
+    """Converts a backend's error."""
+    converted = ApiError(error.status, error.message, PARAM_OF_CODE.get(error.code), error.code, error.retry_after_s)
     converted.can_resume = error.can_resume
     return converted
 
 
 def with_resume_hint(error: ApiError, event_id: str) -> ApiError:
-    """Adds to an error that ends a stream how to resume it after `event_id`, if that is possible."""
+    """Adds how to resume the stream after `event_id`, if possible."""
     if not error.can_resume:
         return error
     message = f"{error.message}; to resume, repeat the request with the header Last-Event-ID: {event_id}"
@@ -70,12 +67,12 @@ def error_type(status: int) -> str:
 
 
 def error_body(error: ApiError) -> bytes:
-    """Returns the response body, `{"error": ...}`."""
+    """Returns the response body."""
     return json.dumps({"error": error_detail(error)}).encode("ascii")
 
 
 def error_detail(error: ApiError) -> dict[str, str | None]:
-    """Returns the value of `error`: bounded in length and encodable, even if the message quotes the request."""
+    """Returns the value of `error`, bounded and encodable."""
     message, param = _cut(error.message, MAX_MESSAGE_CHARS), error.param and _cut(error.param, MAX_PARAM_CHARS)
     return {"message": message, "type": error_type(error.status), "param": param, "code": error.code}
 
@@ -86,7 +83,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
-    """Returns Retry-After in whole seconds, as HTTP requires, and retry-after-ms, which OpenAI's clients read."""
+    """Returns Retry-After in whole seconds, and retry-after-ms of OpenAI's clients."""
     if error.retry_after_s is None:
         return {}
     seconds = max(0.0, error.retry_after_s)
@@ -94,19 +91,16 @@ def error_headers(error: ApiError) -> dict[str, str]:
 
 
 def error_response(error: ApiError) -> Response:
-    """Returns the complete HTTP response."""
+    """Returns the HTTP response."""
     return Response(error_body(error), error.status, error_headers(error), "application/json")
 
 
-# Validation errors.
-
-
-def api_error_of_validation(errors: Sequence[Any], inside: tuple[str, ...] = ("body",)) -> ApiError:
-    """Converts the first of pydantic's errors to a 400. `inside`: prefix of the locations that is not part of the field."""
+def api_error_of_validation(errors: Sequence[Any], prefix: tuple[str, ...] = ("body",)) -> ApiError:
+    """Converts the first of pydantic's errors. `prefix`: leading location steps that are not part of the field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return invalid(None, f"the request body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    field = field_path(first["loc"][len(inside) :])
+    field = field_path(first["loc"][len(prefix) :])
     message = first["msg"].removeprefix("Value error, ")
     if not field:
         return invalid(None, "the request body must be a JSON object, with content-type application/json")

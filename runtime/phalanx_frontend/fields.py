@@ -1,4 +1,4 @@
-"""Types of request fields: parsers, and schemas for /openapi.json. A ValueError here becomes a 400."""
+"""Types of request fields: parsers, and schemas for /openapi.json."""
 
 from typing import Annotated, Any
 
@@ -7,16 +7,16 @@ from pydantic import AfterValidator, BaseModel, Field, PlainValidator, WithJsonS
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_BIAS = 100.0
-"""OpenAI's bound of `logit_bias`; this much already forbids or forces a token."""
+"""OpenAI's bound of `logit_bias`."""
 MAX_ID_DIGITS = 10
-"""Digits of the largest token id that a wire frame carries."""
+"""Digits of the largest token id."""
 
 Prompt = str | list[int]
 """Text or token ids."""
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """Parses the prompts of a completion: one or several, each text or token ids, all of one kind."""
+    """Parses prompts, all text or all token ids."""
     if isinstance(value, str):
         return [valid_text(value)]
     if isinstance(value, list):
@@ -30,7 +30,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stop(value: object) -> list[str]:
-    """Parses stop strings; empty ones are refused."""
+    """Parses non-empty stop strings."""
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
@@ -42,7 +42,7 @@ def parse_stop(value: object) -> list[str]:
 
 
 def parse_logit_bias(value: object) -> dict[int, float]:
-    """Parses biases by token id. JSON keys are strings, so ids arrive as strings."""
+    """Parses biases by token id, a string in JSON."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -58,7 +58,7 @@ def parse_logit_bias(value: object) -> dict[int, float]:
 
 
 def parse_content(value: object) -> str | None:
-    """Returns the text of a message: a string, or its text parts joined by newlines. An earlier refusal counts as text."""
+    """Returns the text of a message, with its parts joined by newlines."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def parse_content(value: object) -> str | None:
 
 
 def valid_text(value: str) -> str:
-    """Returns `value` if it is encodable. JSON can spell half a surrogate pair, which no tokenizer accepts."""
+    """Returns `value`. Raises ValueError for lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -120,7 +120,7 @@ UserId = Annotated[str, Field(max_length=512), AfterValidator(valid_text)]
 TopCount = Annotated[int, Field(ge=0, le=20)]
 
 
-# Responses in /openapi.json that the routes' types do not describe.
+# Responses that the routes' types do not describe.
 
 
 class ErrorDetail(BaseModel):

@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics routes of every pod, with or without an API server."""
+"""Liveness, readiness and metrics routes of every pod."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.fields import EXPOSITION
 
-# State of the engine for /v1/health and /v1/metrics. The runtime and the router each implement `HealthSource`.
-
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
@@ -22,49 +20,49 @@ class RankHealth:
 
     rank: int
     alive: bool  # its process runs
-    silent_s: float | None = None  # seconds since its last heartbeat; None before the first
+    silent_s: float | None = None  # since its last heartbeat, if any
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """Health of this process."""
 
-    not_alive: str | None = None  # reason to restart the container, or None
-    not_ready: str | None = None  # reason that no request can be served, or None
+    not_alive: str | None = None  # reason to restart the container
+    not_ready: str | None = None  # reason that no request can be served
     incarnation: int | None = None
     ranks: Sequence[RankHealth] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthTotals:
-    """Counts over ended requests since this process started."""
+    """Counts over ended requests since the process started."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     latency_s: float = 0.0
-    proposed: int = 0  # draft tokens; at a router those of all its engines, since each engine started
-    accepted: int = 0  # draft tokens that the target accepted
+    proposed: int = 0  # draft tokens; at a router of all engines
+    accepted: int = 0  # accepted draft tokens
 
 
 class HealthSource(Protocol):
     """State behind /v1/health and /v1/metrics. No call blocks."""
 
     def health(self) -> Health:
-        """Returns the state of the process and of the known ranks."""
+        """Returns the state of process and ranks."""
         ...
 
     def totals(self) -> HealthTotals:
-        """Returns counts over all requests served, through any route."""
+        """Returns counts over all requests."""
         ...
 
     def memory(self) -> Sequence[MemoryAccount]:
-        """Returns the memory account of each rank that reported one."""
+        """Returns the known memory accounts."""
         ...
 
     def kv_bytes_per_token(self) -> int | None:
-        """Returns bytes per token in the KV caches of all ranks of a group; None until a group reported it."""
+        """Returns KV cache bytes per token over all ranks, if known."""
         ...
 
 
@@ -75,15 +73,12 @@ async def _no_warmup() -> None:
 def health_routes(
     health: Callable[[], Health], registry: CollectorRegistry, warm: Callable[[], Awaitable[object]] = _no_warmup
 ) -> APIRouter:
-    """Builds GET /healthz, /readyz, /v1/health and /metrics.
-
-    `warm` is awaited before the first "ready" response; it does work that the first request would otherwise wait for.
-    """
+    """Builds the health routes. `warm` runs before the first "ready" response."""
     routes = APIRouter(tags=["health"])
 
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """Liveness: 200, or 503 with the reason if the container must be restarted."""
+        """Liveness: 200, or 503 with the reason to restart the container."""
         reason = health().not_alive
         if reason is not None:
             raise ApiError(503, reason, code="not_alive")
@@ -92,7 +87,7 @@ def health_routes(
     @routes.get("/health")
     @routes.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """Readiness: 200, or 503 with the reason. /health is the name that vLLM's clients use."""
+        """Readiness: 200, or 503 with the reason. /health is vLLM's name of this route."""
         reason = health().not_ready
         if reason is not None:
             raise ApiError(503, reason, code="not_ready")

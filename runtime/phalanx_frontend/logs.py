@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, a constant message plus fields. The contents of request bodies are never logged."""
+"""JSON log lines: a constant message plus fields, without request bodies."""
 
 import json
 import logging
@@ -9,10 +9,10 @@ _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_mess
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line: time, level, logger, message, its extra fields, and the trace of an exception."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line without a newline."""
+        """Returns the line."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

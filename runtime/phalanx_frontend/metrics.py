@@ -1,8 +1,4 @@
-"""Metrics of the API server's requests, in the caller's registry under the caller's prefix.
-
-vLLM's metric names belong to the engine (`phalanx_runtime.server.http.metrics`), so that no sum over a service counts a request
-twice.
-"""
+"""Metrics of the API server. vLLM's names belong to the engine, so that no request counts twice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,12 +19,12 @@ Clock = Callable[[], float]
 
 
 def response_counter(registry: CollectorRegistry, prefix: str) -> Counter:
-    """Returns a counter of responses by route and status; unknown paths share one route."""
+    """Returns the counter of responses by route."""
     return Counter(f"{prefix}_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
 
 
 class RequestTotals:
-    """Sums over ended requests, for readers that need no histogram."""
+    """Sums over ended requests."""
 
     def __init__(self) -> None:
         self._totals = HealthTotals()
@@ -46,7 +42,7 @@ class RequestTotals:
         )
 
     def record_speculation(self, proposed: int, accepted: int) -> None:
-        """Adds counts of draft tokens: `proposed` in all, of which the target accepted `accepted`."""
+        """Adds draft tokens, and accepted ones."""
         now = self._totals
         self._totals = replace(now, proposed=now.proposed + proposed, accepted=now.accepted + accepted)
 
@@ -56,7 +52,7 @@ class RequestTotals:
 
 
 class ApiMetrics:
-    """All metric families of the API server; `meter` returns the recorder of one request."""
+    """Metric families of the API server."""
 
     def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -90,7 +86,7 @@ class ApiMetrics:
 
 
 class RequestMeter:
-    """Times and counts of one request: `start`, any number of `tokens`, `end`."""
+    """Times and counts of one request."""
 
     def __init__(
         self, metrics: ApiMetrics, model: str, num_prompt_tokens: int, max_tokens: int, *, arrived_s: float, clock: Clock
@@ -115,7 +111,7 @@ class RequestMeter:
         metrics.request_max_tokens.labels(model).observe(self._max_tokens)
 
     def tokens(self, count: int) -> None:
-        """Records `count` tokens that arrived together."""
+        """Records tokens that arrived together."""
         now_s = self._clock()
         if self._first_s is None:
             self._first_s = now_s
@@ -123,14 +119,14 @@ class RequestMeter:
             gaps = count - 1
         else:
             gaps = count
-        # Tokens that arrived together share the time since the tokens before them.
+        # They share the time since the previous tokens.
         for _ in range(gaps):
             self._inter_token.observe((now_s - self._last_s) / count)
         self._last_s = now_s
         self._num_tokens += count
 
     def end(self, reason: str, cached_tokens: int) -> None:
-        """Records the end of the request. `reason`: stop, length, abort (the client disconnected) or error."""
+        """Records the end. `reason`: stop, length, abort or error."""
         metrics, model, now_s = self._metrics, self._model, self._clock()
         metrics.request_totals.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
         metrics.in_progress.labels(model).dec()

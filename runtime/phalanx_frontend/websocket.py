@@ -1,11 +1,11 @@
-"""Messages of a WebSocket that carries binary frames only."""
+"""WebSocket messages with binary frames only."""
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 
 async def receive_binary(websocket: WebSocket) -> bytes:
-    """Returns the next message. Raises WebSocketDisconnect, and msgspec.DecodeError for a text message."""
+    """Returns the next message. Raises WebSocketDisconnect and msgspec.DecodeError."""
     message = await websocket.receive()
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message["code"], message.get("reason"))

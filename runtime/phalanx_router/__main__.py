@@ -8,9 +8,9 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 after SIGTERM or SIGINT, 1 after an unexpected exception. Raises SystemExit 2 for a bad flag.
+    """Returns the exit code: 1 after an exception. Raises SystemExit 2 for a bad flag.
 
-    Importing the program takes a second; a signal in that time ends the process with status 0.
+    A signal during the import exits with 0.
     """
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
@@ -22,7 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Exits before the server has started."""
     sys.exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a router. The API server counts requests and tokens as clients see them."""
+"""Prometheus metrics of a router."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
@@ -12,11 +12,9 @@ from phalanx_api.summary import Freshness, GroupSummary, Hotspot
 from phalanx_router.balancing.records import Rung
 from phalanx_router.routing.choose import Reason
 
-# Balancing.
-
 
 class BalanceMetrics:
-    """Metrics of one router's balancing."""
+    """Metrics of balancing."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._hotspot = Gauge("phalanx_router_hotspot", "1 for an overloaded group.", ["group", "cause"], registry=registry)
@@ -36,15 +34,15 @@ class BalanceMetrics:
         self._proposed.labels(rung).inc()
 
     def refused(self, rung: Rung, why: str) -> None:
-        """Counts an evaluation of a group that yielded no move. `why`: a code."""
+        """Counts an evaluation of a group without a move. `why`: a code."""
         self._refused.labels(rung, why).inc()
 
     def returned(self) -> None:
-        """Counts a stream that returned to a group."""
+        """Counts a return."""
         self._pingpong.inc()
 
     def show(self, hotspots: list[Hotspot], is_saturated: bool) -> None:
-        """Sets the gauges to the result of a tick."""
+        """Shows the result of a tick."""
         now = {(hotspot.group, hotspot.cause) for hotspot in hotspots}
         for shown in self._shown - now:
             self._hotspot.remove(*shown)
@@ -95,70 +93,68 @@ class RouterMetrics:
         self._streams = Gauge("phalanx_router_streams", "Open streams.", registry=registry)
 
     def request_ended(self, outcome: Outcome) -> None:
-        """Counts a request by its outcome."""
+        """Counts a request."""
         self._requests.labels(outcome).inc()
 
     def replayed(self) -> None:
-        """Counts a stream that was sent to another group."""
+        """Counts a replay."""
         self._replays.inc()
 
-    def move_over(self, outcome: str, why: str, num_bytes: int, stall_s: float | None) -> None:
-        """Counts a move by outcome and reason, its bytes, and the pause of its stream."""
+    def move_ended(self, outcome: str, why: str, num_bytes: int, stall_s: float | None) -> None:
+        """Counts a move, its bytes, and the stall of its stream."""
         self._moves.labels(outcome, why).inc()
         self._move_bytes.inc(num_bytes)
         if stall_s is not None:
             self._move_stall.observe(stall_s)
 
     def chosen(self, reason: Reason) -> None:
-        """Counts a choice by its reason."""
+        """Counts a choice."""
         self._choices.labels(reason).inc()
 
     def waited(self, seconds: float) -> None:
-        """Records how long a new request waited for its group."""
+        """Records the wait of a new request."""
         self._wait.observe(seconds)
 
     def requeued(self) -> None:
-        """Counts a request that was taken back from its group."""
+        """Counts a requeue."""
         self._requeues.inc()
 
     def shed(self, code: str) -> None:
-        """Counts a request that was rejected for lack of capacity."""
+        """Counts a rejection for lack of capacity."""
         self.num_shed += 1
         self._shed.labels(code).inc()
 
     def show_queue(self, requests: int, tokens: int) -> None:
-        """Sets the size of the queue."""
+        """Shows the queue."""
         self._queued.set(requests)
         self._queued_tokens.set(tokens)
 
     def show_held(self, requests: int) -> None:
-        """Sets the number of requests that wait for a first group."""
+        """Shows the held requests."""
         self._held.set(requests)
 
     def link_lost(self) -> None:
-        """Counts an open link that was lost."""
+        """Counts a lost link."""
         self._links_lost.inc()
 
     def show_groups(self, known: int, ready: int) -> None:
-        """Sets the numbers of known and ready groups."""
+        """Shows the groups."""
         self._groups_known.set(known)
         self._groups_ready.set(ready)
 
     def show_states(self, states: Mapping[Freshness, int]) -> None:
-        """Sets the number of groups in each state."""
+        """Shows the groups in each state."""
         for state in get_args(Freshness):
             self._states.labels(state).set(states.get(state, 0))
 
     def show_prefix_keys(self, keys: int) -> None:
-        """Sets the size of the prefix index."""
+        """Shows the size of the prefix index."""
         self._prefix_keys.set(keys)
 
     def show_streams(self, streams: int) -> None:
-        """Sets the number of open streams."""
+        """Shows the open streams."""
         self._streams.set(streams)
 
-
-# Gauges per group, built at each scrape, so that removed groups leave no series.
 
 _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
     ("streams", "Streams of this router in the group.", lambda group: group.streams),
@@ -171,7 +167,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
 
 
 class GroupGauges(Collector):
-    """Collector of the gauges per group. `groups` is called at each scrape."""
+    """Gauges per group, built at each scrape, so that removed groups leave no series."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupSummary]]) -> None:
         self._groups = groups

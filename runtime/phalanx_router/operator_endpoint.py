@@ -1,7 +1,6 @@
-"""HTTP endpoint for the operator: `POST /phalanx/summary`, authenticated with the service token, not with a client's API key.
+"""HTTP endpoint for the operator: `POST /phalanx/summary` with the service token.
 
-The request carries the balancing policy. It is a long poll: the response follows when an `UrgentChange` differs from that of the
-last response, else after the requested wait. A waiting request blocks no stream.
+A long poll that carries the balancing policy: the response follows when the urgent state changes, else after the requested wait.
 """
 
 import asyncio
@@ -14,44 +13,44 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx_api.summary import SUMMARY_PATH, Asked, BalancePolicy, RouterSummary
+from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_router.summary import UrgentChange
+from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
-_decode = msgspec.json.Decoder(Asked).decode
+_decode = msgspec.json.Decoder(SummaryRequest).decode
 
 
 class OperatorEndpoint:
-    """Answers the operator's polls. Call `notify_if_changed` after each tick: it detects changes."""
+    """Answers the operator's polls."""
 
     def __init__(
         self,
         token: str,
         set_policy: Callable[[BalancePolicy], None],
         summary: Callable[[], RouterSummary],
-        urgent_state: Callable[[], UrgentChange],
+        urgent_state: Callable[[], UrgentState],
     ) -> None:
         self._token = f"Bearer {token}".encode()
         self._set_policy = set_policy
         self._summary = summary
         self._urgent_state = urgent_state
-        self._last_sent: UrgentChange | None = None
+        self._last_sent: UrgentState | None = None
         self._changed = asyncio.Event()
 
     def notify_if_changed(self) -> None:
-        """Ends the waiting poll if the state differs from the last response."""
+        """Ends the waiting poll if the urgent state has changed."""
         if self._urgent_state() != self._last_sent:
             self._changed.set()
 
     async def answer(self, request: Request) -> Response:
-        """Returns the response to one poll. Raises ApiError."""
-        offered = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(offered, self._token):
+        """Answers one poll. Raises ApiError."""
+        authorization = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(authorization, self._token):
             raise ApiError(401, "this path is for the operator: send the service token as bearer token", code="invalid_token")
         if request.method != "POST":
             raise ApiError(405, f"{SUMMARY_PATH} accepts POST only", code="method_not_allowed")
@@ -72,7 +71,7 @@ class OperatorEndpoint:
         return Response(msgspec.json.encode(self._summary()), media_type="application/json")
 
 
-async def _read(request: Request) -> Asked:
+async def _read(request: Request) -> SummaryRequest:
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -85,7 +84,7 @@ async def _read(request: Request) -> Asked:
 
 
 class OperatorRouteMiddleware:
-    """ASGI middleware: routes the summary path to `OperatorEndpoint` and everything else to the API server."""
+    """ASGI middleware: routes the summary path to `OperatorEndpoint`."""
 
     def __init__(self, app: ASGIApp, endpoint: OperatorEndpoint) -> None:
         self._app = app

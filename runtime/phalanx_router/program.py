@@ -1,4 +1,4 @@
-"""The router process: builds the server from the settings, and shuts it down gracefully."""
+"""The router process: builds the server and shuts it down gracefully."""
 
 import asyncio
 import logging
@@ -26,13 +26,12 @@ from phalanx_router.settings import Settings, read_settings
 
 log = logging.getLogger("phalanx_router")
 
-GRACE_S = 3
-"""Time in which open streams can send their last event at the end."""
-CHECK_S = 0.02
+GRACE_S = 3  # for the last event of open streams
+CHECK_INTERVAL_S = 0.02
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 0 after SIGTERM or SIGINT, 1 after an unexpected exception. Raises SystemExit 2 for a bad flag."""
+    """Returns the exit code. Raises SystemExit 2 for a bad flag."""
     settings = read_settings(arguments)
     start_logging(settings.log_level.upper())
     with asyncio.Runner(loop_factory=_new_loop) as runner:
@@ -40,42 +39,36 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop  # tests do not need it
+    import uvloop  # tests run without it
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 
 
 class ConnectionCloser:
-    """ASGI middleware: while the router shuts down, a connection closes after the response to its next request.
+    """ASGI middleware: during shutdown a connection closes after its next response; the client reconnects to another router."""
 
-    The client reconnects through the Service to another router; on the old connection its requests would come here and be refused
-    in the end.
-    """
-
-    def __init__(self, app: ASGIApp, fleet: RouterBackend) -> None:
+    def __init__(self, app: ASGIApp, backend: RouterBackend) -> None:
         self._app = app
-        self._fleet = fleet
+        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles the request."""
 
-        async def last(message: Message) -> None:
+        async def send_last(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
-        leaves = scope["type"] == "http" and self._fleet.draining
-        await self._app(scope, receive, last if leaves else send)
+        should_close = scope["type"] == "http" and self._backend.is_draining
+        await self._app(scope, receive, send_last if should_close else send)
 
 
 class _Server(uvicorn.Server):
-    """Server without uvicorn's signal handlers, so that the first signal starts a graceful shutdown."""
-
     exit_code = 0
 
     def fail(self, error: BaseException) -> None:
-        """Stops the server with exit code 1: without its leaders the router cannot serve."""
+        """Stops the server with exit code 1."""
         log.error("the router backend failed", exc_info=error)
         self.exit_code = 1
         self.should_exit = True
@@ -87,7 +80,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal, then calls `leave`; returns the exit code."""
+    """Serves until a signal; returns the exit code."""
     link = LinkSettings(token=settings.token, router=socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
         link=link,
@@ -101,16 +94,16 @@ async def serve(settings: Settings) -> int:
     )
     source = await make_source(settings)
     peers = await make_peers(settings)
-    app, fleet = make_router(
+    app, backend = make_router(
         fleet_settings,
         source,
-        failed=lambda error: server.fail(error),
+        on_error=lambda error: server.fail(error),
         keys=settings.api_keys,
         key_file=settings.key_file,
         peers=peers,
     )
     config = uvicorn.Config(
-        ConnectionCloser(app, fleet),
+        ConnectionCloser(app, backend),
         host=settings.host,
         port=settings.port,
         http="httptools",
@@ -124,35 +117,34 @@ async def serve(settings: Settings) -> int:
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
-    leaving: list[asyncio.Task[None]] = []
+    shutdowns: list[asyncio.Task[None]] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: leaving.append(loop.create_task(leave(server, fleet, settings))))
+        loop.add_signal_handler(number, lambda: shutdowns.append(loop.create_task(shut_down(server, backend, settings))))
     await server.serve()
     return server.exit_code
 
 
-async def leave(server: uvicorn.Server, fleet: RouterBackend, settings: Settings) -> None:
-    """Reports not ready and closes connections after their present response; refuses requests after `lame_duck_s`.
+async def shut_down(server: uvicorn.Server, backend: RouterBackend, settings: Settings) -> None:
+    """Closes connections after their present response; refuses requests after `lame_duck_s`.
 
-    Open streams have `drain_s` to end. After that, or after a second signal, the others end with an error that permits a resume,
-    and their groups continue them.
+    After `drain_s`, or a second signal, open streams end with an error that permits a resume.
     """
-    if not fleet.draining:
-        fleet.draining = True
-        log.info("shutting down: open streams continue", extra={"streams": len(fleet.runs), "seconds": settings.drain_s})
-        send_away(server)
+    if not backend.is_draining:
+        backend.is_draining = True
+        log.info("shutting down: open streams continue", extra={"streams": len(backend.sessions), "seconds": settings.drain_s})
+        close_after_response(server)
         await asyncio.sleep(settings.lame_duck_s)
-        fleet.refuse()
+        backend.refuse()
         end = asyncio.get_running_loop().time() + settings.drain_s
-        while fleet.runs and not server.should_exit and asyncio.get_running_loop().time() < end:
+        while backend.sessions and not server.should_exit and asyncio.get_running_loop().time() < end:
             close_idle(server)
-            await asyncio.sleep(CHECK_S)
-    log.info("shutting down: open streams can be resumed at another router", extra={"streams": len(fleet.runs)})
-    fleet.close()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+    log.info("shutting down: open streams can be resumed at another router", extra={"streams": len(backend.sessions)})
+    backend.close()
     server.should_exit = True
 
 
-def send_away(server: uvicorn.Server) -> None:
+def close_after_response(server: uvicorn.Server) -> None:
     """Closes each connection after the response that it is sending."""
     for connection in list(server.server_state.connections):
         if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and not connection.cycle.response_complete:
@@ -167,10 +159,10 @@ def close_idle(server: uvicorn.Server) -> None:
 
 
 async def make_source(settings: Settings) -> LeaderSource:
-    """Returns the source of leaders."""
+    """Source of leaders."""
     if settings.leaders:
         return StaticLeaders(settings.leaders)
-    from phalanx_router.links.leader_watch import (  # its imports take a second, which a fixed list does not need
+    from phalanx_router.links.leader_watch import (  # its imports take a second
         NoCluster,
         WatchedLeaders,
         make_api,
@@ -183,10 +175,10 @@ async def make_source(settings: Settings) -> LeaderSource:
         raise SystemExit(2) from error
 
 
-async def make_peers(settings: Settings) -> LeaderSource | None:
-    """Returns the source of the other routers, if configured."""
+async def make_peers(settings: Settings) -> LeaderSource:
+    """Source of the other routers."""
     if settings.leaders:
-        return StaticLeaders(settings.peers) if settings.peers else None
+        return StaticLeaders(settings.peers)
     from phalanx_router.links.leader_watch import WatchedLeaders, make_api
 
     return WatchedLeaders(await make_api(), settings.namespace, router_selector(settings.service))

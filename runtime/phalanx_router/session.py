@@ -1,4 +1,12 @@
-"""State of one stream on its way through groups, and the settings of a router."""
+"""State of one stream on its way through groups, and the settings of a router.
+
+Parts of a session and their writers:
+
+    `assignment`, `last_key`, `model_hash`  dispatcher, mover; backend for adopted streams
+    `wait`, `charge`                        `dispatch`
+    `failures`                              `backend`; `dispatch` clears `excluded` after a wait
+    `moves`                                 `migration`
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -22,33 +30,81 @@ class FleetSettings:
 
     link: LinkSettings
     served_names: tuple[str, ...] = ()
-    # Maximum number of groups that one stream may lose.
     max_replays: int = 3
-    # Wait of a started stream for a group.
-    patience_s: float = 600.0
-    # Silence after which the API server gets a KeepAlive.
-    keep_alive_s: float = 5.0
-    # Retry-After when no group is ready.
+    max_departures: int = 32  # losses and drains
+    patience_s: float = 600.0  # wait of a started stream for a group
+    keep_alive_s: float = 5.0  # silence before a KeepAlive
     retry_after_s: float = 2.0
-    # Wait before groups that refused a started stream are tried again.
-    refusal_pause_s: float = 0.5
-    # Maximum number of replays and drains of one stream together.
-    max_moves: int = 32
-    # In force until the operator sends one.
-    policy: BalancePolicy = field(default_factory=BalancePolicy)
-    # Limits on new requests that wait while each group is full.
+    refusal_pause_s: float = 0.5  # before groups that refused a started stream are tried again
+    policy: BalancePolicy = field(default_factory=BalancePolicy)  # until the operator sends one
     queue: QueueBounds = field(default_factory=QueueBounds)
-    # Interval of balancing.
     tick_s: float = 0.25
-    # Cold-start hold of new requests while no group exists; 0: they get 503 at once.
-    hold_s: float = 0.0
-    # Maximum number of held requests.
+    hold_s: float = 0.0  # cold-start hold of new requests; 0: by policy
     max_held: int = 1024
-    # Wait of a resume for leaders that are not linked or do not answer.
-    find_s: float = 3.0
+    find_s: float = 3.0  # wait of a resume for leaders
 
 
 _next_number: Callable[[], int] = count().__next__
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The group that runs a stream."""
+
+    link: LeaderLink
+    key: str  # `link.key` when the stream was sent
+    handle: int
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupWait:
+    """Wait of a stream for a group."""
+
+    queued: QueuedRequest | None = None  # last entry in the queue
+    completion: asyncio.Future[None] | None = None
+    unassigned_since: float | None = None
+    sent_at: float = 0.0
+    is_held: bool = False  # in a cold-start hold
+    canary_draw: float | None = None  # uniform in [0, 1)
+    error: Exception | None = None
+
+    def end(self) -> None:
+        """Wakes the waiting task."""
+        if self.completion is not None and not self.completion.done():
+            self.completion.set_result(None)
+
+
+@dataclass(slots=True, kw_only=True)
+class TenantCharge:
+    """Charges to the tenant."""
+
+    output_tokens: int = 0  # in the queue's counter
+    grant: QuotaGrant | None = None
+    granted_at: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureHistory:
+    """Groups that a stream has lost or left."""
+
+    excluded: set[str] = field(default_factory=set)  # group keys; failed or refused the stream
+    last_setback: Setback | None = None
+    lost_group: str = ""  # name, if lost for good
+    num_losses: int = 0  # without a drain
+    num_departures: int = 0  # losses and drains
+    num_deaths: int = 0  # groups that died without another known cause
+    blamed_incarnations: set[tuple[str, str]] = field(default_factory=set)  # their leader and group keys
+
+
+@dataclass(slots=True, kw_only=True)
+class MoveHistory:
+    """Moves of a stream."""
+
+    open_move: str = ""  # id
+    num_completed: int = 0
+    num_balanced: int = 0  # optional ones
+    last_at: float | None = None
+    last_source: str = ""  # group key
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -57,90 +113,53 @@ class StreamSession:
 
     stream: Stream
     tokenizer: str | None
-    # Page keys of the prompt.
     keys: PromptKeys
-    # Weights that computed its tokens; unset before a group had it.
-    model_hash: str | None = None
-    # Unset while no group has it.
-    link: LeaderLink | None = None
-    # Key of the last group that had it.
-    group: str = ""
-    handle: int = 0
-    # Groups lost without a drain.
-    losses: int = 0
-    # Groups lost or drained.
-    moves: int = 0
-    # Keys of groups that failed or refused it.
-    excluded: set[str] = field(default_factory=set)
-    # Last setback.
-    last_setback: Setback | None = None
-    # When its wait for a group began.
-    unassigned_since: float | None = None
-    # Id of the open move, "" without one.
-    move: str = ""
-    # Completed moves; `moved_at`: time of the last one, `left`: key of its source.
-    moved: int = 0
-    moved_at: float | None = None
-    left: str = ""
-    # Completed moves that balancing initiated.
-    balanced: int = 0
-    # Identifies the stream in this process.
-    number: int = field(default_factory=_next_number)
-    # Entry in the queue; `wait_ended` completes when the wait ends.
-    waiting: QueuedRequest | None = None
-    wait_ended: asyncio.Future[None] | None = None
-    # When its present group received it.
-    sent_at: float = 0.0
-    # Output tokens charged to the tenant in the queue.
-    charged: int = 0
-    # In a cold-start hold.
-    is_held: bool = False
-    error: Exception | None = None
-    """Why no group can take it."""
-    # Quota taken from the tenant, at `granted_at`.
-    granted: QuotaGrant | None = None
-    granted_at: float = 0.0
-    # Groups that died while they computed it, without a known other cause.
-    deaths: int = 0
-    # Leader key and group key of the deaths charged to those leaders.
-    blamed_incarnations: set[tuple[str, str]] = field(default_factory=set)
-    # Name of the last group if it was lost for good, else "".
-    lost_group: str = ""
-    # When it arrived at this router.
-    began_at: float = 0.0
-    # Uniform in [0, 1), drawn once for the canary share.
-    canary_draw: float | None = None
+    arrived_at: float = 0.0
+    number: int = field(default_factory=_next_number)  # unique in this process
+
+    assignment: Assignment | None = None
+    last_key: str = ""  # of the last assignment
+    model_hash: str | None = None  # of the weights that computed its tokens
+
+    wait: GroupWait = field(default_factory=GroupWait)
+    charge: TenantCharge = field(default_factory=TenantCharge)
+    failures: FailureHistory = field(default_factory=FailureHistory)
+    moves: MoveHistory = field(default_factory=MoveHistory)
 
     def replay(self, now: float) -> wire.Request:
-        """Returns the request for a group now, with the delivered tokens and the time that it has waited here."""
+        """Replay of the journal, with the time waited here."""
         request = self.stream.journal.replay()
-        waited_ms = request.waited_ms + 1e3 * max(0.0, now - self.began_at)
+        waited_ms = request.waited_ms + 1e3 * max(0.0, now - self.arrived_at)
         return msgspec.structs.replace(request, waited_ms=waited_ms)
 
     @property
     def is_unstarted(self) -> bool:
-        """Whether a group has it and it has no token from this or an earlier group."""
-        return self.link is not None and not self.move and not self.moves and not self.stream.journal.delivered
+        """Whether its first group has it and no token has arrived."""
+        is_first = not self.moves.open_move and not self.failures.num_departures and not self.stream.journal.delivered
+        return self.assignment is not None and is_first
 
     @property
     def has_started(self) -> bool:
-        """Whether a group may have computed tokens of it; such a stream is never rejected for load."""
+        """Whether a group may have computed tokens of it."""
         journal = self.stream.journal
-        return bool(self.moves or journal.delivered or journal.epoch)
+        return bool(self.failures.num_departures or journal.delivered or journal.epoch)
+
+    def assign(self, link: LeaderLink, key: str, handle: int) -> None:
+        """Records the group that runs the stream."""
+        self.assignment, self.last_key = Assignment(link, key, handle), key
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""
-        self.error = error
-        self.stream.nudge()
-        if self.wait_ended is not None and not self.wait_ended.done():
-            self.wait_ended.set_result(None)
+        self.wait.error = error
+        self.stream.wake()
+        self.wait.end()
 
     def detach(self) -> None:
-        """Detaches from the group without aborting: another router may adopt the stream."""
-        self.link = None
+        """Leaves the stream to its group: another router may adopt it."""
+        self.assignment = None
 
     def abort(self) -> None:
-        """Aborts the request at its group, if it has one."""
-        if self.link is not None:
-            self.link.abort(self.handle)
-            self.link = None
+        """Aborts the request at its group."""
+        if self.assignment is not None:
+            self.assignment.link.abort(self.assignment.handle)
+            self.assignment = None

@@ -1,4 +1,4 @@
-"""Settings of a router from flags, environment and defaults. A bad value ends the program with the name of its flag."""
+"""Settings of a router from flags and environment."""
 
 import argparse
 import os
@@ -16,98 +16,85 @@ from phalanx_frontend.auth.key_file import KeyFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One router's settings: either `leaders` is given, or the pods of `service` in `namespace` are watched."""
+    """Values of the flags. Either `leaders` is set, or the pods of `service` in `namespace` are watched."""
 
     host: str
     port: int
-    # Service token, sent to leaders.
     token: str
     leaders: tuple[str, ...]
-    # Other routers, one of which gets copies of this one's journals; with `service` they are watched.
     peers: tuple[str, ...]
     service: str
     namespace: str
-    # Model names for clients; empty: those of the leader.
-    served_names: tuple[str, ...]
-    # Silence after which a leader is lost; too short a time causes needless replays.
+    served_names: tuple[str, ...]  # empty: those of the leader
     heartbeat_timeout_s: float
-    # Wait of a started stream for a group; default: `drain_s`.
     patience_s: float
-    # Retry-After when no group is ready.
     retry_after_s: float
-    # Time for open streams after SIGTERM; less than the pod's grace period.
-    drain_s: float
-    # Time in which a terminating router still accepts connections, until other nodes drop its address.
-    lame_duck_s: float
+    drain_s: float  # for open streams; less than the pod's grace period
+    lame_duck_s: float  # until other nodes drop the address
     log_level: str
-    # Empty: no authentication.
-    api_keys: tuple[ApiKey, ...] = ()
-    # Reloaded when it changes.
+    api_keys: tuple[ApiKey, ...] = ()  # empty: no authentication
     key_file: KeyFile | None = None
-    # In force until the operator sends one.
-    policy: BalancePolicy = field(default_factory=BalancePolicy)
-    # Limits on queued requests and their prompt tokens; values that are too low cause 429 in short bursts.
+    policy: BalancePolicy = field(default_factory=BalancePolicy)  # until the operator sends one
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
-    # Cold-start hold of new requests, longer than a cold start; 0: they get 503.
-    hold_s: float = 0.0
+    hold_s: float = 0.0  # 0: by policy
     max_held: int = 1024
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Reads the settings from a command line. Raises SystemExit 2 and prints the invalid flag and its value."""
+    """Reads a command line. Raises SystemExit 2 for an invalid flag."""
     parser = make_parser()
-    given = parser.parse_args(arguments)
-    if bool(given.leaders) == bool(given.service):
+    args = parser.parse_args(arguments)
+    if bool(args.leaders) == bool(args.service):
         parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
-    for flag, address in [*(("--leaders", a) for a in given.leaders), *(("--peers", a) for a in given.peers)]:
+    for flag, address in [*(("--leaders", a) for a in args.leaders), *(("--peers", a) for a in args.peers)]:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             parser.error(f"argument {flag}: {address!r} is not host:port")
-    namespace = given.namespace or environment.get("POD_NAMESPACE", "")
-    if given.service and not namespace:
+    namespace = args.namespace or environment.get("POD_NAMESPACE", "")
+    if args.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
     try:
-        token = pathlib.Path(given.token_file).read_text().strip()
+        token = pathlib.Path(args.token_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --token-file: {given.token_file!r} cannot be read: {error}")
+        parser.error(f"argument --token-file: {args.token_file!r} cannot be read: {error}")
     try:
-        keys = tuple(gather_keys(given.api_key, given.api_keys_file))
+        keys = tuple(gather_keys(args.api_key, args.api_keys_file))
     except KeysUnreadable as error:
         parser.error(f"argument --api-key, --api-keys-file: {error}")
     try:
-        policy = _policy(given.policy_file)
+        policy = _policy(args.policy_file)
     except (OSError, msgspec.MsgspecError) as error:
-        parser.error(f"argument --policy-file: {str(given.policy_file)!r} is not a valid policy: {error}")
+        parser.error(f"argument --policy-file: {str(args.policy_file)!r} is not a valid policy: {error}")
     if not token:
-        parser.error(f"argument --token-file: {given.token_file!r} is empty")
+        parser.error(f"argument --token-file: {args.token_file!r} is empty")
     return Settings(
-        host=given.host,
-        port=given.port,
+        host=args.host,
+        port=args.port,
         token=token,
-        leaders=tuple(given.leaders),
-        peers=tuple(given.peers),
-        service=given.service,
+        leaders=tuple(args.leaders),
+        peers=tuple(args.peers),
+        service=args.service,
         namespace=namespace,
-        served_names=tuple(given.served_model_name),
-        heartbeat_timeout_s=given.heartbeat_timeout_s,
-        patience_s=given.drain_s if given.patience_s is None else given.patience_s,
-        retry_after_s=given.retry_after_s,
-        drain_s=given.drain_s,
-        lame_duck_s=given.lame_duck_s,
-        log_level=given.log_level,
+        served_names=tuple(args.served_model_name),
+        heartbeat_timeout_s=args.heartbeat_timeout_s,
+        patience_s=args.drain_s if args.patience_s is None else args.patience_s,
+        retry_after_s=args.retry_after_s,
+        drain_s=args.drain_s,
+        lame_duck_s=args.lame_duck_s,
+        log_level=args.log_level,
         api_keys=keys,
-        key_file=KeyFile(tuple(given.api_key), given.api_keys_file) if given.api_keys_file is not None else None,
+        key_file=KeyFile(tuple(args.api_key), args.api_keys_file) if args.api_keys_file is not None else None,
         policy=policy,
-        max_queued=given.max_queued,
-        max_queued_tokens=given.max_queued_tokens,
-        hold_s=given.hold_s,
-        max_held=given.max_held,
+        max_queued=args.max_queued,
+        max_queued_tokens=args.max_queued_tokens,
+        hold_s=args.hold_s,
+        max_held=args.max_held,
     )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the argument parser."""
+    """The argument parser."""
     parser = argparse.ArgumentParser("phalanx-router", description="Router of an InferenceService.")
     serve = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("serve", help="serve clients over the groups")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
@@ -127,7 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--max-queued-tokens", type=_count, default=4_000_000, help="maximum prompt tokens queued (default 4000000)"
     )
-    serve.add_argument("--hold-s", type=_seconds, default=0.0, help="wait of requests while no group exists (default 0: 503)")
+    serve.add_argument("--hold-s", type=_seconds, default=0.0, help="wait of requests while no group exists (default: by policy)")
     serve.add_argument("--max-held", type=_count, default=1024, help="maximum requests in that wait (default 1024)")
     serve.add_argument("--drain-s", type=_seconds, default=600.0, help="time for open streams at shutdown (default 600)")
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients during shutdown (default 2)")

@@ -1,4 +1,4 @@
-"""`phalanx-runtime`: serves a model from this pod, fetches or converts one, or fits an exit to one."""
+"""`phalanx-runtime`: serves, fetches or converts a model, or fits its exit."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from phalanx_runtime.settings import ServeSettings, read_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 1 failed. Raises SystemExit 2 for a flag that cannot be used."""
+    """Returns exit code 0 or 1. Exits with 2 for an invalid flag."""
     settings = read_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     match settings:
         case ConvertSettings():
@@ -45,23 +45,25 @@ def _convert(settings: ConvertSettings) -> int:
 def _fetch(settings: FetchSettings) -> int:
     from phalanx_runtime.checkpoint.locate import locate, locate_exit
 
-    told, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
+    progress, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
     try:
-        found = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=told)
-        drafts_by = [] if settings.exit is None else [locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=told)]
+        model = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=progress)
+        paths = [model.dir]
+        if settings.exit is not None:
+            paths.append(locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=progress))
     except ModelError as error:
         print(f"phalanx-runtime fetch: {error}", file=sys.stderr)
         return 1
-    print(found.dir, *drafts_by, sep="\n")
+    print(*paths, sep="\n")
     return 0
 
 
 def _fit_exit(settings: FitSettings) -> int:
-    """Finds the model here; what computes is a program of its own, as a rank is."""
+    """Locates the model, then runs `phalanx_runtime.fitting`, which imports torch."""
     from phalanx_runtime.checkpoint.locate import locate
 
     try:
-        found = locate(
+        model = locate(
             settings.model,
             revision=settings.revision,
             cache_dir=settings.download_dir,
@@ -72,7 +74,7 @@ def _fit_exit(settings: FitSettings) -> int:
         print(f"phalanx-runtime fit-exit: {error}", file=sys.stderr)
         return 1
     spec = FitSpec(
-        model_dir=str(found.dir),
+        model_dir=str(model.dir),
         out=str(settings.out),
         ratio=settings.ratio,
         tokens=settings.tokens,
@@ -86,8 +88,8 @@ def _fit_exit(settings: FitSettings) -> int:
 
 
 def _serve(settings: ServeSettings) -> int:
-    """Importing the server takes seconds: who is told to end meanwhile ends with status 0."""
-    signal.signal(signal.SIGTERM, _end_at_once)
+    """Handles SIGTERM during the imports, which take seconds."""
+    signal.signal(signal.SIGTERM, _exit_now)
     from phalanx_frontend.logs import start_logging
     from phalanx_runtime.server.serve import serve
 
@@ -95,8 +97,7 @@ def _serve(settings: ServeSettings) -> int:
     return serve(settings)
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Nothing serves yet, so there is nothing to end."""
+def _exit_now(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Flags of the commands other than `serve`: `convert`, `fetch` and `fit-exit`. No torch here."""
+"""Flags of the commands `convert`, `fetch` and `fit-exit`."""
 
 import argparse
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from phalanx_api.engine_config import SETTINGS
 from phalanx_runtime.flag_types import positive, seconds, share
 
 RATIO = 0.4
-"""Default share of the layers that draft."""
 TOKENS = 50_000
 SECONDS = 300.0
 _DTYPES = next(setting.choices for setting in SETTINGS if setting.name == "dtype")
@@ -18,7 +17,7 @@ _DTYPES = next(setting.choices for setting in SETTINGS if setting.name == "dtype
 
 @dataclass(frozen=True, slots=True)
 class ConvertSettings:
-    """A GGUF file, and the folder of safetensors that is made from it."""
+    """A GGUF file and the folder to write."""
 
     gguf: Path
     folder: Path
@@ -26,7 +25,7 @@ class ConvertSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
-    """A model to download, and optionally its exit."""
+    """A model to download, with its exit."""
 
     model: str
     revision: str | None
@@ -37,7 +36,7 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
-    """A model as `serve` takes it, the file to write, and how the exit is fitted."""
+    """The model, the file to write, and the parameters of the fit."""
 
     model: str
     revision: str | None
@@ -53,30 +52,30 @@ class FitSettings:
 
 
 class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Input of the fitting process on stdin: the model, and how its exit is fitted."""
+    """Input of the fitting process on stdin."""
 
     model_dir: str
     out: str
     ratio: float = RATIO
-    """Share of the layers that draft."""
+    """Fraction of the layers that draft."""
     tokens: int = TOKENS
-    """Tokens that the model generates to fit the exit on."""
+    """Tokens to generate."""
     seconds: float = SECONDS
-    """Longest time of generation."""
+    """Time limit of generation."""
     temperature: float = 1.0
     seed: int = 0
     dtype: str = "auto"
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `convert`."""
+    """Adds `convert`."""
     convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
     convert.add_argument("gguf", type=Path, metavar="GGUF")
     convert.add_argument("folder", type=Path, metavar="DIR")
 
 
 def add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `fetch`."""
+    """Adds `fetch`."""
     add = commands.add_parser("fetch", help="download a model, for caches that groups only read").add_argument
     add("model", metavar="MODEL", help="org/name, or a URI of hf, s3, gs or oci")
     add("--revision", help="branch, tag or commit of a model of the hub")
@@ -85,7 +84,7 @@ def add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `fit-exit`."""
+    """Adds `fit-exit`."""
     add = commands.add_parser("fit-exit", help="fit the exit by which a model's first layers draft for it").add_argument
     add("model", metavar="MODEL", help="as for serve: folder, .gguf file, org/name, or a URI")
     add("--out", type=Path, required=True, metavar="FILE", help="the safetensors file to write, for --speculative-exit")
@@ -100,7 +99,7 @@ def add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings:
-    """Returns the settings of the command that `flags` name."""
+    """Returns the settings of the parsed command."""
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
     source = {name: getattr(flags, name) for name in ("model", "revision", "download_dir", "hf_token")}

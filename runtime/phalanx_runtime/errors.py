@@ -1,17 +1,17 @@
-"""Errors of the runtime, by who can act on them."""
+"""Errors of the runtime."""
 
 
 class PeerLost(Exception):
-    """Another rank of the group is gone: this process leaves, and the group starts a new incarnation."""
+    """Another rank failed. This process exits; the group starts a new incarnation."""
 
 
 class DraftLost(Exception):
-    """What drafts failed where other ranks wait: why. This process leaves, and the group's next start is without a draft."""
+    """The draft failed while other ranks wait. This process exits; the next incarnation has no speculation."""
 
 
 class ModelError(Exception):
-    """The model cannot be loaded: what, where, what was expected. The user must change the model or the flags."""
+    """The model cannot be loaded. The user must change the model or the flags."""
 
 
 class Unsupported(ModelError):
-    """The model is sound, but what it computes is not known to the level that was to compute it."""
+    """The model is valid, but has an unsupported feature."""

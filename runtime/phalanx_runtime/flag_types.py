@@ -1,4 +1,4 @@
-"""Types of flags: each converts the text of a flag, or raises `ArgumentTypeError` with the value and what is expected."""
+"""Types of flags. Each parses a text or raises `ArgumentTypeError`."""
 
 import argparse
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def flag_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns `parse` as a flag type: its ValueError becomes an ArgumentTypeError, which keeps the message."""
+    """Returns `parse` with ValueError converted to ArgumentTypeError."""
 
     def parsed(text: str) -> Any:
         try:
@@ -18,7 +18,7 @@ def flag_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def natural(text: str) -> int:
-    """Returns a whole number of at least 0. Raises ArgumentTypeError."""
+    """Parses a whole number of at least 0."""
     value = int(text) if text.isdecimal() else -1
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
@@ -26,26 +26,26 @@ def natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1. Raises ArgumentTypeError."""
+    """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def port(text: str) -> int:
-    """Returns a port; 0 means any free port. Raises ArgumentTypeError."""
+    """Parses a port; 0: any free port."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """Returns a duration of at least 0. Raises ArgumentTypeError."""
+    """Parses a duration of at least 0."""
     return _number(text, lambda value: 0 <= value < float("inf"), "a time in seconds")
 
 
 def share(text: str) -> float:
-    """Returns a share above 0 and at most 1. Raises ArgumentTypeError."""
+    """Parses a fraction in (0, 1]."""
     return _number(text, lambda value: 0 < value <= 1, "a share above 0 and at most 1")
 
 

@@ -1,7 +1,6 @@
-"""The engine without a server: `LLM(model).generate(prompts, params)`, in the words of vLLM's class of that name.
+"""Offline engine with vLLM's interface: `LLM(model).generate(prompts, params)`.
 
-The ranks are processes of their own, as in a pod, and requests go through the same scheduler, prompts and texts through the same
-door as those over HTTP: equal parameters and seeds give equal tokens.
+Ranks are separate processes. Equal parameters and seeds give equal tokens as over HTTP.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from phalanx_api.engine_config import DType
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError, KeepAlive
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.ids import draw_id, draw_seed
+from phalanx_frontend.ids import random_id, random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.accept import backend_requests, make_reply
 from phalanx_frontend.openai.prompt import completion_prompts
@@ -26,26 +25,32 @@ from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
 from phalanx_frontend.stream.reply import TEXT_ONLY, Reply
 from phalanx_runtime.offline.group import GroupEnded, LocalGroup
-from phalanx_runtime.offline.outputs import CompletionOutput, RequestOutput, prompt_token_logprobs, token_logprobs
-from phalanx_runtime.offline.params import SamplingParams, make_body, make_settings
+from phalanx_runtime.offline.records import (
+    CompletionOutput,
+    Logprobs,
+    RequestOutput,
+    SamplingParams,
+    make_body,
+    make_settings,
+    prompt_token_logprobs,
+    token_logprobs,
+)
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
-AT_ONCE = 512
-"""Requests in the engine at once. More would pass the bound of its queue, fewer could leave rows of a step empty."""
+MAX_CONCURRENT = 512
+"""Maximum number of requests in the engine."""
 
-FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
-"""Between two tries of a request that found the engine's queue full; doubled from one to the next."""
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+"""Backoff while the engine's queue is full."""
 
 
 class GenerationError(RuntimeError):
-    """The engine lost the requests: a rank ended. It comes back by itself, so `generate` may be called again."""
+    """A rank exited and the requests are lost. The engine restarts: call `generate` again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """One sequence as it comes."""
-
     request: wire.Request
     reply: Reply
     text: str = ""
@@ -55,7 +60,7 @@ class _Choice:
 
 
 class LLM:
-    """A model on ranks of its own. Also a context manager: at its end, and at that of this process, the ranks are gone."""
+    """A model on local ranks, which exit on `close` or with this process. Also a context manager."""
 
     def __init__(
         self,
@@ -67,18 +72,18 @@ class LLM:
         max_model_len: int | None = None,
         **flags: object,
     ) -> None:
-        """Returns when the model is loaded. `flags` are those of `phalanx-runtime serve`, with underscores.
+        """Loads the model. `flags`: those of `phalanx-runtime serve`, with underscores.
 
-        Raises ValueError for a flag that cannot be used, ModelError when the model cannot be loaded.
+        Raises ValueError for an invalid flag, ModelError when the model cannot be loaded.
         """
-        own = {
+        named = {
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "dtype": dtype,
             "max_model_len": max_model_len,
         }
-        settings = make_settings(model, {**own, **flags}, os.environ)
-        self._room = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
+        settings = make_settings(model, {**named, **flags}, os.environ)
+        self._capacity = settings.engine.max_num_seqs + settings.engine.max_num_queued_reqs
         self._group = LocalGroup(settings)
         try:
             self._model = load_model(self._group.backend.assets())
@@ -86,26 +91,32 @@ class LLM:
             self.close()
             raise
 
+    @property
+    def group(self) -> LocalGroup:
+        """The ranks and their backend."""
+        return self._group
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """The outputs for each prompt, in their order. `sampling_params`: one for all, or one for each.
+        """Returns the outputs of each prompt in order. `sampling_params`: one for all prompts, or one per prompt.
 
-        Raises ValueError, before anything is computed, for a prompt or parameter that cannot be served; GenerationError.
+        Raises ValueError for an invalid prompt or parameter before it computes any; GenerationError.
         """
-        each = _list_of(prompts)
+        prompt_list = _prompt_list(prompts)
         params = sampling_params or SamplingParams()
-        several = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
-        if len(several) != len(each):
-            raise ValueError(f"{len(several)} sampling_params for {len(each)} prompts; expected one, or one for each")
-        bodies = [make_body(prompt, one) for prompt, one in zip(each, several, strict=True)]
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        if len(params_list) != len(prompt_list):
+            expected = "expected one, or one per prompt"
+            raise ValueError(f"{len(params_list)} sampling_params for {len(prompt_list)} prompts; {expected}")
+        bodies = [make_body(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
         try:
-            return self._group.run(self._answer(bodies, several))
+            return self._group.run(self._generate(bodies, params_list))
         except ApiError as error:
-            named = error.param is None or error.param in error.message
-            raise ValueError(error.message if named else f"{error.param}: {error.message}") from error
+            is_named = error.param is None or error.param in error.message
+            raise ValueError(error.message if is_named else f"{error.param}: {error.message}") from error
         except BackendError as error:
             if error.status < 500:
                 raise ValueError(error.message) from error
@@ -114,7 +125,7 @@ class LLM:
             raise GenerationError(str(error)) from error
 
     def close(self) -> None:
-        """Ends the ranks. May be called again."""
+        """Stops the ranks. Idempotent."""
         self._group.close()
 
     def __enter__(self) -> Self:
@@ -123,46 +134,49 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    async def _answer(self, bodies: list[CompletionRequest], params: list[SamplingParams]) -> list[RequestOutput]:
-        """All requests checked first, then computed side by side."""
-        prepared = [await self._choices(body, one) for body, one in zip(bodies, params, strict=True)]
-        room = asyncio.Semaphore(min(AT_ONCE, self._room))
-        tasks = [asyncio.create_task(self._run(choice, room)) for choices in prepared for choice in choices]
+    async def _generate(self, bodies: list[CompletionRequest], params: list[SamplingParams]) -> list[RequestOutput]:
+        choices_list = [await self._choices(body, one) for body, one in zip(bodies, params, strict=True)]
+        slots = asyncio.Semaphore(min(MAX_CONCURRENT, self._capacity))
+        tasks = [asyncio.create_task(self._run(choice, slots)) for choices in choices_list for choice in choices]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [self._output(body, choices) for body, choices in zip(bodies, prepared, strict=True)]
+        return [self._output(body, choices) for body, choices in zip(bodies, choices_list, strict=True)]
 
     async def _choices(self, body: CompletionRequest, params: SamplingParams) -> list[_Choice]:
-        """The sequences of one prompt. Raises ApiError."""
+        """Creates the requests of one prompt. Raises ApiError."""
         check_fields(body, Limits())
         prompts = await completion_prompts(body, self._model)
         if params.max_tokens is None:
-            room = self._model.assets.max_model_len - len(prompts[0])
-            body = body.model_copy(update={"max_tokens": max(room, 1)})
+            remaining = self._model.assets.max_model_len - len(prompts[0])
+            body = body.model_copy(update={"max_tokens": max(remaining, 1)})
         requests = await backend_requests(
-            lambda prompt: draw_seed(), body, caller=Caller(request_id=""), model=self._model, prompts=prompts, id=draw_id("req-")
+            lambda prompt: random_seed(),
+            body,
+            caller=Caller(request_id=""),
+            model=self._model,
+            prompts=prompts,
+            id=random_id("req-"),
         )
         return [_Choice(request=request, reply=make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
 
-    async def _run(self, choice: _Choice, room: asyncio.Semaphore) -> None:
-        """Computes one sequence to its end; a full queue is waited for. Raises BackendError."""
-        wait_s = FIRST_WAIT_S
-        async with room:
+    async def _run(self, choice: _Choice, slots: asyncio.Semaphore) -> None:
+        """Retries while the queue is full. Raises BackendError."""
+        backoff_s = MIN_BACKOFF_S
+        async with slots:
             while True:
                 try:
                     return await self._read(choice)
                 except BackendError as error:
                     if error.status != 429:
                         raise
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, LAST_WAIT_S)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _read(self, choice: _Choice) -> None:
-        """Reads one sequence to its end. Raises BackendError."""
         async with aclosing(self._group.backend.generate(choice.request)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, KeepAlive):
@@ -176,42 +190,42 @@ class LLM:
 
     def _output(self, body: CompletionRequest, choices: list[_Choice]) -> RequestOutput:
         first, tokenizer = choices[0], self._model.tokenizer
-        prompt, written = first.request.prompt, body.prompt[0]
-        asked = first.request.sampling.prompt_logprobs is not None
+        prompt, text = first.request.prompt, body.prompt[0]
+        has_logprobs = first.request.sampling.prompt_logprobs is not None
         return RequestOutput(
             request_id=first.request.id,
-            prompt=written if isinstance(written, str) else None,
+            prompt=text if isinstance(text, str) else None,
             prompt_token_ids=prompt,
-            prompt_logprobs=prompt_token_logprobs(tokenizer, prompt, first.prompt_details) if asked else None,
+            prompt_logprobs=prompt_token_logprobs(tokenizer, prompt, first.prompt_details) if has_logprobs else None,
             outputs=[self._completion(index, choice) for index, choice in enumerate(choices)],
             num_cached_tokens=first.reply.cached_tokens,
         )
 
     def _completion(self, index: int, choice: _Choice) -> CompletionOutput:
-        """One output. Tokens after the one that completed a stop string are none of it."""
+        """Excludes tokens after a stop string."""
         tokens = choice.tokens[: choice.reply.completion_tokens]
         details = [detail for detail in choice.details[: len(tokens)] if detail is not None]
-        asked = choice.request.sampling.logprobs is not None
-        assert choice.reply.finish is not None, "the last delta of a stream carries its end"
+        has_logprobs = choice.request.sampling.logprobs is not None
+        assert choice.reply.finish is not None, "the last delta of a stream has a finish reason"
         return CompletionOutput(
             index=index,
             text=choice.text,
             token_ids=tokens,
-            cumulative_logprob=sum(detail.logprob for detail in details) if asked else None,
-            logprobs=[token_logprobs(self._model.tokenizer, *one) for one in zip(tokens, details, strict=True)]
-            if asked
-            else None,
+            cumulative_logprob=sum(detail.logprob for detail in details) if has_logprobs else None,
+            logprobs=self._logprobs(tokens, details) if has_logprobs else None,
             finish_reason=choice.reply.finish,
             stop_reason=choice.reply.stop_reason,
         )
 
+    def _logprobs(self, tokens: list[int], details: list[wire.TokenDetail]) -> list[Logprobs]:
+        return [token_logprobs(self._model.tokenizer, token, detail) for token, detail in zip(tokens, details, strict=True)]
 
-def _list_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Each prompt: a text or a list of ids alone is one."""
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    several = [item for item in prompts if not isinstance(item, int)]
-    if ids and several:
-        raise ValueError("prompts has token ids beside texts or lists; expected the ids of one prompt, or several prompts")
-    return [ids] if ids else several
+    token_ids = [item for item in prompts if isinstance(item, int)]
+    many = [item for item in prompts if not isinstance(item, int)]
+    if token_ids and many:
+        raise ValueError("prompts mixes token ids with texts or lists; expected the ids of one prompt, or several prompts")
+    return [token_ids] if token_ids else many

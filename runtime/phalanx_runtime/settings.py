@@ -1,7 +1,6 @@
-"""Reads the command line of `phalanx-runtime` into frozen records. Flags have vLLM's names where the meaning is the same.
+"""Reads the command line of `phalanx-runtime`. Flags have vLLM's names where the meaning is equal.
 
-A flag that cannot be used ends the program with code 2, the flag's name and its value. The engine's own flags are declared in
-`phalanx_api.engine_config`.
+An invalid flag exits with code 2 and names flag and value. `phalanx_api.engine_config` declares the engine's flags.
 """
 
 import argparse
@@ -29,32 +28,32 @@ from phalanx_runtime.flag_types import flag_type, natural, port, positive, secon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which weights are served, under which names, and how they are found."""
+    """The served model and where to find it."""
 
     model: str
-    """A folder, a .gguf file, org/name where no such path exists, or a URI of file, hf, s3, gs or oci."""
+    """Folder, .gguf file, org/name if no such path exists, or a URI of file, hf, s3, gs or oci."""
     revision: str | None
-    """Branch, tag or commit of a model of the Hugging Face hub."""
+    """Branch, tag or commit on the hub."""
     served_names: list[str]
-    """Names of the model in requests; the first is shown. Default: the last path element of `model`."""
+    """Names of the model in requests. Default: the last path element of `model`."""
     draft_model: str | None
-    """The model that drafts, written as `model`; it has the same tokenizer. Its pages take part of the KV cache."""
+    """Draft model with the same tokenizer, written as `model`."""
     draft_exit: str | None
-    """File or URI of the exit that `fit-exit` made; without it the first layers seldom agree with the model."""
+    """File or URI of an exit made by `fit-exit`."""
     download_dir: Path
     cached_only: bool
-    """Serve only models already in `download_dir`, which may be read-only."""
+    """Use only models in `download_dir`, which may be read-only."""
     hf_token: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """The group of ranks, and this pod's place in it."""
+    """The group and this pod's place in it."""
 
     name: str
-    """The operator's name of the group; the host name without an operator."""
+    """Set by the operator. Default: the host name."""
     revision: str
-    """The operator's revision of the group; empty without an operator."""
+    """Set by the operator."""
     tensor_parallel_size: int
     pipeline_parallel_size: int
     num_pods: int
@@ -62,15 +61,15 @@ class GroupSettings:
     """Pod 0 is the leader."""
     leader_host: str
     master_port: int
-    """Port of the rendezvous; rank r listens on `master_port + 1 + r`."""
+    """Rendezvous port; rank r listens on `master_port + 1 + r`."""
     token: str | None
-    """The service's token, which routers, pods and ranks prove to one another; None on one machine, which then has no link."""
+    """Authenticates routers, pods and ranks. Without it: one pod, no link."""
     key: str
-    """Secret that only the pods of this group have; empty without an operator."""
+    """Secret of this group's pods, set by the operator."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group, over all its pods."""
+        """Ranks of the group."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -81,14 +80,14 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """The HTTP server of this pod."""
+    """This pod's HTTP server."""
 
     host: str
     port: int
     api_keys: tuple[ApiKey, ...]
-    """Keys that requests must carry one of; empty: requests need no key."""
+    """Valid keys; empty disables authentication."""
     shutdown_timeout: float
-    """Seconds for open streams after SIGTERM. A value above the pod's grace period lets the kubelet cut them."""
+    """Seconds for open streams after SIGTERM; keep it below the pod's grace period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def read_settings(
     environment: Mapping[str, str],
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> Settings:
-    """Returns the settings of the command. A flag that cannot be used calls the parser's `error`, which exits with code 2."""
+    """Returns the settings of the command, or calls the parser's `error`."""
     parser = make_parser(parser_class)
     flags = parser.parse_args(arguments)
     flags.download_dir = getattr(flags, "download_dir", None) or _default_download_dir(environment)
@@ -186,7 +185,6 @@ def _add_model_flags(serve: argparse.ArgumentParser) -> None:
 
 
 def _add_setting(serve: argparse.ArgumentParser, setting: Setting) -> None:
-    """Adds the flag of an engine setting."""
     names = [setting.flag, *([setting.short] if setting.short else [])]
     if setting.type is bool:
         action = argparse.BooleanOptionalAction if setting.default else "store_true"
@@ -225,7 +223,6 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Checks flags against one another."""
     stages = flags.pipeline_parallel_size
     if flags.tensor_parallel_size * stages % flags.nnodes:
         times = f" times --pipeline-parallel-size {stages}" if stages > 1 else ""
@@ -247,22 +244,21 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 
 def _check_speculation(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Checks that each speculation flag belongs to the chosen method."""
     method = flags.speculative_method
     if method == "draft" and flags.speculative_draft_model is None:
         parser.error("--speculative-method draft needs --speculative-draft-model")
-    given = {
+    methods = {
         "--speculative-draft-model": (flags.speculative_draft_model, "draft"),
         "--speculative-exit": (flags.speculative_exit, "self_draft"),
         "--speculative-ratio": (flags.speculative_ratio, "self_draft"),
     }
-    for flag, (value, user) in given.items():
-        if value is not None and method != user:
-            parser.error(f"{flag} {value} is used by --speculative-method {user}, not by {method}")
+    for flag, (value, required) in methods.items():
+        if value is not None and method != required:
+            parser.error(f"{flag} {value} needs --speculative-method {required}, not {method}")
 
 
 def _local_path(model: str) -> Path | None:
-    """Returns the path of `model`, or None when it may be a repository of the hub."""
+    """Returns the path of `model`, unless it may be a hub repository."""
     if model.startswith("file://"):
         return Path(unquote(urlsplit(model).path))
     if model.startswith(("/", ".", "~")) or (model.endswith(".gguf") and "://" not in model):
@@ -271,14 +267,13 @@ def _local_path(model: str) -> Path | None:
 
 
 def _last_element(model: str) -> str:
-    """Returns the last path element of a folder, file or repository, without .gguf."""
     path = _local_path(model)
     name = model if path is None else str(path.resolve())
     return name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
 
 
 def _default_download_dir(environment: Mapping[str, str]) -> Path:
-    """Returns the pod's cache volume where it is writable, else the user's cache."""
+    """Returns the pod's cache volume if writable, else the user's cache."""
     if os.access(labels.CACHE_DIR, os.W_OK):
         return Path(labels.CACHE_DIR)
     base = environment.get("XDG_CACHE_HOME")
@@ -297,12 +292,12 @@ def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | Non
     return token
 
 
-def _read_keys(parser: argparse.ArgumentParser, given: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
+def _read_keys(parser: argparse.ArgumentParser, values: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
     try:
-        keys = tuple(gather_keys(given, file))
+        keys = tuple(gather_keys(values, file))
     except KeysUnreadable as error:
         parser.error(f"--api-key, --api-keys-file: {error}")
-    bounded = [key.name for key in keys if key.quota is not None]
-    if bounded:
-        parser.error(f"--api-keys-file: {bounded[0]} has a quota, which only a router enforces")
+    limited = [key.name for key in keys if key.quota is not None]
+    if limited:
+        parser.error(f"--api-keys-file: {limited[0]} has a quota, which only a router enforces")
     return keys

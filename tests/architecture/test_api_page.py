@@ -1,4 +1,4 @@
-"""docs/api.md: every field of an InferenceService, its rules and conditions, generated from the CRD."""
+"""docs/api.md has every field of an InferenceService with its rules, generated from the CRD."""
 
 import json
 import pathlib
@@ -15,12 +15,12 @@ Node = dict[str, Any]
 HEAD = f"""# InferenceService
 
 Generated from the CustomResourceDefinition by `make golden`: `{api.GROUP}/{api.VERSION}`, kind `{api.KIND}`, short name `infsvc`.
-`kubectl explain infsvc.spec` says the same. The API server refuses a manifest that breaks a bound or a rule, and names the field.
+`kubectl explain infsvc.spec` has this text. The API server rejects a manifest that breaks a bound or rule and names the field.
 """
 
 
 def fields(node: Node, path: str) -> Iterator[tuple[str, Node, bool]]:
-    """Every field below a node: its path, its schema, whether it must be there. Lists are marked `[]`, maps `{}`."""
+    """Yields every field below a node: its path, its schema, whether it is required. Lists are marked `[]`, maps `{}`."""
     for name, child in node.get("properties", {}).items():
         here = f"{path}.{name}"
         yield here, child, name in node.get("required", [])
@@ -32,7 +32,7 @@ def fields(node: Node, path: str) -> Iterator[tuple[str, Node, bool]]:
 
 
 def kind(node: Node) -> str:
-    """The type in one word."""
+    """Returns the type for the table."""
     if node.get("x-kubernetes-int-or-string"):
         return "integer or string"
     if "enum" in node:
@@ -43,28 +43,28 @@ def kind(node: Node) -> str:
 
 
 def bounds(node: Node) -> str:
-    """What a value may be."""
+    """Returns the bounds of a value for the table."""
     least, most = (str(node.get(bound, "...")) for bound in ("minimum", "maximum"))
-    told = [] if least == most == "..." else [f"{least} to {most}"]
+    found = [] if least == most == "..." else [f"{least} to {most}"]
     if "maxLength" in node:
-        told.append(f"at most {node['maxLength']} characters")
+        found.append(f"at most {node['maxLength']} characters")
     if "maxItems" in node:
-        told.append(f"at most {node['maxItems']}")
-    return ", ".join(told)
+        found.append(f"at most {node['maxItems']}")
+    return ", ".join(found)
 
 
 def row(path: str, node: Node, required: bool) -> str:
     default = node.get("default", "")
     shown = f"`{json.dumps(default)}`" if default not in ("", None) and not isinstance(default, dict) else ""
-    told = [node.get("description", ""), "Required." if required else ""]
-    told += [f"Rule: {rule['message']}." for rule in node.get("x-kubernetes-validations", []) if "message" in rule]
-    words = " ".join(word for word in told if word).replace("|", "\\|")
+    parts = [node.get("description", ""), "Required." if required else ""]
+    parts += [f"Rule: {rule['message']}." for rule in node.get("x-kubernetes-validations", []) if "message" in rule]
+    words = " ".join(part for part in parts if part).replace("|", "\\|")
     return f"| `{path}` | {kind(node)} | {bounds(node)} | {shown} | {words} |"
 
 
 def section(name: str, node: Node) -> list[str]:
-    head = ["| field | type | bounds | default | what it is |", "|---|---|---|---|---|"]
-    return [f"## {name}", "", node.get("description", ""), "", *head, *(row(*one) for one in fields(node, name))]
+    head = ["| field | type | bounds | default | description |", "|---|---|---|---|---|"]
+    return [f"## {name}", "", node.get("description", ""), "", *head, *(row(*found) for found in fields(node, name))]
 
 
 def page() -> str:

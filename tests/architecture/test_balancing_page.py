@@ -1,4 +1,4 @@
-"""docs/balancing.md says what the code does: thresholds, actions, metrics, reasons."""
+"""docs/balancing.md agrees with the code: thresholds, actions, metrics, reasons, policies."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import Routing
 from phalanx_router.balancing.hotspots import THRESHOLDS
-from phalanx_router.balancing.ladder import Action
+from phalanx_router.balancing.ladder import HotspotAction
 from phalanx_router.balancing.records import RefusalCode, Rung
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
@@ -18,12 +18,12 @@ from phalanx_router.session import FleetSettings
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "balancing.md"
 SIGNALS = {
-    "kv": "pages used, reserved and wanted, of all pages; 1 after a preemption in the last second",
-    "prefill": "time until a newcomer's prompt is computed, of `ttft_target_s`",
-    "decode": "time of a step, of `itl_target_s`",
-    "prefix": "share of the prompt tokens that begin with one prefix, if the group has much to do",
-    "straggler": "time of a step, of what groups of its shape take",
-    "full": "time for two copies of a request, of the time until no page is free",
+    "kv": "pages used, reserved or needed by waiting requests / all pages; 1 after a preemption in the last second",
+    "prefill": "seconds until the prompt of a new request starts / `ttft_target_s`",
+    "decode": "seconds between tokens / `itl_target_s`",
+    "prefix": "share of the prompt tokens that belong to the most used prefix, if `kv`, `prefill` or `decode` reaches its *low*",
+    "straggler": "step time / usual step time of groups of its shape",
+    "full": "seconds for two copies of a mean request / seconds until the page pool is exhausted",
 }
 BETWEEN = re.compile(r"(<!-- causes: .*? -->\n).*?(<!-- /causes -->)", re.S)
 
@@ -45,7 +45,7 @@ def test_the_table_of_causes_is_the_generated_one(request: pytest.FixtureRequest
 
 def test_page_names_every_action_and_reason() -> None:
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
-    assert {*get_args(Action), *get_args(RefusalCode), *get_args(Rung), "router"} <= named
+    assert {*get_args(HotspotAction), *get_args(RefusalCode), *get_args(Rung), "router"} <= named
 
 
 def test_named_metrics_exist() -> None:
@@ -59,7 +59,7 @@ def test_named_metrics_exist() -> None:
 def test_page_names_routing_policies_and_the_silence_bound() -> None:
     text = " ".join(PAGE.read_text().split())
     assert [policy for policy in get_args(Routing) if f"| `{policy}` |" not in text] == []
-    assert f"has told nothing for {SUSPECT_AFTER_S:g} s gets no new request" in text
+    assert f"without a load report for {SUSPECT_AFTER_S:g} s gets no new request" in text
 
 
 def test_page_states_the_longest_silence_of_a_stream() -> None:

@@ -1,4 +1,4 @@
-"""The CRD that is installed is the one that the models describe; manifests of ours are ones that the models read."""
+"""The installed CRD is generated from the models, the samples are valid, and the operator has the permissions that it needs."""
 
 import pathlib
 from typing import Any
@@ -19,7 +19,7 @@ SAMPLES = sorted((ROOT / "manifests" / "samples").glob("*.yaml"))
 def test_the_crd_is_the_generated_one(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--golden-update", default=False):
         CRD.write_text(crd_text())
-    assert CRD.read_text() == crd_text(), "make golden"
+    assert CRD.read_text() == crd_text(), "run `make golden`"
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
@@ -33,13 +33,14 @@ def test_samples_are_valid(path: pathlib.Path) -> None:
 
 
 def rules(name: str) -> list[dict[str, Any]]:
+    """Returns the rules of the role of this kind in the base."""
     documents = yaml.safe_load_all((ROOT / "manifests" / "base" / "rbac.yaml").read_text())
     found: list[dict[str, Any]] = next(d for d in documents if d["kind"] == name)["rules"]
     return found
 
 
 def test_operator_may_grant_the_permissions_of_routers() -> None:
-    """An account may only grant rights that it has."""
+    """An account can grant only permissions that it has."""
     pods = [rule for rule in rules("ClusterRole") if "pods" in rule["resources"]]
     assert len(pods) == 1 and {"get", "list", "watch"} <= set(pods[0]["verbs"])
 
@@ -60,7 +61,7 @@ def test_operator_may_create_and_delete_every_rendered_kind() -> None:
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    held = {one.plural: verbs[one.api_version.rpartition("/")[0], one.plural] for one in RESOURCES.values()}
+    held = {kind.plural: verbs[kind.api_version.rpartition("/")[0], kind.plural] for kind in RESOURCES.values()}
     assert [kind for kind, has in held.items() if not {"get", "create"} <= has] == []
     assert [kind for kind, has in held.items() if "patch" not in has] == ["secrets"]
     removable = {"poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules", "ingresses", "httproutes"}

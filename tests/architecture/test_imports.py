@@ -1,9 +1,11 @@
-"""Who may import whom: purity, doors, cuts and cycles. Layers between packages are checked by import-linter."""
+"""Imports: pure packages stay pure, some libraries have few users, no cycles. Layers are checked by import-linter."""
 
 import ast
 import pathlib
 
 import pytest
+
+from tests.architecture.house import PURE
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOMES = {
@@ -13,15 +15,11 @@ HOMES = {
     "phalanx_router": "runtime",
     "phalanx_runtime": "runtime",
 }
-PURE = [
-    *("phalanx_api", "phalanx_operator.decide", "phalanx_operator.render"),
-    *("phalanx_runtime.core", "phalanx_router.routing", "phalanx_router.moves", "phalanx_router.balancing"),
-]
 EFFECTS = [
     *("asyncio", "threading", "time", "random", "secrets", "socket", "os", "logging", "subprocess"),
     *("aiohttp", "httpx", "websockets", "zmq", "kopf", "kubernetes", "fastapi", "torch", "prometheus_client"),
 ]
-DOORS = {  # the only modules that may import this library directly
+USERS = {  # the only packages that may import this library directly
     "kopf": ["phalanx_operator"],
     "kubernetes": ["phalanx_operator", "phalanx_router.links.endpoints", "phalanx_router.links.leader_watch"],
     "fastapi": ["phalanx_frontend", "phalanx_runtime.server"],
@@ -40,7 +38,7 @@ APART = [
 
 
 def read_imports() -> dict[str, set[str]]:
-    """Every module of ours with what it imports, as dotted names."""
+    """Returns the imports of each of our modules, as dotted names."""
     edges: dict[str, set[str]] = {}
     for package, home in HOMES.items():
         for path in (ROOT / home / package).rglob("*.py"):
@@ -72,15 +70,15 @@ def reachable(start: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("source", "target"), APART)
-def test_apart(source: str, target: str) -> None:
+def test_packages_stay_apart(source: str, target: str) -> None:
     bad = {n: [t for t in reachable(n) if inside(t, target)] for n in EDGES if inside(n, source)}
     assert not any(bad.values()), {n: t for n, t in bad.items() if t}
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_doors(library: str) -> None:
+@pytest.mark.parametrize("library", USERS)
+def test_library_has_only_its_users(library: str) -> None:
     users = [n for n, ts in EDGES.items() if any(inside(t, library) for t in ts)]
-    assert [u for u in users if not any(inside(u, d) for d in DOORS[library])] == []
+    assert [u for u in users if not any(inside(u, d) for d in USERS[library])] == []
 
 
 def test_no_cycles() -> None:

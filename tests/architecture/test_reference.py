@@ -1,4 +1,4 @@
-"""docs/reference.md: flags and HTTP endpoints, generated from the programs themselves."""
+"""docs/reference.md has all flags and HTTP endpoints, generated from the programs."""
 
 import argparse
 import pathlib
@@ -16,27 +16,27 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference.md"
 
 
 def flags(parser: argparse.ArgumentParser, command: str = "") -> list[str]:
-    """A row for each flag of a command, or of a program that has one."""
+    """Returns a table row per flag of a command, or of a program without commands."""
     commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
-    rows = ["| flag | default | what it says |", "|---|---|---|"]
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
     for action in (commands.choices[command] if commands else parser)._actions:
         if isinstance(action, argparse._HelpAction):
             continue
         name = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
         choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
         default = "" if action.default in (None, [], (), "", argparse.SUPPRESS) else f"`{action.default}`"
-        told = re.sub(r" \(default %\(default\)s(; )?([^)]*)\)", r" \2", action.help or "").strip()
-        rows.append(f"| {name} | {default} | {told or 'one of'}{choices} |")
+        help_text = re.sub(r" \(default %\(default\)s(; )?([^)]*)\)", r" \2", action.help or "").strip()
+        rows.append(f"| {name} | {default} | {help_text or 'one of'}{choices} |")
     return rows
 
 
 def endpoints() -> list[str]:
-    """A row for each operation of the door."""
-    rows = ["| endpoint | what it gives |", "|---|---|"]
+    """Returns a table row per operation of the API server."""
+    rows = ["| endpoint | description |", "|---|---|"]
     for path, operations in create_app(FakeBackend()).openapi()["paths"].items():
         for method, operation in operations.items():
-            told = " ".join((operation.get("description") or operation.get("summary", "")).split())
-            rows.append(f"| `{method.upper()} {path}` | {told} |")
+            description = " ".join((operation.get("description") or operation.get("summary", "")).split())
+            rows.append(f"| `{method.upper()} {path}` | {description} |")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What each program installs."""
+"""Each program installs what it needs, and no more, with hashes."""
 
 import pathlib
 import re
@@ -22,7 +22,7 @@ def test_runtime_installs_torch_and_the_api_server() -> None:
 
 
 def test_the_operator_carries_time_zones_for_schedules() -> None:
-    """Its image has no zones of a system; these come with the Kubernetes client."""
+    """Its image has no system zones; these come with the Kubernetes client."""
     assert "tzdata" in names("operator")
 
 

@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable: modules, functions, the README."""
+"""Modules, functions and the README stay short."""
 
 import ast
 import pathlib

@@ -1,4 +1,4 @@
-"""docs/streams.md tells the numbers that the code has: where one changes, the other is wrong."""
+"""docs/streams.md states the constants of the code."""
 
 import inspect
 import pathlib
@@ -30,19 +30,19 @@ def default(of: Callable[..., Any], name: str) -> Any:
 @pytest.mark.parametrize(
     ("words", "constant"),
     [
-        ("a stream is replayed at most 3 times; then it ends", ROUTER.max_replays == 3),
-        ("which is `--drain-s` (600 s) where it is not told", (FLAGS.patience_s, FLAGS.drain_s) == (None, 600.0)),
-        ("that was in two groups when they died is replayed once more, alone", ALONE_AFTER == 2),
+        ("A stream is replayed at most 3 times after losses; then it ends", ROUTER.max_replays == 3),
+        ("for `--patience-s` (default: `--drain-s`, 600 s)", (FLAGS.patience_s, FLAGS.drain_s) == (None, 600.0)),
+        ("that ran in two groups when they died is replayed alone", ALONE_AFTER == 2),
         ("`autoscaling.scaleToZero.holdTimeoutSeconds` (600 s)", ScaleToZero().hold_timeout_seconds == 600),
         ("the router's own journal | 60 s after the stream ended there", default(JournalStore, "keep_s") == 60.0),
-        ("where the request goes on without a router | 30 s |", LEADER.orphan_s == 30.0),
-        ("to which changes go every 20 ms | 60 s |", (peers.PERIOD_S, default(JournalStore, "keep_s")) == (0.02, 60.0)),
+        ("which continues the request without a router | 30 s |", LEADER.orphan_s == 30.0),
+        ("updated every 20 ms | 60 s |", (peers.PERIOD_S, default(JournalStore, "keep_s")) == (0.02, 60.0)),
         ("64 MiB at a leader", LEADER.max_kept_bytes == 64 * MIB),
         ("64 MiB of ended streams", default(JournalStore, "max_bytes") == 64 * MIB),
         ("256 MiB of copies at a router", default(PeerCopies, "max_bytes") == 256 * MIB),
         ("a resume may wait up to 3 s for leaders", ROUTER.find_s == 3.0),
-        ("does not answer in 3 s, or its link breaks", ROUTER.find_s == 3.0),
-        ("its group goes on with it for 30 s, as after a crash", LEADER.orphan_s == 30.0),
+        ("does not answer within 3 s, or its link breaks", ROUTER.find_s == 3.0),
+        ("their groups continue them for 30 s, as after a crash", LEADER.orphan_s == 30.0),
     ],
 )
 def test_page_states_the_constants_of_the_code(words: str, constant: bool) -> None:

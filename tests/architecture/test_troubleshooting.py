@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md knows every reason that a condition may carry, and no other."""
+"""docs/troubleshooting.md explains exactly the reasons that a condition may have."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row that begins with a reason."""
+    """Returns the cells of each row that begins with a reason."""
     lines = PAGE.read_text().splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| `\w+` \|", line)]
 
@@ -19,7 +19,7 @@ def test_every_reason_has_one_row() -> None:
     assert sorted(row[0].strip("`") for row in rows()) == sorted(reason.value for reason in Reason)
 
 
-def test_every_reason_has_a_cause_and_a_cure() -> None:
+def test_every_reason_has_a_cause_and_an_action() -> None:
     assert [row[0] for row in rows() if len(row) != 3 or not row[1] or not row[2]] == []
 
 

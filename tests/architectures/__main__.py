@@ -1,7 +1,6 @@
-"""`python -m tests.architectures [MODEL_TYPE ...]`: tries every causal model class of the installed `transformers`.
+"""Tries each causal model class of the installed `transformers` and writes docs/architectures.md.
 
-Each is tried in a process of its own, one at a time, with bounds on memory and time. The table goes into docs/architectures.md;
-with names only their lines are renewed.
+Each trial has its own process with bounds on memory and time. With model types as arguments, only their rows are updated.
 """
 
 import multiprocessing
@@ -20,7 +19,7 @@ def main(names: list[str]) -> None:
         if not names or model_type in names:
             outcome = try_apart(context, model_type)
             rows[class_name] = Row(class_name, model_type, outcome)
-            print(f"{model_type:28} {outcome.status:8} {outcome.why}", flush=True)
+            print(f"{model_type:28} {outcome.status:8} {outcome.reason}", flush=True)
     PAGE.write_text(render([rows[name] for name in sorted(rows)]))
 
 

@@ -1,6 +1,6 @@
-"""A trial in a process of its own, with bounds on its time and memory.
+"""Runs a trial in a separate process with bounds on time and memory.
 
-What all trials need of torch and transformers is loaded once, in the server that forks their processes.
+The fork server imports torch and transformers once for all trials.
 """
 
 import resource
@@ -19,15 +19,15 @@ MEMORY_BYTES = 6 << 30
 
 
 def try_apart(context: ForkServerContext, model_type: str) -> Outcome:
-    """The outcome of one trial, in a process of its own."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(model_type, theirs), daemon=True)
+    """Runs one trial in a separate process."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(model_type, sender), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        if not ours.poll(LIMIT_S):
+        if not receiver.poll(LIMIT_S):
             return Outcome("failed", f"no result within {LIMIT_S:.0f} s")
-        outcome: Outcome = ours.recv()
+        outcome: Outcome = receiver.recv()
         return outcome
     except EOFError:
         process.join()
@@ -37,10 +37,10 @@ def try_apart(context: ForkServerContext, model_type: str) -> Outcome:
         process.join()
 
 
-def _try(model_type: str, answer: Connection) -> None:
+def _try(model_type: str, sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     torch.set_num_threads(1)
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    answer.send(try_model(model_type))
+    sender.send(try_model(model_type))

@@ -1,4 +1,4 @@
-"""docs/architectures.md: the table of what works, rendered and read."""
+"""Renders and parses the table of docs/architectures.md."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ STATUS: dict[Status, str] = {"works": "works", "refused": "refused", "failed": "
 HEAD = """# Architectures
 
 Every causal model class of `transformers` {version}, tried by `python -m tests.architectures` with a tiny random model:
-three requests of different lengths together, prompts in chunks of 7 tokens, in fp32. **works**: the greedy tokens are
-those of `transformers`. **refused**: the runtime does not load it, and says this reason. **not tried**: no tiny model of
-it could be made here; a checkpoint of it is tried at load as any other. **PP 2**: the same on two pipeline stages.
+three requests of different lengths in one batch, prompts in chunks of 7 tokens, in fp32. **works**: the greedy tokens equal
+those of `transformers`. **refused**: the runtime does not load the model, for this reason. **not tried**: no tiny model could
+be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
 
-{works} of {all} work, {staged} of these on two stages. *fused* marks those that our own decoder block computes, in stages
-too; the others are computed by the model of `transformers` around our attention (`--model-impl`), as all are in these trials.
+{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too; the
+model code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials.
 
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|
@@ -35,27 +35,27 @@ class Row:
 
 
 def causal_classes() -> dict[str, str]:
-    """Each causal model class of the installed `transformers` with the first model_type that it is for."""
+    """Returns the first model_type of each causal model class of the installed `transformers`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     classes: dict[str, str] = {}
     for model_type, class_name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
-        if class_name not in classes or _alike(model_type, class_name) > _alike(classes[class_name], class_name):
+        if class_name not in classes or _matches(model_type, class_name) > _matches(classes[class_name], class_name):
             classes[class_name] = model_type
     return dict(sorted(classes.items()))
 
 
-def _alike(model_type: str, class_name: str) -> bool:
+def _matches(model_type: str, class_name: str) -> bool:
     return class_name.lower().startswith(re.sub(r"[^a-z0-9]", "", model_type))
 
 
 def summary(rows: Sequence[Row]) -> tuple[int, int]:
-    """How many work, and how many of these on two stages."""
+    """Returns how many classes work, and how many of these on two stages."""
     return sum(row.outcome.status == "works" for row in rows), sum(row.outcome.stages == "works" for row in rows)
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page."""
+    """Returns the page."""
     import transformers
 
     from phalanx_runtime.model.families import FAMILIES
@@ -65,17 +65,17 @@ def render(rows: Sequence[Row]) -> str:
         outcome = row.outcome
         fused = ", fused" if row.class_name in FAMILIES and outcome.status == "works" else ""
         staged = "" if outcome.stages is None else STATUS[outcome.stages]
-        why = outcome.why.replace("|", "/")
-        lines.append(f"| `{row.class_name}` | {row.model_type} | {STATUS[outcome.status]}{fused} | {staged} | {why} |")
+        reason = outcome.reason.replace("|", "/")
+        lines.append(f"| `{row.class_name}` | {row.model_type} | {STATUS[outcome.status]}{fused} | {staged} | {reason} |")
     works, staged_too = summary(rows)
     head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=staged_too)
     return head + "\n".join(lines) + "\n"
 
 
 def read(page: str) -> dict[str, Row]:
-    """The lines of a rendered page by class."""
+    """Parses a rendered page to rows by class."""
     status = {word: key for key, word in STATUS.items()}
     return {
-        name: Row(name, model_type, Outcome(status[said], why.strip(), status[staged] if staged else None))
-        for name, model_type, said, staged, why in LINE.findall(page)
+        name: Row(name, model_type, Outcome(status[outcome], reason.strip(), status[staged] if staged else None))
+        for name, model_type, outcome, staged, reason in LINE.findall(page)
     }

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
     "sliding_window": 24,
 }
-"""Fields of configs, as tiny as they may be. A window of 24 tokens shows in prompts of 40."""
+"""Minimal sizes of config fields. A window of 24 tokens affects prompts of 40."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -52,11 +52,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "moshi": {"audio_vocab_size": 64},
 }
-"""What a model_type needs beside or instead."""
+"""Additional or different fields by model_type."""
 
 
 def save_model(folder: Path, model_type: str) -> None:
-    """Writes a checkpoint of this model_type with random weights."""
+    """Writes a checkpoint with random weights."""
     import torch
     import transformers
 
@@ -65,19 +65,19 @@ def save_model(folder: Path, model_type: str) -> None:
     model = auto.from_config(make_config(model_type), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases, which start as all the same
+            if parameter.ndim == 1:  # norms and biases are constant at first
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
 
 
 def make_config(model_type: str) -> Any:
-    """A tiny config of this model_type."""
+    """Returns a tiny config."""
     import transformers
 
     config_class = transformers.CONFIG_MAPPING[model_type]
     changes = {**tiny_fields(config_class), **CHANGES.get(model_type, {})}
     for name, part in dict(getattr(config_class, "sub_configs", None) or {}).items():
-        # Where any kind of config may stand, the default's kind is taken.
+        # Where any config class is possible, uses the default's.
         kind: Any = part if dataclasses.is_dataclass(part) else type(getattr(config_class(), name, None))
         if dataclasses.is_dataclass(kind) and hasattr(kind, "model_type"):
             changes[name] = {"model_type": kind.model_type, **tiny_fields(kind), **changes.get(name, {})}
@@ -85,10 +85,10 @@ def make_config(model_type: str) -> Any:
 
 
 def tiny_fields(config_class: Any) -> dict[str, Any]:
-    """Those of the sizes that this config has, under the names that it stores."""
+    """Returns the sizes that the config class has."""
     names = {field.name for field in dataclasses.fields(config_class)}
     fields = {name: value for name, value in SIZES.items() if name in names}
-    if "kv_lora_rank" in names:  # keys are made from one latent, for each head
+    if "kv_lora_rank" in names:  # keys of each head come from one latent
         fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)
         fields["head_dim"] = fields.get("qk_rope_head_dim", 16)
     return fields

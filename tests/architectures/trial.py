@@ -1,4 +1,4 @@
-"""One architecture tried: a tiny random model of it through level 0, in one stage and in two, against `transformers` itself."""
+"""Compares a tiny random model of an architecture with `transformers`, on one stage and on two."""
 
 import tempfile
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.generic.load import make_empty
+from phalanx_runtime.model.generic.load import make_empty_model
 from phalanx_runtime.model.generic.source import check_config
 from tests.architectures.tiny import CHANGES, VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Equality, Stream, compare
-from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 
 Status = Literal["works", "refused", "failed"]
 NUM_TOKENS = 12
@@ -22,15 +22,17 @@ LENGTHS = (1, 6, 40)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one class, and of two pipeline stages of it where it works. `why`: the reason of what does not work."""
+    """Outcome of one class."""
 
     status: Status
-    why: str
+    reason: str
+    """Why the class, or two stages of it, does not work."""
     stages: Status | None = None
+    """Outcome on two pipeline stages, if the class works."""
 
 
 def try_model(model_type: str) -> Outcome:
-    """Whether level 0 gives the greedy tokens of `transformers`, requests mixed and prompts in chunks of 7 tokens."""
+    """Compares greedy tokens with `transformers`, with mixed requests and chunks of 7 tokens."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             save_model(Path(folder), model_type)
@@ -38,28 +40,28 @@ def try_model(model_type: str) -> Outcome:
             return Outcome("refused", f"transformers cannot make this model here: {_line(error)}")
         except Exception as error:
             return _judge_by_config(model_type, error)
-        status, why = _try(Path(folder), 1)
+        status, reason = _try(Path(folder), 1)
         if status != "works":
-            return Outcome(status, why)
-        stages, why = _try(Path(folder), 2)
-        return Outcome(status, why, stages)
+            return Outcome(status, reason)
+        stages, reason = _try(Path(folder), 2)
+        return Outcome(status, reason, stages)
 
 
 def _judge_by_config(model_type: str, error: Exception) -> Outcome:
-    """What its default config tells, and the empty model of it, where no tiny model can be made."""
+    """Checks the default config and an empty model, where no tiny model can be made."""
     try:
         config = transformers.CONFIG_MAPPING[model_type](**CHANGES.get(model_type, {}))
         check_config(config)
-        make_empty(config, torch.float32, "eager")
-    except ModelError as reason:
-        return Outcome("refused", _line(reason))
-    except Exception as other:
-        return Outcome("failed", _line(other))
+        make_empty_model(config, torch.float32, "eager")
+    except ModelError as refusal:
+        return Outcome("refused", _line(refusal))
+    except Exception as failure:
+        return Outcome("failed", _line(failure))
     return Outcome("failed", f"no tiny model: {_line(error)}")
 
 
 def _try(folder: Path, stages: int) -> tuple[Status, str]:
-    """What becomes of the model in this folder in so many stages, and why it does not work."""
+    """Returns the outcome on `stages` stages, with the reason if it does not work."""
     try:
         outcome = _compare(folder, stages)
     except ModelError as error:
@@ -72,9 +74,9 @@ def _try(folder: Path, stages: int) -> tuple[Status, str]:
 def _compare(folder: Path, stages: int) -> Equality:
     chance = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCAB_SIZE, (size,), generator=chance).tolist() for size in LENGTHS]
-    asked = [Asked(prompt) for prompt in prompts]
+    requests = [DriverRequest(prompt) for prompt in prompts]
     build = Build(level="transformers", stages=stages)
-    outputs = on_ranks(folder, [stages], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=7))
+    outputs = on_ranks(folder, [stages], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=7))
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
@@ -82,7 +84,7 @@ def _compare(folder: Path, stages: int) -> Equality:
 
 @torch.inference_mode()
 def _chosen(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Stream:
-    """What transformers chooses after each prefix."""
+    """Returns the greedy choices of transformers after each prefix."""
     logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     best = logits.topk(2).values
     return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())

@@ -1,4 +1,4 @@
-"""The clients of the chaos bench read what the door writes."""
+"""Clients of the chaos benchmark read the API server's streams."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from bench.chaos.traffic import TOKENS, Traffic
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError
-from tests.frontend.fakes import FakeBackend, Script, drawing
+from tests.frontend.fakes import FakeBackend, Script, seeded_script
 from tests.router.api_servers import http_server
 
 
@@ -15,7 +15,9 @@ def refusing(_: object) -> list[Exception]:
     return [BackendError(503, "no_group", "no group is ready", retry_after_s=1.0)]
 
 
-@pytest.mark.parametrize(("script", "end"), [(drawing, "whole"), (refusing, "HTTP 503 no_group")], ids=["whole", "refused"])
+@pytest.mark.parametrize(
+    ("script", "end"), [(seeded_script, "completed"), (refusing, "HTTP 503 no_group")], ids=["completed", "refused"]
+)
 async def test_answers_are_counted_by_how_they_ended(script: Script, end: str) -> None:
     backend = FakeBackend(script)
     (model, *_) = backend.assets().served_names
@@ -28,5 +30,5 @@ async def test_answers_are_counted_by_how_they_ended(script: Script, end: str) -
                 await asyncio.sleep(0.02)
         ends = await asyncio.to_thread(traffic.stop)
     assert set(ends) == {end}, ends
-    assert bool(served) == (end == "whole")
+    assert bool(served) == (end == "completed")
     assert {request.sampling.max_tokens for request in backend.requests} == {TOKENS}

@@ -1,4 +1,4 @@
-"""Which bounds the scale bench calls missed."""
+"""Missed bounds of the operator benchmark."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def result(*stages: dict[str, Any], rate: float = 1.0, resumed: float = 2.0, ove
 
 
 @pytest.mark.parametrize(
-    ("figures", "sentences"),
+    ("figures", "violations"),
     [
         (result(), []),
         (result(stage(50, p99=1.99, cpu=100.0, rss=299.9, idle=0.0999), resumed=10.0, overtaken=10.0), []),
@@ -56,8 +56,8 @@ def result(*stages: dict[str, Any], rate: float = 1.0, resumed: float = 2.0, ove
         "not linear",
     ],
 )
-def test_each_missed_bound_is_reported_with_its_figure(figures: dict[str, Any], sentences: list[str]) -> None:
-    assert missed(figures) == sentences
+def test_each_missed_bound_is_reported_with_its_figure(figures: dict[str, Any], violations: list[str]) -> None:
+    assert missed(figures) == violations
 
 
 def test_every_bound_has_a_line_of_its_own() -> None:

@@ -1,7 +1,7 @@
-"""The nodes of the scale bench do what a kubelet's part in it is, over real HTTP."""
+"""Simulated nodes act like kubelets, over real HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from kubernetes.aio.client import ApiClient, Configuration
@@ -11,44 +11,39 @@ from phalanx_operator.kube.client import PODS, Gone
 from phalanx_operator.kube.http import HttpKube
 from phalanx_operator.metrics import CountingKube, Metrics
 from tests.control.fake_api import FakeApi
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.polling import until
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[FakeApi]:
-    made = FakeApi()
-    await made.start()
-    yield made
-    await made.stop()
+    api = FakeApi()
+    await api.start()
+    yield api
+    await api.stop()
 
 
 async def test_pods_on_fake_nodes_start_and_stop_at_once(server: FakeApi) -> None:
     async with ApiClient(Configuration(host=server.url)) as client:
         nodes = FakeNodes(HttpKube(client), 2, "10.0.0.9", "")
-        await nodes.make()
+        await nodes.create()
         assert set(server.of("nodes")) == set(server.of("leases")) == {"fake-0", "fake-1"}
         assert server.of("nodes")["fake-0"]["status"]["conditions"][0]["type"] == "Ready"
-        living = asyncio.create_task(nodes.run())
+        task = asyncio.create_task(nodes.run())
         try:
             spec = {"nodeName": "fake-1", "containers": [{"name": "c", "image": "i"}]}
             pod = {"metadata": {"name": "p", "namespace": "ns"}, "spec": spec, "status": {"phase": "Pending"}}
             server.put("pods", pod)
             server.put("pods", pod | {"metadata": {"name": "real", "namespace": "ns"}, "spec": spec | {"nodeName": "node1"}})
             await until(lambda: nodes.started)
-            told = server.of("pods")["p"]["status"]
-            assert (told["phase"], told["podIP"], len(nodes.started)) == ("Running", "10.0.0.9", 1)
+            status = server.of("pods")["p"]["status"]
+            assert (status["phase"], status["podIP"], len(nodes.started)) == ("Running", "10.0.0.9", 1)
             assert server.of("pods")["real"]["status"] == {"phase": "Pending"}
-            there = server.of("pods")["p"]
-            server.put("pods", there | {"metadata": there["metadata"] | {"deletionTimestamp": "now"}})
+            current = server.of("pods")["p"]
+            server.put("pods", current | {"metadata": current["metadata"] | {"deletionTimestamp": "now"}})
             await until(lambda: "p" not in server.of("pods"))
         finally:
-            living.cancel()
-            await asyncio.gather(living, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await nodes.remove()
         assert server.of("nodes") == server.of("leases") == {}
 

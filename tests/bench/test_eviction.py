@@ -1,11 +1,11 @@
-"""The comparison of eviction policies: its traces, its table and its verdicts. No speed is asserted."""
+"""Comparison of eviction policies: traces, table and verdicts. No speed is asserted."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.engine.eviction import Outcome, main, make_trace, read_trace, verdicts
+from bench.engine.eviction import PolicyResult, main, make_trace, read_trace, verdicts
 from phalanx_api.engine_config import EVICTION_POLICIES
 
 
@@ -42,5 +42,5 @@ def test_synthetic_traces_share_their_first_page(kind: str) -> None:
     ids=["both", "too few hits", "too slow"],
 )
 def test_bounds_are_judged(adaptive_hits: int, cpu_s: float, kept: list[bool]) -> None:
-    outcomes = [Outcome("lru", 100, 1000, 0, 0.001 * 10), Outcome("adaptive", adaptive_hits, 1000, 0, cpu_s * 10)]
-    assert list(verdicts(outcomes).values()) == [kept[0], kept[1]]
+    results = [PolicyResult("lru", 100, 1000, 0, 0.001 * 10), PolicyResult("adaptive", adaptive_hits, 1000, 0, cpu_s * 10)]
+    assert list(verdicts(results).values()) == [kept[0], kept[1]]

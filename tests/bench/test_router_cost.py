@@ -1,14 +1,14 @@
-"""The group without a model that the router is measured against: every request gets the step's token, and its time is told."""
+"""The group without a model: every request gets the step's token, which encodes its time."""
 
 from pathlib import Path
 
-from bench.router.fake_group import FIRST_ID, SPELLED, Pacer, StepClock
+from bench.router.fake_group import FIRST_ID, NUM_SYMBOLS, FakeEngine, StepClock
 from phalanx_api import wire
 from tests.router.fakes import make_request
 
 
-class Ear:
-    """A sink that keeps what it hears."""
+class RecordingSink:
+    """A sink that records frames."""
 
     def __init__(self) -> None:
         self.frames: list[wire.Tokens] = []
@@ -22,17 +22,17 @@ class Ear:
 
 def test_each_step_yields_a_token_that_encodes_its_time(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
-    pacer, ear, other = Pacer(clock), Ear(), Ear()
-    assert [pacer.submit(make_request(max_tokens=2), ear), pacer.submit(make_request(max_tokens=9), ear)] == [1, 2]
-    pacer.submit(make_request(max_tokens=9), other)
+    engine, sink, other = FakeEngine(clock), RecordingSink(), RecordingSink()
+    assert [engine.submit(make_request(max_tokens=2), sink), engine.submit(make_request(max_tokens=9), sink)] == [1, 2]
+    engine.submit(make_request(max_tokens=9), other)
     for _ in range(3):
-        pacer.step()
-    assert [frame.handles for frame in ear.frames] == [[1, 2], [1, 2], [2]]
-    assert [frame.indices for frame in ear.frames] == [[0, 0], [1, 1], [2]]
+        engine.step()
+    assert [frame.handles for frame in sink.frames] == [[1, 2], [1, 2], [2]]
+    assert [frame.indices for frame in sink.frames] == [[0, 0], [1, 1], [2]]
     assert [frame.tokens[0] - FIRST_ID for frame in other.frames] == [1, 2, 3]
-    assert [end.handle for frame in ear.frames for end in frame.finished] == [1]
-    times = [StepClock(tmp_path / "clock").when(step % SPELLED) for step in (1, 2, 3)]
+    assert [end.handle for frame in sink.frames for end in frame.finished] == [1]
+    times = [StepClock(tmp_path / "clock").time_of(step % NUM_SYMBOLS) for step in (1, 2, 3)]
     assert times == sorted(times) and times[0] > 0
-    assert (pacer.load().running, pacer.load().last_handle) == (2, 3)
-    pacer.abort([2, 3, 99])
-    assert pacer.load().running == 0
+    assert (engine.load().running, engine.load().last_handle) == (2, 3)
+    engine.abort([2, 3, 99])
+    assert engine.load().running == 0

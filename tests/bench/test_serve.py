@@ -1,4 +1,4 @@
-"""The load generator against a small server that speaks OpenAI's API in several dialects."""
+"""The load generator against a small server with several dialects of OpenAI's API."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from aiohttp import web
 
 from bench.engine import serve
 from bench.frame.client import Answer, session_for, stream_answer
-from bench.frame.figures import Ratio, is_near, percentile, ratio_of, summary, table
-from bench.frame.workload import spread, texts, token_ids
+from bench.frame.figures import Interval, mean_ratio, percentile, summary, table
+from bench.frame.workload import spread_lengths, texts, token_ids
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from tests.runtime.checkpoint.gguf_files import TinyGguf, vocabulary
 
@@ -168,7 +168,7 @@ def test_figures_follow_their_definitions() -> None:
     assert FIGURES["tpot_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99"), 500)
     assert FIGURES["itl_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99"), 500)
     assert (FIGURES["output_tokens_per_s"], FIGURES["requests_per_s"]) == (1.0, 0.5)
-    assert "ttft ms" in serve.shown(FIGURES)
+    assert "ttft ms" in serve.format_figures(FIGURES)
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, 0), (True, 1)], ids=["good", "failed"])
@@ -208,27 +208,27 @@ def test_nothing_has_no_percentile() -> None:
 
 
 def test_ratio_is_the_geometric_mean_with_its_interval() -> None:
-    ratio = ratio_of([2.0, 8.0], [1.0, 1.0])
-    assert ratio.mean == pytest.approx(4.0)
+    ratio = mean_ratio([2.0, 8.0], [1.0, 1.0])
+    assert ratio.middle == pytest.approx(4.0)
     assert ratio.low < 4.0 < ratio.high
-    same = ratio_of([3.0] * 40, [2.0] * 40)
-    assert (same.low, same.mean, same.high) == pytest.approx((1.5, 1.5, 1.5))
+    same = mean_ratio([3.0] * 40, [2.0] * 40)
+    assert (same.low, same.middle, same.high) == pytest.approx((1.5, 1.5, 1.5))
     assert same.num_pairs == 40
-    assert ratio_of([3.0], [2.0]).high == math.inf
+    assert mean_ratio([3.0], [2.0]).high == math.inf
 
 
 @pytest.mark.parametrize(
     ("ratio", "near"),
     [
-        (Ratio(1.4, 1.39, 1.41, 3), True),
-        (Ratio(3.0, 2.9, 3.1, 3), False),
-        (Ratio(3.0, 1.0, 9.0, 3), True),
-        (Ratio(1.2, 1.1, 1.3, 3), False),
+        (Interval(1.4, 1.39, 1.41, 3), True),
+        (Interval(3.0, 2.9, 3.1, 3), False),
+        (Interval(3.0, 1.0, 9.0, 3), True),
+        (Interval(1.2, 1.1, 1.3, 3), False),
     ],
     ids=["within-a-tenth", "far-above", "wide", "far-below"],
 )
-def test_more_pairs_are_wanted_near_the_bound(ratio: Ratio, near: bool) -> None:
-    assert is_near(ratio, 1.5) == near
+def test_more_pairs_are_wanted_near_the_bound(ratio: Interval, near: bool) -> None:
+    assert ratio.is_near(1.5) == near
 
 
 def test_a_table_is_aligned() -> None:
@@ -237,9 +237,9 @@ def test_a_table_is_aligned() -> None:
 
 def test_prompts_have_the_requested_lengths(tmp_path: Path) -> None:
     convert(TinyGguf().write(tmp_path / "tiny.gguf"), tmp_path / "model")
-    lengths = spread(5, 8, 40)
+    lengths = spread_lengths(5, 8, 40)
     assert sorted(lengths) == [8, 16, 24, 32, 40]
     assert [len(ids) for ids in token_ids(tmp_path / "model", 0, lengths)] == lengths
-    assert spread(1, 8, 40) == [8]
+    assert spread_lengths(1, 8, 40) == [8]
     assert all(0 <= id < len(vocabulary()[0]) for ids in token_ids(tmp_path / "model", 0, [50]) for id in ids)
     assert texts(1, 3, 4, 4) == texts(1, 3, 4, 4) != texts(2, 3, 4, 4)

@@ -1,15 +1,15 @@
-"""Tokens with proposals are those without, in so many cells that every two of proposer, shape, group and disturbance meet in one.
+"""Tokens with speculation equal those without, in combinations that contain every pair of drafter, shape, group and disturbance.
 
-Each has all ways to sample: greedy, seeded, filters, penalties, bias and bad words, grammars, a JSON schema. In float64.
-All cells there are: `python -m bench.speculation.product`.
+Each has all sampling modes: greedy, seeded, filters, penalties, bias and bad words, grammars, a JSON schema, in float64.
+`python -m bench.speculation.product` runs all combinations.
 """
 
 import pytest
 
 from bench.speculation.product import (
     DISTURBANCES,
+    DRAFTERS,
     GROUPS,
-    PROPOSERS,
     SHAPES,
     Bench,
     Choice,
@@ -20,7 +20,7 @@ from bench.speculation.product import (
     requests,
 )
 
-EVERY = choices(PROPOSERS, SHAPES, GROUPS, DISTURBANCES)
+EVERY = choices(DRAFTERS, SHAPES, GROUPS, DISTURBANCES)
 SOME = pairwise(EVERY)
 
 
@@ -32,12 +32,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_every_two_choices_meet() -> None:
     assert set().union(*map(pairs_of, SOME)) == set().union(*map(pairs_of, EVERY))
     assert len(SOME) < len(EVERY) / 5
-    asked = [one.sampling for one in requests()]
-    assert {one.temperature > 0 for one in asked} == {False, True} and any(one.repetition_penalty != 1 for one in asked)
-    assert {one.grammar.kind for one in asked if one.grammar is not None} >= {"json_schema"}
+    sampling = [request.sampling for request in requests()]
+    assert {params.temperature > 0 for params in sampling} == {False, True} and any(
+        params.repetition_penalty != 1 for params in sampling
+    )
+    assert {params.grammar.kind for params in sampling if params.grammar is not None} >= {"json_schema"}
 
 
-@pytest.mark.parametrize("one", SOME, ids=" ".join)
-def test_tokens_are_those_without(bench: Bench, one: Choice) -> None:
-    cell = bench.cell(one)
-    assert cell.holds(is_tree=one.shape != "chain"), cell
+@pytest.mark.parametrize("choice", SOME, ids=" ".join)
+def test_tokens_are_those_without(bench: Bench, choice: Choice) -> None:
+    result = bench.run(choice)
+    assert result.holds(is_tree=choice.shape != "chain"), result

@@ -1,4 +1,4 @@
-"""The calibration of the step-time function: its grid, its hold-out and its file. No time is asserted."""
+"""Fit of the step-time function: grid, hold-out and file. No time is asserted."""
 
 import json
 import random
@@ -9,37 +9,37 @@ import pytest
 import torch
 
 from bench.engine.step_fit import Stepper, main, measure
-from bench.engine.step_grid import Bounds, Point, fit, folds, make_grid, read_model
+from bench.engine.step_grid import EngineLimits, Point, fit, folds, make_grid, read_model
 from phalanx_api.cost import StepModel
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.tiny import save_tiny
 
 TRUTH = StepModel(fixed_s=0.01, token_s=0.0005, knee_tokens=8, context_s=2e-6, attention_s=3e-8, row_s=0.0004, prompt_s=0.02)
-BOUNDS = Bounds(max_num_seqs=16, max_num_batched_tokens=300, max_model_len=2048, num_pages=700, page_size=16)
+LIMITS = EngineLimits(max_num_seqs=16, max_num_batched_tokens=300, max_model_len=2048, num_pages=700, page_size=16)
 
 
 def test_grid_contains_only_possible_steps() -> None:
-    points = make_grid(BOUNDS)
-    assert all(BOUNDS.holds(point) for point in points)
+    points = make_grid(LIMITS)
+    assert all(LIMITS.fits(point) for point in points)
     assert len(set(points)) == len(points) > 25
     assert {point.decodes for point in points} >= {0, 1, 8, 16}
     assert any(point.decodes and point.prompt for point in points)
-    assert not BOUNDS.holds(Point(0, 0, 0, 0)), "an empty step is none"
-    assert not BOUNDS.holds(Point(16, 32, 16, 0)), "one row too many"
-    assert not BOUNDS.holds(Point(8, 2048, 0, 0)), "more pages than there are"
+    assert not LIMITS.fits(Point(0, 0, 0, 0)), "an empty step is none"
+    assert not LIMITS.fits(Point(16, 32, 16, 0)), "one row too many"
+    assert not LIMITS.fits(Point(8, 2048, 0, 0)), "more pages than there are"
 
 
 def test_each_point_is_held_out_once() -> None:
-    points = make_grid(BOUNDS)
+    points = make_grid(LIMITS)
     parts = folds(points, random.Random(3))
     assert len(parts) > 1 and sorted(map(str, points)) == sorted(str(point) for part in parts for point in part)
 
 
 @pytest.mark.parametrize(("noise", "is_good"), [(0.02, True), (0.4, False)])
 def test_fit_recovers_the_function_and_reports_holdout_error(noise: float, is_good: bool) -> None:
-    chance = random.Random(5)
-    points = make_grid(BOUNDS)
-    biases = {point: chance.uniform(1 - noise, 1 + noise) for point in points}
+    rng = random.Random(5)
+    points = make_grid(LIMITS)
+    biases = {point: rng.uniform(1 - noise, 1 + noise) for point in points}
     times_s = {point: [TRUTH.predict(point.work) * biases[point] for _ in range(5)] for point in points}
     fitted = fit(times_s)
     assert fitted.is_good == is_good
@@ -65,7 +65,7 @@ def test_slow_point_is_dropped_others_run_each_round() -> None:
 
 @pytest.fixture
 def own_threads() -> Iterator[None]:
-    """The command sets the threads of its process, which here is everyone's."""
+    """Restores the threads of this process, which the command sets."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -87,7 +87,7 @@ def test_fit_of_a_real_engine_round_trips_its_file(tmp_path: Path, capsys: pytes
 
 def test_another_file_is_no_fit(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no step_model"):
+    with pytest.raises(ValueError, match="contains no step_model"):
         read_model(tmp_path / "other.json")
 
 

@@ -1,4 +1,4 @@
-"""The comparison with transformers: its rules with fake engines, its parts with real processes and a tiny model."""
+"""Comparison with transformers: rules with fake engines, parts with real processes and a tiny model."""
 
 import io
 import json
@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from bench.engine.engines import Prompts, Turn
 from bench.engine.versus import Comparison, Match
-from bench.engine.versus_transformers import Workload, fastest_dtype, parser, processor, shown
-from bench.frame.equality import Equality, compare, first_difference, together
+from bench.engine.versus_transformers import Workload, fastest_dtype, format_report, parser, processor
+from bench.frame.equality import Equality, compare, first_difference, merge
 from bench.frame.programs import cpu_s, running
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
@@ -21,7 +21,7 @@ from tests.runtime.checkpoint.gguf_files import TinyGguf
 
 @dataclass
 class FakeEngine:
-    """Its next speeds, and what it was given. Uses `busy_s` of CPU whenever somebody asks."""
+    """An engine with preset speeds that records its prompts and uses `busy_s` of CPU per query."""
 
     name: str
     speeds: list[float]
@@ -48,16 +48,21 @@ def played(comparisons: list[Comparison], *engines: FakeEngine, pairs: int = 7) 
 
 
 @pytest.mark.parametrize(
-    ("ours", "pairs", "holds"),
-    [([30.0], 3, True), ([10.0], 3, False), ([15.5], 7, True), ([14.5], 7, False), ([10.0, 40.0, 20.0], 7, True)],
+    ("ours", "pairs", "verdict"),
+    [
+        ([30.0], 3, "yes"),
+        ([10.0], 3, "NO"),
+        ([15.5], 7, "yes"),
+        ([14.5], 7, "NO"),
+        ([10.0, 40.0, 20.0], 7, "not distinguishable"),
+    ],
     ids=["far-above", "far-below", "just-above", "just-below", "uncertain"],
 )
-def test_comparison_near_its_bound_runs_all_pairs(ours: list[float], pairs: int, holds: bool) -> None:
+def test_comparison_near_its_bound_runs_all_pairs(ours: list[float], pairs: int, verdict: str) -> None:
     comparison = Comparison("c", "runtime", "transformers", 1.5)
     played([comparison], FakeEngine("runtime", ours), FakeEngine("transformers", [10.0]))
-    assert (len(comparison.our_speeds), comparison.holds) == (pairs, holds)
-    assert comparison.figures()["holds"] == holds
-    assert comparison.row()[-1] == ("yes" if holds else "NO")
+    assert (len(comparison.our_speeds), comparison.verdict) == (pairs, verdict)
+    assert comparison.figures()["verdict"] == comparison.row()[-1] == verdict
 
 
 def test_engines_alternate_order_and_stop_when_decided() -> None:
@@ -94,14 +99,14 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("said", "index"),
+    ("text", "index"),
     [("hello wor é", None), ("hello war é", 1), ("hello wor", 3), ("hello wor é!", 5), ("", 0), ("hello wor è", 5)],
     ids=["same", "other-token", "too-short", "too-long", "nothing", "other-byte"],
 )
-def test_the_first_different_token_is_found_in_the_text(tokenizer: Tokenizer, said: str, index: int | None) -> None:
+def test_the_first_different_token_is_found_in_the_text(tokenizer: Tokenizer, text: str, index: int | None) -> None:
     reference = ids(tokenizer, "hello wor é")
     assert [tokenizer.decode([token]) for token in reference] == ["hello", " wo", "r", " ", "\ufffd", "\ufffd"]
-    assert first_difference(tokenizer, said, reference) == index
+    assert first_difference(tokenizer, text, reference) == index
 
 
 def test_small_logit_gap_excuses_a_difference_and_ends_comparison(tokenizer: Tokenizer) -> None:
@@ -120,10 +125,10 @@ def test_small_logit_gap_excuses_a_difference_and_ends_comparison(tokenizer: Tok
         (Equality(2000, 2000, 3, []), False),
         (Equality(2000, 1799, 1, []), False),
         (Equality(2000, 2000, 0, ["x"]), False),
-        (together([]), True),
-        (together([Equality(10, 9, 1, []), Equality(10, 10, 0, ["x"])]), False),
+        (merge([]), True),
+        (merge([Equality(10, 9, 1, []), Equality(10, 10, 0, ["x"])]), False),
     ],
-    ids=["some-ties", "many-ties", "little-compared", "different", "nothing", "together"],
+    ids=["some-ties", "many-ties", "little-compared", "different", "nothing", "merged"],
 )
 def test_equality_has_its_limits(outcome: Equality, holds: bool) -> None:
     assert outcome.holds == holds
@@ -160,7 +165,7 @@ def test_program_reports_readiness_and_exits_with_its_children(tmp_path: Path) -
 
 def test_a_program_that_leaves_shows_its_last_words(tmp_path: Path) -> None:
     with (
-        pytest.raises(RuntimeError, match="fake left with 1:\nno such model"),
+        pytest.raises(RuntimeError, match="fake exited with 1:\nno such model"),
         running("fake", "tests.runtime.fake_program", ["fail"], tmp_path),
     ):
         pass
@@ -189,10 +194,10 @@ def test_no_two_sets_of_prompts_are_alike(model: Path) -> None:
 
 def test_output_states_verdicts_and_busy_engines() -> None:
     comparison = Comparison("one", "a", "b", 1.0, [2.0, 2.0], [1.0, 1.0])
-    text = shown([comparison], Equality(10, 10, 0, []), {"router": 0.5, "runtime": 0.01})
+    text = format_report([comparison], Equality(10, 10, 0, []), {"router": 0.5, "runtime": 0.01})
     assert "greedy tokens: equal (10 of 10 compared, 0 near-ties)" in text
-    assert "idle router: 50.0% of a core at most  TOO MUCH" in text
-    assert "idle runtime: 1.0% of a core at most" in text.splitlines()[-1]
-    assert "not compared" in shown([comparison], together([]), {})
+    assert "idle router: at most 50.0% of a core  TOO MUCH" in text
+    assert "idle runtime: at most 1.0% of a core" in text.splitlines()[-1]
+    assert "not compared" in format_report([comparison], merge([]), {})
     assert processor()[0]
     assert parser().parse_args(["--model", "x"]).pairs == 7

@@ -1,4 +1,4 @@
-"""The command line: `python3 -m tests.cluster COMMAND`, at the root of the checkout."""
+"""`python3 -m tests.cluster COMMAND`, in the root of the checkout."""
 
 import os
 import subprocess
@@ -15,21 +15,21 @@ from tools.errors import Failed, Missing
 
 USAGE = """usage: python3 -m tests.cluster COMMAND
 
-  tools            builds or fetches every program, once
+  tools            builds or downloads every program, once
   helm             builds helm, once, and prints its path
-  crds             fetches the CRDs of other projects, once, and prints their folder
-  up [--images]    starts the cluster, or what is missing of it; with the images of this checkout, built where they changed
+  crds             downloads the CRDs of other projects, once, and prints their folder
+  up [--images]    starts the cluster or its missing parts; with the images of this checkout
   images           builds the images of this checkout and loads them into the running cluster
-  down             ends it; nothing is left but keys, logs and image stores
-  status           what runs
-  kubectl ARGS..   kubectl as the administrator
-  run CMD..        a program in the cluster's network, KUBECONFIG set; brings the cluster up for it when it is down
-  cut, mend        part the second node from the rest, and join it again
-  nodekill NODE    the loss of a node; `up` brings it back
+  down             stops the cluster; keeps keys, logs and image stores
+  status           lists the running processes
+  kubectl ARGS..   runs kubectl as the administrator
+  run CMD..        runs a program in the cluster's network with KUBECONFIG; starts the cluster if it is down
+  cut, rejoin      disconnects the second node, and connects it again
+  nodekill NODE    kills a node; `up` starts it again
 
-The state lies in ${PHALANX_CACHE:-~/.cache/phalanx}/clusters/$PHALANX_CLUSTER (default phalanx).
+State: ${PHALANX_CACHE:-~/.cache/phalanx}/clusters/$PHALANX_CLUSTER (default phalanx).
 """
-OTHERWISE = "Without it: CLUSTER=current uses the cluster of your kubeconfig, CLUSTER=none runs all that needs no cluster."
+ALTERNATIVES = "CLUSTER=current uses the cluster of your kubeconfig, CLUSTER=none skips tests that need one."
 EXIT_MISSING = 3
 
 
@@ -38,13 +38,13 @@ def _up(files: ClusterFiles, words: list[str]) -> Programs:
         raise Failed(f"up: unknown argument {' '.join(words)}: expected --images or nothing")
     machine.check()
     programs = installed()
-    ours = _built() if words else []
-    lifecycle.up(files, programs, [programs.images, *ours])
+    archives = _built() if words else []
+    lifecycle.up(files, programs, [programs.images, *archives])
     return programs
 
 
 def _built() -> list[Path]:
-    """The archives of our images; torch for them lies ready too, for nothing can be fetched in the cluster's network."""
+    """Builds the images of this checkout, and site-packages: the cluster's network has no downloads."""
     build.site_packages()
     return build.archives()
 
@@ -55,7 +55,7 @@ def _images(files: ClusterFiles) -> int:
 
 
 def environment(files: ClusterFiles, programs: Programs) -> dict[str, str]:
-    """The environment of a program that is run in the cluster."""
+    """Returns the environment of a program in the cluster."""
     path = f"{programs.kubernetes}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     return {**os.environ, "KUBECONFIG": str(files.kubeconfig), "PATH": path}
 
@@ -88,46 +88,46 @@ def _kubectl(files: ClusterFiles, words: list[str]) -> int:
 
 
 def _status(files: ClusterFiles) -> int:
-    for one in NODES:
-        for process in sorted(namespaces.processes(files.netns(one)), key=lambda x: x.pid):
+    for target in NODES:
+        for process in sorted(namespaces.processes(files.netns(target)), key=lambda x: x.pid):
             if process.name not in ("nsenter", "unshare"):
-                print(f"{one.name:6} {process.name:24} pid {process.pid}")
+                print(f"{target.name:6} {process.name:24} pid {process.pid}")
     is_up = lifecycle.is_up(files)
     print(f"cluster {files.name}: {'up' if is_up else 'not up'}, files in {files.root}")
     return 0 if is_up else 1
 
 
 def _nodekill(files: ClusterFiles, words: list[str]) -> int:
-    one = node_named(words[0] if words else "")
-    pid = node.init_pid(files, one)
+    target = node_named(words[0] if words else "")
+    pid = node.init_pid(files, target)
     if pid is None:
-        raise Failed(f"{one.name} is not up")
-    namespaces.kill([namespaces.Process(pid, one.name)])
+        raise Failed(f"{target.name} is not up")
+    namespaces.kill([namespaces.Process(pid, target.name)])
     return 0
 
 
-def _quietly(act: Callable[[], object]) -> int:
-    act()
+def _succeed(action: Callable[[], object]) -> int:
+    action()
     return 0
 
 
 def main(words: list[str]) -> int:
-    """The exit status: 0, 1 for a failure that was told, 2 for a wrong command line, 3 for a machine that lacks something."""
+    """Returns the exit status: 0, 1 after a failure, 2 for a usage error, 3 if the machine lacks something."""
     files = cluster_files()
     namespaces.leave(files.netns(NODES[0]))
     command, rest = (words[0], words[1:]) if words else ("", [])
     commands: dict[str, Callable[[], int]] = {
-        "tools": lambda: _quietly(installed),
-        "crds": lambda: _quietly(lambda: print(crds())),
-        "helm": lambda: _quietly(lambda: print(helm())),
-        "up": lambda: _quietly(lambda: _up(files, rest)),
+        "tools": lambda: _succeed(installed),
+        "crds": lambda: _succeed(lambda: print(crds())),
+        "helm": lambda: _succeed(lambda: print(helm())),
+        "up": lambda: _succeed(lambda: _up(files, rest)),
         "images": lambda: _images(files),
-        "down": lambda: _quietly(lambda: lifecycle.down(files)),
+        "down": lambda: _succeed(lambda: lifecycle.down(files)),
         "status": lambda: _status(files),
         "kubectl": lambda: _kubectl(files, rest),
         "run": lambda: _run(files, rest),
-        "cut": lambda: _quietly(lambda: network.cut(files)),
-        "mend": lambda: _quietly(lambda: network.mend(files)),
+        "cut": lambda: _succeed(lambda: network.cut(files)),
+        "rejoin": lambda: _succeed(lambda: network.rejoin(files)),
         "nodekill": lambda: _nodekill(files, rest),
     }
     if command not in commands:
@@ -140,7 +140,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except Missing as missing:
-        print(f"missing: {missing}. {OTHERWISE}", file=sys.stderr)
+        print(f"missing: {missing}. {ALTERNATIVES}", file=sys.stderr)
         sys.exit(EXIT_MISSING)
     except Failed as failed:
         print(f"failed: {failed}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A cluster as tests and the demo use it: ours of this machine, or that of the current kubeconfig."""
+"""The cluster of this machine or of the current kubeconfig."""
 
 import json
 import os
@@ -22,114 +22,117 @@ KUBECTL_LIMIT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that runs. `files` is None for one that is not ours; `site_packages` where images carry torch themselves."""
+    """A running cluster."""
 
     kubeconfig: Path | None
     kubectl_program: str
     image_prefix: str
     site_packages: Path | None
+    """Mounted with torch; absent if the images contain it."""
     files: ClusterFiles | None
+    """Absent for the cluster of the kubeconfig."""
 
     def environment(self) -> dict[str, str]:
-        """The environment of a program that speaks to the cluster."""
-        found = dict(os.environ)
+        """Returns the environment of a client program."""
+        environment = dict(os.environ)
         if self.kubeconfig is not None:
-            found["KUBECONFIG"] = str(self.kubeconfig)
-            found["PATH"] = f"{Path(self.kubectl_program).parent}:{found.get('PATH', '/usr/bin:/bin')}"
-        return found
+            environment["KUBECONFIG"] = str(self.kubeconfig)
+            environment["PATH"] = f"{Path(self.kubectl_program).parent}:{environment.get('PATH', '/usr/bin:/bin')}"
+        return environment
 
     def command(self, *words: str) -> list[str]:
-        """The words of a program that runs where the cluster's addresses are reachable; start it with `environment()`."""
+        """Returns the command that runs a program in the cluster's network, with `environment()`."""
         if self.files is None or namespaces.is_inside(self.files.netns(NODES[0])):
             return list(words)
         return ["nsenter", f"--net={self.files.netns(NODES[0])}", *words]
 
     def run(self, *words: str, stdin: str | None = None, limit_s: float = KUBECTL_LIMIT_S) -> str:
-        """What the program wrote to stdout. Raises Failed with its stderr, or when the limit passes."""
+        """Returns the standard output. Raises Failed, also after `limit_s`."""
         command = self.command(*words)
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, input=stdin, capture_output=True, text=True, env=self.environment(), timeout=limit_s, errors="replace"
             )
         except subprocess.TimeoutExpired as late:
             raise Failed(f"{' '.join(words)[:300]}: not within {limit_s:.0f} s") from late
-        if done.returncode != 0:
-            raise Failed(f"{' '.join(words)[:300]}: exit status {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
+        if completed.returncode != 0:
+            message = completed.stderr.strip() or completed.stdout.strip()
+            raise Failed(f"{' '.join(words)[:300]}: exit status {completed.returncode}: {message}")
+        return completed.stdout
 
     def kubectl(self, *args: str, stdin: str | None = None) -> str:
-        """What kubectl wrote to stdout. Raises Failed with its message."""
+        """Returns the standard output of kubectl. Raises Failed."""
         return self.run(self.kubectl_program, *args, stdin=stdin)
 
     def image(self, program: str) -> str:
-        """The full name of one of our images: operator, router or runtime."""
+        """Returns the image name of the operator, router or runtime."""
         return f"{self.image_prefix}/phalanx-{program}:dev"
 
     def load_image(self, archive: Path) -> None:
-        """Nothing; the archive's images are in every node. Raises Failed for a cluster that is not ours."""
-        lifecycle.load_images(self._ours("load_image"), installed(), [archive])
+        """Loads an archive into every node. Raises Failed for the cluster of the kubeconfig."""
+        lifecycle.load_images(self._local_files("load_image"), installed(), [archive])
 
     def retagged(self, program: str, tag: str) -> str:
-        """The full name of one of our images under another tag, by which all nodes have it. Raises Failed like load_image."""
-        files, name = self._ours("retagged"), f"{self.image_prefix}/phalanx-{program}:{tag}"
-        for one in NODES:
-            images.tag_image(files, installed(), one, self.image(program), name)
+        """Tags an image on every node and returns its name. Raises Failed for the cluster of the kubeconfig."""
+        files, name = self._local_files("retagged"), f"{self.image_prefix}/phalanx-{program}:{tag}"
+        for target in NODES:
+            images.tag_image(files, installed(), target, self.image(program), name)
         return name
 
     def claim(self, namespace: str, name: str, folder: Path, access: str = "ReadOnlyMany") -> None:
-        """Nothing; the namespace has a claim of that name on a folder that every node sees at its path."""
+        """Creates a claim on a folder that exists on every node."""
         volume = claims.volume_name(namespace, name)
-        found = self.kubectl("get", "persistentvolume", volume, "-o", "jsonpath={.status.phase}", "--ignore-not-found")
-        if found in ("Released", "Failed"):  # its claim went with an earlier namespace of this name
+        phase = self.kubectl("get", "persistentvolume", volume, "-o", "jsonpath={.status.phase}", "--ignore-not-found")
+        if phase in ("Released", "Failed"):  # of an earlier namespace
             self.kubectl("delete", "persistentvolume", volume)
         objects = {"apiVersion": "v1", "kind": "List", "items": claims.claim_on(namespace, name, folder, access)}
         self.kubectl("apply", "-f", "-", stdin=json.dumps(objects))
 
     def claim_site_packages(self, namespace: str) -> None:
-        """Nothing; the namespace has the claim that `with_site_packages` mounts, where it mounts one."""
+        """Creates the claim that `with_site_packages` mounts."""
         if self.site_packages is not None:
             self.claim(namespace, claims.SITE_PACKAGES_CLAIM, self.site_packages)
 
     def with_site_packages(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The InferenceService as it runs here: with torch from the claim, unless the images carry it."""
+        """Mounts torch into an InferenceService, unless the images contain it."""
         return manifest if self.site_packages is None else claims.with_site_packages(manifest)
 
     def cut(self) -> None:
-        """Nothing; parts the second node from the rest."""
-        network.cut(self._ours("cut"))
+        """Disconnects the second node."""
+        network.cut(self._local_files("cut"))
 
-    def mend(self) -> None:
-        """Nothing; joins the second node again."""
-        network.mend(self._ours("mend"))
+    def rejoin(self) -> None:
+        """Reconnects the second node."""
+        network.rejoin(self._local_files("rejoin"))
 
     def kill_node(self, name: str) -> None:
-        """Nothing; the node and all its pods are lost at once. `repair` brings it back."""
-        files = self._ours("kill_node")
+        """Kills a node with all its pods. `repair` starts it again."""
+        files = self._local_files("kill_node")
         pid = node.init_pid(files, node_named(name))
         if pid is None:
             raise Failed(f"{name} is not up")
         namespaces.kill([namespaces.Process(pid, name)])
 
     def repair(self) -> None:
-        """Nothing; everything of the cluster runs again. What is started is no child of this process."""
-        self._ours("repair")
+        """Starts everything that does not run, in another session."""
+        self._local_files("repair")
         output(sys.executable, "-m", "tests.cluster", "up", cwd=ROOT)
 
-    def _ours(self, what: str) -> ClusterFiles:
+    def _local_files(self, method: str) -> ClusterFiles:
         if self.files is None:
-            raise Failed(f"{what}: not for the cluster of the current kubeconfig")
+            raise Failed(f"{method}: not for the cluster of the current kubeconfig")
         return self.files
 
 
-def ours() -> Cluster:
-    """The cluster of this machine, which is up."""
+def local_cluster() -> Cluster:
+    """Returns the running cluster of this machine."""
     files = cluster_files()
     programs = installed()
     return Cluster(files.kubeconfig, str(programs.kubectl), build.PREFIX, build.site_packages(), files)
 
 
-def current() -> Cluster:
-    """The cluster of the current kubeconfig. Raises Missing without kubectl or $IMAGE_PREFIX."""
+def current_cluster() -> Cluster:
+    """Returns the cluster of the current kubeconfig. Raises Missing without kubectl or $IMAGE_PREFIX."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise Missing("kubectl on PATH (CLUSTER=current)")
@@ -138,6 +141,6 @@ def current() -> Cluster:
         raise Missing(
             "IMAGE_PREFIX (CLUSTER=current): the registry path that holds phalanx-operator:dev, -router:dev, -runtime:dev"
         )
-    # Images of that name were loaded from our archive, and the runtime's carries no torch.
+    # images of that prefix were loaded from our archives, without torch
     site_packages = build.site_packages() if prefix == build.PREFIX else None
     return Cluster(None, kubectl, prefix, site_packages, None)

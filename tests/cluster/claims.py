@@ -1,4 +1,4 @@
-"""Folders of the machine as claims: pods of restricted namespaces may not name a host path, a volume may. Pure."""
+"""Claims on folders of the machine: restricted pods may not mount host paths."""
 
 import copy
 from pathlib import Path
@@ -10,13 +10,13 @@ RUNTIME_CONTAINER = "runtime"
 
 
 def volume_name(namespace: str, claim: str) -> str:
-    """The name of the volume behind a claim; volumes have no namespace, so it says the claim's."""
+    """Returns the name of a claim's volume, unique in the cluster."""
     return f"{namespace}-{claim}"
 
 
 def claim_on(namespace: str, claim: str, folder: Path, access: str = "ReadOnlyMany") -> list[dict[str, Any]]:
-    """A volume of that folder and the claim bound to it."""
-    size = {"storage": "1Gi"}  # asked for by the schema, counted by nobody
+    """Returns a volume of a folder and its claim."""
+    size = {"storage": "1Gi"}  # required by the schema, unused
     common = {"accessModes": [access], "storageClassName": ""}
     name = volume_name(namespace, claim)
     volume = {
@@ -41,8 +41,8 @@ def claim_on(namespace: str, claim: str, folder: Path, access: str = "ReadOnlyMa
 
 
 def local_class(name: str, folders: dict[str, list[Path]]) -> list[dict[str, Any]]:
-    """A StorageClass whose claims are bound where their pods are placed, and a volume for each folder, by node."""
-    made: list[dict[str, Any]] = [
+    """Returns a StorageClass with late binding, and a volume for each folder of each node."""
+    objects: list[dict[str, Any]] = [
         {
             "apiVersion": "storage.k8s.io/v1",
             "kind": "StorageClass",
@@ -51,24 +51,24 @@ def local_class(name: str, folders: dict[str, list[Path]]) -> list[dict[str, Any
             "volumeBindingMode": "WaitForFirstConsumer",
         }
     ]
-    for node, own in folders.items():
-        here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
-        for number, folder in enumerate(own):
+    for node, of_node in folders.items():
+        on_node = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+        for number, folder in enumerate(of_node):
             spec = {
                 "accessModes": ["ReadWriteOnce"],
                 "storageClassName": name,
                 "capacity": {"storage": "1Gi"},
                 "persistentVolumeReclaimPolicy": "Retain",
                 "hostPath": {"path": str(folder), "type": "Directory"},
-                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [on_node]}]}},
             }
             metadata = {"name": f"{name}-{node}-{number}", "labels": {"app": name}}
-            made.append({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata, "spec": spec})
-    return made
+            objects.append({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata, "spec": spec})
+    return objects
 
 
 def with_site_packages(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The InferenceService with the claim of site-packages mounted in its groups' pods and on Python's path."""
+    """Mounts site-packages into the pods of an InferenceService and adds it to PYTHONPATH."""
     changed = copy.deepcopy(manifest)
     spec = changed["spec"].setdefault("podTemplate", {}).setdefault("spec", {})
     claim = {"claimName": SITE_PACKAGES_CLAIM, "readOnly": True}

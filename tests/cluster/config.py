@@ -1,4 +1,4 @@
-"""Where a cluster keeps its files, and the addresses in it. Two clusters of different names can run side by side."""
+"""Files and addresses of a cluster. Clusters of different names can run at once."""
 
 import os
 import re
@@ -25,11 +25,13 @@ POD_CIDR = "10.244.0.0/16"
 PAUSE_IMAGE = "localhost/pause:1"
 BUSYBOX_IMAGE = "localhost/busybox:1"
 ETCD_MIN_BYTES = 512 << 20
+LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+"""Security context of containers, with a read-only root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node: its name, its address, and the addresses of its pods."""
+    """A node with its address and those of its pods."""
 
     name: str
     ip: str
@@ -40,7 +42,7 @@ NODES = (Node("node1", "172.30.0.1", "10.244.0.0/24"), Node("node2", "172.30.0.2
 
 
 def node_named(name: str) -> Node:
-    """The node of that name. Raises Failed."""
+    """Returns a node. Raises Failed."""
     for node in NODES:
         if node.name == name:
             return node
@@ -48,7 +50,7 @@ def node_named(name: str) -> Node:
 
 
 def grace_s() -> int:
-    """Seconds of a kubelet's silence before its node is NotReady: $PHALANX_NODE_GRACE, else 20. The kubelet speaks every 5 s."""
+    """Returns the seconds without heartbeats until a node is NotReady: $PHALANX_NODE_GRACE, or 20. Kubelets send one each 5 s."""
     text = os.environ.get("PHALANX_NODE_GRACE", "20")
     if not text.isdigit() or int(text) < 6:
         raise Failed(f"PHALANX_NODE_GRACE={text!r}: expected whole seconds, 6 or more")
@@ -57,19 +59,19 @@ def grace_s() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFiles:
-    """Every path of one cluster. Keys, logs and the nodes' image stores outlive `down`; all else goes."""
+    """Paths of a cluster. `down` keeps keys, logs and image stores."""
 
     name: str
     root: Path
 
     @property
     def lock(self) -> Path:
-        """The lock that `up` and `down` hold."""
+        """Locked by `up` and `down`."""
         return self.root / "lock"
 
     @property
     def pki(self) -> Path:
-        """Keys, certificates, kubeconfigs. The digit changes with what they say."""
+        """Keys, certificates and kubeconfigs. The digit is the version of their content."""
         return self.root / "pki-1"
 
     @property
@@ -79,48 +81,48 @@ class ClusterFiles:
 
     @property
     def logs(self) -> Path:
-        """One log per daemon, of the last start."""
+        """One log per daemon, of its last start."""
         return self.root / "logs"
 
     @property
     def run(self) -> Path:
-        """Files of the running control plane; goes with it."""
+        """Files of the running control plane."""
         return self.root / "run"
 
     @property
     def made_folders(self) -> Path:
-        """The list of mount points that had to be made on the machine, shared by all clusters; the last one down removes them."""
+        """Lists mount points created on the machine by all clusters. The last `down` removes them."""
         return self.root.parent / "made-folders"
 
     def netns(self, node: Node) -> Path:
-        """The file on which the node's network namespace is mounted."""
+        """The mount point of the node's network namespace."""
         return self.root / f"{node.name}.netns"
 
     def node(self, node: Node) -> Path:
-        """The node's folder: configuration and what its daemons write."""
+        """The node's configuration and the data of its daemons."""
         return self.root / node.name
 
     def store(self, node: Node) -> Path:
-        """The node's image store, kept from cluster to cluster."""
+        """The node's image store."""
         return self.root / f"{node.name}-store"
 
     def cgroup(self, node: Node) -> str:
-        """The node's cgroup, in every hierarchy: kubelets that shared one would destroy each other's pods as orphans."""
+        """The node's cgroup. A kubelet would delete other nodes' pods in a shared one."""
         return f"phalanx-{self.name}-{node.name}"
 
     def etcd_folders(self) -> tuple[Path, Path]:
-        """Where etcd's data may lie: in memory, or on disk where shared memory is small (as in a container)."""
+        """Possible folders of etcd's data: in memory, or on disk if shared memory is small."""
         return Path(f"/dev/shm/phalanx-{self.name}-etcd"), self.run / "etcd"
 
     def etcd_folder(self) -> Path:
-        """Where etcd's data goes on this machine."""
+        """The folder of etcd's data on this machine."""
         in_memory, on_disk = self.etcd_folders()
         shared = Path("/dev/shm")
         return in_memory if shared.is_dir() and shutil.disk_usage(shared).free > ETCD_MIN_BYTES else on_disk
 
 
 def cluster_files() -> ClusterFiles:
-    """The paths of the cluster that $PHALANX_CLUSTER names ("phalanx" by default). Raises Failed for an impossible name."""
+    """Returns the paths of cluster $PHALANX_CLUSTER, by default "phalanx". Raises Failed for an invalid name."""
     name = os.environ.get("PHALANX_CLUSTER", "phalanx")
     if not NAME.fullmatch(name):
         raise Failed(f"PHALANX_CLUSTER={name!r}: expected 1 to 32 lower-case letters, digits and dashes")

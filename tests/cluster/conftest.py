@@ -1,4 +1,4 @@
-"""What the tests of the whole path share: the operator installed, a namespace, the real model."""
+"""Fixtures: the operator, a namespace and models."""
 
 import json
 import uuid
@@ -17,7 +17,7 @@ __all__ = ["cluster"]
 
 
 def make_namespace(cluster: Cluster, prefix: str) -> str:
-    """The name of a new namespace that enforces the restricted Pod Security Standard, with the claim of torch."""
+    """Creates a namespace with the restricted Pod Security Standard and the claim of site-packages."""
     name = f"{prefix}-{uuid.uuid4().hex[:6]}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
@@ -28,14 +28,14 @@ def make_namespace(cluster: Cluster, prefix: str) -> str:
 
 @pytest.fixture(scope="session")
 def operator(cluster: Cluster) -> Iterator[str]:
-    """Namespace of the operator, installed by `kubectl apply -k` and available."""
+    """Installs the operator and returns its namespace."""
     installation.install(cluster)
     yield installation.NAMESPACE
 
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster, operator: str) -> Iterator[str]:
-    """A restricted namespace of this module's own, deleted at the end."""
+    """A restricted namespace for one module."""
     name = make_namespace(cluster, "path")
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
@@ -49,16 +49,16 @@ def real_model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def real_model(cluster: Cluster, namespace: str, real_model_dir: Path) -> str:
-    """The model's address for pods of this module's namespace."""
+    """The model's URI in the module's namespace."""
     cluster.claim(namespace, "models", real_model_dir.parent)
     return f"pvc://models/{real_model_source.NAME}"
 
 
 @pytest.fixture(scope="module")
 def scene(cluster: Cluster, namespace: str) -> Iterator[Scene]:
-    """A namespace with the tiny models, where a scenario makes its services; what it leaves is deleted at the end."""
+    """A namespace with the tiny models. Services are deleted at the end."""
     cluster.claim(namespace, "models", tiny_model.folder())
-    made = Scene(cluster, namespace)
-    yield made
-    made.kubectl("delete", "infsvc", "--all", "--wait=false")
-    made.free_all()
+    scene = Scene(cluster, namespace)
+    yield scene
+    scene.kubectl("delete", "infsvc", "--all", "--wait=false")
+    scene.release_devices()

@@ -1,4 +1,4 @@
-"""The control plane: etcd, API server, controller manager, scheduler and CoreDNS, in the first node's network."""
+"""etcd, API server, controller manager, scheduler and CoreDNS, in the first node's network."""
 
 import http.client
 import shutil
@@ -21,7 +21,7 @@ from tests.cluster.programs import Programs
 CORE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 READY_LIMIT_S = 90.0
 GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
-"""PodGroups of Kubernetes and their scheduling, which are alpha: switched on in API server, controllers and scheduler."""
+"""PodGroups and gang scheduling are alpha in Kubernetes."""
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 COREFILE = f""".:{DNS_PORT} {{{{
   errors
@@ -42,12 +42,12 @@ def _start(files: ClusterFiles, program: Path, *flags: str, env: dict[str, str] 
 
 
 def is_up(files: ClusterFiles, api: Api) -> bool:
-    """Whether all four programs run and the API server calls itself ready."""
+    """Whether the four programs run and the API server is ready."""
     return set(CORE) <= {process.name for process in namespaces.processes(files.netns(NODES[0]))} and api.is_ready()
 
 
 def start_api(files: ClusterFiles, programs: Programs, api: Api) -> None:
-    """Nothing; etcd and the API server run, and it is ready."""
+    """Starts etcd and the API server and waits until it is ready."""
     data = files.etcd_folder()
     data.mkdir(parents=True, mode=0o700)
     peer, client = "http://127.0.0.1:2380", "http://127.0.0.1:2379"
@@ -56,7 +56,7 @@ def start_api(files: ClusterFiles, programs: Programs, api: Api) -> None:
         programs.bin / "etcd",
         *("--name=one", f"--data-dir={data}", f"--initial-cluster=one={peer}", f"--initial-advertise-peer-urls={peer}"),
         *(f"--listen-peer-urls={peer}", f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
-        "--unsafe-no-fsync",  # nothing to lose in a power cut
+        "--unsafe-no-fsync",  # the data need not survive a power failure
         env=programs.environment(),
     )
     pki = files.pki
@@ -77,11 +77,11 @@ def start_api(files: ClusterFiles, programs: Programs, api: Api) -> None:
         *("--allow-privileged=true", "--profiling=false"),
         *(GANGS, "--runtime-config=scheduling.k8s.io/v1alpha2=true"),
     )
-    daemons.wait_until("API server ready", api.is_ready, READY_LIMIT_S, server)
+    daemons.wait_for_daemon("API server ready", api.is_ready, READY_LIMIT_S, server)
 
 
 def start_controllers(files: ClusterFiles, programs: Programs) -> daemons.Daemon:
-    """The controller manager, just started, and the scheduler beside it."""
+    """Starts the scheduler and the controller manager and returns the latter."""
     pki = files.pki
 
     def common(name: str) -> tuple[str, ...]:
@@ -113,9 +113,9 @@ def start_controllers(files: ClusterFiles, programs: Programs) -> daemons.Daemon
 
 
 def wait_for_accounts(api: Api, manager: daemons.Daemon) -> None:
-    """Nothing, once pods can be made: before the default service account exists every one of them is refused."""
+    """Waits for the default service account, without which pods are rejected."""
     path = "/api/v1/namespaces/default/serviceaccounts/default"
-    daemons.wait_until("default service account", lambda: api.find(path) is not None, READY_LIMIT_S, manager)
+    daemons.wait_for_daemon("default service account", lambda: api.find(path) is not None, READY_LIMIT_S, manager)
 
 
 def dns_is_up(files: ClusterFiles) -> bool:
@@ -124,7 +124,7 @@ def dns_is_up(files: ClusterFiles) -> bool:
 
 
 def start_dns(files: ClusterFiles, programs: Programs, api: Api) -> None:
-    """Nothing; CoreDNS answers at the Service kube-dns. A query before that would cost its resolver five seconds."""
+    """Starts CoreDNS behind the Service kube-dns and waits for it: an earlier query would take five seconds."""
     corefile = files.run / "Corefile"
     corefile.write_text(COREFILE.format(pki=files.pki))
     server = _start(files, programs.coredns, "-conf", str(corefile))
@@ -147,10 +147,10 @@ def start_dns(files: ClusterFiles, programs: Programs, api: Api) -> None:
     }
     api.apply("/api/v1/namespaces/kube-system/services/kube-dns", service)
     api.apply("/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices/kube-dns", endpoints)
-    daemons.wait_until("CoreDNS ready", lambda: _answers(files), READY_LIMIT_S, server)
+    daemons.wait_for_daemon("CoreDNS ready", lambda: _is_dns_ready(files), READY_LIMIT_S, server)
 
 
-def _answers(files: ClusterFiles) -> bool:
+def _is_dns_ready(files: ClusterFiles) -> bool:
     connection = http.client.HTTPConnection(API_IP, DNS_READY_PORT, timeout=2.0)
     try:
         with namespaces.inside(files.netns(NODES[0])):
@@ -164,7 +164,7 @@ def _answers(files: ClusterFiles) -> bool:
 
 
 def forget(files: ClusterFiles) -> None:
-    """Nothing; removes the data of a control plane that has ended."""
+    """Removes the data of a stopped control plane."""
     for data in files.etcd_folders():
         shutil.rmtree(data, ignore_errors=True)
     shutil.rmtree(files.run, ignore_errors=True)

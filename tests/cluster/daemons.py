@@ -1,4 +1,4 @@
-"""Daemons: started apart from the terminal with a log of their own, and waited for without hanging."""
+"""Daemons with their own sessions and logs."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A program that was started: what to call it, its process, and the log that explains its end."""
+    """A started program and its log."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -23,7 +23,7 @@ class Daemon:
 
 
 def start(name: str, *command: str | Path, log: Path, env: Mapping[str, str] | None = None) -> Daemon:
-    """The daemon, just started. It outlives this process."""
+    """Starts a daemon that outlives this process."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -38,14 +38,13 @@ def start(name: str, *command: str | Path, log: Path, env: Mapping[str, str] | N
     return Daemon(name, process, log)
 
 
-def wait_until(what: str, is_so: Callable[[], bool], limit_s: float, daemon: Daemon) -> None:
-    """Nothing, once is_so(). Raises Failed with the end of the daemon's log when it ends first or the limit passes."""
+def wait_for_daemon(description: str, condition: Callable[[], bool], limit_s: float, daemon: Daemon) -> None:
+    """Waits for a condition. Raises Failed with the end of the log if the daemon exits or the limit passes."""
     end = time.monotonic() + limit_s
-    while not is_so():
+    while not condition():
         if daemon.process.poll() is not None:
-            raise Failed(
-                f"{what}: {daemon.name} ended with status {daemon.process.returncode}; {daemon.log} ends with\n{tail(daemon.log)}"
-            )
+            status = daemon.process.returncode
+            raise Failed(f"{description}: {daemon.name} exited with {status}; {daemon.log} ends with\n{tail(daemon.log)}")
         if time.monotonic() > end:
-            raise Failed(f"{what}: not within {limit_s:.0f} s; {daemon.log} ends with\n{tail(daemon.log)}")
+            raise Failed(f"{description}: not within {limit_s:.0f} s; {daemon.log} ends with\n{tail(daemon.log)}")
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""The smallest external-metrics API: one number for every metric asked for, set by PUT /value. Standard library only.
+"""An external-metrics API with one value, set by PUT /value, for HPAs.
 
-It runs in a pod (`python3 external_metrics.py CERTIFICATE KEY PORT`); the API server's aggregation layer asks it for the HPA.
+It runs in a pod, with the standard library: `python3 external_metrics.py CERTIFICATE KEY PORT`.
 """
 
 import datetime
@@ -17,12 +17,12 @@ ROOT = f"/apis/{GROUP}/{VERSION}"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers the aggregation layer, and whoever sets the value."""
+    """Serves the aggregation layer and the test."""
 
     value = "1"
 
     def do_GET(self) -> None:
-        """The list of metrics, or the value of one."""
+        """Returns the list of metrics, or a value."""
         path = self.path.partition("?")[0].rstrip("/")
         if path == ROOT:
             resource = {
@@ -59,7 +59,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main(certificate: str, key: str, port: str) -> None:
-    """Serves for ever."""
+    """Serves forever."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server = http.server.ThreadingHTTPServer(("0.0.0.0", int(port)), Handler)

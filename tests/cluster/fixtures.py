@@ -1,7 +1,7 @@
-"""The cluster as a pytest fixture, one for the whole run.
+"""The fixture `cluster`, one per session.
 
-CLUSTER unset: ours, brought up where it is down, and then taken down again at the end. CLUSTER=current: that of the kubeconfig.
-CLUSTER=none: the tests that want one are skipped, with that reason. Import `cluster` in a conftest.
+CLUSTER unset: the cluster of this machine, started and stopped if it is down. CLUSTER=current: that of the kubeconfig.
+CLUSTER=none: dependent tests are skipped.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from images.steps import ROOT
 from tests.cluster import lifecycle, namespaces
-from tests.cluster.access import Cluster, current, ours
+from tests.cluster.access import Cluster, current_cluster, local_cluster
 from tests.cluster.config import NODES, cluster_files
 from tools.errors import Failed, Missing
 
@@ -28,13 +28,13 @@ def _call(*words: str) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with our images in it."""
+    """A cluster with the images of Phalanx."""
     mode = os.environ.get("CLUSTER", "")
     if mode == "none":
         pytest.skip("CLUSTER=none")
     if mode == "current":
         try:
-            yield current()
+            yield current_cluster()
         except Missing as missing:
             pytest.fail(str(missing), pytrace=False)
         return
@@ -44,9 +44,9 @@ def cluster() -> Iterator[Cluster]:
     was_up = lifecycle.is_up(files)
     _call("up", "--images")
     try:
-        # Services and pods answer inside only, so this process and what it starts from here on goes there.
+        # services and pods answer only in the namespace
         with namespaces.inside(files.netns(NODES[0])):
-            yield ours()
+            yield local_cluster()
     finally:
         if not was_up:
             _call("down")

@@ -1,7 +1,4 @@
-"""CustomResourceDefinitions of other projects, from their Go modules: a module's zip carries the repository's YAML.
-
-Only `go mod download` is asked for them, and each module is compared with its checksum here.
-"""
+"""CustomResourceDefinitions of other projects, from the zips of their Go modules, with pinned checksums."""
 
 import json
 import tempfile
@@ -16,7 +13,7 @@ from tools.shell import output, say
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the CRDs of one project lie: module and version, its checksum as in a go.sum, the files."""
+    """A module with the CRDs of one project. `checksum` is that of go.sum."""
 
     module: str
     checksum: str
@@ -51,7 +48,7 @@ SOURCES = (
 
 
 def crds() -> Path:
-    """The folder of all of them, filled once."""
+    """Returns the folder with all CRDs, downloaded once."""
 
     def make(folder: Path) -> None:
         for source in SOURCES:
@@ -64,10 +61,10 @@ def crds() -> Path:
 
 
 def _download(source: Source) -> Path:
-    """The folder of the module. Raises Failed when it is not the one that is pinned here."""
-    with tempfile.TemporaryDirectory() as nowhere:
+    """Returns the module's folder. Raises Failed for another checksum."""
+    with tempfile.TemporaryDirectory() as empty_folder:
         env = {"GOSUMDB": "off", "GOFLAGS": "-mod=mod", "GOWORK": "off"}
-        told = json.loads(output(go(), "mod", "download", "-json", source.module, cwd=Path(nowhere), env=env))
-    if told["Sum"] != source.checksum:
-        raise Failed(f"{source.module} has the checksum {told['Sum']}, expected {source.checksum}")
-    return Path(told["Dir"])
+        download = json.loads(output(go(), "mod", "download", "-json", source.module, cwd=Path(empty_folder), env=env))
+    if download["Sum"] != source.checksum:
+        raise Failed(f"{source.module} has the checksum {download['Sum']}, expected {source.checksum}")
+    return Path(download["Dir"])

@@ -1,4 +1,4 @@
-"""Up, down and repair. `up` looks at what runs and starts what is missing: it may be run twice, or after anything was killed."""
+"""Up, down and repair. `up` starts what does not run: it may be repeated, also after any process was killed."""
 
 import os
 import shutil
@@ -24,9 +24,9 @@ END_LIMIT_S = 10.0
 
 @contextmanager
 def _stage(name: str) -> Iterator[None]:
-    begin = time.monotonic()
+    started_s = time.monotonic()
     yield
-    say(f"  {time.monotonic() - begin:5.1f} s  {name}")
+    say(f"  {time.monotonic() - started_s:5.1f} s  {name}")
 
 
 def is_up(files: ClusterFiles) -> bool:
@@ -38,9 +38,9 @@ def is_up(files: ClusterFiles) -> bool:
 
 
 def up(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
-    """Nothing; the cluster runs, with the archives' images in every node. Starts only what is missing. Raises Failed."""
+    """Starts the cluster, or its missing parts, and imports the archives into every node. Raises Failed."""
     with locked(files.lock):
-        begin = time.monotonic()
+        started_s = time.monotonic()
         with _stage("keys"):
             pki.make_pki(files.pki)
         api = Api(files.pki, files.netns(NODES[0]))
@@ -49,12 +49,12 @@ def up(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
         files.run.mkdir(parents=True, exist_ok=True)
         missing = [x for x in NODES if not node.is_up(files, x)]
         with _stage("network"):
-            for one in missing:
-                node.end(files, one)
+            for target in missing:
+                node.end(files, target)
             network.make(files)
             _make_folders(files)
         with ThreadPoolExecutor(len(NODES) + 1) as pool:
-            nodes = [pool.submit(_prepare, files, programs, archives, one) for one in missing]
+            nodes = [pool.submit(_prepare, files, programs, archives, target) for target in missing]
             manager = pool.submit(_control_plane, files, programs, api)
             started = manager.result()
             for future in nodes:
@@ -63,13 +63,13 @@ def up(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
         if started is not None:
             control_plane.wait_for_accounts(api, started)
         load_images(files, programs, archives)
-        say(f"cluster {files.name} is up: {time.monotonic() - begin:.1f} s")
+        say(f"cluster {files.name} is up: {time.monotonic() - started_s:.1f} s")
 
 
 def load_images(files: ClusterFiles, programs: Programs, archives: list[Path]) -> None:
-    """Nothing; the archives' images are in every node, which is up."""
+    """Imports the archives into every running node."""
     with _stage("images of all nodes"), ThreadPoolExecutor(len(NODES)) as pool:
-        for future in [pool.submit(import_images, files, programs, one, archives) for one in NODES]:
+        for future in [pool.submit(import_images, files, programs, target, archives) for target in NODES]:
             future.result()
 
 
@@ -85,74 +85,74 @@ def _control_plane(files: ClusterFiles, programs: Programs, api: Api) -> Daemon 
     return manager
 
 
-def _prepare(files: ClusterFiles, programs: Programs, archives: list[Path], one: Node) -> None:
-    with _stage(f"containerd of {one.name}"):
-        node.prepare(files, programs, one)
-    with _stage(f"images of {one.name}"):
-        import_images(files, programs, one, archives)
+def _prepare(files: ClusterFiles, programs: Programs, archives: list[Path], target: Node) -> None:
+    with _stage(f"containerd of {target.name}"):
+        node.prepare(files, programs, target)
+    with _stage(f"images of {target.name}"):
+        import_images(files, programs, target, archives)
 
 
 def _join(files: ClusterFiles, programs: Programs, api: Api, missing: list[Node]) -> None:
     with _stage("nodes Ready"):
         since = node.now()
-        kubelets = [(one, node.join(files, programs, one)) for one in missing]
-        for one, kubelet in kubelets:
-            node.wait_ready(api, one, kubelet, since)
+        kubelets = [(target, node.join(files, programs, target)) for target in missing]
+        for target, kubelet in kubelets:
+            node.wait_ready(api, target, kubelet, since)
 
 
 def _make_folders(files: ClusterFiles) -> None:
-    """Mount points that the nodes need and the machine lacks. Noted before they are made: an interrupted run leaves none."""
+    """Creates missing mount points on the machine. They are recorded first, for interrupted runs."""
     with locked(files.made_folders.with_name("made-folders.lock")):
         for folder in map(Path, PRIVATE_FOLDERS):
             absent = [x for x in (folder, *folder.parents) if not x.exists()]
-            with files.made_folders.open("a") as notes:
-                notes.writelines(f"{x}\n" for x in absent)
+            with files.made_folders.open("a") as record:
+                record.writelines(f"{x}\n" for x in absent)
             folder.mkdir(parents=True, exist_ok=True)
 
 
 def _remove_folders(files: ClusterFiles) -> None:
-    """Removing a folder would unmount what another cluster has there, in its own namespaces, so the last one down does it."""
+    """The last cluster removes them: removal would unmount what others have there."""
     with locked(files.made_folders.with_name("made-folders.lock")):
         if mounts_below(files.root.parent) or not files.made_folders.exists():
             return
-        for made in files.made_folders.read_text().splitlines():
-            if os.path.isdir(made) and not os.listdir(made):
-                os.rmdir(made)
+        for folder in files.made_folders.read_text().splitlines():
+            if os.path.isdir(folder) and not os.listdir(folder):
+                os.rmdir(folder)
         files.made_folders.unlink()
 
 
 def down(files: ClusterFiles) -> None:
-    """Nothing; nothing of the cluster is left but keys, logs and image stores. Safe after anything."""
+    """Stops the cluster; keeps keys, logs and image stores. May be repeated."""
     with locked(files.lock):
-        begin = time.monotonic()
+        started_s = time.monotonic()
         _down(files)
-        say(f"cluster {files.name} is down: {time.monotonic() - begin:.1f} s")
+        say(f"cluster {files.name} is down: {time.monotonic() - started_s:.1f} s")
 
 
 def _down(files: ClusterFiles) -> None:
-    for one in reversed(NODES):
-        node.end(files, one)
+    for target in reversed(NODES):
+        node.end(files, target)
     _end_processes(files)
-    for one in reversed(NODES):
-        namespaces.remove(files.netns(one))
+    for target in reversed(NODES):
+        namespaces.remove(files.netns(target))
     _unmount_below(files.root)
     control_plane.forget(files)
-    for one in NODES:
-        shutil.rmtree(files.node(one), ignore_errors=True)
+    for target in NODES:
+        shutil.rmtree(files.node(target), ignore_errors=True)
     _remove_folders(files)
 
 
 def _end_processes(files: ClusterFiles) -> None:
     limit = time.monotonic() + END_LIMIT_S
-    while found := [process for one in NODES for process in namespaces.processes(files.netns(one))]:
-        namespaces.kill(found)
+    while running := [process for target in NODES for process in namespaces.processes(files.netns(target))]:
+        namespaces.kill(running)
         if time.monotonic() > limit:
-            raise Failed(f"processes that cannot be killed: {', '.join(f'{x.pid} {x.name}' for x in found)}")
+            raise Failed(f"processes that cannot be killed: {', '.join(f'{x.pid} {x.name}' for x in running)}")
         time.sleep(0.02)
 
 
 def mounts_below(root: Path) -> list[str]:
-    """The mount points below a folder, last mounted first."""
+    """Returns mount points below a folder, newest first."""
     points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return [point for point in reversed(points) if Path(point).is_relative_to(root)]
 
@@ -162,11 +162,11 @@ def _unmount_below(root: Path) -> None:
         output("umount", "--lazy", point)
 
 
-def left(files: ClusterFiles) -> list[str]:
-    """What of the cluster exists on the machine besides its kept files: processes, mounts, cgroups, data, folders."""
-    found = [f"process {x.pid} {x.name}" for one in NODES for x in namespaces.processes(files.netns(one))]
+def remains(files: ClusterFiles) -> list[str]:
+    """Returns what exists of the cluster, apart from kept files: processes, mounts, cgroups, data, folders."""
+    found = [f"process {x.pid} {x.name}" for target in NODES for x in namespaces.processes(files.netns(target))]
     found += [f"mount {x}" for x in mounts_below(files.root)]
-    found += [f"cgroup {x}" for one in NODES for x in node.cgroups_left(files.cgroup(one))]
+    found += [f"cgroup {x}" for target in NODES for x in node.cgroups_left(files.cgroup(target))]
     paths = [
         *files.etcd_folders(),
         files.run,

@@ -1,4 +1,4 @@
-"""What the machine must offer, asked before anything is started: one line says what is missing."""
+"""Requirements of the machine, checked before anything starts."""
 
 import os
 import shutil
@@ -13,17 +13,17 @@ COMMANDS = {"ip": "iproute2", "openssl": "openssl", "nsenter": "util-linux", "un
 
 
 def check() -> None:
-    """Nothing. Raises Missing for a machine that cannot carry a cluster; gets missing plain commands from Debian."""
+    """Raises Missing if the machine cannot run a cluster. Installs missing commands from Debian."""
     if sys.platform != "linux":
         raise Missing("Linux (nodes are namespaces)")
     if os.geteuid() != 0:
         raise Missing("root (nodes are namespaces and mounts)")
     install_commands(COMMANDS)
-    tried = subprocess.run(
+    attempt = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True
     )
-    if tried.returncode != 0:
-        raise Missing(f"network, mount and PID namespaces (is this a container without privileges? {tried.stderr.strip()})")
+    if attempt.returncode != 0:
+        raise Missing(f"network, mount and PID namespaces (is this a container without privileges? {attempt.stderr.strip()})")
     if "overlay" not in Path("/proc/filesystems").read_text() and not _loads("overlay"):
         raise Missing("a kernel with overlayfs (CONFIG_OVERLAY_FS)")
     if not Path("/proc/sys/net/bridge").exists() and not _loads("br_netfilter"):

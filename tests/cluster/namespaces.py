@@ -1,7 +1,6 @@
-"""Network namespaces mounted on files of the cluster, and who lives in them.
+"""Network namespaces, mounted on files of the cluster, and their processes.
 
-What runs is what /proc says: no pid files, which a `kill -9` or a reboot makes lie. A process belongs to the cluster when
-it is in one of the cluster's network namespaces; pods have their own, and die with their node's PID 1.
+Processes are found in /proc by their network namespace. Pods have their own, and end with their node's PID 1.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the cluster: its pid on the machine and the base name of the program it was started as."""
+    """A process with its PID on the machine and the name of its program."""
 
     pid: int
     name: str
@@ -33,14 +32,14 @@ def exists(netns: Path) -> bool:
 
 
 def make(netns: Path) -> None:
-    """Nothing; mounts a new network namespace, with its loopback up, on the file."""
+    """Mounts a new network namespace, with loopback up, on the file."""
     netns.parent.mkdir(parents=True, exist_ok=True)
     netns.touch()
     output("unshare", f"--net={netns}", "ip", "link", "set", "lo", "up")
 
 
 def remove(netns: Path) -> None:
-    """Nothing; the namespace goes, and with it its links, routes and rules. Does nothing where there is none."""
+    """Removes a namespace, if it exists, with its links, routes and rules."""
     while exists(netns):
         output("umount", "--lazy", netns)
     netns.unlink(missing_ok=True)
@@ -48,7 +47,7 @@ def remove(netns: Path) -> None:
 
 @contextmanager
 def inside(netns: Path) -> Iterator[None]:
-    """Nothing; the calling thread, its new sockets and its new children are in the namespace until the block is left."""
+    """Moves the calling thread, its new sockets and children into the namespace."""
     with open("/proc/thread-self/ns/net") as home, netns.open() as target:
         _enter(target.fileno())
         try:
@@ -64,15 +63,13 @@ def _enter(descriptor: int) -> None:
 
 
 def is_inside(netns: Path) -> bool:
-    """Whether the calling process lives in the namespace."""
-    return exists(netns) and _same(Path("/proc/self/ns/net"), netns)
+    """Whether the calling process is in the namespace."""
+    return exists(netns) and _is_same(Path("/proc/self/ns/net"), netns)
 
 
 def leave(netns: Path) -> None:
-    """Nothing; the calling process, if it is in the namespace, goes back to the network that it was started from.
-
-    Inside nothing can be fetched. The nearest ancestor outside tells where that was. Raises Failed where none is left.
-    """
+    """Moves the calling process out of the namespace, which has no downloads, into that of an ancestor. Raises Failed without one
+    outside."""
     if not is_inside(netns):
         return
     for pid in _ancestors():
@@ -82,24 +79,24 @@ def leave(netns: Path) -> None:
                 with home.open() as outside:
                     _enter(outside.fileno())
                 return
-    raise Failed("this works outside of the cluster's network only: begin `run` in a shell that lives as long as it does")
+    raise Failed("this works only outside the cluster's network: start `run` in a shell that outlives it")
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_same(first: Path, second: Path) -> bool:
     try:
-        return os.path.samestat(one.stat(), other.stat())
+        return os.path.samestat(first.stat(), second.stat())
     except OSError:  # the process has ended, or is ending
         return False
 
 
 def processes(netns: Path) -> list[Process]:
-    """The processes in the namespace, but for the calling one and its ancestors."""
+    """Returns the processes in the namespace, except the calling one and its ancestors."""
     if not exists(netns):
         return []
-    ours = _ancestors()
+    own = _ancestors()
     found = []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours and _same(Path("/proc", entry, "ns/net"), netns):
+        if entry.isdigit() and int(entry) not in own and _is_same(Path("/proc", entry, "ns/net"), netns):
             found.append(Process(int(entry), _program(int(entry))))
     return found
 
@@ -113,7 +110,7 @@ def _program(pid: int) -> str:
 
 
 def _ancestors() -> list[int]:
-    """The pids of the calling process, its parent, and so on."""
+    """Returns the PIDs of the calling process and its ancestors."""
     found: list[int] = []
     pid = os.getpid()
     while pid > 0 and pid not in found:
@@ -125,7 +122,7 @@ def _ancestors() -> list[int]:
 
 
 def kill(processes: list[Process]) -> None:
-    """Nothing; kills them all without asking."""
+    """Sends SIGKILL to all processes."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

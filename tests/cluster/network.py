@@ -1,4 +1,4 @@
-"""The network between the nodes: a bridge in the first one's namespace, a cable to the second one, a route each way."""
+"""The network of the nodes: a bridge in the first node, a cable to the second, and a route in each direction."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ from tests.cluster.config import API_IP, NETWORK_BITS, NODES, ClusterFiles
 from tools.errors import Failed, Missing
 from tools.shell import output
 
-CABLE = "to-node2"  # the first node's end; down, it is a partition
+CABLE = "to-node2"  # the first node's end
 SETTINGS = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")  # the second: Services for pods of one bridge
 
 
 def make(files: ClusterFiles) -> None:
-    """Nothing; both namespaces exist, joined. Does nothing where they do. Raises Missing for a kernel without them."""
+    """Creates and joins both namespaces, if missing. Raises Missing if the kernel lacks a feature."""
     first, second = NODES
     home, away = files.netns(first), files.netns(second)
     if not namespaces.exists(home):
         namespaces.make(home)
-        # The address lies on a bridge, which works in kernels without dummy links too.
+        # a bridge: some kernels have no dummy links
         lines = ["link add node0 type bridge", f"addr add {first.ip}/{NETWORK_BITS} dev node0", "link set node0 up"]
         _ip(
             home, [*lines, "route add default dev node0"], "network bridges (CONFIG_BRIDGE)"
@@ -50,10 +50,10 @@ def _switch_on(netns: Path) -> None:
 
 
 def cut(files: ClusterFiles) -> None:
-    """Nothing; parts the second node from the rest, as a broken cable does."""
+    """Disconnects the second node."""
     _ip(files.netns(NODES[0]), [f"link set {CABLE} down"], "links")
 
 
-def mend(files: ClusterFiles) -> None:
-    """Nothing; joins the second node again."""
+def rejoin(files: ClusterFiles) -> None:
+    """Reconnects the second node."""
     _ip(files.netns(NODES[0]), [f"link set {CABLE} up"], "links")

@@ -1,4 +1,4 @@
-"""One node: its namespaces, containerd, kubelet and kube-proxy. Killing its PID 1 ends all of it, pods included."""
+"""A node: its namespaces, containerd, kubelet and kube-proxy. Its PID 1 ends all of them, and its pods."""
 
 import os
 import shutil
@@ -14,8 +14,8 @@ from tests.cluster.programs import Programs
 from tools.errors import Failed
 from tools.shell import output
 
-ANSWERS = "Start streaming server"
-"""What containerd says last before it answers a kubelet. Its socket is there earlier, and a kubelet that asks then ends."""
+READY_LINE = "Start streaming server"
+"""The last line of containerd's log before it serves a kubelet. Its socket exists earlier."""
 DAEMONS = ("containerd", "kubelet", "kube-proxy")
 START_LIMIT_S = 30.0
 READY_LIMIT_S = 90.0
@@ -23,9 +23,9 @@ END_LIMIT_S = 10.0
 
 
 def init_pid(files: ClusterFiles, node: Node) -> int | None:
-    """The pid, on the machine, of the node's PID 1; None when the node is not up."""
-    wanted = f"{node.name}-init"
-    return next((process.pid for process in namespaces.processes(files.netns(node)) if process.name == wanted), None)
+    """Returns the PID, on the machine, of a running node's PID 1."""
+    init_name = f"{node.name}-init"
+    return next((process.pid for process in namespaces.processes(files.netns(node)) if process.name == init_name), None)
 
 
 def is_up(files: ClusterFiles, node: Node) -> bool:
@@ -34,7 +34,7 @@ def is_up(files: ClusterFiles, node: Node) -> bool:
 
 
 def _own(files: ClusterFiles, node: Node) -> list[namespaces.Process]:
-    """The node's processes; the first node shares its network with the control plane and with programs that were run there."""
+    """Returns the node's processes, without others in the first node's network."""
     init = init_pid(files, node)
     if init is None:
         return []
@@ -48,7 +48,7 @@ def _own(files: ClusterFiles, node: Node) -> list[namespaces.Process]:
 
 
 def inside(files: ClusterFiles, node: Node) -> tuple[str, ...]:
-    """The words before a command that runs it in the node's namespaces. Raises Failed when the node is not up."""
+    """Returns the prefix of commands that run in the node. Raises Failed if the node does not run."""
     init = init_pid(files, node)
     if init is None:
         raise Failed(f"{node.name} is not up")
@@ -56,7 +56,7 @@ def inside(files: ClusterFiles, node: Node) -> tuple[str, ...]:
 
 
 def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
-    """Nothing; the node's namespaces are there and its containerd answers. Its network exists, nothing of a former life does."""
+    """Creates the node's namespaces and starts its containerd. Requires its network and no former data."""
     folder, store = files.node(node), files.store(node)
     for name in ("settings", "cni"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
     toml.write_text(node_files.containerd_config(folder, store, programs.cni, programs.bin / "runc"))
     _make_cgroups(files.cgroup(node))
 
-    init = folder / f"{node.name}-init"  # under a name of its own, by which the node's PID 1 is found again
+    init = folder / f"{node.name}-init"  # its name identifies the node's PID 1
     shutil.copy(programs.pause, init)
     script = node_files.init_script(folder, store, init)
     unshare = (
@@ -90,21 +90,23 @@ def prepare(files: ClusterFiles, programs: Programs, node: Node) -> None:
     with namespaces.inside(files.netns(node)):
         holder = daemons.start("init", *unshare, log=files.logs / f"{node.name}-init.log")
     what = f"namespaces of {node.name}"
-    daemons.wait_until(what, lambda: (folder / "mounted").exists() and init_pid(files, node) is not None, START_LIMIT_S, holder)
+    daemons.wait_for_daemon(
+        what, lambda: (folder / "mounted").exists() and init_pid(files, node) is not None, START_LIMIT_S, holder
+    )
 
     command: tuple[str | Path, ...] = (*inside(files, node), programs.bin / "containerd", "-c", toml)
     containerd = daemons.start("containerd", *command, log=files.logs / f"{node.name}-containerd.log", env=programs.environment())
-    what = f"containerd of {node.name} (were its store at fault: delete {store})"
-    daemons.wait_until(what, lambda: ANSWERS in containerd.log.read_text(), START_LIMIT_S, containerd)
+    what = f"containerd of {node.name} (if its store is damaged, delete {store})"
+    daemons.wait_for_daemon(what, lambda: READY_LINE in containerd.log.read_text(), START_LIMIT_S, containerd)
 
 
 def join(files: ClusterFiles, programs: Programs, node: Node) -> daemons.Daemon:
-    """The kubelet, just started, and kube-proxy beside it. Needs a ready API server."""
+    """Starts kube-proxy and the kubelet, and returns the latter. Requires a ready API server."""
     folder = files.node(node)
     enter, environment = inside(files, node), programs.environment()
     flags = (f"--hostname-override={node.name}", f"--node-ip={node.ip}", f"--kubeconfig={files.pki}/{node.name}.kubeconfig")
-    kept = (f"--config={folder}/kubelet.yaml", f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet/pki")
-    command = (*enter, str(programs.kube("kubelet")), *flags, *kept)
+    folders = (f"--config={folder}/kubelet.yaml", f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet/pki")
+    command = (*enter, str(programs.kube("kubelet")), *flags, *folders)
     kubelet = daemons.start("kubelet", *command, log=files.logs / f"{node.name}-kubelet.log", env=environment)
     command = (*enter, str(programs.kube("kube-proxy")), f"--config={folder}/proxy.yaml")
     daemons.start("kube-proxy", *command, log=files.logs / f"{node.name}-kube-proxy.log", env=environment)
@@ -112,44 +114,44 @@ def join(files: ClusterFiles, programs: Programs, node: Node) -> daemons.Daemon:
 
 
 def wait_ready(api: Api, node: Node, kubelet: daemons.Daemon, since: datetime) -> None:
-    """Nothing, once the node said after `since` that it is ready, and counts its GPUs. Raises Failed."""
+    """Waits until the node reports ready after `since`, and sets its GPUs. Raises Failed."""
     path = f"/api/v1/nodes/{node.name}"
 
     def conditions() -> dict[str, dict[str, str]]:
         return {x["type"]: x for x in ((api.find(path) or {}).get("status") or {}).get("conditions", [])}
 
     def is_ready() -> bool:
-        ready = conditions().get("Ready")  # that of a former life stays up for the grace period
+        ready = conditions().get("Ready")  # a former condition stays for the grace period
         return ready is not None and ready["status"] == "True" and datetime.fromisoformat(ready["lastHeartbeatTime"]) >= since
 
-    daemons.wait_until(f"{node.name} Ready", is_ready, READY_LIMIT_S, kubelet)
-    # An extended resource: the scheduler counts it, the kubelet keeps it.
+    daemons.wait_for_daemon(f"{node.name} Ready", is_ready, READY_LIMIT_S, kubelet)
+    # the scheduler counts extended resources
     counts = {GPU_RESOURCE: str(GPUS_PER_NODE)}
     api.patch(f"{path}/status", {"status": {"capacity": counts, "allocatable": counts}}, "application/strategic-merge-patch+json")
 
 
 def now() -> datetime:
-    """The present, in whole seconds as the API server writes it."""
+    """Returns the time in whole seconds, as the API server writes it."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 def end(files: ClusterFiles, node: Node) -> None:
-    """Nothing; ends the node with all its pods and clears what they left. Image store and network namespace stay."""
+    """Ends the node with all its pods and removes their data, but no image store or network namespace."""
     namespaces.kill([process for process in namespaces.processes(files.netns(node)) if process.name == f"{node.name}-init"])
     limit = time.monotonic() + END_LIMIT_S
     # unshare waits for the node's PID 1, which the kernel keeps until everything in the namespace has ended
-    while any(p.name == "unshare" and _holds(p.pid, node) for p in namespaces.processes(files.netns(node))):
+    while any(p.name == "unshare" and _starts_node(p.pid, node) for p in namespaces.processes(files.netns(node))):
         if time.monotonic() > limit:
             raise Failed(f"{node.name}: its processes did not end within {END_LIMIT_S:.0f} s of being killed")
         time.sleep(0.02)
     _remove_cgroups(files.cgroup(node))
     if namespaces.exists(files.netns(node)):
         with namespaces.inside(files.netns(node)), suppress(Failed):
-            output("ip", "link", "delete", "cni0")  # its addresses were those of pods that are gone
+            output("ip", "link", "delete", "cni0")  # it has the addresses of former pods
     shutil.rmtree(files.node(node), ignore_errors=True)
 
 
-def _holds(pid: int, node: Node) -> bool:
+def _starts_node(pid: int, node: Node) -> bool:
     try:
         return f"/{node.name}-init".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -167,7 +169,7 @@ def _make_cgroups(name: str) -> None:
 
 
 def cgroups_left(name: str) -> list[Path]:
-    """The cgroups of a node, deepest first."""
+    """Returns the cgroups of a node, deepest first."""
     found: list[Path] = []
     for hierarchy in _hierarchies():
         for folder, _, _ in os.walk(hierarchy / name, topdown=False):
@@ -178,7 +180,7 @@ def cgroups_left(name: str) -> list[Path]:
 def _remove_cgroups(name: str) -> None:
     limit = time.monotonic() + END_LIMIT_S
     while found := cgroups_left(name):
-        for folder in found:  # busy until the kernel has taken the last process out
+        for folder in found:  # busy until the kernel has removed the last process
             with suppress(OSError):
                 folder.rmdir()
         if time.monotonic() > limit:

@@ -1,4 +1,4 @@
-"""The configuration files of a node, as text. Pure: what goes where is decided here, written in `node`."""
+"""Texts of a node's configuration files."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 from tests.cluster.config import DNS_SERVICE_IP, PAUSE_IMAGE, POD_CIDR, Node
 
 SOCKET = "/run/phalanx/containerd.sock"  # in the node's own /run
-# Folders of the machine to which containerd, CNI and the kubelet write whatever their flags say. A node gets empty ones in their
-# place: else links and sockets stay behind, and two kubelets delete each other's device plugin socket.
+# Folders that containerd, CNI and the kubelet always write to. Each node mounts its own: kubelets delete others' sockets.
 PRIVATE_FOLDERS = ("/run", "/var/lib/cni", "/var/lib/kubelet", "/var/log/containers")
-# Settings of the whole machine that the kubelet writes. A node gets files of its own in their place.
+# Settings of the machine that the kubelet writes. Each node mounts its own files over them.
 MACHINE_SETTINGS = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -21,7 +20,7 @@ MACHINE_SETTINGS = {
 
 
 def init_script(folder: Path, store: Path, init: Path) -> str:
-    """What the node's PID 1 does as a shell before it becomes `init`: private folders, own settings, shared volumes."""
+    """Returns the shell script that sets up mounts and then becomes `init`, the node's PID 1."""
     lines = ["set -e"]
     lines += [f"mount -t tmpfs node {private}" for private in PRIVATE_FOLDERS]
     lines += ["mkdir -p /run/phalanx /run/lock"]
@@ -33,12 +32,12 @@ def init_script(folder: Path, store: Path, init: Path) -> str:
 
 
 def cni_config(node: Node, folder: Path) -> str:
-    """Pods of a node hang on its bridge cni0, with addresses of the node's own range."""
+    """Connects pods to the node's bridge cni0, with addresses of the node's range."""
     bridge = {
         "type": "bridge",
         "bridge": "cni0",
         "isGateway": True,
-        "ipMasq": False,  # there is no way out, and pods of the other node shall see the real address
+        "ipMasq": False,  # other pods see the real address
         "hairpinMode": True,
         "ipam": {
             "type": "host-local",
@@ -52,7 +51,7 @@ def cni_config(node: Node, folder: Path) -> str:
 
 
 def containerd_config(folder: Path, store: Path, cni_plugins: Path, runc: Path) -> str:
-    """A version 2 file: containerd 1.6 and 1.7 read it as it is, 2.x converts it as it starts."""
+    """Version 2: containerd 1.6 and 1.7 read it, 2.x converts it at start."""
     return f"""version = 2
 root = "{store}/containerd"
 state = "/run/phalanx/containerd"
@@ -69,7 +68,7 @@ oom_score = 0
   disable_apparmor = true
   tolerate_missing_hugetlb_controller = true
   disable_hugetlb_controller = true
-  netns_mounts_under_state_dir = true        # pods' network namespaces go with the node
+  netns_mounts_under_state_dir = true        # they end with the node
 [plugins."io.containerd.grpc.v1.cri".cni]
   bin_dir = "{cni_plugins}"
   conf_dir = "{folder}/cni"
@@ -84,7 +83,7 @@ oom_score = 0
 
 
 def kubelet_config(node: Node, folder: Path, pki: Path, cgroup: str) -> str:
-    """The kubelet's settings; JSON is YAML."""
+    """Returns the kubelet's settings as JSON, which is YAML."""
     settings = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -103,13 +102,13 @@ def kubelet_config(node: Node, folder: Path, pki: Path, cgroup: str) -> str:
         "failCgroupV1": False,  # 1.35 and later refuse version 1 without it
         "clusterDNS": [DNS_SERVICE_IP],
         "clusterDomain": "cluster.local",
-        "resolvConf": f"{folder}/resolv.conf",  # empty: pods get the cluster's names and nothing of the machine's
+        "resolvConf": f"{folder}/resolv.conf",  # empty: pods do not use the machine's
         "podLogsDir": f"{folder}/podlogs",
         "volumePluginDir": f"{folder}/volplugins",
         "failSwapOn": False,
         "oomScoreAdj": 0,
         "nodeStatusUpdateFrequency": "5s",
-        "evictionHard": {  # a full disk of the developer's is no reason to evict a test
+        "evictionHard": {  # tests are not evicted if the disk is full
             "memory.available": "100Mi",
             "nodefs.available": "1%",
             "nodefs.inodesFree": "1%",
@@ -124,7 +123,7 @@ def kubelet_config(node: Node, folder: Path, pki: Path, cgroup: str) -> str:
 
 
 def proxy_config(node: Node, pki: Path) -> str:
-    """kube-proxy's settings; JSON is YAML."""
+    """Returns kube-proxy's settings as JSON, which is YAML."""
     settings = {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
@@ -133,7 +132,7 @@ def proxy_config(node: Node, pki: Path) -> str:
         "mode": "iptables",
         "clusterCIDR": POD_CIDR,
         "bindAddress": node.ip,
-        # the machine's connection table is not the node's to resize
+        # the node must not resize the machine's connection table
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
         "oomScoreAdj": 0,
     }

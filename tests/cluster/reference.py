@@ -1,4 +1,4 @@
-"""What `transformers` generates greedily in fp32, with how close each choice was."""
+"""Greedy fp32 output of `transformers`, with the margin of each choice."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +28,16 @@ PROMPTS = [
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One greedy run: prompt, tokens, and before each token the gap of the two best logits in standard deviations."""
+    """A greedy run."""
 
     prompt: list[int]
     tokens: list[int]
     gaps: list[float]
+    """Difference of the two largest logits before each token, in standard deviations."""
 
 
 def greedy(model_dir: Path, prompts: list[str], max_tokens: int) -> list[Reference]:
-    """A greedy run of each prompt. End-of-sequence tokens do not end it."""
+    """Returns a greedy run of each prompt, which ignores end-of-sequence tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]

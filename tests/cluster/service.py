@@ -1,4 +1,4 @@
-"""What the tests in a cluster say of an InferenceService: manifests, waiting, streaming."""
+"""Manifests, waiting and streams of InferenceServices."""
 
 import asyncio
 import json
@@ -19,11 +19,11 @@ SPREAD = {
 }
 
 ONE_THREAD = {"requests": {"cpu": "100m"}, "limits": {"cpu": "1"}}
-"""Several ranks share two cores: each has one thread, because its limit says so."""
+"""Ranks share two cores: the limit gives each one thread."""
 
 
 def manifest(name: str, *, model: str, replicas: int, tensor: int = 2, **spec: Any) -> dict[str, Any]:
-    """An InferenceService with one GPU a pod and the pods of a group on different nodes."""
+    """Returns an InferenceService with one GPU per pod and each group's pods on different nodes."""
     selector = {"matchLabels": {"phalanx.dev/service": name, "phalanx.dev/component": "group"}}
     return {
         "apiVersion": "phalanx.dev/v1alpha1",
@@ -45,21 +45,21 @@ def manifest(name: str, *, model: str, replicas: int, tensor: int = 2, **spec: A
     }
 
 
-def wait_for(look: Callable[[], T | None], limit_s: float, what: str) -> T:
-    """What `look` gives once it is not None or False. Fails with `what` and the last answer after limit_s."""
+def wait_for(condition: Callable[[], T | None], limit_s: float, description: str) -> T:
+    """Returns the first result that is neither `None` nor False. Raises TimeoutError with `description`."""
     end = time.monotonic() + limit_s
     while True:
-        found = look()
-        if found is not None and found is not False:
-            return found
+        result = condition()
+        if result is not None and result is not False:
+            return result
         if time.monotonic() > end:
-            raise TimeoutError(f"not within {limit_s:.0f} s: {what}")
+            raise TimeoutError(f"not within {limit_s:.0f} s: {description}")
         time.sleep(0.2)
 
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed completion: its text, how many chunks it came in, how it ended."""
+    """The result of one streamed completion."""
 
     text: str = ""
     chunks: int = 0
@@ -71,7 +71,7 @@ class Answer:
 async def stream(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], on_chunk: Callable[[int], None] | None = None
 ) -> Answer:
-    """The answer to a streaming completion request; `on_chunk` hears how many chunks have come."""
+    """Streams a completion. `on_chunk` receives the number of chunks so far."""
     answer = Answer()
     body = {**body, "stream": True, "stream_options": {"include_usage": True}, "skip_special_tokens": False}
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -96,11 +96,11 @@ async def stream(
 
 
 async def stream_all(url: str, bodies: list[dict[str, Any]], on_chunk: Callable[[int], None] | None = None) -> list[Answer]:
-    """Answers to all requests at once, in their order."""
+    """Returns the answers to concurrent requests, in their order."""
     async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=None)) as client:
         return list(await asyncio.gather(*(stream(client, url, body, on_chunk) for body in bodies)))
 
 
 def metric(text: str, name: str) -> float:
-    """Sum of all samples of that name in a Prometheus page."""
+    """Returns the sum of a metric's samples on a Prometheus page."""
     return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name)

@@ -1,4 +1,4 @@
-"""A service whose pods fetch the tiny model from a hub of the tests."""
+"""A service that downloads the tiny model from a test hub."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ NAME, URI = "org/tiny", "hf://org/tiny"
 
 
 def fetching(scene: Scene, hub: HubServer, cache: dict[str, Any], replicas: int, pods: int, **spec: Any) -> dict[str, Any]:
-    """The manifest of a service that fetches from there into this cache; the hub has the model."""
+    """Adds the model to the hub and returns the manifest of a service that downloads it into a cache."""
     hub.large.add("model.safetensors")
     hub.add(NAME, {path.name: path.read_bytes() for path in (tiny_model.folder() / tiny_model.NAME).iterdir()})
-    made = scene.manifest(replicas=replicas, pods=pods, **spec)
-    made["spec"]["model"] = {"uri": URI, "cache": cache}
-    (runtime,) = [c for c in made["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
+    manifest = scene.manifest(replicas=replicas, pods=pods, **spec)
+    manifest["spec"]["model"] = {"uri": URI, "cache": cache}
+    (runtime,) = [c for c in manifest["spec"]["podTemplate"]["spec"]["containers"] if c["name"] == "runtime"]
     runtime.setdefault("env", []).append({"name": "HF_ENDPOINT", "value": hub.endpoint})
-    return made
+    return manifest

@@ -1,4 +1,4 @@
-"""Three minutes of `bench.chaos`: strikes under load. It prints its seed; PHALANX_CHAOS_SEED repeats it."""
+"""Three minutes of `bench.chaos`: failures under load. PHALANX_CHAOS_SEED repeats a printed seed."""
 
 import os
 import secrets
@@ -12,17 +12,17 @@ from tests.cluster.fixtures import Cluster
 pytestmark = pytest.mark.cluster
 MINUTES = 3.0
 AWAY_S = 12.0
-"""Short, so that the kinds below leave room for others in three minutes."""
+"""Short, so that other kinds fit into three minutes."""
 KINDS = ("operator", "pod", "node", "api")
-"""What must be struck. The operator comes first: just after another strike it may be that nobody leads."""
+"""Required kinds. The operator is first: after another failure there may be no leader."""
 
 
-def test_the_state_converges_after_every_strike(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_converges_after_every_failure(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     if cluster.files is None:
-        pytest.skip("nodes and the API server are struck: the cluster of this machine only")
+        pytest.skip("kills nodes: only in the cluster of this machine")
     seed = int(os.environ.get("PHALANX_CHAOS_SEED") or secrets.randbelow(1_000_000))
     with capsys.disabled():
         print(f"\nchaos: seed {seed}", flush=True)
-    result = run(cluster, minutes=MINUTES, seed=seed, first=KINDS, most_away_s=AWAY_S)
+    result = run(cluster, minutes=MINUTES, seed=seed, first=KINDS, max_outage_s=AWAY_S)
     assert result.holds, result
     assert set(KINDS) <= struck(result.strikes)

@@ -1,4 +1,4 @@
-"""The test cluster is a real one: scheduling, names, pod and Service traffic, admission, volumes, torch in a restricted pod."""
+"""The test cluster: scheduling, DNS, pod and Service traffic, admission, volumes, torch in a restricted pod."""
 
 import json
 import time
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from tests.cluster import claims
-from tests.cluster.config import BUSYBOX_IMAGE, GPU_RESOURCE, NODES
+from tests.cluster.config import BUSYBOX_IMAGE, GPU_RESOURCE, LOCKED, NODES
 from tests.cluster.fixtures import Cluster
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 NAMESPACE = "cluster-itself"
-LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 SERVER = "import http.server; http.server.test(http.server.SimpleHTTPRequestHandler, port=8080, bind='0.0.0.0')"
 FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=3).status)"
 
 
-def pod(cluster: Cluster, name: str, node: str, *command: str, **more: Any) -> dict[str, Any]:
-    """A pod of the runtime's image that the restricted Pod Security Standard admits."""
+def pod(cluster: Cluster, name: str, node: str, *command: str, **fields: Any) -> dict[str, Any]:
+    """Returns a pod of the runtime image that meets the restricted Pod Security Standard."""
     container = {"name": "c", "image": cluster.image("runtime"), "command": list(command), "securityContext": LOCKED}
     security = {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
     spec = {
@@ -28,7 +27,7 @@ def pod(cluster: Cluster, name: str, node: str, *command: str, **more: Any) -> d
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 0,
         "securityContext": security,
-        "containers": [{**container, **more}],
+        "containers": [{**container, **fields}],
         "volumes": [{"name": "site", "persistentVolumeClaim": {"claimName": claims.SITE_PACKAGES_CLAIM, "readOnly": True}}],
     }
     metadata = {"name": name, "namespace": NAMESPACE, "labels": {"app": name}}
@@ -36,7 +35,7 @@ def pod(cluster: Cluster, name: str, node: str, *command: str, **more: Any) -> d
 
 
 def service(name: str, headless: bool) -> dict[str, Any]:
-    """A Service of the pod `server`."""
+    """Returns a Service of the pod `server`."""
     spec: dict[str, Any] = {"selector": {"app": "server"}, "ports": [{"port": 8080}]}
     if headless:
         spec["clusterIP"] = "None"
@@ -47,7 +46,7 @@ def service(name: str, headless: bool) -> dict[str, Any]:
 def pods(cluster: Cluster) -> Iterator[Cluster]:
     """A restricted namespace with a web server on one node, a client on the other, and two Services."""
     if cluster.files is None:
-        pytest.skip("asks about the cluster of this machine")
+        pytest.skip("needs the cluster of this machine")
     enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": enforce}}
     cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found")
@@ -67,7 +66,7 @@ def pods(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def fetch(cluster: Cluster, url: str) -> str:
-    """What the client pod gets from the URL, asked again for a while: rules follow endpoints by up to a second."""
+    """Returns the response to the client pod. Retries: rules follow endpoints within a second."""
     end = time.monotonic() + 20
     while True:
         try:
@@ -92,7 +91,7 @@ def test_both_nodes_are_ready_and_offer_eight_gpus(pods: Cluster) -> None:
         pytest.param(f"http://many.{NAMESPACE}.svc.cluster.local:8080/", id="headless Service"),
     ],
 )
-def test_names_lead_a_pod_to_the_other_node(pods: Cluster, url: str) -> None:
+def test_services_resolve_to_the_other_node(pods: Cluster, url: str) -> None:
     assert fetch(pods, url) == "200"
 
 
@@ -107,26 +106,26 @@ def test_this_process_reaches_services(pods: Cluster) -> None:
 
 
 def test_a_restricted_pod_imports_torch_from_the_claim(pods: Cluster) -> None:
-    more = {
+    fields = {
         "env": [{"name": "PYTHONPATH", "value": claims.SITE_PACKAGES_PATH}],
         "volumeMounts": [{"name": "site", "mountPath": claims.SITE_PACKAGES_PATH, "readOnly": True}],
     }
     source = "import os, torch, phalanx_api; print(os.getuid(), int(torch.ones(3).sum()))"
-    pods.kubectl("apply", "-f", "-", stdin=json.dumps(pod(pods, "torch", NODES[1].name, "python3", "-c", source, **more)))
+    pods.kubectl("apply", "-f", "-", stdin=json.dumps(pod(pods, "torch", NODES[1].name, "python3", "-c", source, **fields)))
     pods.kubectl("-n", NAMESPACE, "wait", "--for=jsonpath={.status.phase}=Succeeded", "pod/torch", "--timeout=120s")
     assert pods.kubectl("-n", NAMESPACE, "logs", "torch").split() == ["65532", "3"]
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    ("fields", "reason"),
     [
         pytest.param({"securityContext": {}}, "allowPrivilegeEscalation", id="no security context"),
         pytest.param({"securityContext": {"privileged": True}}, "privileged", id="privileged"),
         pytest.param({"securityContext": {**LOCKED, "runAsUser": 0}}, "runAsUser", id="root"),
     ],
 )
-def test_pod_security_refuses_a_pod(pods: Cluster, more: dict[str, Any], reason: str) -> None:
-    bad = pod(pods, "bad", NODES[0].name, "true", **{"image": BUSYBOX_IMAGE, **more})
+def test_pod_security_rejects_a_pod(pods: Cluster, fields: dict[str, Any], reason: str) -> None:
+    bad = pod(pods, "bad", NODES[0].name, "true", **{"image": BUSYBOX_IMAGE, **fields})
     with pytest.raises(Failed, match=f"violates PodSecurity.*{reason}"):
         pods.kubectl("apply", "-f", "-", stdin=json.dumps(bad))
 

@@ -1,6 +1,4 @@
-"""A real HPA scales a service 1, 2, 1 through the scale subresource, fed by an external-metrics API of the tests; and the test
-does beside it what KEDA does beside its HPA: it writes 0 and 1 there, by the operator's own gauge.
-"""
+"""An HPA scales a service 1, 2, 1 by an external metric, and the test scales to 0 and 1 like KEDA, by the operator's gauge."""
 
 import asyncio
 import base64
@@ -18,9 +16,9 @@ import yaml
 from tests.cluster import external_metrics, tiny_model
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
+from tests.cluster.chat import Chat
+from tests.cluster.config import LOCKED
 from tests.cluster.fixtures import Cluster
-from tests.cluster.test_cluster_itself import LOCKED
-from tests.cluster.test_path import Chat
 from tools.shell import output
 
 pytestmark = pytest.mark.cluster
@@ -29,11 +27,11 @@ API_SERVICE = f"{external_metrics.VERSION}.{external_metrics.GROUP}"
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "hpa.yaml"
 
 
-class Scaled(Chat):
-    """The service under test, the HPA over it, and the metric that feeds the HPA."""
+class ScaledService(Chat):
+    """The service under test, its HPA and metric."""
 
     def set_metric(self, value: int) -> None:
-        """From now on so many groups are wanted."""
+        """Sets the number of groups that the HPA reads."""
         address = self.get("pod", "external-metrics")["status"]["podIP"]
         trust = ssl.create_default_context()
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
@@ -41,42 +39,42 @@ class Scaled(Chat):
 
     @property
     def body(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("infsvc", NAME)
-        return found
+        body: dict[str, Any] = self.get("infsvc", NAME)
+        return body
 
     @property
     def replicas(self) -> int:
         return int(self.body["spec"]["replicas"])
 
-    def is_wanted(self, groups: int) -> bool:
-        """Whether the operator's gauge says so many, which is what KEDA would read; by the pod that leads."""
-        of = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
-        addresses = [pod["status"]["podIP"] for pod in json.loads(self.cluster.kubectl(*of))["items"]]
+    def is_desired(self, groups: int) -> bool:
+        """Whether the leader's gauge, which KEDA reads, has this value."""
+        query = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
+        addresses = [pod["status"]["podIP"] for pod in json.loads(self.cluster.kubectl(*query))["items"]]
         pages = [httpx.get(f"http://{address}:8080/metrics", timeout=10).text for address in addresses]
         gauge = f'{external_metrics.METRIC}{{namespace="{self.namespace}",service="{NAME}"}}'
         return any(f"{gauge} {groups}.0" in page.splitlines() for page in pages)
 
     def scale(self, groups: int) -> None:
-        """Writes the scale subresource: a GET and a PUT of it, as every scaler does."""
+        """Writes the scale subresource."""
         self.kubectl("scale", "infsvc", NAME, f"--replicas={groups}")
 
     def is_empty(self) -> bool:
-        """Whether it serves with no group, by the status, and no pod of one is left."""
+        """Whether the service is scaled to zero, without pods of groups."""
         return self.condition("Ready") == ("True", "ScaledToZero") and not self.groups() and not self.pods()
 
     def writers(self) -> set[str]:
-        """Who wrote `spec.replicas`, as the API server noted it."""
-        shown = self.kubectl("get", "infsvc", NAME, "-o", "json", "--show-managed-fields")
-        entries = json.loads(shown)["metadata"]["managedFields"]
+        """Returns the managers of `spec.replicas`."""
+        text = self.kubectl("get", "infsvc", NAME, "-o", "json", "--show-managed-fields")
+        entries = json.loads(text)["metadata"]["managedFields"]
         return {e["manager"] for e in entries if "f:replicas" in e.get("fieldsV1", {}).get("f:spec", {})}
 
-    def condition(self, kind: str, what: str = "infsvc") -> tuple[str, str]:
-        conditions = self.get(what, NAME).get("status", {}).get("conditions", [])
+    def condition(self, kind: str, resource: str = "infsvc") -> tuple[str, str]:
+        conditions = self.get(resource, NAME).get("status", {}).get("conditions", [])
         return {c["type"]: (c["status"], c["reason"]) for c in conditions}.get(kind, ("", ""))
 
 
 def metrics_pod(cluster: Cluster, namespace: str, folder: Path) -> list[dict[str, Any]]:
-    """The pod that serves the metric, with its program, its certificate, its Service, and where the API server finds it."""
+    """Returns the pod that serves the metric, with its program, certificate, Service and APIService."""
     key, certificate = folder / "tls.key", folder / "tls.crt"
     how = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=external-metrics")
     output("openssl", "req", *how, "-keyout", key, "-out", certificate)
@@ -125,73 +123,73 @@ def metrics_pod(cluster: Cluster, namespace: str, folder: Path) -> list[dict[str
     ]
 
 
-def apply(scaled: Scaled, *objects: dict[str, Any]) -> None:
+def apply(scaled: ScaledService, *objects: dict[str, Any]) -> None:
     body = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
     scaled.kubectl("apply", "-f", "-", stdin=json.dumps(body))
 
 
 @pytest.fixture(scope="module")
-def scaled(cluster: Cluster, operator: str, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scaled]:
-    """The service with one group and an HPA over it; the objects are those of the sample, but for the model."""
+def scaled(cluster: Cluster, operator: str, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScaledService]:
+    """The service with one group and an HPA, as in the sample except for the model."""
     cluster.claim(namespace, "models", tiny_model.folder())
-    made = Scaled(cluster, namespace)
+    scaled = ScaledService(cluster, namespace)
     sample, hpa = yaml.safe_load_all(SAMPLE.read_text())
     model = f"pvc://models/{tiny_model.NAME}"
     manifest = svc.manifest(NAME, model=model, replicas=1, servedNames=["tiny"], autoscaling=sample["spec"]["autoscaling"])
     del manifest["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"]
     manifest["spec"]["engine"] |= {"kvCacheMemory": "64Mi"}
-    apply(made, cluster.with_site_packages(manifest))
+    apply(scaled, cluster.with_site_packages(manifest))
     try:
-        apply(made, *metrics_pod(cluster, namespace, tmp_path_factory.mktemp("keys")))
+        apply(scaled, *metrics_pod(cluster, namespace, tmp_path_factory.mktemp("keys")))
         cluster.kubectl("wait", "--for=condition=Available", f"apiservice/{API_SERVICE}", "--timeout=60s")
-        made.wait_ready(1)
-        made.set_metric(1)
-        apply(made, hpa)
-        yield made
-    finally:  # left there it would break every list of the cluster's kinds, and the end of every namespace
+        scaled.wait_ready(1)
+        scaled.set_metric(1)
+        apply(scaled, hpa)
+        yield scaled
+    finally:  # otherwise discovery and the deletion of namespaces fail
         cluster.kubectl("delete", "apiservice", API_SERVICE, "--ignore-not-found")
-        made.kubectl("delete", "hpa,infsvc", NAME, "--ignore-not-found")
+        scaled.kubectl("delete", "hpa,infsvc", NAME, "--ignore-not-found")
 
 
-def test_hpa_reads_metric_and_scale_subresource(scaled: Scaled) -> None:
+def test_hpa_reads_metric_and_scale_subresource(scaled: ScaledService) -> None:
     svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA reads its metric")
     assert scaled.condition("AbleToScale", "hpa")[0] == "True"
     assert scaled.condition("ScalingActive") == ("True", "External")
     assert scaled.replicas == 1
 
 
-def test_hpa_scales_to_two_and_back_to_one(scaled: Scaled) -> None:
+def test_hpa_scales_to_two_and_back_to_one(scaled: ScaledService) -> None:
     scaled.set_metric(2)
-    svc.wait_for(lambda: scaled.replicas == 2, 90, "two groups are wanted")
+    svc.wait_for(lambda: scaled.replicas == 2, 90, "two groups are desired")
     scaled.wait_ready(2)
     assert scaled.writers() == {"kube-controller-manager"}
     first = set(scaled.groups())
     scaled.set_metric(1)
-    svc.wait_for(lambda: scaled.replicas == 1, 90, "one group is wanted")
+    svc.wait_for(lambda: scaled.replicas == 1, 90, "one group is desired")
     scaled.wait_ready(1)
     assert set(scaled.groups()) < first
     assert scaled.condition("ScalingActive") == ("True", "External")
 
 
 ZERO = {"minReplicas": 0, "scaleToZero": {"enabled": True, "idleSeconds": 20}}
-ASKED = {"model": "tiny", "prompt": "wake up", "max_tokens": 16, "ignore_eos": True}
+REQUEST = {"model": "tiny", "prompt": "wake up", "max_tokens": 16, "ignore_eos": True}
 
 
-def test_hpa_scales_from_zero_while_a_request_waits(scaled: Scaled) -> None:
+def test_hpa_scales_from_zero_while_a_request_waits(scaled: ScaledService) -> None:
     scaled.kubectl("patch", "infsvc", NAME, "--type=merge", "-p", json.dumps({"spec": {"autoscaling": ZERO}}))
-    svc.wait_for(lambda: scaled.is_wanted(0), 300, "nobody asks, so no group is wanted")
-    assert scaled.replicas == 1, "the operator writes nothing"
+    svc.wait_for(lambda: scaled.is_desired(0), 300, "idle, no group is desired")
+    assert scaled.replicas == 1, "the operator does not write it"
     scaled.scale(0)
-    svc.wait_for(scaled.is_empty, 120, "the group is gone")
-    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa") == ("False", "ScalingDisabled"), 90, "the HPA leaves 0 alone")
+    svc.wait_for(scaled.is_empty, 120, "the group is deleted")
+    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa") == ("False", "ScalingDisabled"), 90, "the HPA is disabled at 0")
     with ThreadPoolExecutor(1) as threads:
-        answers = threads.submit(lambda: asyncio.run(svc.stream_all(scaled.url, [ASKED])))
-        svc.wait_for(lambda: scaled.is_wanted(1), 90, "a request that waits wants a group")
+        answers = threads.submit(lambda: asyncio.run(svc.stream_all(scaled.url, [REQUEST])))
+        svc.wait_for(lambda: scaled.is_desired(1), 90, "a waiting request needs a group")
         assert (scaled.replicas, answers.done()) == (0, False)
         scaled.scale(1)
         (answer,) = answers.result(240)
     assert (answer.error, answer.finish, answer.usage) == (None, "length", 16)
-    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA acts again")
-    svc.wait_for(lambda: scaled.is_wanted(0), 300, "it is idle again")
+    svc.wait_for(lambda: scaled.condition("ScalingActive", "hpa")[0] == "True", 90, "the HPA is active again")
+    svc.wait_for(lambda: scaled.is_desired(0), 300, "it is idle again")
     scaled.scale(0)
-    svc.wait_for(scaled.is_empty, 120, "the group is gone again")
+    svc.wait_for(scaled.is_empty, 120, "the group is deleted again")

@@ -1,4 +1,4 @@
-"""The cluster comes up twice, goes down twice, recovers from any kill, and leaves nothing: a second cluster, beside the first."""
+"""A second cluster starts and stops repeatedly, recovers from any kill and leaves nothing."""
 
 import os
 import signal
@@ -28,20 +28,20 @@ def call(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
 
 
-def done(*words: str) -> str:
-    found = call(*words)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+def run(*words: str) -> str:
+    completed = call(*words)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def traces(files: ClusterFiles) -> list[str]:
-    """What speaks of the cluster anywhere on the machine, found without asking the code under test."""
+    """Returns mentions of the cluster anywhere on the machine, independent of the code under test."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if str(files.root).encode() in (folder / "cmdline").read_bytes():
                 found.append(f"process {folder.name}")
-        except OSError:  # it has ended
+        except OSError:  # it has exited
             continue
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(files.root) in line]
     for top in ("/sys/fs/cgroup", "/dev/shm", "/run"):
@@ -51,66 +51,66 @@ def traces(files: ClusterFiles) -> list[str]:
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFiles]:
-    """The paths of a cluster of the tests' own; down before and after."""
+    """Paths of the tests' own cluster; down before and after."""
     if os.environ.get("CLUSTER"):
-        pytest.skip(f"CLUSTER={os.environ['CLUSTER']}: asks about clusters of this machine")
+        pytest.skip(f"CLUSTER={os.environ['CLUSTER']}: needs a cluster of this machine")
     monkeypatch.setenv("PHALANX_CLUSTER", NAME)
-    done("down")
+    run("down")
     yield cluster_files()
-    done("down")
+    run("down")
 
 
 def pids(files: ClusterFiles) -> dict[str, int]:
-    """The daemons, by name; not the short-lived programs that kube-proxy and containerd start now and then."""
-    found = {process.name: process.pid for one in NODES for process in namespaces.processes(files.netns(one))}
+    """Returns the daemons by name, without short-lived programs."""
+    found = {process.name: process.pid for each in NODES for process in namespaces.processes(files.netns(each))}
     return {name: pid for name, pid in found.items() if name in DAEMONS}
 
 
 def test_up_and_down_are_idempotent(files: ClusterFiles) -> None:
-    done("up")
+    run("up")
     before = pids(files)
-    done("up")
+    run("up")
     assert pids(files) == before
-    assert done("kubectl", "get", "nodes", "-o", "name").split() == ["node/node1", "node/node2"]
-    began = time.monotonic()
-    done("down")
-    print(f"down: {time.monotonic() - began:.1f} s")
-    assert (lifecycle.left(files), traces(files)) == ([], [])
-    done("down")
+    assert run("kubectl", "get", "nodes", "-o", "name").split() == ["node/node1", "node/node2"]
+    started_s = time.monotonic()
+    run("down")
+    print(f"down: {time.monotonic() - started_s:.1f} s")
+    assert (lifecycle.remains(files), traces(files)) == ([], [])
+    run("down")
     assert call("status").returncode == 1
 
 
 @pytest.mark.parametrize("victim", ["etcd", "kube-apiserver", "coredns", "kubelet", "containerd", "node2-init", "kube-proxy"])
 def test_up_repairs_killed_programs(files: ClusterFiles, victim: str) -> None:
-    done("up")
+    run("up")
     before = pids(files)
     os.kill(before[victim], signal.SIGKILL)
-    done("up")
+    run("up")
     after = pids(files)
     assert after[victim] != before[victim]
     assert set(before) == set(after) == DAEMONS
-    assert done("status")
+    assert run("status")
 
 
-@pytest.mark.parametrize("reached", ["network", "etcd", "node2-init", "kubelet"])
-def test_up_works_after_it_was_killed_half_way(files: ClusterFiles, reached: str) -> None:
+@pytest.mark.parametrize("stage", ["network", "etcd", "node2-init", "kubelet"])
+def test_up_works_after_it_was_killed_halfway(files: ClusterFiles, stage: str) -> None:
     command = [sys.executable, "-m", "tests.cluster", "up"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as interrupted:
         while interrupted.poll() is None:
-            if reached in pids(files) or (reached == "network" and namespaces.exists(files.netns(NODES[1]))):
+            if stage in pids(files) or (stage == "network" and namespaces.exists(files.netns(NODES[1]))):
                 interrupted.kill()
     assert interrupted.returncode == -signal.SIGKILL
-    done("up")
-    assert all(node.is_up(files, one) for one in NODES)
-    done("down")
-    assert (lifecycle.left(files), traces(files)) == ([], [])
+    run("up")
+    assert all(node.is_up(files, each) for each in NODES)
+    run("down")
+    assert (lifecycle.remains(files), traces(files)) == ([], [])
 
 
-def test_down_works_after_up_was_killed_half_way(files: ClusterFiles) -> None:
+def test_down_works_after_up_was_killed_halfway(files: ClusterFiles) -> None:
     command = [sys.executable, "-m", "tests.cluster", "up"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as interrupted:
         while interrupted.poll() is None:
             if "containerd" in pids(files):
                 interrupted.kill()
-    done("down")
-    assert (lifecycle.left(files), traces(files)) == ([], [])
+    run("down")
+    assert (lifecycle.remains(files), traces(files)) == ([], [])

@@ -1,4 +1,4 @@
-"""kustomize and Helm render the same objects, and the API server takes them."""
+"""kustomize and Helm render the same objects, and the API server accepts them."""
 
 import functools
 import subprocess
@@ -20,49 +20,49 @@ Objects = dict[tuple[str, str, str], Any]
 
 @functools.cache
 def helm() -> str:
-    """The program, built once from the Go module proxy."""
-    done = subprocess.run(
+    """Returns the program, built once."""
+    completed = subprocess.run(
         [sys.executable, "-m", "tests.cluster", "helm"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def by_name(text: str) -> Objects:
-    """Objects by kind, namespace and name."""
+    """Returns objects by kind, namespace and name."""
     bodies = [body for body in yaml.safe_load_all(text) if body]
-    found = {(b["kind"], b["metadata"].get("namespace", ""), b["metadata"]["name"]): b for b in bodies}
-    assert len(found) == len(bodies), "an object is there twice"
-    return found
+    objects = {(b["kind"], b["metadata"].get("namespace", ""), b["metadata"]["name"]): b for b in bodies}
+    assert len(objects) == len(bodies), "an object is rendered twice"
+    return objects
 
 
-def templated(cluster: Cluster, *flags: str) -> Objects:
-    """What the chart renders."""
+def helm_objects(cluster: Cluster, *flags: str) -> Objects:
+    """Returns the objects of the chart."""
     command = (helm(), "template", "phalanx", str(MANIFESTS / "chart"), "--namespace", "phalanx-system", "--include-crds", *flags)
     return by_name(cluster.run(*command))
 
 
-def kustomized(cluster: Cluster, folder: Path) -> Objects:
-    """What kustomize renders."""
+def kustomize_objects(cluster: Cluster, folder: Path) -> Objects:
+    """Returns the objects of kustomize."""
     return by_name(cluster.kubectl("kustomize", str(folder)))
 
 
 def test_chart_renders_the_same_objects_as_the_base(cluster: Cluster) -> None:
-    assert templated(cluster, "--set", "createNamespace=true") == kustomized(cluster, MANIFESTS / "base")
+    assert helm_objects(cluster, "--set", "createNamespace=true") == kustomize_objects(cluster, MANIFESTS / "base")
 
 
 def test_existing_namespace_release_omits_only_the_namespace(cluster: Cluster) -> None:
-    base = kustomized(cluster, MANIFESTS / "base")
+    base = kustomize_objects(cluster, MANIFESTS / "base")
     del base["Namespace", "", "phalanx-system"]
-    assert templated(cluster) == base
+    assert helm_objects(cluster) == base
 
 
 def test_chart_renders_the_same_objects_as_the_overlay(cluster: Cluster) -> None:
     images = [f"images.{name}=localhost/phalanx-{name}:dev" for name in ("operator", "runtime", "router")]
     flags = [word for value in ("createNamespace=true", *images) for word in ("--set", value)]
-    assert templated(cluster, *flags) == kustomized(cluster, MANIFESTS / "overlays" / "test")
+    assert helm_objects(cluster, *flags) == kustomize_objects(cluster, MANIFESTS / "overlays" / "test")
 
 
-def test_the_chart_renders_the_monitors_that_the_component_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_chart_renders_the_monitors_of_the_component(cluster: Cluster, tmp_path: Path) -> None:
     overlay = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -79,13 +79,13 @@ def test_the_chart_renders_the_monitors_that_the_component_does(cluster: Cluster
             (folder / name / path.name).write_text(path.read_text().replace("../../crds", crd))
     (folder / "base" / crd).write_text((ROOT / "crds" / crd).read_text())
     flags = ("--set", "createNamespace=true", "--set", "monitoring.enabled=true")
-    rendered = templated(cluster, *flags)
-    assert rendered == kustomized(cluster, folder)
+    rendered = helm_objects(cluster, *flags)
+    assert rendered == kustomize_objects(cluster, folder)
     assert {kind for kind, _, _ in rendered} >= {"ServiceMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "field"),
     [
         (("replicas=0",), "minimum"),
         (("leaseSeconds=1",), "minimum"),
@@ -95,21 +95,21 @@ def test_the_chart_renders_the_monitors_that_the_component_does(cluster: Cluster
     ],
     ids=["no replica", "lease", "unknown value", "pull policy", "namespace"],
 )
-def test_values_that_make_no_sense_are_refused(cluster: Cluster, values: tuple[str, ...], words: str) -> None:
-    with pytest.raises(Failed, match=words):
-        templated(cluster, *(word for value in values for word in ("--set", value)))
+def test_invalid_values_are_rejected(cluster: Cluster, values: tuple[str, ...], field: str) -> None:
+    with pytest.raises(Failed, match=field):
+        helm_objects(cluster, *(word for value in values for word in ("--set", value)))
 
 
-def test_every_value_arrives(cluster: Cluster) -> None:
+def test_every_value_is_rendered(cluster: Cluster) -> None:
     values = (
         *("replicas=3", "leaseSeconds=20", "workers=8", "watchNamespaces={a,b}", "prometheusNamespace=monitoring"),
         *("imagePullSecrets[0].name=pull", "nodeSelector.disk=fast", "priorityClassName=high", "imagePullPolicy=Always"),
         *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y"),
     )
-    found = templated(cluster, *(word for value in values for word in ("--set", value)))
-    spec = found["Deployment", "phalanx-system", "phalanx-operator"]["spec"]
+    objects = helm_objects(cluster, *(word for value in values for word in ("--set", value)))
+    spec = objects["Deployment", "phalanx-system", "phalanx-operator"]["spec"]
     pod = spec["template"]["spec"]
-    env = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    env = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
     assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}]
     assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
     assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
@@ -119,8 +119,8 @@ def test_every_value_arrives(cluster: Cluster) -> None:
     assert container["imagePullPolicy"] == "Always" and container["resources"]["limits"]["memory"] == "1Gi"
 
 
-def test_the_api_server_takes_every_object(cluster: Cluster, operator: str) -> None:
+def test_api_server_accepts_every_object(cluster: Cluster, operator: str) -> None:
     flags = [word for name in ("operator", "runtime", "router") for word in ("--set", f"images.{name}={cluster.image(name)}")]
-    text = yaml.safe_dump_all(templated(cluster, *flags).values())
+    text = yaml.safe_dump_all(helm_objects(cluster, *flags).values())
     strict = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts", "-f", "-")
     assert "inferenceservices.phalanx.dev" in cluster.kubectl(*strict, stdin=text)

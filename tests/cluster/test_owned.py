@@ -1,6 +1,4 @@
-"""What the operator rests on when it applies without a look: a real API server makes what is bound to a version that no object
-has, and refuses it where anything is there; what is bound to a UID changes that object or nothing.
-"""
+"""Applies without a read rely on the API server: a version that no object has creates only, a UID changes only that object."""
 
 import json
 from typing import Any
@@ -18,20 +16,20 @@ def test_bound_roles_permit_exactly_their_stated_writes(cluster: Cluster, namesp
         metadata = {"name": "bound", "namespace": namespace} | bound
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"text": text}}
         flags = ("--server-side", "--force-conflicts", "--field-manager=phalanx-operator", "-o", "json", "-f", "-")
-        made: dict[str, Any] = json.loads(cluster.kubectl("apply", *flags, stdin=json.dumps(body)))
-        return made
+        applied: dict[str, Any] = json.loads(cluster.kubectl("apply", *flags, stdin=json.dumps(body)))
+        return applied
 
     def text() -> str:
         return cluster.kubectl("-n", namespace, "get", "configmap", "bound", "-o", "jsonpath={.data.text}")
 
     with pytest.raises(Failed, match=r"uid mismatch|Conflict"):
-        apply("none is there", uid="11111111-1111-1111-1111-111111111111")
-    made = apply("first", resourceVersion="1")
+        apply("no object", uid="11111111-1111-1111-1111-111111111111")
+    created = apply("first", resourceVersion="1")
     with pytest.raises(Failed, match=r"modified|Conflict"):
         apply("again", resourceVersion="1")
     with pytest.raises(Failed, match=r"uid mismatch|Conflict|metadata\.uid"):
-        apply("another's", uid="11111111-1111-1111-1111-111111111111")
+        apply("other UID", uid="11111111-1111-1111-1111-111111111111")
     assert text() == "first"
-    apply("second", uid=made["metadata"]["uid"])
+    apply("second", uid=created["metadata"]["uid"])
     assert text() == "second"
     cluster.kubectl("-n", namespace, "delete", "configmap", "bound")

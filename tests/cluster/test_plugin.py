@@ -1,4 +1,4 @@
-"""The plugin of kubectl on a real cluster: kubectl finds it by its name, and each command does what it says.
+"""The kubectl plugin on a real cluster.
 
 The tests share a service of two groups of two pods and run in order; each leaves it Ready with two groups.
 """
@@ -30,25 +30,25 @@ WORKERS, TOKENS, LIMIT_S = 4, 100, 90.0
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """`kubectl phalanx` in the scenario's namespace, and the service that it is used on."""
+    """`kubectl phalanx` in the scenario's namespace."""
 
     scene: Scene
     folder: Path
 
     def __call__(self, *words: str) -> str:
-        """What it wrote. Raises Failed with its message."""
+        """Returns the output. Raises Failed."""
         cluster = self.scene.cluster
         environment = cluster.environment()
         environment["PATH"] = f"{self.folder}{os.pathsep}{environment['PATH']}"
         command = cluster.command(cluster.kubectl_program, "phalanx", *words, f"--namespace={self.scene.namespace}")
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-        if done.returncode:
-            raise Failed(f"{words}: exit status {done.returncode}: {done.stderr}")
-        assert done.stderr == "", "nothing went wrong beside the answer"
-        return done.stdout
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        if completed.returncode:
+            raise Failed(f"{words}: exit status {completed.returncode}: {completed.stderr}")
+        assert completed.stderr == "", "no warning"
+        return completed.stdout
 
     def table(self, head: str, *words: str) -> dict[str, list[str]]:
-        """The rows below the line that begins with that word, up to an empty one, by their first cell."""
+        """Returns the rows below the header that starts with `head`, up to an empty line, by their first cell."""
         lines = [line.split() for line in self(*words).splitlines()]
         (start,) = [number for number, cells in enumerate(lines) if cells[:1] == [head]]
         rows = lines[start + 1 :]
@@ -59,14 +59,14 @@ class Plugin:
 @pytest.fixture(scope="module")
 def plugin(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
     """The plugin on the PATH of kubectl, and a service that is Ready."""
-    made = Plugin(scene, tmp_path_factory.mktemp("bin"))
-    program = made.folder / "kubectl-phalanx"
+    plugin = Plugin(scene, tmp_path_factory.mktemp("bin"))
+    program = plugin.folder / "kubectl-phalanx"
     program.write_text(PROGRAM.format(python=sys.executable, paths=[str(ROOT / "crds"), str(ROOT / "operator")]))
     program.chmod(0o755)
     scene.apply(scene.manifest(replicas=2, pods=2))
     scene.wait_ready(2, 400)
-    yield made
-    scene.gone()
+    yield plugin
+    scene.delete_service()
 
 
 def test_status_shows_the_service_its_operator_and_its_conditions(plugin: Plugin) -> None:
@@ -84,12 +84,12 @@ def test_status_shows_the_service_its_operator_and_its_conditions(plugin: Plugin
 
 def test_groups_lists_incarnations_and_nodes(plugin: Plugin) -> None:
     scene = plugin.scene
-    shown = plugin.table("NAME", "groups", "chat")
-    assert sorted(shown) == scene.groups()
+    table = plugin.table("NAME", "groups", "chat")
+    assert sorted(table) == scene.groups()
     revision = scene.status()["updateRevision"]
     for name, pods in scene.by_group().items():
         nodes = {pod["spec"]["nodeName"] for pod in pods.values()}
-        cells = shown[name]
+        cells = table[name]
         assert cells[:4] == [revision, "Ready", "2/2", str(scene.incarnation(name))], cells
         assert set(cells[5].split(",")) == nodes
 
@@ -104,7 +104,7 @@ def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
         return sum(int(cells[0]) for cells in groups.values()), int(routers[router][0])
 
     with scene.traffic(WORKERS, TOKENS) as traffic:
-        svc.wait_for(lambda: min(streams()) > 0 or None, 60, "streams are seen")
+        svc.wait_for(lambda: min(streams()) > 0 or None, 60, "streams are shown")
     assert traffic.failed == []
 
 
@@ -113,7 +113,7 @@ def test_logs_prefix_lines_of_every_rank_with_the_pod(plugin: Plugin) -> None:
 
     def pods(*words: str) -> set[str]:
         lines = plugin("logs", "chat", *words).splitlines()
-        assert all(line.startswith("[pod/") for line in lines), "every line says where it comes from"
+        assert all(line.startswith("[pod/") for line in lines), "every line names its pod"
         return {line.removeprefix("[pod/").partition("/")[0] for line in lines}
 
     assert pods() == set(scene.pods()) and len(scene.pods()) == 4
@@ -124,14 +124,14 @@ def test_logs_prefix_lines_of_every_rank_with_the_pod(plugin: Plugin) -> None:
 def test_drain_empties_one_group_without_failed_requests(plugin: Plugin) -> None:
     scene = plugin.scene
     victim, other = scene.groups()
-    calm = scene.fingerprints(other)
+    untouched = scene.fingerprints(other)
     with pytest.raises(Failed, match=f"{victim} is not a group of another"):
         plugin("drain", "another", victim)
     with scene.traffic(WORKERS, TOKENS) as traffic:
         assert f"{victim} is draining" in plugin("drain", "chat", victim)
-        svc.wait_for(lambda: scene.is_ready(2) and victim not in scene.groups(), 300, "another group has its place")
+        svc.wait_for(lambda: scene.is_ready(2) and victim not in scene.groups(), 300, "another group replaces it")
     assert traffic.failed == []
-    assert scene.fingerprints(other) == calm
+    assert scene.fingerprints(other) == untouched
 
 
 def test_restart_replaces_every_group_and_no_request_fails(plugin: Plugin) -> None:
@@ -139,11 +139,11 @@ def test_restart_replaces_every_group_and_no_request_fails(plugin: Plugin) -> No
     before = set(scene.groups())
     with scene.traffic(WORKERS, TOKENS) as traffic:
         assert "chat restarts group by group" in plugin("restart", "chat")
-        svc.wait_for(lambda: scene.is_ready(2) and not before & set(scene.groups()), 400, "every group is another one")
+        svc.wait_for(lambda: scene.is_ready(2) and not before & set(scene.groups()), 400, "every group is replaced")
     assert traffic.failed == []
 
 
-def test_api_server_refuses_forbidden_commands(plugin: Plugin) -> None:
+def test_api_server_rejects_forbidden_commands(plugin: Plugin) -> None:
     for words in (["status", "chat"], ["top", "chat"], ["restart", "chat"], ["logs", "chat"]):
         with pytest.raises(Failed, match="Forbidden"):
             plugin(*words, "--as=eve")

@@ -1,4 +1,4 @@
-"""Rules of the CRD that a real API server checks: each refuses what it is for, by the name of the field."""
+"""A real API server evaluates the CRD's rules, and its errors name the field."""
 
 import json
 import re
@@ -22,27 +22,27 @@ def dry_run(cluster: Cluster, namespace: str, spec: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.field)
-def test_each_rule_refuses_its_invalid_manifest(cluster: Cluster, namespace: str, case: Refused) -> None:
-    """One line of the answer begins with the field."""
+def test_each_rule_rejects_its_invalid_manifest(cluster: Cluster, namespace: str, case: Refused) -> None:
+    """One line of the error starts with the field."""
     with pytest.raises(Failed, match=rf"(^|[ ]){re.escape(case.field)}: .*{re.escape(case.words)}"):
         dry_run(cluster, namespace, case.spec)
 
 
 @pytest.mark.parametrize(("field", "spec"), STRANGE.items(), ids=STRANGE)
-def test_a_field_that_there_is_not_is_refused(cluster: Cluster, namespace: str, field: str, spec: dict[str, Any]) -> None:
+def test_unknown_field_is_rejected(cluster: Cluster, namespace: str, field: str, spec: dict[str, Any]) -> None:
     with pytest.raises(Failed, match=f'unknown field "{re.escape(field)}"'):
         dry_run(cluster, namespace, spec)
 
 
 def test_valid_manifest_is_accepted_with_defaults(cluster: Cluster, namespace: str) -> None:
     schedule = {"cron": "0 8 * * mon-fri", "timezone": "Europe/Berlin", "min": 0, "max": 2}
-    made = json.loads(dry_run(cluster, namespace, scaled(minReplicas=0, scaleToZero=ZERO, schedules=[schedule])))["spec"]
-    assert made["autoscaling"]["mode"] == "Internal"
-    assert made["drain"] == {"preStopSeconds": 0, "timeoutSeconds": 300}
-    assert made["rebalancing"]["mode"] == "Migrate"
+    accepted = json.loads(dry_run(cluster, namespace, scaled(minReplicas=0, scaleToZero=ZERO, schedules=[schedule])))["spec"]
+    assert accepted["autoscaling"]["mode"] == "Internal"
+    assert accepted["drain"] == {"preStopSeconds": 0, "timeoutSeconds": 300}
+    assert accepted["rebalancing"]["mode"] == "Migrate"
 
 
 @pytest.mark.parametrize("uri", ["s3://models/tiny", "gs://models/tiny", "oci://registry.example/tiny:v1"])
-def test_each_remote_source_is_taken_with_its_secret(cluster: Cluster, namespace: str, uri: str) -> None:
-    made = json.loads(dry_run(cluster, namespace, {"model": {"uri": uri, "secretRef": {"name": "a"}}}))["spec"]
-    assert made["model"] == {"uri": uri, "secretRef": {"name": "a", "key": "token"}}
+def test_each_remote_source_is_accepted_with_its_secret(cluster: Cluster, namespace: str, uri: str) -> None:
+    accepted = json.loads(dry_run(cluster, namespace, {"model": {"uri": uri, "secretRef": {"name": "a"}}}))["spec"]
+    assert accepted["model"] == {"uri": uri, "secretRef": {"name": "a", "key": "token"}}

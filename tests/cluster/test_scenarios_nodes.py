@@ -1,7 +1,6 @@
-"""A node is lost with all that ran there, and comes back: meanwhile its groups have successors elsewhere, and no stream breaks.
+"""A lost node returns: its groups have successors on other nodes, and streams continue.
 
-tests/control/decide/test_lost_nodes.py has the cases; here kubelets are silent, controllers wait for them, and what is decided
-must happen.
+tests/control/decide/test_lost_nodes.py covers the decisions; these tests use real kubelets and controllers.
 """
 
 import json
@@ -13,33 +12,33 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.chaos.look import View, double, unsettled
+from bench.chaos.checks import ServiceState, duplicates, unsettled
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
-from tests.cluster.clients import Streams, Told
+from tests.cluster.chat import SPEED_DECAY_S
+from tests.cluster.clients import StreamResult, Streams
 from tests.cluster.config import NODES
 from tests.cluster.scenes import Scene
-from tests.cluster.test_fleet import FADED_S
 from tests.cluster.watching import always
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LOST_S = 10
-"""How long the service waits for a node that the control plane does not hear."""
+"""Time until the service declares a node lost."""
 NUM_STREAMS, TOKENS = 16, 600
 CALM_S = 30.0
 HOME, LOST = (node.name for node in NODES)
-"""The control plane is beside the first node, and our way to the routers leads through it."""
+"""The first node has the control plane and the route to the routers."""
 KINDS = ("StatefulSet", "Pod", "ReplicaSet", "Deployment")
 
 
 @pytest.fixture(scope="module")
 def spread(scene: Scene) -> Iterator[Scene]:
-    """Two groups of two pods, each on a node of its own; the only router and an operator are where nothing is lost.
+    """Two groups of two pods on separate nodes. The only router and an operator are on the remaining node.
 
-    Pods of others that are lost come back only minutes later: that is the cluster's to say.
+    Other pods of the lost node are replaced only minutes later.
     """
     if scene.cluster.files is None:
-        pytest.skip("a node is killed: the cluster of this machine only")
+        pytest.skip("kills a node: only in the cluster of this machine")
     one_node = {"key": "kubernetes.io/hostname", "mode": "Required"}
     placement = {"topology": one_node, "spreadGroups": "Preferred"}
     scene.cluster.kubectl("cordon", LOST)
@@ -54,105 +53,105 @@ def spread(scene: Scene) -> Iterator[Scene]:
     scene.wait_ready(2, 400)
     yield scene
     scene.cluster.repair()
-    scene.gone()
+    scene.delete_service()
 
 
 def operators_at(scene: Scene) -> set[str]:
-    """The nodes of the operators."""
-    of = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
-    return {pod["spec"].get("nodeName", "") for pod in json.loads(scene.cluster.kubectl(*of))["items"]}
+    """Returns the nodes of the operators."""
+    query = ("-n", installation.NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=phalanx-operator", "-o", "json")
+    return {pod["spec"].get("nodeName", "") for pod in json.loads(scene.cluster.kubectl(*query))["items"]}
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Half of them greedy, half seeded."""
+    """Returns greedy and seeded requests."""
     fixed = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     return [{**fixed, "prompt": f"node {i}", "temperature": float(i % 2), "seed": 50 + i} for i in range(NUM_STREAMS)]
 
 
-def assert_equal(told: list[Told], alone: list[Told]) -> None:
-    assert [one.error for one in told] == [None] * NUM_STREAMS
-    assert [one.usage for one in told] == [TOKENS] * NUM_STREAMS
-    assert [one.tokens for one in told] == [one.tokens for one in alone], "each token once, and the same ones"
+def assert_equal(results: list[StreamResult], expected: list[StreamResult]) -> None:
+    assert [result.error for result in results] == [None] * NUM_STREAMS
+    assert [result.usage for result in results] == [TOKENS] * NUM_STREAMS
+    assert [result.tokens for result in results] == [result.tokens for result in expected]
 
 
 def at(scene: Scene, node: str) -> dict[str, dict[str, Any]]:
-    """The service's pods on a node, routers too."""
+    """Returns the service's pods on a node, with routers."""
     pods = scene.pods("phalanx.dev/service=chat")
     return {name: pod for name, pod in pods.items() if pod["spec"].get("nodeName") == node}
 
 
 def running(leader: dict[str, Any]) -> float:
-    """How many streams a group runs."""
+    """Returns the running requests of a leader."""
     return svc.metric(httpx.get(f"http://{leader['status']['podIP']}:8000/metrics", timeout=10).text, "vllm:num_requests_running")
 
 
-def silent_since(scene: Scene, node: str) -> datetime | None:
-    """Since when the control plane does not hear the node; None while it does."""
-    (ready,) = [one for one in scene.get("node", node)["status"]["conditions"] if one["type"] == "Ready"]
+def unready_since(scene: Scene, node: str) -> datetime | None:
+    """Returns the time since which a node is not ready, if it is not."""
+    (ready,) = [c for c in scene.get("node", node)["status"]["conditions"] if c["type"] == "Ready"]
     return None if ready["status"] == "True" else datetime.fromisoformat(ready["lastTransitionTime"])
 
 
-def view(scene: Scene) -> View:
-    """The service and what runs for it, as the chaos bench judges of it."""
+def view(scene: Scene) -> ServiceState:
+    """Returns the service and its objects for the checks of the chaos bench."""
     items = scene.get("statefulsets,pods,replicasets,deployments", "-l", "phalanx.dev/service=chat")["items"]
-    sets, pods, replica_sets, deployments = ([one for one in items if one["kind"] == kind] for kind in KINDS)
-    return View(scene.get("infsvc", "chat"), sets, pods, replica_sets, deployments)
+    sets, pods, replica_sets, deployments = ([item for item in items if item["kind"] == kind] for kind in KINDS)
+    return ServiceState(scene.get("infsvc", "chat"), sets, pods, replica_sets, deployments)
 
 
-def made(scene: Scene, group: str) -> datetime:
-    """When the group was."""
+def created_at(scene: Scene, group: str) -> datetime:
+    """Returns the creation time of a group."""
     return datetime.fromisoformat(scene.sets()[group]["metadata"]["creationTimestamp"])
 
 
 def uids(scene: Scene) -> dict[str, str]:
-    """UIDs of the groups."""
-    return {name: one["metadata"]["uid"] for name, one in scene.sets().items()}
+    """Returns UIDs of the groups."""
+    return {name: body["metadata"]["uid"] for name, body in scene.sets().items()}
 
 
-def told(scene: Scene) -> str:
-    """What the events of the service say."""
-    return "\n".join(one["message"] for one in scene.get("events")["items"])
+def event_messages(scene: Scene) -> str:
+    """Returns the messages of all events."""
+    return "\n".join(event["message"] for event in scene.get("events")["items"])
 
 
 def test_lost_nodes_group_is_replaced_and_streams_continue(spread: Scene) -> None:
-    alone = Streams(spread.url, bodies()).run()
-    (struck,) = {pod["metadata"]["labels"]["phalanx.dev/group"] for pod in at(spread, LOST).values()}
-    (other,) = set(spread.groups()) - {struck}
-    calm, leader, over = spread.fingerprints(other), spread.pods()[f"{struck}-0"], spread.taken_over()
+    expected = Streams(spread.url, bodies()).run()
+    (victim,) = {pod["metadata"]["labels"]["phalanx.dev/group"] for pod in at(spread, LOST).values()}
+    (other,) = set(spread.groups()) - {victim}
+    untouched, leader, takeovers = spread.fingerprints(other), spread.pods()[f"{victim}-0"], spread.num_takeovers()
     killed: list[float] = []
-    time.sleep(FADED_S)
+    time.sleep(SPEED_DECAY_S)
 
     def kill() -> None:
         killed.extend([time.monotonic(), running(leader)])
         spread.cluster.kill_node(LOST)
 
-    with always(lambda: "; ".join(double(view(spread)))) as doubles:
-        assert_equal(Streams(spread.url, bodies(), kill).run(), alone)
-        assert killed[1] > 0 and spread.taken_over() > over, f"{killed[1]:.0f} of them ran there"
-        since = svc.wait_for(lambda: silent_since(spread, LOST), 60, "the node is silent")
-        svc.wait_for(lambda: not at(spread, LOST), LOST_S + 60, "its pods are gone")
-        svc.wait_for(lambda: struck not in spread.groups(), 60, "the group is gone")
+    with always(lambda: "; ".join(duplicates(view(spread)))) as doubles:
+        assert_equal(Streams(spread.url, bodies(), kill).run(), expected)
+        assert killed[1] > 0 and spread.num_takeovers() > takeovers, f"{killed[1]:.0f} streams ran there"
+        since = svc.wait_for(lambda: unready_since(spread, LOST), 60, "the node is not ready")
+        svc.wait_for(lambda: not at(spread, LOST), LOST_S + 60, "its pods are deleted")
+        svc.wait_for(lambda: victim not in spread.groups(), 60, "the group is deleted")
         spread.wait_ready(2, 300)
-        assert silent_since(spread, LOST) == since, "all that while the node was away"
+        assert unready_since(spread, LOST) == since, "the node is still lost"
         print(f"two groups again {time.monotonic() - killed[0]:.1f} s after a node with {killed[1]:.0f} streams was killed")
     assert doubles == []
     (successor,) = set(spread.groups()) - {other}
     assert {pod["spec"]["nodeName"] for pod in spread.by_group()[successor].values()} == {HOME}
-    assert made(spread, successor) >= since + timedelta(seconds=LOST_S)
-    assert f"{struck}: node {LOST} was not heard for {LOST_S} s" in told(spread)
-    assert spread.fingerprints(other) == calm, "the other group was not touched"
-    assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0], "a lost node is no fault of a group"
+    assert created_at(spread, successor) >= since + timedelta(seconds=LOST_S)
+    assert f"{victim}: node {LOST} has not been ready for {LOST_S} s" in event_messages(spread)
+    assert spread.fingerprints(other) == untouched, "the other group did not change"
+    assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0], "a lost node is not a failure of a group"
 
 
 def test_returning_node_duplicates_and_moves_nothing(spread: Scene) -> None:
-    """It is the one that the test before has lost."""
-    assert silent_since(spread, LOST), "the node is away"
-    pods, sets, over = spread.uids(), uids(spread), spread.taken_over()
-    with always(lambda: "; ".join(unsettled(view(spread)))) as wrong:
+    """The node that the previous test has killed."""
+    assert unready_since(spread, LOST), "the node is lost"
+    pods, sets, takeovers = spread.uids(), uids(spread), spread.num_takeovers()
+    with always(lambda: "; ".join(unsettled(view(spread)))) as errors:
         spread.cluster.repair()
         time.sleep(CALM_S)
-    assert wrong == []
-    assert silent_since(spread, LOST) is None
+    assert errors == []
+    assert unready_since(spread, LOST) is None
     assert (spread.uids(), uids(spread), at(spread, LOST)) == (pods, sets, {})
-    assert [one.error for one in Streams(spread.url, bodies()).run()] == [None] * NUM_STREAMS
-    assert spread.taken_over() == over
+    assert [result.error for result in Streams(spread.url, bodies()).run()] == [None] * NUM_STREAMS
+    assert spread.num_takeovers() == takeovers

@@ -1,7 +1,4 @@
-"""S11, S21, S24, S25, S26, S28, S32: how groups are replaced and leave, with requests where the scenario speaks of them.
-
-Behind them: a revision that goes back by itself, and one that gets a share of the requests.
-"""
+"""S11, S21, S24, S25, S26, S28, S32: rollouts and scale-in, some under load; rollback; canaries."""
 
 import functools
 import time
@@ -24,32 +21,32 @@ DEADLINE_S = 60
 
 @pytest.fixture(scope="module")
 def rolled(scene: Scene) -> Iterator[Scene]:
-    """A service of one-pod groups, which the tests scale as they need."""
+    """A service of one-pod groups, scaled by each test."""
     scene.apply(scene.manifest(replicas=4, pods=1))
     scene.wait_ready(4, 400)
     yield scene
-    scene.gone()
+    scene.delete_service()
 
 
 def test_s21_image_change_keeps_group_count_within_bounds(rolled: Scene) -> None:
-    """One that is on its way out counts: its successor waits for its devices, and no other one goes before that is ready."""
+    """A terminating group counts: its successor waits for its devices."""
     if rolled.cluster.files is None:
-        pytest.skip("an image gets another name on every node: the cluster of this machine only")
+        pytest.skip("tags an image on every node: only in the cluster of this machine")
     before, image = set(rolled.groups()), rolled.cluster.retagged("runtime", "another")
 
-    def look() -> str:
-        ready, there = rolled.ready_groups(), rolled.get("statefulsets")["items"]
-        going = [one["metadata"]["name"] for one in there if "deletionTimestamp" in one["metadata"]]
-        here = [one["metadata"]["name"] for one in there if one["metadata"]["name"] not in going]
+    def check() -> str:
+        ready, items = rolled.ready_groups(), rolled.get("statefulsets")["items"]
+        terminating = [body["metadata"]["name"] for body in items if "deletionTimestamp" in body["metadata"]]
+        live = [body["metadata"]["name"] for body in items if body["metadata"]["name"] not in terminating]
         few = "" if len(ready) >= 3 else f"only {len(ready)} of 4 groups are ready"
-        return few or at_most(4, here, "too many groups") or at_most(1, going, "several groups are on their way out")
+        return few or at_most(4, live, "too many groups") or at_most(1, terminating, "several groups terminate")
 
-    with always(look) as wrong:
+    with always(check) as errors:
         rolled.patch({"engine": {"image": image}})
         svc.wait_for(lambda: rolled.is_ready(4) and not before & set(rolled.groups()), 600, "all groups are new")
-    assert wrong == []
-    containers = [one for pod in rolled.pods().values() for one in pod["spec"]["containers"] if one["name"] == "runtime"]
-    assert [one["image"] for one in containers] == [image] * 4
+    assert errors == []
+    containers = [c for pod in rolled.pods().values() for c in pod["spec"]["containers"] if c["name"] == "runtime"]
+    assert [c["image"] for c in containers] == [image] * 4
 
 
 def test_s11_each_group_is_replaced_once(rolled: Scene) -> None:
@@ -59,14 +56,14 @@ def test_s11_each_group_is_replaced_once(rolled: Scene) -> None:
     sets: dict[str, set[str]] = {}
     pods: dict[str, set[str]] = {}
 
-    def look() -> str:
+    def check() -> str:
         for body in rolled.get("statefulsets")["items"]:
             sets.setdefault(body["metadata"]["name"], set()).add(body["metadata"]["uid"])
         for name, uid in rolled.uids().items():
             pods.setdefault(name, set()).add(uid)
         return ""
 
-    with always(look):
+    with always(check):
         rolled.roll("s11")
         svc.wait_for(lambda: rolled.is_ready(2) and not set(old) & set(rolled.groups()), 400, "both groups are new")
     assert len(sets) == 4 and all(len(uids) == 1 for uids in sets.values()), sets
@@ -85,38 +82,38 @@ def test_s28_rollout_fails_no_request(rolled: Scene) -> None:
         during = traffic.answered - settled
         time.sleep(5)
     assert traffic.failed == []
-    assert during > 5 and traffic.answered > settled + during, "requests came before, during and after"
+    assert during > 5 and traffic.answered > settled + during, "requests before, during and after the rollout"
 
 
-def going_too_soon(scene: Scene) -> str:
-    """Which group of the newest revision is on its way out although an older one stays; groups are as old as their word."""
+def premature_deletion(scene: Scene) -> str:
+    """Returns an error if a group of the newest revision terminates while an older one is live."""
     newest = scene.status()["updateRevision"]
-    going, old = {}, []
-    for one in scene.get("statefulsets")["items"]:
-        name, revision = one["metadata"]["name"], one["metadata"]["labels"]["phalanx.dev/revision"]
-        if "deletionTimestamp" in one["metadata"] or "phalanx.dev/draining" in one["metadata"].get("annotations", {}):
-            going[name] = (revision, one["metadata"].get("deletionTimestamp", "is emptied"))
+    terminating, old = {}, []
+    for body in scene.get("statefulsets")["items"]:
+        name, revision = body["metadata"]["name"], body["metadata"]["labels"]["phalanx.dev/revision"]
+        if "deletionTimestamp" in body["metadata"] or "phalanx.dev/draining" in body["metadata"].get("annotations", {}):
+            terminating[name] = (revision, body["metadata"].get("deletionTimestamp", "is evacuated"))
         elif revision != newest:
             old.append(name)
-    early = {name: told for name, told in going.items() if told[0] == newest}
-    return f"{early} went before {old}" if early and old else ""
+    early = {name: state for name, state in terminating.items() if state[0] == newest}
+    return f"{early} terminated before {old}" if early and old else ""
 
 
 def test_s26_scale_in_during_rollout_removes_old_revision_first(rolled: Scene) -> None:
-    """Those that are not ready would go before: so all are, half of them new, when there are to be fewer."""
+    """Unready groups would be removed first, so all are ready."""
     rolled.patch({"replicas": 4, "rollout": {"partition": 2}})
     rolled.wait_ready(4, 300)
     old = set(rolled.sets())
     rolled.roll("s26-half")
     svc.wait_for(lambda: rolled.is_ready(4) and len(set(rolled.sets()) - old) == 2, 300, "two of four are new")
     new = set(rolled.sets()) - old
-    with always(lambda: going_too_soon(rolled)) as wrong:
+    with always(lambda: premature_deletion(rolled)) as errors:
         rolled.scale(3)
         rolled.wait_ready(3, 120)
         rolled.scale(2)
         rolled.wait_ready(2, 120)
-    assert wrong == []
-    assert set(rolled.sets()) == new, "though they are the younger ones"
+    assert errors == []
+    assert set(rolled.sets()) == new, "the newer groups remain"
     rolled.patch({"rollout": {"partition": 0}})
 
 
@@ -125,124 +122,128 @@ def test_s26_rollout_changed_midway_ends_at_the_latest_spec(rolled: Scene) -> No
     rolled.wait_ready(3, 300)
     before = set(rolled.groups())
     rolled.roll("s26-first")
-    svc.wait_for(lambda: before - set(rolled.sets()), 120, "the rollout has begun")
+    svc.wait_for(lambda: before - set(rolled.sets()), 120, "the rollout has started")
     rolled.scale(4)
-    svc.wait_for(lambda: len(rolled.sets()) == 4, 120, "a group more")
+    svc.wait_for(lambda: len(rolled.sets()) == 4, 120, "four groups")
     rolled.roll("s26-last")
     rolled.scale(2)
     last = rolled.get("infsvc", "chat")["metadata"]["generation"]
-    svc.wait_for(lambda: rolled.status().get("observedGeneration", 0) >= last, 60, "the operator saw it")
-    svc.wait_for(lambda: rolled.is_ready(2), 240, "two groups, before the grace of a pod that did not hear is over")
-    notes = {pod["metadata"]["annotations"]["example.com/round"] for pod in rolled.pods().values()}
-    assert notes == {"s26-last"} and not before & set(rolled.groups())
+    svc.wait_for(lambda: rolled.status().get("observedGeneration", 0) >= last, 60, "the operator has observed it")
+    svc.wait_for(lambda: rolled.is_ready(2), 240, "two groups, before a stuck pod's grace period ends")
+    rounds = {pod["metadata"]["annotations"]["example.com/round"] for pod in rolled.pods().values()}
+    assert rounds == {"s26-last"} and not before & set(rolled.groups())
 
 
-def long_ones() -> list[dict[str, object]]:
-    """Bodies of streams that take seconds."""
+def long_requests() -> list[dict[str, object]]:
+    """Returns requests that take seconds."""
     fixed = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
-    return [{**fixed, "prompt": f"a long one, {i}", "seed": i} for i in range(6)]
+    return [{**fixed, "prompt": f"a long request, {i}", "seed": i} for i in range(6)]
 
 
 def test_s32_stream_survives_scale_in_and_pods_have_prestop(rolled: Scene) -> None:
     rolled.patch({"replicas": 2, "drain": {"preStopSeconds": PRE_STOP_S, "timeoutSeconds": 120}})
-    rolled.roll("s32")  # pods have the pause that held when they were made
+    rolled.roll("s32")  # existing pods keep their former preStop
     rolled.wait_ready(2, 400)
-    svc.wait_for(lambda: rolled.condition("Progressing") == ("True", "Complete"), 400, "all have it")
-    asked = long_ones()
-    began: dict[str, float] = {}
-    lived: dict[str, float] = {}
+    svc.wait_for(lambda: rolled.condition("Progressing") == ("True", "Complete"), 400, "all pods have it")
+    requests = long_requests()
+    deleted_s: dict[str, float] = {}
+    terminations_s: dict[str, float] = {}
 
-    def look() -> str:
-        now, there = time.monotonic(), rolled.pods()
-        for name, pod in there.items():
+    def check() -> str:
+        now, pods = time.monotonic(), rolled.pods()
+        for name, pod in pods.items():
             if "deletionTimestamp" in pod["metadata"]:
-                began.setdefault(name, now)
-        lived.update({name: now - at for name, at in began.items() if name not in there and name not in lived})
+                deleted_s.setdefault(name, now)
+        terminations_s.update({n: now - at for n, at in deleted_s.items() if n not in pods and n not in terminations_s})
         return ""
 
-    alone = [one.tokens for one in Streams(rolled.url, asked).run()]
-    held: dict[str, float] = {}
-    moved = rolled.moved()
+    expected = [result.tokens for result in Streams(rolled.url, requests).run()]
+    running: dict[str, float] = {}
+    moves = rolled.num_moves()
 
     def scale_in() -> None:
-        held.update({group: rolled.running(group) for group in rolled.groups()})
+        running.update({group: rolled.running(group) for group in rolled.groups()})
         rolled.scale(1)
 
-    with always(look):
-        streams = Streams(rolled.url, asked, scale_in)
-        told = streams.run()
+    with always(check):
+        streams = Streams(rolled.url, requests, scale_in)
+        results = streams.run()
         rolled.wait_ready(1, 300)
-        svc.wait_for(lambda: len(rolled.pods()) == 1, 120, "its pod is gone")
+        svc.wait_for(lambda: len(rolled.pods()) == 1, 120, "its pod is deleted")
         time.sleep(1)
-    assert [(one.error, one.finish) for one in told] == [(None, "length")] * len(asked)
-    assert [one.tokens for one in told] == alone and len(alone[0]) == TOKENS
+    assert [(result.error, result.finish) for result in results] == [(None, "length")] * len(requests)
+    assert [result.tokens for result in results] == expected and len(expected[0]) == TOKENS
     assert streams.spread is not None
-    (victim,) = set(held) - set(rolled.sets())
-    assert held[victim] > 0 and rolled.moved() > moved, "the group that left had streams, which went on in the other one"
-    assert list(lived.values()) and min(lived.values()) >= PRE_STOP_S - 1, lived
+    (victim,) = set(running) - set(rolled.sets())
+    assert running[victim] > 0 and rolled.num_moves() > moves, "streams of the deleted group continued in the other"
+    assert terminations_s and min(terminations_s.values()) >= PRE_STOP_S - 1, terminations_s
 
 
-def test_s25_groups_that_never_ran_hold_no_rollout_up(rolled: Scene) -> None:
+def test_s25_groups_that_never_ran_delay_no_rollout(rolled: Scene) -> None:
     rolled.patch({"drain": {"preStopSeconds": 0}})
-    rolled.gone()
+    rolled.delete_service()
     bad = rolled.manifest(replicas=2, pods=1, engine={"image": "registry.invalid/none:1"})
     rolled.apply(bad)
-    svc.wait_for(lambda: rolled.condition("Ready") == ("False", "ImagePullFailed"), 180, "the image is not there")
+    svc.wait_for(lambda: rolled.condition("Ready") == ("False", "ImagePullFailed"), 180, "the missing image is reported")
     old = set(rolled.sets())
     rolled.patch({"engine": {"image": None}})
     svc.wait_for(lambda: not old & set(rolled.sets()), 30, "both are replaced at once")
     rolled.wait_ready(2, 300)
 
 
-def test_s24_a_surge_without_room_takes_one_group_first(scene: Scene) -> None:
+def test_s24_surge_without_room_removes_one_group_first(scene: Scene) -> None:
     if scene.cluster.files is None:
-        pytest.skip("devices are taken away: the cluster of this machine only")
-    scene.gone()
+        pytest.skip("occupies devices: only in the cluster of this machine")
+    scene.delete_service()
     scene.apply(scene.manifest(replicas=2, pods=1, rollout={"maxSurge": 1, "maxUnavailable": 1, "surgeTimeoutSeconds": 20}))
     scene.wait_ready(2, 300)
     old = set(scene.groups())
-    scene.leave(0)
+    scene.occupy_all_but(0)
     try:
-        began = time.monotonic()
+        started_s = time.monotonic()
 
-        def look() -> str:
+        def check() -> str:
             ready = scene.ready_groups()
-            early = time.monotonic() - began < 19 and len(old & set(scene.sets())) < 2
-            return "an old group went before the time was over" if early else "" if ready else "no group is ready"
+            early = time.monotonic() - started_s < 19 and len(old & set(scene.sets())) < 2
+            return "an old group terminated before the surge timeout" if early else "" if ready else "no group is ready"
 
-        with always(look) as wrong:
+        with always(check) as errors:
             scene.roll("s24")
-            svc.wait_for(lambda: scene.condition("Progressing") == ("True", "SurgeUnschedulable"), 120, "the surge is given up")
-            svc.wait_for(lambda: scene.is_ready(2) and not old & set(scene.groups()), 400, "it went on without a device more")
-        assert wrong == []
+            svc.wait_for(lambda: scene.condition("Progressing") == ("True", "SurgeUnschedulable"), 120, "the surge has ended")
+            svc.wait_for(lambda: scene.is_ready(2) and not old & set(scene.groups()), 400, "the rollout completes")
+        assert errors == []
     finally:
-        scene.free_all()
+        scene.release_devices()
     assert scene.condition("CapacityAvailable") == ("True", "Scheduled")
 
 
 def test_failing_revision_rolls_back_and_no_request_fails(scene: Scene) -> None:
-    """Its model is not there. The group that never went serves all the time; a stream of the one that goes first moves to it."""
-    scene.gone()
+    """The new revision's model is missing. One group serves all the time; a stream of the other moves to it."""
+    scene.delete_service()
     good_model = scene.manifest(replicas=2, pods=1, rollout={"onFailure": "Rollback", "progressDeadlineSeconds": DEADLINE_S})
     scene.apply(good_model)
     scene.wait_ready(2, 300)
-    svc.wait_for(lambda: "configmap/chat-former" in scene.kubectl("get", "configmaps", "-o", "name"), 60, "it is kept")
+    svc.wait_for(lambda: "configmap/chat-former" in scene.kubectl("get", "configmaps", "-o", "name"), 60, "it is stored")
     good, first = scene.status()["currentRevision"], set(scene.sets())
     with scene.traffic() as traffic:
-        streams = Streams(scene.url, long_ones(), lambda: scene.patch({"model": {"uri": "file:///opt/no-such-model"}}))
-        told = streams.run()
-        svc.wait_for(lambda: len(set(scene.revisions())) == 2, 60, "the bad one is tried")
-        svc.wait_for(lambda: scene.condition("Stalled") == ("True", "RolledBack"), DEADLINE_S + 120, "it is given up")
-        svc.wait_for(lambda: scene.revisions() == [good, good] and scene.status()["readyReplicas"] == 2, 300, "all are back")
+        streams = Streams(scene.url, long_requests(), lambda: scene.patch({"model": {"uri": "file:///opt/no-such-model"}}))
+        results = streams.run()
+        svc.wait_for(lambda: len(set(scene.revisions())) == 2, 60, "it is attempted")
+        svc.wait_for(lambda: scene.condition("Stalled") == ("True", "RolledBack"), DEADLINE_S + 120, "it is rolled back")
+        svc.wait_for(
+            lambda: scene.revisions() == [good, good] and scene.status()["readyReplicas"] == 2,
+            300,
+            "all are restored",
+        )
         before = traffic.answered
         time.sleep(3)
     assert streams.spread is not None
-    assert [(one.error, one.finish, len(one.tokens)) for one in told] == [(None, "length", TOKENS)] * len(told)
+    assert [(result.error, result.finish, len(result.tokens)) for result in results] == [(None, "length", TOKENS)] * len(results)
     assert traffic.failed == [] and traffic.answered > before
     status = scene.status()
-    note = status["rollback"]
-    assert note["to"] == good and note["revision"] == status["updateRevision"] != good
-    assert first & set(scene.sets()), "one of them never went"
+    rollback = status["rollback"]
+    assert rollback["to"] == good and rollback["revision"] == status["updateRevision"] != good
+    assert first & set(scene.sets()), "one group never terminated"
     assert scene.condition("Ready") == scene.condition("Progressing") == ("False", "RolledBack")
     assert scene.condition("Available") == ("True", "Serving")
     svc.wait_for(lambda: ("Warning", "RolledBack") in scene.events(), 30, "an event")
@@ -250,53 +251,53 @@ def test_failing_revision_rolls_back_and_no_request_fails(scene: Scene) -> None:
     scene.apply(good_model)
     scene.wait_ready(2, 120)
     assert "rollback" not in scene.status() and scene.condition("Stalled") == ("", "")
-    assert scene.uids() == uids, "the former spec is what runs"
+    assert scene.uids() == uids, "no pod is replaced"
 
 
 def test_canary_gets_its_share_of_requests(scene: Scene) -> None:
-    scene.gone()
+    scene.delete_service()
     scene.apply(scene.manifest(replicas=2, pods=1, rollout={"partition": 1, "canaryWeight": 25}))
     scene.wait_ready(2, 300)
     old = scene.status()["currentRevision"]
     scene.roll("canary")
-    svc.wait_for(lambda: len(set(scene.revisions())) == 2 and scene.is_ready(2), 300, "one of each serves")
+    svc.wait_for(lambda: len(set(scene.revisions())) == 2 and scene.is_ready(2), 300, "one group of each revision serves")
     new = scene.status()["updateRevision"]
     assert new != old and scene.status()["updatedReplicas"] == 1
     scene.wait_ready(2, 60)
-    got = share(scene, new, 400)
-    print(f"a canary of weight 25 answered {got:.1%} of 400 requests")
-    assert 0.15 < got < 0.35, "chance is within a fiftieth of 0.25 in two of three runs"
+    measured = share(scene, new, 400)
+    print(f"a canary of weight 25 answered {measured:.1%} of 400 requests")
+    assert 0.15 < measured < 0.35, "the standard deviation is about a fiftieth"
     for weight in (100, 0):
         scene.patch({"rollout": {"canaryWeight": weight}})
-        wanted = weight / 100
-        svc.wait_for(functools.partial(has_share, scene, new, wanted), 60, "routers know the weight")
-        assert share(scene, new, 100) == wanted
+        expected = weight / 100
+        svc.wait_for(functools.partial(has_share, scene, new, expected), 60, "routers apply the weight")
+        assert share(scene, new, 100) == expected
     scene.patch({"rollout": {"partition": 0, "canaryWeight": None}})
-    svc.wait_for(lambda: scene.revisions() == [new, new], 300, "the rest follows")
+    svc.wait_for(lambda: scene.revisions() == [new, new], 300, "the rollout completes")
     scene.wait_ready(2, 300)
-    scene.gone()
+    scene.delete_service()
 
 
 def share(scene: Scene, revision: str, count: int) -> float:
-    """Which part of so many requests, one after another, groups of a revision answered, by the leaders' own count."""
-    before = answered(scene)
+    """Sends requests one at a time and returns the share that a revision answered, by the leaders' metrics."""
+    before = num_answered(scene)
     url = f"{scene.url}/v1/completions"
     with httpx.Client(timeout=60) as client:
         for number in range(count):
             body = {"model": "tiny", "prompt": f"share {number}", "max_tokens": 1}
             client.post(url, json=body).raise_for_status()
-    svc.wait_for(lambda: (answered(scene) - before).total() == count, 30, "all are counted")
-    return (answered(scene) - before)[revision] / count
+    svc.wait_for(lambda: (num_answered(scene) - before).total() == count, 30, "all requests are counted")
+    return (num_answered(scene) - before)[revision] / count
 
 
-def has_share(scene: Scene, revision: str, wanted: float) -> bool:
-    return share(scene, revision, 20) == wanted
+def has_share(scene: Scene, revision: str, expected: float) -> bool:
+    return share(scene, revision, 20) == expected
 
 
-def answered(scene: Scene) -> Counter[str]:
-    """How many requests groups of one pod have answered, by revision."""
-    found: Counter[str] = Counter()
+def num_answered(scene: Scene) -> Counter[str]:
+    """Returns the answered requests of one-pod groups by revision."""
+    counts: Counter[str] = Counter()
     for pod in scene.pods().values():
         page = httpx.get(f"http://{pod['status']['podIP']}:8000/metrics", timeout=10).text
-        found[pod["metadata"]["labels"]["phalanx.dev/revision"]] += int(svc.metric(page, "vllm:request_success_total"))
-    return found
+        counts[pod["metadata"]["labels"]["phalanx.dev/revision"]] += int(svc.metric(page, "vllm:request_success_total"))
+    return counts

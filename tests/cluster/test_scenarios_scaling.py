@@ -1,4 +1,4 @@
-"""S35, S36, S37: the number of groups from zero and back, over a restart of the operator, and while nothing is known."""
+"""S35, S36, S37: scaling to zero and back, through a restart of the operator, and without reports."""
 
 import asyncio
 import base64
@@ -25,7 +25,7 @@ ZERO = {
 }
 ELASTIC = {"minReplicas": 1, "maxReplicas": 3, "targets": {"kvUtilization": 10}, "scaleDown": {"stabilizationSeconds": 30}}
 WORKERS, TOKENS = 8, 300
-"""A load whose pages are more than a tenth of those of three groups of SMALL."""
+"""The load needs more than a tenth of the pages of three groups with SMALL."""
 SMALL = {"kvCacheMemory": "4Mi"}
 
 
@@ -33,8 +33,8 @@ def replicas(scene: Scene) -> int:
     return int(scene.get("infsvc", "chat")["spec"]["replicas"])
 
 
-def asked(scene: Scene, count: int) -> "Future[list[svc.Answer]]":
-    """So many streams, in a thread of their own."""
+def start_requests(scene: Scene, count: int) -> "Future[list[svc.Answer]]":
+    """Starts requests in a thread."""
     bodies = [{"model": "tiny", "prompt": f"wake {i}", "max_tokens": 16, "ignore_eos": True} for i in range(count)]
     future: Future[list[svc.Answer]] = Future()
     url = scene.url
@@ -44,48 +44,48 @@ def asked(scene: Scene, count: int) -> "Future[list[svc.Answer]]":
 
 def test_s35_one_request_wakes_the_service_and_is_answered(scene: Scene) -> None:
     scene.apply(scene.manifest(replicas=0, pods=1, autoscaling=ZERO))
-    svc.wait_for(lambda: scene.condition("Ready") == ("True", "ScaledToZero"), 180, "a router, and no group")
-    with always(lambda: "" if replicas(scene) <= 1 and len(scene.sets()) <= 1 else "above the maximum") as wrong:
-        first = asked(scene, 1)
-        svc.wait_for(lambda: replicas(scene) == 1, 30, "the first request wakes it")
-        more = asked(scene, 3)
+    svc.wait_for(lambda: scene.condition("Ready") == ("True", "ScaledToZero"), 180, "a router without groups")
+    with always(lambda: "" if replicas(scene) <= 1 and len(scene.sets()) <= 1 else "above the maximum") as errors:
+        first = start_requests(scene, 1)
+        svc.wait_for(lambda: replicas(scene) == 1, 30, "the first request adds a group")
+        more = start_requests(scene, 3)
         answers = first.result(180) + more.result(180)
         assert [(a.error, a.finish, a.usage) for a in answers] == [(None, "length", 16)] * 4
-        svc.wait_for(lambda: replicas(scene) == 0, 180, "idle, it keeps no group")
-    assert wrong == []
-    svc.wait_for(lambda: not scene.pods(), 120, "no pod of a group is left")
-    scene.gone()
+        svc.wait_for(lambda: replicas(scene) == 0, 180, "without load, no group remains")
+    assert errors == []
+    svc.wait_for(lambda: not scene.pods(), 120, "no pod of a group remains")
+    scene.delete_service()
 
 
 @pytest.fixture(scope="module")
 def elastic(scene: Scene) -> Iterator[Scene]:
-    """Three groups, of which one goes as soon as half a minute shows that fewer would do."""
-    scene.gone()
+    """Three groups; one is removed after half a minute of low load."""
+    scene.delete_service()
     scene.apply(scene.manifest(replicas=3, pods=1, autoscaling=ELASTIC, engine=SMALL))
     scene.wait_ready(3, 400)
     yield scene
-    scene.gone()
+    scene.delete_service()
 
 
 @contextmanager
 def loaded(scene: Scene) -> Iterator[Traffic]:
-    """A load that needs three groups, and has them."""
+    """A load that needs three groups, which are ready."""
     with scene.traffic(WORKERS, TOKENS) as traffic:
         svc.wait_for(lambda: replicas(scene) == 3 and scene.is_ready(3), 400, "the load has three groups")
         yield traffic
 
 
 def test_s36_operator_restart_keeps_count_under_constant_load(elastic: Scene) -> None:
-    """The load alone holds it: a group goes without it."""
-    assert [a.error for a in asked(elastic, 3).result(120)] == [None] * 3, "groups measure their steps"
-    svc.wait_for(lambda: replicas(elastic) < 3, 300, "without a load fewer do")
+    """Without the load, a group is removed."""
+    assert [a.error for a in start_requests(elastic, 3).result(120)] == [None] * 3, "groups measure their steps"
+    svc.wait_for(lambda: replicas(elastic) < 3, 300, "without load, a group is removed")
     counts: set[int] = set()
 
-    def look() -> str:
+    def check() -> str:
         counts.add(replicas(elastic))
         return ""
 
-    with loaded(elastic) as traffic, always(look):
+    with loaded(elastic) as traffic, always(check):
         elastic.restart_operator()
         time.sleep(CALM_S)
     assert counts == {3}
@@ -93,10 +93,7 @@ def test_s36_operator_restart_keeps_count_under_constant_load(elastic: Scene) ->
 
 
 def test_s37_silent_routers_hold_the_count_with_a_condition(elastic: Scene) -> None:
-    """The operator proves itself with the token of the service: with another one routers do not answer it.
-
-    Who took their silence for no load would take a group away at the next evaluation.
-    """
+    """Routers reject a wrong token of the operator. An autoscaler that reads silence as no load would remove a group."""
     secret = elastic.get("secret", "chat-token")["data"]["token"]
     other = base64.b64encode(b"0" * 64).decode()
 
@@ -105,10 +102,10 @@ def test_s37_silent_routers_hold_the_count_with_a_condition(elastic: Scene) -> N
 
     with loaded(elastic) as traffic:
         svc.wait_for(lambda: elastic.condition("ScalingActive")[0] == "True", 60, "the autoscaler acts")
-        with always(lambda: "" if replicas(elastic) == 3 else "another count") as wrong:
+        with always(lambda: "" if replicas(elastic) == 3 else "another count") as errors:
             set_token(other)
             try:
-                elastic.restart_operator()  # it reads the token anew
+                elastic.restart_operator()  # it reads the token again
                 reason = ("False", "MetricsUnavailable")
                 svc.wait_for(lambda: elastic.condition("ScalingActive") == reason, 120, "no router answers the operator")
                 elastic.patch({"autoscaling": {"scaleDown": {"stabilizationSeconds": 0}}})
@@ -117,6 +114,6 @@ def test_s37_silent_routers_hold_the_count_with_a_condition(elastic: Scene) -> N
                 assert elastic.condition("Available") == ("True", "Serving")
             finally:
                 set_token(secret)
-            svc.wait_for(lambda: elastic.condition("ScalingActive")[0] == "True", 120, "the routers are heard again")
-        assert wrong == []
-    assert traffic.failed == [], "clients notice nothing"
+            svc.wait_for(lambda: elastic.condition("ScalingActive")[0] == "True", 120, "routers answer again")
+        assert errors == []
+    assert traffic.failed == [], "clients are not affected"

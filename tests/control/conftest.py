@@ -1,9 +1,11 @@
-"""Golden files: compared, or written anew with --golden-update (`make golden`)."""
+"""Golden files, compared or rewritten with --golden-update (`make golden`), and polled routers."""
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+
+from tests.control.polled_routers import Scene, polled_routers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 Check = Callable[[str, str], None]
@@ -15,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Check:
-    """Compares a text with the golden file of that name."""
+    """Returns a function that compares a text with a golden file."""
     update: bool = request.config.getoption("--golden-update", default=False)
 
     def check(name: str, text: str) -> None:
@@ -27,3 +29,9 @@ def golden(request: pytest.FixtureRequest) -> Check:
         assert text == path.read_text()
 
     return check
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with polled_routers() as scene:
+        yield scene

@@ -1,6 +1,6 @@
-"""An API server in memory behind real HTTP, as much of one as the operator's programs need: discovery, lists, watches, writes.
+"""An API server in memory with an HTTP endpoint: discovery, lists, watches and writes.
 
-Every write counts a version up; a replace of an older version is a conflict. There are no controllers.
+Every write increments the version; a replace of an older version is a conflict. There are no controllers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from aiohttp import web
 from phalanx_api.spec import inference_service as api
 
 Json = dict[str, Any]
-Where = tuple[str, str, str]
+ObjectKey = tuple[str, str, str]
 """Plural, namespace, name."""
 
 
@@ -30,8 +30,8 @@ def _kinds(version: str, kind: Json) -> Json:
 
 
 def _group(group: str, version: str) -> Json:
-    one = {"groupVersion": f"{group}/{version}", "version": version}
-    return {"name": group, "versions": [one], "preferredVersion": one}
+    served = {"groupVersion": f"{group}/{version}", "version": version}
+    return {"name": group, "versions": [served], "preferredVersion": served}
 
 
 NAMESPACES = _kind("namespaces", "Namespace", False)
@@ -39,12 +39,12 @@ GROUPS = (
     (api.GROUP, api.VERSION, _kind(api.PLURAL, api.KIND, True)),
     ("apiextensions.k8s.io", "v1", _kind("customresourcedefinitions", "CustomResourceDefinition", False)),
 )
-"""What kopf looks for before it watches anything."""
+"""kopf reads both before its first watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: its path taken apart."""
+    """The parsed path of a request."""
 
     api_version: str
     plural: str
@@ -54,7 +54,7 @@ class Call:
 
 
 def parse(path: str) -> Call | None:
-    """The parts of a path of objects; None for any other."""
+    """Returns the parts of an object path."""
     parts = path.strip("/").split("/")
     head, rest = (parts[1:2], parts[2:]) if parts[0] == "api" else (parts[1:3], parts[3:])
     namespace = ""
@@ -67,11 +67,12 @@ def parse(path: str) -> Call | None:
 
 
 class FakeApi:
-    """The server. `objects` may be read and `put` by a test; `writes` are those of clients, in order."""
+    """The server."""
 
     def __init__(self) -> None:
-        self.objects: dict[Where, Json] = {}
-        self.writes: list[tuple[str, Where, Json]] = []
+        self.objects: dict[ObjectKey, Json] = {}
+        self.writes: list[tuple[str, ObjectKey, Json]] = []
+        """Of clients, in order."""
         self._events: list[tuple[int, str, str, Json]] = []
         self._version = 0
         self._changed = asyncio.Event()
@@ -88,36 +89,36 @@ class FakeApi:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Ends every connection."""
+        """Closes all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     def of(self, plural: str) -> dict[str, Json]:
-        """Objects of a kind by name."""
-        return {where[2]: body for where, body in self.objects.items() if where[0] == plural}
+        """Returns the objects of a kind by name."""
+        return {key[2]: body for key, body in self.objects.items() if key[0] == plural}
 
     def put(self, plural: str, body: Json, kind: str = "MODIFIED") -> Json:
-        """The object as it is now; watches hear of it."""
+        """Stores and returns an object; sends it to watches."""
         metadata = body["metadata"]
-        where = (plural, metadata.get("namespace", ""), metadata["name"])
+        key = (plural, metadata.get("namespace", ""), metadata["name"])
         self._version += 1
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         fixed = {"uid": f"uid-{self._version}", "creationTimestamp": at, "generation": 1}
         body = copy.deepcopy(body) | {"metadata": fixed | metadata | {"resourceVersion": str(self._version)}}
-        kind = "ADDED" if where not in self.objects else kind
+        kind = "ADDED" if key not in self.objects else kind
         if kind == "DELETED":
-            self.objects.pop(where, None)
+            self.objects.pop(key, None)
         else:
-            self.objects[where] = body
+            self.objects[key] = body
         self._events.append((self._version, kind, plural, body))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         return body
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        found = self._discover(request.path)
-        if found is not None:
-            return web.json_response(found)
+        document = self._discover(request.path)
+        if document is not None:
+            return web.json_response(document)
         call = parse(request.path)
         if call is None:
             return _failure(404, "no such path")
@@ -126,15 +127,15 @@ class FakeApi:
         return await self._object(request, call)
 
     def _discover(self, path: str) -> Json | None:
-        """What kinds there are, or None for another path."""
-        found: dict[str, Json] = {
+        """Returns the discovery document of a path."""
+        documents: dict[str, Json] = {
             "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
             "/api": {"kind": "APIVersions", "versions": ["v1"]},
             "/api/v1": _kinds("v1", NAMESPACES),
             "/apis": {"kind": "APIGroupList", "groups": [_group(group, version) for group, version, _ in GROUPS]},
         }
-        found |= {f"/apis/{group}/{version}": _kinds(f"{group}/{version}", kind) for group, version, kind in GROUPS}
-        return found.get(path.rstrip("/"))
+        documents |= {f"/apis/{group}/{version}": _kinds(f"{group}/{version}", kind) for group, version, kind in GROUPS}
+        return documents.get(path.rstrip("/"))
 
     def _list(self, call: Call) -> web.Response:
         items = [b for (plural, ns, _), b in self.objects.items() if plural == call.plural and call.namespace in ("", ns)]
@@ -144,13 +145,13 @@ class FakeApi:
     async def _watch(self, request: web.Request, call: Call) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        seen = int(request.query.get("resourceVersion") or 0)
+        sent = int(request.query.get("resourceVersion") or 0)
         with suppress(ConnectionResetError):
             while True:
                 for version, kind, plural, body in list(self._events):
-                    if version > seen and plural == call.plural:
+                    if version > sent and plural == call.plural:
                         await response.write(json.dumps({"type": kind, "object": body}).encode() + b"\n")
-                    seen = max(seen, version)
+                    sent = max(sent, version)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1):
                         await self._changed.wait()
@@ -160,51 +161,51 @@ class FakeApi:
         text = await request.text()
         sent: Json = json.loads(text) if text else {}
         name = call.name or sent.get("metadata", {}).get("name", "")
-        where = (call.plural, call.namespace, name)
-        there = self.objects.get(where)
+        key = (call.plural, call.namespace, name)
+        stored = self.objects.get(key)
         if request.method == "GET":
-            return _asked(request, there) if there else _failure(404, "not found")
+            return _response(request, stored) if stored else _failure(404, "not found")
         if "dryRun" not in request.query:
-            self.writes.append((request.method, where, sent))
+            self.writes.append((request.method, key, sent))
         match request.method:
-            case "POST" if there:
+            case "POST" if stored:
                 return _failure(409, "exists")
-            case "PUT" if there and sent["metadata"]["resourceVersion"] != there["metadata"]["resourceVersion"]:
-                return _failure(409, "changed meanwhile")
-            case "PATCH" if _is_bound_to_another(sent.get("metadata", {}), there):
-                return _failure(409, "another object, or another version of it")
-            case "PATCH" if not there and "apply" not in request.content_type:
+            case "PUT" if stored and sent["metadata"]["resourceVersion"] != stored["metadata"]["resourceVersion"]:
+                return _failure(409, "older version")
+            case "PATCH" if _has_other_identity(sent.get("metadata", {}), stored):
+                return _failure(409, "other UID or version")
+            case "PATCH" if not stored and "apply" not in request.content_type:
                 return _failure(404, "not found")
             case "DELETE":
-                return web.json_response(self.put(call.plural, there, "DELETED")) if there else _failure(404, "not found")
+                return web.json_response(self.put(call.plural, stored, "DELETED")) if stored else _failure(404, "not found")
         if "dryRun" in request.query:
-            return _asked(request, sent)
-        return _asked(request, self.put(call.plural, _merged(there, sent) if request.method == "PATCH" and there else sent))
+            return _response(request, sent)
+        return _response(request, self.put(call.plural, _merge(stored, sent) if request.method == "PATCH" and stored else sent))
 
 
-def _asked(request: web.Request, body: Json) -> web.Response:
-    """As much of an object as the client asks for."""
-    is_whole = "as=PartialObjectMetadata" not in request.headers.get("Accept", "")
-    return web.json_response(body if is_whole else {"metadata": body["metadata"]})
+def _response(request: web.Request, body: Json) -> web.Response:
+    """Returns the object, or only its metadata if the client requests that."""
+    is_full = "as=PartialObjectMetadata" not in request.headers.get("Accept", "")
+    return web.json_response(body if is_full else {"metadata": body["metadata"]})
 
 
-def _is_bound_to_another(wanted: Json, there: Json | None) -> bool:
-    """Whether a patch names the UID or the version of another object: only what has a version may be made by it."""
-    found = there["metadata"] if there else {}
-    if "uid" in wanted and wanted["uid"] != found.get("uid"):
+def _has_other_identity(metadata: Json, stored: Json | None) -> bool:
+    """Whether a patch names another UID or version. A missing object has no UID and any version."""
+    current = stored["metadata"] if stored else {}
+    if "uid" in metadata and metadata["uid"] != current.get("uid"):
         return True
-    return bool(found) and wanted.get("resourceVersion", found["resourceVersion"]) != found["resourceVersion"]
+    return bool(current) and metadata.get("resourceVersion", current["resourceVersion"]) != current["resourceVersion"]
 
 
-def _merged(there: Json, patch: Json) -> Json:
-    """The object with the patch laid over it; null takes a field away."""
-    made = dict(there)
+def _merge(stored: Json, patch: Json) -> Json:
+    """Returns the object with the patch applied; null removes a field."""
+    merged = dict(stored)
     for key, value in patch.items():
         if value is None:
-            made.pop(key, None)
+            merged.pop(key, None)
         else:
-            made[key] = _merged(made.get(key) or {}, value) if isinstance(value, dict) else value
-    return made
+            merged[key] = _merge(merged.get(key) or {}, value) if isinstance(value, dict) else value
+    return merged
 
 
 def _failure(code: int, message: str) -> web.Response:

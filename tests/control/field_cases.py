@@ -1,4 +1,4 @@
-"""Another value for each field of a service's spec, and the spec in which it makes a difference."""
+"""Another value for each field of a spec, in a spec where it makes a difference."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ TO_ZERO: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"scaleTo
 FALLBACK: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"onMetricsLoss": "Fallback", "fallbackReplicas": 2}}
 NIGHT = {"cron": "0 3 * * *", "timezone": "UTC", "min": 2, "max": 3}
 EVENING = {"cron": "0 2 * * *", "min": 1, "max": 4}
-"""Holds where the night has not begun."""
+"""In effect before `NIGHT`."""
 SCHEDULED: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"schedules": [NIGHT, EVENING]}}
 SURGING: Json = {"replicas": 3, "rollout": {"maxSurge": 1}}
 
@@ -37,25 +37,25 @@ INGRESS = exposed("Ingress", hosts=["a.example"])
 
 
 class Change(NamedTuple):
-    """One field of a spec, and what it and others are without and with the change."""
+    """A field, and specs without and with its change."""
 
     field: str
     before: Json
     after: Json
 
 
-def change(field: str, value: Any, before: Json | None = None, *, beside: Json | None = None) -> Change:
-    """The field has this value afterwards. `beside`: fields next to it, which the schema then wants, or wants no more (None)."""
+def change(field: str, value: Any, before: Json | None = None, *, siblings: Json | None = None) -> Change:
+    """Sets a field. `siblings`: fields of the same object that the schema then needs; null removes one."""
     after = copy.deepcopy(before or {})
     *path, last = re.findall(r"[^.\[\]]+|\[0\]", field)
     record: Any = after
     for step in path:
         record = record[0] if step == "[0]" else record.setdefault(step, {})
-    for name, one in {last: value, **(beside or {})}.items():
-        if one is None:
+    for name, sibling in {last: value, **(siblings or {})}.items():
+        if sibling is None:
             record.pop(name, None)
         else:
-            record[name] = one
+            record[name] = sibling
     return Change(field, before or {}, after)
 
 
@@ -64,7 +64,7 @@ _MODEL = [
     change("model.revision", "abc", hub()),
     change("model.secretRef.name", "b", SECRET),
     change("model.secretRef.key", "b", SECRET),
-    change("model.cache.type", "NodeLocal", SHARED, beside={"size": "1Gi", "claimName": None}),
+    change("model.cache.type", "NodeLocal", SHARED, siblings={"size": "1Gi", "claimName": None}),
     change("model.cache.claimName", "b", SHARED),
     change("model.cache.readOnly", True, SHARED),
     change("model.cache.storageClassName", "b", LOCAL),
@@ -139,10 +139,10 @@ _SCALING = [
     change("autoscaling.scaleToZero.idleSeconds", 60, TO_ZERO),
     change("autoscaling.scaleToZero.maxHeldRequests", 7, TO_ZERO),
     change("autoscaling.scaleToZero.holdTimeoutSeconds", 60, TO_ZERO),
-    change("autoscaling.onMetricsLoss", "Fallback", SCALED, beside={"fallbackReplicas": 2}),
+    change("autoscaling.onMetricsLoss", "Fallback", SCALED, siblings={"fallbackReplicas": 2}),
     change("autoscaling.fallbackReplicas", 3, FALLBACK),
 ]
-_KEEPING = [
+_LIFECYCLE = [
     change("rollout.maxUnavailable", 2, {"replicas": 3}),
     change("rollout.maxSurge", 1),
     change("rollout.surgeTimeoutSeconds", 30, SURGING),
@@ -165,7 +165,7 @@ _KEEPING = [
     change("restartPolicy.windowSeconds", 60),
     change("restartPolicy.nodeLostSeconds", 30),
 ]
-_AROUND = [
+_ROUTER = [
     change("router.replicas", 2),
     change("router.apiKeys.name", "b", {"router": {"apiKeys": {"name": "a"}}}),
     change("router.apiKeys.key", "b", {"router": {"apiKeys": {"name": "a"}}}),
@@ -182,4 +182,4 @@ _AROUND = [
     change("networkPolicy.enabled", False),
     change("monitoring.serviceMonitor", "Off"),
 ]
-CHANGES = [*_MODEL, *_PODS, *_PLACEMENT, *_ENGINE, *_SCALING, *_KEEPING, *_AROUND]
+CHANGES = [*_MODEL, *_PODS, *_PLACEMENT, *_ENGINE, *_SCALING, *_LIFECYCLE, *_ROUTER]

@@ -1,12 +1,11 @@
-"""What tools that wait for objects (`kpt live`, Flux, Argo CD's likes) make of a service, by the generic rules of kstatus."""
+"""The generic rules of kstatus, by which tools such as `kpt live` and Flux wait for objects."""
 
 from phalanx_operator.kube.client import Json
 
 
 def kstatus(service: Json) -> str:
-    """Current, InProgress, Failed or Terminating.
+    """Returns Current, InProgress, Failed or Terminating. The first of `Reconciling` and `Stalled` overrides `Ready`.
 
-    Of `Reconciling` and `Stalled` the one that is listed first decides, and then nobody asks for `Ready`.
     Source: sigs.k8s.io/cli-utils, pkg/kstatus/status: checkGenericProperties, then checkReadyCondition.
     """
     metadata, status = service["metadata"], service.get("status", {})
@@ -14,8 +13,8 @@ def kstatus(service: Json) -> str:
         return "Terminating"
     if status.get("observedGeneration", metadata["generation"]) != metadata["generation"]:
         return "InProgress"
-    said = {one["type"]: one["status"] for one in status.get("conditions", ())}
-    first = next((kind for kind, verdict in said.items() if kind in ("Reconciling", "Stalled") and verdict == "True"), None)
+    verdicts = {c["type"]: c["status"] for c in status.get("conditions", ())}
+    first = next((kind for kind, verdict in verdicts.items() if kind in ("Reconciling", "Stalled") and verdict == "True"), None)
     if first:
         return "InProgress" if first == "Reconciling" else "Failed"
-    return "Current" if said.get("Ready", "True") == "True" else "InProgress"
+    return "Current" if verdicts.get("Ready", "True") == "True" else "InProgress"

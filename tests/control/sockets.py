@@ -1,7 +1,6 @@
-"""What of a program opens or dials a socket, and which addresses it makes, found in its text.
+"""Finds the calls that open or dial a socket, and the address schemes, in the text of a module.
 
-A call counts by its last name, whatever it is called on: an event loop has many names, and a socket of zmq is made by a context.
-Names that mean other things elsewhere count for the modules that they belong to only.
+A call counts by its last name; names with other meanings count only for their module.
 """
 
 import ast
@@ -28,27 +27,27 @@ OF_MODULES = {
     "aiohttp": {"request"},
 }
 ZMQ = {"tcp", "ipc", "inproc", "udp", "pgm", "epgm", "norm", "tipc", "vmci", "vsock"}
-"""Transports of zmq, but for its WebSockets, which only drafts of it have: `ws` is what routers dial."""
+"""Transports of zmq without its draft of WebSockets: routers dial `ws`."""
 
 
 def calls(text: str) -> Iterator[str]:
-    """Names of what is called and opens or dials."""
+    """Yields the calls that open or dial."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            on, _, verb = ("", "", node.func.id) if isinstance(node.func, ast.Name) else ast.unparse(node.func).rpartition(".")
-            if verb in ANYWHERE or verb in OF_MODULES.get(on, ()):
+            owner, _, verb = ("", "", node.func.id) if isinstance(node.func, ast.Name) else ast.unparse(node.func).rpartition(".")
+            if verb in ANYWHERE or verb in OF_MODULES.get(owner, ()):
                 yield ast.unparse(node.func)
 
 
 def schemes(text: str) -> Iterator[str]:
-    """Schemes of the addresses that are written there or made: `ipc`."""
+    """Yields address schemes, such as `ipc`."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and (found := re.match(r"([a-z][a-z0-9+]*)://", str(node.value))):
-            yield found[1]
+        if isinstance(node, ast.Constant) and (match := re.match(r"([a-z][a-z0-9+]*)://", str(node.value))):
+            yield match[1]
 
 
 def programs() -> Iterator[tuple[str, str]]:
-    """All that runs in a pod of ours: the name of each module, and its text."""
+    """Yields name and text of each module that runs in a pod."""
     for home in (ROOT / "runtime", ROOT / "operator", ROOT / "crds"):
         for path in home.rglob("*.py"):
             yield ".".join(path.relative_to(home).with_suffix("").parts), path.read_text()

@@ -1,19 +1,19 @@
-"""Summaries as routers would give them: defaults, plus what the case is about."""
+"""Summaries of routers, with defaults."""
 
 from typing import Any
 
 from phalanx_api.summary import GroupSummary, Histogram, RouterSummary
-from phalanx_operator.decide.state.fleet import Fleet, RouterAnswer, merge
+from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
 from tests.control.simulated_service import CAPACITY_PAGES, MODEL, PAGE, SHAPE, replace_window
 
-NUMBERS = [MODEL.fixed_s, MODEL.token_s, float(MODEL.knee_tokens), MODEL.context_s, MODEL.attention_s]
+COEFFICIENTS = [MODEL.fixed_s, MODEL.token_s, float(MODEL.knee_tokens), MODEL.context_s, MODEL.attention_s]
 
 
 def group(name: str = "a", **fields: Any) -> GroupSummary:
     defaults: dict[str, Any] = {
         "group": name, "revision": "r", "state": "fresh", "draining": False, "streams": 4, "running": 4, "waiting": 0,
         "pressure": 0.2, "backlog_s": 0.0, "itl_s": 0.03, "speed": 1.0, "live_tokens": 0, "total_pages": CAPACITY_PAGES,
-        "page_size": PAGE, "step_model": NUMBERS,
+        "page_size": PAGE, "step_model": COEFFICIENTS,
     }  # fmt: skip
     return GroupSummary(**defaults | fields)
 
@@ -27,7 +27,7 @@ def summary(*groups: GroupSummary, rate: float = 0.0, **fields: Any) -> RouterSu
     return RouterSummary(**defaults | fields)
 
 
-def fleet_of(*summaries: RouterSummary, asked: int | None = None) -> Fleet:
-    """What routers that say this make together."""
-    heard = [RouterAnswer(f"r{i}", 0.0, one) for i, one in enumerate(summaries)]
-    return merge(heard, len(heard) if asked is None else asked, 45.0)
+def fleet_of(*summaries: RouterSummary, polled: int | None = None) -> Fleet:
+    """Returns the fleet that routers with these summaries make."""
+    reports = [RouterReport(f"r{i}", 0.0, summary) for i, summary in enumerate(summaries)]
+    return merge(reports, len(reports) if polled is None else polled, 45.0)

@@ -1,4 +1,4 @@
-"""The operator's metrics: the page lists all of them, with their labels, and they move when what they count happens."""
+"""The operator's metrics and their documentation."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ import re
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 from phalanx_api.summary import Hotspot
 from phalanx_operator.kube.client import Denied, Gone
@@ -20,38 +21,41 @@ from tests.control.worlds import KEY, World
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "installation.md"
-NAMED = re.compile(r"`(\w+)(?:\{([\w,]+)\})?`")
+DOCUMENTED = re.compile(r"`(\w+)(?:\{([\w,]+)\})?`")
 
 
-def listed() -> dict[str, tuple[str, ...]]:
-    """The metrics of the page's table, with the names of their labels."""
+def documented_metrics() -> dict[str, tuple[str, ...]]:
+    """Returns the metrics of the page's table with the names of their labels."""
     table = PAGE.read_text().split("| metric | what it is |", 1)[1].split("\n\n", 1)[0]
-    names = [found for row in table.splitlines() if row.startswith("| `") for found in NAMED.findall(row.split("|")[1])]
+    names = [match for row in table.splitlines() if row.startswith("| `") for match in DOCUMENTED.findall(row.split("|")[1])]
     return {name: tuple(label for label in labels.split(",") if label) for name, labels in names}
 
 
-def shown(metrics: Metrics) -> dict[str, MetricWrapperBase]:
-    """What the operator measures, by the name that Prometheus stores it under."""
-    own = [one for one in vars(metrics).values() if isinstance(one, Counter | Gauge | Histogram)]
-    return {family.name + ("_total" if family.type == "counter" else ""): one for one in own for family in one.describe()}
+def own_metrics(metrics: Metrics) -> dict[str, MetricWrapperBase]:
+    """Returns the metrics, except those of the process, by the name in Prometheus."""
+    own = [value for value in vars(metrics).values() if isinstance(value, Counter | Gauge | Histogram)]
+    return {_name(family): metric for metric in own for family in metric.describe()}
+
+
+def _name(family: Metric) -> str:
+    return family.name + ("_total" if family.type == "counter" else "")
 
 
 def test_page_lists_every_metric_with_its_labels() -> None:
-    metrics, told = Metrics(), listed()
-    there = shown(metrics)
-    assert {name for name in told if name.startswith("phalanx_")} == set(there)
-    for name, metric in there.items():
-        if told[name]:
-            metric.labels(**dict.fromkeys(told[name], "x"))  # raises where these are not its labels
-        assert [family.samples for family in metric.collect()] != [[]], f"{name} has labels that the page leaves out"
-    of_registry = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
-    assert set(told) <= of_registry, "those of the process too"
+    metrics, documented = Metrics(), documented_metrics()
+    own = own_metrics(metrics)
+    assert {name for name in documented if name.startswith("phalanx_")} == set(own)
+    for name, metric in own.items():
+        if documented[name]:
+            metric.labels(**dict.fromkeys(documented[name], "x"))  # raises for other label names
+        assert [family.samples for family in metric.collect()] != [[]], f"{name} has undocumented labels"
+    assert set(documented) <= {_name(family) for family in metrics.registry.collect()}, "including metrics of the process"
 
 
 def test_alerts_and_samples_use_existing_metrics() -> None:
     files = [*ROOT.glob("manifests/**/*.yaml"), *ROOT.glob("manifests/**/*.yml")]
-    named = {name for path in files for name in re.findall(r"\b(phalanx_operator_\w+)", path.read_text())}
-    assert named and named <= set(shown(Metrics()))
+    used = {name for path in files for name in re.findall(r"\b(phalanx_operator_\w+)", path.read_text())}
+    assert used and used <= set(own_metrics(Metrics()))
 
 
 async def test_only_written_status_is_counted() -> None:
@@ -64,36 +68,36 @@ async def test_only_written_status_is_counted() -> None:
     await world.settle()
     written = sum("inferenceservices/status" in call for call in world.kube.calls)
     assert count() == written > 0
-    await world.look()
+    await world.reconcile()
     assert count() == written
 
 
 @pytest.mark.parametrize("error", [Denied, Gone, TimeoutError, ZeroDivisionError])
-async def test_a_look_that_fails_is_counted_under_its_error(error: type[Exception]) -> None:
+async def test_failing_reconcile_is_counted_by_error(error: type[Exception]) -> None:
     async def fail(_: Key) -> float | None:
         raise error("no")
 
     metrics = Metrics()
     loop = Loop(fail, metrics)
     for times in (1, 2):
-        await loop.look(KEY)
+        await loop.run_once(KEY)
         labels = {"error": error.__name__}
         assert metrics.registry.get_sample_value("phalanx_operator_reconcile_errors_total", labels) == times
     assert metrics.registry.get_sample_value("phalanx_operator_reconcile_seconds_count") == 2
-    assert metrics.registry.get_sample_value("phalanx_operator_queue_keys") == 0, "it waits before it is due again"
+    assert metrics.registry.get_sample_value("phalanx_operator_queue_keys") == 0, "the retry is not due yet"
 
 
 async def test_service_is_queued_from_due_until_taken() -> None:
     taken, now, metrics = asyncio.Event(), 0.0, Metrics()
 
-    async def look(_: Key) -> float | None:
+    async def reconcile(_: Key) -> float | None:
         taken.set()
         return 600.0
 
     def queue() -> float | None:
         return metrics.registry.get_sample_value("phalanx_operator_queue_keys")
 
-    loop = Loop(look, metrics, clock=lambda: now)
+    loop = Loop(reconcile, metrics, clock=lambda: now)
     loop.wake(KEY, after_s=1.0)
     assert queue() == 0
     now = 1.0
@@ -113,33 +117,33 @@ NAMES = (
 
 
 def gauges(world: World) -> tuple[float | None, ...]:
-    """Groups that stay, are ready, are emptied, are hot, and are needed by the load."""
+    """Returns the service's gauges in the order of NAMES."""
     labels = dict(zip(("namespace", "service"), KEY, strict=True))
     return tuple(world.metrics.registry.get_sample_value(name, labels) for name in NAMES)
 
 
 async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     world = World(replicas=3, autoscaling={"maxReplicas": 9, "mode": "Advisory", "targets": {"itlP95Ms": 100}})
-    world.now = "2026-01-01T00:20:00Z"  # groups that start have not had their time yet
+    world.now = "2026-01-01T00:20:00Z"  # before the start-up time of groups has passed
     assert gauges(world) == (None,) * 5
-    await world.look()
+    await world.reconcile()
     world.cluster.start_pods(ready=False)
-    await world.look()
-    assert gauges(world) == (3, 0, 0, 0, None), "no group has told how fast it is"
+    await world.reconcile()
+    assert gauges(world) == (3, 0, 0, 0, None), "no group has reported its speed"
     world.cluster.start_router_pods()
     await world.settle()
     assert gauges(world) == (3, 3, 0, 0, None)
     hot = Hotspot(group=min(world.groups), cause="kv", signal=0.95, median=0.5, since_s=12.0, action="migrate")
     world.clock = 100.0
-    world.routers.says = summary(*map(group, world.groups), rate=rate_for(1.2), hotspots=[hot])
+    world.routers.summary = summary(*map(group, world.groups), rate=rate_for(1.2), hotspots=[hot])
     await world.change(replicas=2)
-    await world.look()
-    await world.look()
+    await world.reconcile()
+    await world.reconcile()
     (victim,) = world.draining()
     assert gauges(world) == (2, 2, 1, 1, 2)
-    world.routers.says = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), emptied=[victim])
+    world.routers.summary = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), emptied=[victim])
     await world.settle()
     assert gauges(world) == (2, 2, 0, 0, 2)
     del world.kube.objects["inferenceservices", *KEY]
-    await world.look()
+    await world.reconcile()
     assert gauges(world) == (None,) * 5

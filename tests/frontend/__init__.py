@@ -1,4 +1,4 @@
-"""Tests of the OpenAI door. `openai_suite` is also run by the tests of runtime, router and cluster."""
+"""Tests of the API server. Tests of runtime, router and cluster run `openai_suite` too."""
 
 import pytest
 

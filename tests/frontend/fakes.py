@@ -1,4 +1,4 @@
-"""A backend that plays scripts, and a tiny model for the door. Anyone who tests something that holds a door may use them."""
+"""A backend that plays scripts, and a tiny model, for all tests with an API server."""
 
 import asyncio
 import hashlib
@@ -13,10 +13,12 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 
 Step = Delta | KeepAlive | asyncio.Event | Exception
-"""Given out, waited for, or raised."""
+"""A step of a script: an item to yield, an event to wait for, or an error to raise."""
 Script = Callable[[wire.Request], Iterable[Step]]
 
 EOS = "<eos>"
+MIXED_TEXT = "once 🦊 upon STOP a\n\n time 🦊"
+"""An answer with multi-byte characters, a stop string and an empty line."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -41,7 +43,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_tokenizer_json() -> bytes:
-    """The tokenizer.json of `tiny_tokenizer`, with a post-processor that adds <bos>."""
+    """Returns the tokenizer.json of `tiny_tokenizer`, with a post-processor that adds <bos>."""
     document = json.loads(tiny_tokenizer().to_str())
     bos = {"id": "<bos>", "ids": [tiny_tokenizer().token_to_id("<bos>")], "tokens": ["<bos>"]}
     single = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -61,7 +63,7 @@ def tiny_assets(
     without: Sequence[str] = (),
     vocab_size: int | None = None,
 ) -> wire.Assets:
-    """What a door needs of a model that exists only in tests."""
+    """Returns the assets of a model that exists only in tests."""
     config: dict[str, object] = {"bos_token": "<bos>", "eos_token": {"content": EOS}}
     files = {"tokenizer.json": tiny_tokenizer_json(), "tokenizer_config.json": json.dumps(config).encode()}
     if chat_template is not None:
@@ -74,48 +76,46 @@ def tiny_assets(
 
 
 def eos_id() -> int:
-    """Id of the token that ends a text."""
+    """Returns the id of the end-of-sequence token."""
     return int(tiny_tokenizer().get_vocab()[EOS])
 
 
 def token_ids(text: str) -> list[int]:
-    """Ids of a text, without special tokens."""
+    """Returns the ids of a text, without special tokens."""
     ids: list[int] = tiny_tokenizer().encode(text, add_special_tokens=False).ids
     return ids
 
 
-def saying(text: str, *, finish: wire.FinishReason = "length", cached_tokens: int = 0) -> Script:
-    """Every request is answered with the tokens of this text, one delta each."""
-    return lambda request: one_by_one(token_ids(text), finish, cached_tokens)
+def text_script(text: str, *, finish: wire.FinishReason = "length", cached_tokens: int = 0) -> Script:
+    """Answers every request with the tokens of this text, one delta each."""
+    return lambda request: token_deltas(token_ids(text), finish, cached_tokens)
 
 
-def one_by_one(tokens: Sequence[int], finish: wire.FinishReason, cached_tokens: int = 0) -> list[Step]:
-    """A delta for each token; the last has the reason."""
+def token_deltas(tokens: Sequence[int], finish: wire.FinishReason, cached_tokens: int = 0) -> list[Step]:
+    """Returns a delta for each token; the last has the finish reason."""
     steps: list[Step] = [Delta(index=index, tokens=[token]) for index, token in enumerate(tokens[:-1])]
     return [*steps, Delta(index=len(tokens) - 1, tokens=[tokens[-1]], finish=finish, cached_tokens=cached_tokens)]
 
 
 @cache
 def plain_tokens() -> tuple[int, ...]:
-    """Ids whose text is printable ASCII."""
+    """Returns ids with printable ASCII text."""
     decode = tiny_tokenizer().decode
     return tuple(
         id for id in range(2, tiny_tokenizer().get_vocab_size()) if (text := decode([id])).isascii() and text.isprintable()
     )
 
 
-def drawing(request: wire.Request) -> Sequence[Step]:
-    """Tokens that depend on prompt, seed (when sampling) and index as a model's would, up to max_tokens.
-
-    A request for more than 200 tokens stays in the air after five of them: it ends only by an abort.
-    """
+def seeded_script(request: wire.Request) -> Sequence[Step]:
+    """Generates tokens that depend on prompt, seed (when sampling) and index, up to max_tokens. A request for more than 200
+    tokens hangs after five of them, until it is aborted."""
     sampling = request.sampling
     seed = sampling.seed if sampling.temperature > 0 else 0
     is_endless = sampling.max_tokens > 200
     tokens = [_draw(request.prompt, seed, index) for index in range(5 if is_endless else sampling.max_tokens)]
     if is_endless:
         return [*(Delta(index=index, tokens=[token]) for index, token in enumerate(tokens)), asyncio.Event()]
-    return one_by_one(tokens, "length")
+    return token_deltas(tokens, "length")
 
 
 def _draw(prompt: Sequence[int], seed: int, index: int) -> int:
@@ -125,7 +125,7 @@ def _draw(prompt: Sequence[int], seed: int, index: int) -> int:
 
 
 def detail_of(request: wire.Request, token: int) -> wire.TokenDetail | None:
-    """What a backend would tell of an output token: the most probable one, with those after it as the next best."""
+    """Returns the detail of an output token that is the most probable one; the next ids are the next best."""
     sampling = request.sampling
     if sampling.logprobs is None and not sampling.return_gaps:
         return None
@@ -133,7 +133,7 @@ def detail_of(request: wire.Request, token: int) -> wire.TokenDetail | None:
 
 
 def prompt_details_of(request: wire.Request) -> list[wire.TokenDetail]:
-    """What a backend would tell of the prompt."""
+    """Returns the details of the prompt's tokens."""
     count = request.sampling.prompt_logprobs
     return [] if count is None else [_detail(token, count, None) for token in request.prompt[1:]]
 
@@ -143,27 +143,27 @@ def _detail(token: int, count: int, gap: float | None) -> wire.TokenDetail:
     return wire.TokenDetail(logprob=-0.25, rank=0, top_ids=best, top_logprobs=[-0.25 - step for step in range(count)], gap=gap)
 
 
-def told(request: wire.Request, delta: Delta) -> Delta:
-    """The delta with everything that the request asked about its tokens, and about the prompt if it is the first."""
+def with_details(request: wire.Request, delta: Delta) -> Delta:
+    """Returns the delta with the requested details, those of the prompt included if it is the first."""
     details = [detail for token in delta.tokens if (detail := detail_of(request, token)) is not None]
     prompt_details = prompt_details_of(request) if delta.index == 0 else []
     return replace(delta, details=delta.details or details, prompt_details=delta.prompt_details or prompt_details)
 
 
 class FakeBackend:
-    """Plays a script for each request. `requests` are those it was given, `aborts` the ids of those closed early."""
+    """Plays a script for each request. `requests`: those received; `aborts`: ids of those closed early."""
 
-    def __init__(self, script: Script = drawing, assets: wire.Assets | None = None, not_ready: str | None = None) -> None:
+    def __init__(self, script: Script = seeded_script, assets: wire.Assets | None = None, not_ready: str | None = None) -> None:
         self.script = script
         self.current_assets: wire.Assets | None = assets or tiny_assets()
         self.reason = not_ready
         self.requests: list[wire.Request] = []
-        self.begun: dict[str, ResumableStream] = {}
+        self.resumable: dict[str, ResumableStream] = {}
         self.aborts: asyncio.Queue[str] = asyncio.Queue()
 
     async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
-        """The script's steps."""
-        wire.encode(wire.Submit(1, request))  # what no link can carry is a fault of the door
+        """Yields the script's steps."""
+        wire.encode(wire.Submit(1, request))  # an unencodable request is a fault of the API server
         self.requests.append(request)
         has_ended = False
         try:
@@ -175,25 +175,25 @@ class FakeBackend:
                     raise step
                 else:
                     has_ended = isinstance(step, Delta) and step.finish is not None
-                    yield told(request, step) if isinstance(step, Delta) else step
+                    yield with_details(request, step) if isinstance(step, Delta) else step
             has_ended = True
         finally:
             if not has_ended:
                 self.aborts.put_nowait(request.id)
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
-        """Those of the streams that `begun` holds."""
-        return {id: self.begun[id] for id in ids if id in self.begun}
+        """Returns those of the streams in `resumable`."""
+        return {id: self.resumable[id] for id in ids if id in self.resumable}
 
     async def wait_for_assets(self) -> None:
-        """At once: what is not known yet, no request waits for."""
+        """Returns at once."""
 
     def assets(self) -> wire.Assets:
-        """The model, or BackendError 503 while `current_assets` is None."""
+        """Returns the model, or raises BackendError 503 while `current_assets` is null."""
         if self.current_assets is None:
-            raise BackendError(503, "not_ready", "no group has told what it serves yet", retry_after_s=1.5)
+            raise BackendError(503, "not_ready", "no group has reported its model yet", retry_after_s=1.5)
         return self.current_assets
 
     def not_ready(self) -> str | None:
-        """The reason it was given."""
+        """Returns `reason`."""
         return self.reason

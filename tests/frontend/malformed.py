@@ -1,4 +1,4 @@
-"""Requests that no door may serve, drawn from a seed: every one of them is wrong in at least one way."""
+"""Random invalid requests: each is wrong in at least one way."""
 
 import json
 import random
@@ -12,7 +12,7 @@ HUGE = 10**400
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """One request, and what is wrong with it."""
+    """One request, and its fault."""
 
     why: str
     path: str
@@ -75,9 +75,9 @@ BAD: dict[str, dict[str, list[Any]]] = {
 
 
 def malformed(seed: int, max_body_bytes: int) -> Iterator[Malformed]:
-    """Without end. A body of more than `max_body_bytes` is among what is wrong."""
+    """Yields requests without end. Some bodies are larger than `max_body_bytes`."""
     draw = random.Random(seed)
-    ways: list[Callable[[random.Random, str], Malformed]] = [
+    faults: list[Callable[[random.Random, str], Malformed]] = [
         _bad_field, _bad_field, _bad_field, _bad_field, _bad_fields, _missing, _no_object, _cut, _noise, _no_utf8, _deep,
         _wrong_type, _wrong_place,
     ]  # fmt: skip
@@ -86,7 +86,7 @@ def malformed(seed: int, max_body_bytes: int) -> Iterator[Malformed]:
         if draw.random() < 0.01:
             yield Malformed("too large", path, b'{"prompt": "' + b"x" * max_body_bytes + b'"}')
         else:
-            yield draw.choice(ways)(draw, path)
+            yield draw.choice(faults)(draw, path)
 
 
 def _encoded(document: object) -> bytes:
@@ -106,7 +106,7 @@ def _bad_fields(draw: random.Random, path: str) -> Malformed:
 
 
 def _missing(draw: random.Random, path: str) -> Malformed:
-    return Malformed("what is asked is missing", path, _encoded({"max_tokens": 2} if draw.random() < 0.5 else {}))
+    return Malformed("the prompt is missing", path, _encoded({"max_tokens": 2} if draw.random() < 0.5 else {}))
 
 
 def _no_object(draw: random.Random, path: str) -> Malformed:
@@ -163,13 +163,14 @@ def _wrong_place(draw: random.Random, path: str) -> Malformed:
     )
 
 
-# Every place of a body where a client may write text, read from /openapi.json
+# Every text field of a body, from /openapi.json
 
 Schema = Mapping[str, Any]
 
 
 def bodies_with(text: str, path: str, openapi: Schema) -> Iterator[tuple[bytes, bool]]:
-    """Bodies of a route that differ in where this text is, and whether it is a field's own: anything may be in an open object."""
+    """Returns bodies of a route that differ in this text, and whether the text is a declared field: open objects accept
+    anything."""
     content = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     parts = openapi["components"]["schemas"]
     for body, is_own in _with(text, content["schema"], parts):
@@ -200,7 +201,7 @@ def _with(text: str, schema: Schema, parts: Schema) -> Iterator[tuple[Any, bool]
 
 
 def _least(schema: Schema, parts: Schema) -> Any:
-    """A valid value."""
+    """Returns a valid value."""
     match schema:
         case {"$ref": str(name)}:
             return _least(parts[name.rpartition("/")[2]], parts)

@@ -7,36 +7,36 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import CompletionUsage
 
-from phalanx_api.wire.router import mix
-from tests.frontend.openai_target import PROMPT, Asked, Target, complete
+from phalanx_api.wire.router import choice_seed
+from tests.frontend.openai_target import PROMPT, SuiteFixtures, Target, complete
 
 PROMPTS = [PROMPT, f"{PROMPT}, there was", "The"]
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
-    """What a request used of its own: how much of its prompts lay in a cache depends on the group that got it."""
+class TokenUsage:
+    """Usage without cached tokens, which depend on the group."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
-def used(usage: CompletionUsage | None) -> Used:
-    """The usage that an answer told."""
+def usage_of(usage: CompletionUsage | None) -> TokenUsage:
+    """Returns the usage of an answer."""
     assert usage is not None
-    return Used(usage.prompt_tokens, usage.completion_tokens)
+    return TokenUsage(usage.prompt_tokens, usage.completion_tokens)
 
 
-async def texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Used]:
-    """Text by index of the choice, and the usage."""
+async def texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], TokenUsage]:
+    """Returns texts by index of the choice, and the usage."""
     fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
     answer = await client.completions.create(**fields)
     assert all(choice.finish_reason for choice in answer.choices)
-    return {choice.index: choice.text for choice in answer.choices}, used(answer.usage)
+    return {choice.index: choice.text for choice in answer.choices}, usage_of(answer.usage)
 
 
-async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], Used]:
-    """The same, streamed and put together."""
+async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> tuple[dict[int, str], TokenUsage]:
+    """Returns the same, joined from a stream."""
     fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
     found: dict[int, str] = {}
     ended: set[int] = set()
@@ -48,16 +48,18 @@ async def streamed_texts(client: AsyncOpenAI, target: Target, **fields: Any) -> 
             ended |= {choice.index} if choice.finish_reason else set()
         usage = chunk.usage
     assert ended == set(found)
-    return found, used(usage)
+    return found, usage_of(usage)
 
 
-class ChoiceSuite(Asked):
-    """What a server does that is asked for more than one text at once."""
+class ChoiceSuite(SuiteFixtures):
+    """Requests with several choices."""
 
     @pytest.mark.usefixtures("exact")
     async def test_choice_i_of_n_equals_its_seed_alone(self, target: Target, client: AsyncOpenAI) -> None:
         found, usage = await texts(client, target, n=3, temperature=1.2, seed=5)
-        alone = [await complete(client, target, max_tokens=8, temperature=1.2, seed=mix(5, choice)) for choice in range(3)]
+        alone = [
+            await complete(client, target, max_tokens=8, temperature=1.2, seed=choice_seed(5, choice)) for choice in range(3)
+        ]
         assert found == {index: ended.text for index, ended in enumerate(alone)}
         assert len(set(found.values())) > 1
         assert usage.prompt_tokens == alone[0].prompt_tokens
@@ -89,8 +91,8 @@ class ChoiceSuite(Asked):
     @pytest.mark.usefixtures("exact")
     async def test_prompts_may_be_lists_of_token_ids(self, target: Target, client: AsyncOpenAI) -> None:
         async with target.http() as http:
-            told = [(await http.post("/tokenize", json={"prompt": prompt})).json()["tokens"] for prompt in PROMPTS]
-        assert await texts(client, target, prompt=told) == await texts(client, target, prompt=PROMPTS)
+            token_ids = [(await http.post("/tokenize", json={"prompt": prompt})).json()["tokens"] for prompt in PROMPTS]
+        assert await texts(client, target, prompt=token_ids) == await texts(client, target, prompt=PROMPTS)
 
     @pytest.mark.usefixtures("exact")
     async def test_choices_stream_side_by_side(self, target: Target, client: AsyncOpenAI) -> None:
@@ -109,6 +111,6 @@ class ChoiceSuite(Asked):
             for choice in chunk.choices:
                 contents[choice.index] = contents.get(choice.index, "") + (choice.delta.content or "")
                 roles.setdefault(choice.index, []).append(choice.delta.role)
-        assert all(told[0] == "assistant" and not any(told[1:]) for told in roles.values())
+        assert all(first == "assistant" and not any(rest) for first, *rest in roles.values())
         if target.is_exact:
             assert contents == {choice.index: choice.message.content for choice in whole.choices}

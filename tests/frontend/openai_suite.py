@@ -1,4 +1,4 @@
-"""What any OpenAI server of ours must do, told by the real client. Holds for every model and every backend.
+"""Requirements on every OpenAI server of Phalanx, checked with the real client, for any model and backend.
 
     @pytest.fixture(scope="module")
     def target() -> Iterator[Target]:
@@ -8,10 +8,9 @@
     class TestMyServer(OpenAISuite):
         ...  # everything in the suite
 
-`Target.is_exact` says that equal requests give equal tokens (fp32); without it the tests that compare texts are skipped;
-`Target.is_model` that a model stands behind it, whose logprobs mean something.
-A request for `long_tokens` must still run when the client has seen its first token. Only one server process may stand
-behind the URL: the tests of aborts read its /metrics.
+`Target.is_exact`: equal requests give equal tokens (fp32); otherwise tests that compare texts are skipped. `Target.is_model`: a
+real model with meaningful logprobs. A request for `long_tokens` must outlast the arrival of its first token. The URL must lead to
+one server process: the tests of aborts read its /metrics.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ from tests.frontend.openai_target import (
     complete,
     complete_streamed,
     metric,
+    metric_reaches,
     raw_request,
-    until_metric,
 )
 from tests.frontend.openai_tokens import TokenSuite
 
 
 class OpenAISuite(ChoiceSuite, TokenSuite):
-    """Give it a `target` fixture."""
+    """Needs a `target` fixture."""
 
     async def test_models_lists_the_served_name_and_its_context(self, target: Target, client: AsyncOpenAI) -> None:
         cards = {card.id: card async for card in client.models.list()}
@@ -73,9 +72,9 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
     @pytest.mark.usefixtures("exact")
     async def test_token_id_prompt_equals_its_text_prompt(self, target: Target, client: AsyncOpenAI) -> None:
         async with target.http() as http:
-            told = (await http.post("/tokenize", json={"model": target.model, "prompt": PROMPT})).json()
-        assert told["count"] == len(told["tokens"])
-        assert await complete(client, target, prompt=told["tokens"]) == await complete(client, target)
+            tokenized = (await http.post("/tokenize", json={"model": target.model, "prompt": PROMPT})).json()
+        assert tokenized["count"] == len(tokenized["tokens"])
+        assert await complete(client, target, prompt=tokenized["tokens"]) == await complete(client, target)
 
     @pytest.mark.usefixtures("exact")
     @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
@@ -185,14 +184,14 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         )
         await anext(aiter(stream))
         await stream.close()
-        await until_metric(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
+        await metric_reaches(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
 
     @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
     async def test_a_lost_client_aborts_its_request(self, target: Target, is_streamed: bool) -> None:
         before = await metric(target, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
         async with raw_request(target, {"max_tokens": target.long_tokens, "stream": is_streamed}):
-            await until_metric(target, 1, f"{target.metrics_prefix}_requests_in_progress")
-        await until_metric(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
+            await metric_reaches(target, 1, f"{target.metrics_prefix}_requests_in_progress")
+        await metric_reaches(target, before + 1, f"{target.metrics_prefix}_requests_finished_total", finished_reason="abort")
 
     async def test_server_reports_readiness(self, target: Target) -> None:
         async with target.http() as http:

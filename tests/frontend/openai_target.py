@@ -1,4 +1,4 @@
-"""A server under test, and how it is asked."""
+"""A server under test, and its clients."""
 
 import asyncio
 import json
@@ -12,36 +12,38 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.polling import until
+
 PROMPT = "Once upon a time"
 PATIENCE_S = 60.0
-"""Bound of any one wait: a hang fails, a slow machine does not."""
+"""Timeout of each request, long enough for a slow machine."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server under test. `base_url` has no /v1."""
+    """A server under test, and the features that its model has."""
 
-    base_url: str
+    base_url: str  # without /v1
     model: str
     has_chat: bool = True
-    is_exact: bool = True
-    long_tokens: int = 220
+    is_exact: bool = True  # equal requests give equal tokens
+    long_tokens: int = 220  # a request for this many outlasts the arrival of its first token
     metrics_prefix: str = "phalanx"
-    is_model: bool = False
+    is_model: bool = False  # a real model, with meaningful logprobs
 
     def client(self) -> AsyncOpenAI:
-        """The real client, without retries."""
+        """Returns the real client, without retries."""
         http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
         return AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S, http_client=http)
 
     def http(self) -> httpx.AsyncClient:
-        """A plain HTTP client, for what the real one hides."""
+        """Returns a plain HTTP client, for requests and headers that the real one does not expose."""
         return httpx.AsyncClient(base_url=self.base_url, timeout=PATIENCE_S, verify=False, trust_env=False)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """An answer to its end, streamed or not."""
+    """A complete answer."""
 
     text: str
     finish: str | None
@@ -50,7 +52,7 @@ class Ended:
 
 
 async def complete(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
-    """A completion, not streamed."""
+    """Returns a completion that is not streamed."""
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
     answer = await client.completions.create(model=target.model, **fields)
     assert answer.usage is not None
@@ -59,7 +61,7 @@ async def complete(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
 
 
 async def complete_streamed(client: AsyncOpenAI, target: Target, **fields: Any) -> Ended:
-    """The same completion, streamed and put together."""
+    """Returns the same completion, joined from a stream."""
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
     stream = await client.completions.create(model=target.model, stream=True, stream_options={"include_usage": True}, **fields)
     text, finish, usage = "", None, None
@@ -74,24 +76,26 @@ async def complete_streamed(client: AsyncOpenAI, target: Target, **fields: Any) 
 
 
 async def metric(target: Target, name: str, **labels: str) -> float:
-    """Sum of a family's samples that have these labels."""
+    """Returns the sum of a family's samples with these labels."""
     async with target.http() as http:
         lines = (await http.get("/metrics")).text.splitlines()
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted)]
+    pairs = [f'{key}="{value}"' for key, value in labels.items()]
+    samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in pairs)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
 
-async def until_metric(target: Target, at_least: float, name: str, **labels: str) -> None:
-    """Returns once the metric has got there; TimeoutError when it never does."""
-    async with asyncio.timeout(PATIENCE_S):
-        while await metric(target, name, **labels) < at_least:
-            pass
+async def metric_reaches(target: Target, at_least: float, name: str, **labels: str) -> None:
+    """Waits until `metric` returns at least this value."""
+
+    async def has_reached() -> bool:
+        return await metric(target, name, **labels) >= at_least
+
+    await until(has_reached)
 
 
 @asynccontextmanager
 async def raw_request(target: Target, fields: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """A completion over a socket of its own, cut without any farewell at the end of the block."""
+    """Opens a completion over its own socket, which is cut at the end of the block."""
     url = httpx.URL(target.base_url)
     reader, writer = await asyncio.open_connection(url.host, url.port or 80)
     body = json.dumps({"model": target.model, "prompt": PROMPT, "ignore_eos": True, **fields}).encode()
@@ -108,8 +112,8 @@ async def raw_request(target: Target, fields: dict[str, Any]) -> AsyncIterator[a
         writer.transport.abort()
 
 
-class Asked:
-    """Fixtures of all suites. Give it a `target` fixture."""
+class SuiteFixtures:
+    """Fixtures of all suites. Needs a `target` fixture."""
 
     @pytest.fixture
     async def client(self, target: Target) -> AsyncIterator[AsyncOpenAI]:

@@ -1,4 +1,4 @@
-"""Requests to a door over a script, without a server between."""
+"""Requests to an API server over a script, without a socket."""
 
 import json
 from collections.abc import AsyncIterator
@@ -18,25 +18,25 @@ PATIENCE_S = 30
 
 @asynccontextmanager
 async def client_of(backend: FakeBackend, limits: Limits | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an app over this backend."""
+    """Yields a client of an app over this backend."""
     transport = httpx.ASGITransport(create_app(backend, limits=limits), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
         yield client
 
 
 async def post(backend: FakeBackend, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-    """The answer to one request; a completion of "x" unless told otherwise."""
+    """Returns the answer to one request, by default a completion of "x"."""
     async with client_of(backend) as client:
-        # Written here and not by the client, which refuses to send half a character.
+        # Encoded here: the client refuses to send half a surrogate pair.
         body = json.dumps({"prompt": "x", **fields} if path == "/v1/completions" else fields)
         return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
 def scripted(*steps: Step) -> FakeBackend:
-    """Every request plays these steps."""
+    """Plays these steps for every request."""
     return FakeBackend(lambda request: steps)
 
 
 def events(answer: httpx.Response) -> list[str]:
-    """The data of an answer's events."""
+    """Returns the data of an answer's events."""
     return [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]

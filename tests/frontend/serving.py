@@ -1,4 +1,4 @@
-"""A real HTTP server for an app, on a port of the system's choice."""
+"""A real HTTP server for an app, on a free port."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
 
 
 def _listener() -> socket.socket:
-    """A socket whose queue holds connections until the server has started."""
+    """Returns a socket that queues connections until the server has started."""
     return socket.create_server(("127.0.0.1", 0))
 
 
@@ -25,7 +25,7 @@ def _url(listener: socket.socket) -> str:
 
 @asynccontextmanager
 async def served(app: FastAPI) -> AsyncIterator[str]:
-    """The URL where the app answers, in the test's own event loop."""
+    """Yields the URL of the app, served in the test's event loop."""
     listener, server = _listener(), _server(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -37,8 +37,8 @@ async def served(app: FastAPI) -> AsyncIterator[str]:
 
 
 @contextmanager
-def served_apart(app: FastAPI) -> Iterator[str]:
-    """The URL where the app answers, in a thread and event loop of its own: for fixtures that outlive a test."""
+def served_in_thread(app: FastAPI) -> Iterator[str]:
+    """Yields the URL of the app, served in a thread with its own event loop, for fixtures of a module."""
     listener, server = _listener(), _server(app)
     url = _url(listener)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

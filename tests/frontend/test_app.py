@@ -1,4 +1,4 @@
-"""The door over scripts: what its backend is asked and what the client gets."""
+"""The API server over scripts."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import Delta, KeepAlive
-from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, saying, tiny_assets, token_ids
+from tests.frontend.fakes import FakeBackend, Step, eos_id, text_script, tiny_assets, token_deltas, token_ids
 from tests.frontend.openai_target import Target, raw_request
 from tests.frontend.posting import PATIENCE_S, events, post, scripted
 from tests.frontend.serving import served
@@ -77,14 +77,14 @@ async def test_tokens_that_come_together_leave_together() -> None:
 
 async def test_a_piece_that_waits_for_its_rest_sends_nothing() -> None:
     fox = token_ids("🦊")
-    answer = await post(scripted(*one_by_one(fox, "length")), stream=True)
+    answer = await post(scripted(*token_deltas(fox, "length")), stream=True)
     assert len(fox) > 1
     assert [json.loads(event)["choices"][0]["text"] for event in events(answer)[:-1]] == ["🦊"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_usage_counts_cached_and_generated_tokens(path: str) -> None:
-    backend = FakeBackend(lambda request: one_by_one([*token_ids("ab"), eos_id()], "stop", cached_tokens=4))
+    backend = FakeBackend(lambda request: token_deltas([*token_ids("ab"), eos_id()], "stop", cached_tokens=4))
     fields = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     whole = (await post(backend, path, **fields)).json()
     streamed = await post(backend, path, **fields, stream=True, stream_options={"include_usage": True})
@@ -117,7 +117,7 @@ async def test_openai_client_ignores_comments_between_events() -> None:
 
 
 async def test_a_stop_string_aborts_the_rest() -> None:
-    backend = FakeBackend(saying("once upon a time"))
+    backend = FakeBackend(text_script("once upon a time"))
     answer = (await post(backend, stop=" time", max_tokens=50)).json()
     assert answer["choices"][0] == {
         "index": 0, "text": "once upon a", "logprobs": None, "finish_reason": "stop", "stop_reason": " time"

@@ -1,4 +1,4 @@
-"""The door over scripts that fail, and bodies that it refuses: every error has OpenAI's form."""
+"""Failing scripts and refused bodies: every error has OpenAI's form."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Log lines: JSON, with the request's id, and nothing that a request's body says."""
+"""Log lines: JSON with the request's id, without contents of its body."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ async def test_log_lines_contain_ids_and_no_request_text(caplog: pytest.LogCaptu
     keys = ApiKeys([ApiKey("alice", f"sk-{SECRET}")])
     transport = httpx.ASGITransport(create_app(backend, keys=keys), raise_app_exceptions=False)
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://door", headers={"authorization": f"Bearer sk-{SECRET}"}
+        transport=transport, base_url="http://api-server", headers={"authorization": f"Bearer sk-{SECRET}"}
     ) as client:
         bodies: list[tuple[str, Any]] = [
             ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}),
@@ -65,10 +65,10 @@ async def test_log_lines_contain_ids_and_no_request_text(caplog: pytest.LogCaptu
         await client.post("/v1/completions", json={"prompt": SECRET}, headers={"x-request-id": "gone"})
         await client.post("/v1/completions", content=f'{{"prompt": "{SECRET}'.encode(), headers={"x-request-id": "cut"})
         await client.post("/v1/models", headers={"authorization": f"Bearer {SECRET}", "x-request-id": "eve"})
-    ours = [line for line in lines(caplog) if str(line["logger"]).startswith("phalanx")]
-    ended = [line for line in ours if line["message"] == "request ended"]
+    own_lines = [line for line in lines(caplog) if str(line["logger"]).startswith("phalanx")]
+    ended = [line for line in own_lines if line["message"] == "request ended"]
     assert [line["request_id"] for line in ended] == [*(f"id-{n}" for n in range(len(bodies))), "bug", "gone", "cut", "eve"]
     assert [line["status"] for line in ended] == [200, 200, 400, 404, 200, 400, 200, 200, 404, 500, 503, 400, 401]
     assert {line["api_key"] for line in ended} == {"alice", None}
-    assert any(line["message"] == "request failed" and "trace" in line for line in ours)
-    assert SECRET not in json.dumps(ours)
+    assert any(line["message"] == "request failed" and "trace" in line for line in own_lines)
+    assert SECRET not in json.dumps(own_lines)

@@ -1,4 +1,4 @@
-"""2,000 requests that no door may serve: each gets a 4xx in OpenAI's form, and none reaches the backend."""
+"""2,000 invalid requests: each gets a 4xx in OpenAI's form, and no backend receives one."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 500_000
 
 def client_of(backend: FakeBackend) -> httpx.AsyncClient:
     app = create_app(backend, limits=Limits(max_body_bytes=MAX_BODY_BYTES))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api-server")
 
 
 async def test_fuzz_seed_requests_are_served() -> None:

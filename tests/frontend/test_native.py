@@ -1,4 +1,4 @@
-"""Our own API over scripts: /v1/generate, /v1/batch, /v1/metrics."""
+"""The native API over scripts: /v1/generate, /v1/batch, /v1/metrics."""
 
 import asyncio
 import json
@@ -14,15 +14,15 @@ from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import MAX_MESSAGE_CHARS
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.native.routes import MAX_BATCH, metrics_document
-from tests.frontend.fakes import FakeBackend, eos_id, saying, token_ids
+from tests.frontend.fakes import FakeBackend, eos_id, text_script, token_ids
+from tests.frontend.posting import FULL
 from tests.frontend.serving import served
-
-FULL = BackendError(429, "queue_full", "too many requests wait", retry_after_s=2.2)
+from tests.polling import until
 
 
 def client_of(backend: FakeBackend, keys: list[ApiKey] | None = None) -> httpx.AsyncClient:
     app = create_app(backend, keys=ApiKeys(keys or []))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://door")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://api-server")
 
 
 async def generate(backend: FakeBackend, **fields: Any) -> httpx.Response:
@@ -42,7 +42,7 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 async def test_a_generation_answers_text_and_tokens() -> None:
-    backend = FakeBackend(saying("once upon a time"))
+    backend = FakeBackend(text_script("once upon a time"))
     answer = await generate(
         backend, prompt="the fox", max_tokens=30, temperature=0.5, top_p=0.9, priority=-2, tenant="t", deadline_ms=5
     )
@@ -57,9 +57,9 @@ async def test_a_generation_answers_text_and_tokens() -> None:
     assert body["prompt_tokens"] == 1 + len(token_ids("the fox")) and body["finish_reason"] == "length"
     assert body["latency_ms"] > 0
     assert body["throughput_tokens_per_sec"] == pytest.approx(len(tokens) / body["latency_ms"] * 1000)
-    asked = backend.requests[0]
-    assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (30, 0.5, 0.9)
-    assert (asked.priority, asked.tenant, asked.deadline_ms) == (-2, "t", 5)
+    received = backend.requests[0]
+    assert (received.sampling.max_tokens, received.sampling.temperature, received.sampling.top_p) == (30, 0.5, 0.9)
+    assert (received.priority, received.tenant, received.deadline_ms) == (-2, "t", 5)
 
 
 async def test_token_ids_are_a_prompt_as_they_are() -> None:
@@ -87,7 +87,7 @@ async def test_a_stream_carries_each_piece_and_then_the_whole() -> None:
 
 
 async def test_a_stop_string_cuts_text_and_tokens() -> None:
-    body = (await generate(FakeBackend(saying("once STOP here")), prompt="x", stop="STOP")).json()
+    body = (await generate(FakeBackend(text_script("once STOP here")), prompt="x", stop="STOP")).json()
     assert body["text"] == "once " and body["finish_reason"] == "stop"
     assert len(body["token_ids"]) == body["generated_tokens"] < len(token_ids("once STOP here"))
 
@@ -157,11 +157,10 @@ async def test_unexpected_failure_is_a_500(script: list[Any]) -> None:
 async def test_disconnect_aborts_the_clients_requests(path: str, body: dict[str, Any]) -> None:
     backend = FakeBackend()
     async with served(create_app(backend)) as url, httpx.AsyncClient(base_url=url) as client:
-        asking = asyncio.create_task(client.post(path, json=body))
+        posting = asyncio.create_task(client.post(path, json=body))
+        await until(lambda: len(backend.requests) == len(body.get("requests", "1")))
+        posting.cancel()
         async with asyncio.timeout(30):
-            while len(backend.requests) < len(body.get("requests", "1")):
-                await asyncio.sleep(0.01)
-            asking.cancel()
             for _ in backend.requests:
                 await backend.aborts.get()
 
@@ -226,7 +225,7 @@ async def test_a_key_bounds_the_priority_here_too() -> None:
 
 
 async def test_metrics_sum_and_average_ended_requests() -> None:
-    backend = FakeBackend(saying("abc", cached_tokens=1))
+    backend = FakeBackend(text_script("abc", cached_tokens=1))
     num_tokens = len(token_ids("abc"))
     async with client_of(backend) as client:
         assert (await client.get("/v1/metrics")).json() == {
@@ -236,10 +235,10 @@ async def test_metrics_sum_and_average_ended_requests() -> None:
         await client.post("/v1/generate", json={"prompt": "x"})
         await client.post("/v1/completions", json={"prompt": "x"})
         await client.post("/v1/batch", json={"requests": [{"prompt": "x"}] * 2})
-        told = (await client.get("/v1/metrics")).json()
-    assert (told["total_requests"], told["total_tokens_generated"]) == (4, 4 * num_tokens)
-    assert told["cache_hit_rate"] == pytest.approx(4 / (4 * 2))
-    assert told["avg_throughput_tokens_per_sec"] == pytest.approx(num_tokens / told["avg_latency_ms"] * 1000)
+        document = (await client.get("/v1/metrics")).json()
+    assert (document["total_requests"], document["total_tokens_generated"]) == (4, 4 * num_tokens)
+    assert document["cache_hit_rate"] == pytest.approx(4 / (4 * 2))
+    assert document["avg_throughput_tokens_per_sec"] == pytest.approx(num_tokens / document["avg_latency_ms"] * 1000)
 
 
 def test_memory_is_reported_per_rank() -> None:
@@ -256,8 +255,8 @@ def test_memory_is_reported_per_rank() -> None:
         for rank in range(2)
     ]
     assert metrics_document(HealthTotals(proposed=8, accepted=6), (), None)["acceptance_rate"] == 0.75
-    told = metrics_document(HealthTotals(), accounts, 8)
-    assert told["kv_bytes_per_token"] == 8
-    assert told["memory"][1] == {
+    document = metrics_document(HealthTotals(), accounts, 8)
+    assert document["kv_bytes_per_token"] == 8
+    assert document["memory"][1] == {
         "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50, "total_bytes": 100
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The door and the model it stands for: where it comes from, health, tokens and text, metrics."""
+"""The API server and its model: assets, health, tokenization, metrics."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
 from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache
-from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, saying, tiny_assets, tiny_tokenizer, token_ids
+from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, text_script, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.posting import FULL, client_of
 
 
@@ -51,8 +51,8 @@ async def test_api_server_follows_the_served_model() -> None:
     async with client_of(backend) as client:
         assert (await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})).json()["model"] == "tiny"
         backend.current_assets = tiny_assets(names=["org/next", "next"])
-        gone = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert (await client.post("/v1/completions", json={"prompt": "x"})).json()["model"] == "org/next"
         assert (await client.post("/v1/completions", json={"model": "next", "prompt": "x"})).json()["model"] == "next"
         assert (await client.get("/v1/models/org/next")).json()["id"] == "org/next"
@@ -64,12 +64,12 @@ async def test_model_created_time_is_its_first_appearance() -> None:
     backend, times = FakeBackend(), iter(range(100, 200))
     registry = CollectorRegistry()
     metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx")
-    door = ServerContext(backend=backend, metrics=metrics, limits=Limits(), unix_s=lambda: next(times))
-    first, again = model_card(door, door.assets(), "tiny"), model_card(door, (await door.model()).assets, "tiny")
+    server = ServerContext(backend=backend, metrics=metrics, limits=Limits(), unix_s=lambda: next(times))
+    first, again = model_card(server, server.assets(), "tiny"), model_card(server, (await server.model()).assets, "tiny")
     assert first["created"] == again["created"] == 100
     backend.current_assets = tiny_assets(names=["next"])
-    await door.warm()
-    assert model_card(door, door.assets(), "next")["created"] == 101
+    await server.warm()
+    assert model_card(server, server.assets(), "next")["created"] == 101
 
 
 async def test_tokens_of_messages_count_their_tools() -> None:
@@ -79,9 +79,9 @@ async def test_tokens_of_messages_count_their_tools() -> None:
     backend = FakeBackend(assets=tiny_assets(chat_template=template))
     async with client_of(backend) as client:
         bare = (await client.post("/tokenize", json=body)).json()["tokens"]
-        told = (await client.post("/tokenize", json={**body, "tools": [tool]})).json()["tokens"]
+        tokenized = (await client.post("/tokenize", json={**body, "tools": [tool]})).json()["tokens"]
         await client.post("/v1/chat/completions", json={**body, "tools": [tool], "max_tokens": 1})
-        assert backend.requests[0].prompt == told and len(told) > len(bare)
+        assert backend.requests[0].prompt == tokenized and len(tokenized) > len(bare)
         twice = await client.post("/tokenize", json={**body, "tools": [tool, tool]})
         assert (twice.status_code, twice.json()["error"]["param"]) == (400, "tools[1].function.name")
         alone = await client.post("/tokenize", json={"prompt": "once", "tools": [tool]})
@@ -122,10 +122,10 @@ async def test_models_load_once_and_least_recent_is_evicted() -> None:
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:
     async with client_of(FakeBackend()) as client:
-        told = (await client.post("/tokenize", json={"prompt": "once upon", "return_token_strs": True})).json()
-        assert told["tokens"] == [0, *token_ids("once upon")] and told["max_model_len"] == 512
-        assert told["token_strs"][0] == "<bos>" and told["count"] == len(told["tokens"])
-        assert (await client.post("/detokenize", json={"tokens": told["tokens"]})).json() == {"prompt": "<bos>once upon"}
+        tokenized = (await client.post("/tokenize", json={"prompt": "once upon", "return_token_strs": True})).json()
+        assert tokenized["tokens"] == [0, *token_ids("once upon")] and tokenized["max_model_len"] == 512
+        assert tokenized["token_strs"][0] == "<bos>" and tokenized["count"] == len(tokenized["tokens"])
+        assert (await client.post("/detokenize", json={"tokens": tokenized["tokens"]})).json() == {"prompt": "<bos>once upon"}
         chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
         assert chat["tokens"] == [0, *token_ids("<|user|>hi\n<|assistant|>")] and chat["token_strs"] is None
 
@@ -137,17 +137,17 @@ async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> N
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
 
-    backend = FakeBackend(saying("abc", cached_tokens=1))
+    backend = FakeBackend(text_script("abc", cached_tokens=1))
     num_tokens = len(token_ids("abc"))
     transport = httpx.ASGITransport(create_app(backend, registry=registry, metrics_prefix=prefix))
-    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
         for is_streamed in (False, True):
             await client.post("/v1/completions", json={"prompt": "x", "stream": is_streamed})
         backend.script = lambda request: [FULL]
         await client.post("/v1/completions", json={"prompt": "x"})
         await client.post("/v1/completions", json={"prompt": 1})
         await client.get("/nothing")
-        told = (await client.get("/metrics")).text
+        page = (await client.get("/metrics")).text
     model = {"model_name": "tiny"}
     assert value(f"{prefix}_requests_finished_total", **model, finished_reason="length") == 2
     assert value(f"{prefix}_requests_finished_total", **model, finished_reason="error") == 1
@@ -162,8 +162,8 @@ async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> N
     for route, status, count in (("/v1/completions", "200", 2), ("/v1/completions", "429", 1), ("/v1/completions", "400", 1)):
         assert value(f"{prefix}_http_responses_total", route=route, status=status) == count
     assert value(f"{prefix}_http_responses_total", route="unknown", status="404") == 1
-    assert f'{prefix}_requests_finished_total{{finished_reason="length",model_name="tiny"}} 2.0' in told
-    families = [line.split()[2] for line in told.splitlines() if line.startswith("# TYPE")]
+    assert f'{prefix}_requests_finished_total{{finished_reason="length",model_name="tiny"}} 2.0' in page
+    families = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert families and all(family.startswith(f"{prefix}_") for family in families)
 
 

@@ -13,10 +13,10 @@ from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
-from phalanx_runtime.rank.sampling.draw import gumbel, noise_bits, noise_key
+from phalanx_runtime.rank.sampling.gumbel import gumbel, noise_bits, noise_key
 from phalanx_runtime.rank_spec import RankSpec
 from tests.runtime.model.equal import Stream, compare
-from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -43,14 +43,14 @@ def reference(folder: Path, outputs: list[list[int]]) -> list[Stream]:
     return streams
 
 
-def generate(folder: Path, build: Build, asked: list[Asked]) -> list[list[int]]:
+def generate(folder: Path, build: Build, asked: list[DriverRequest]) -> list[list[int]]:
     return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=30, lag=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_transformers_on_a_gpu(tmp_path: Path, family: Family) -> None:
     folder = save_tiny(tmp_path / "model", family)
-    outputs = generate(folder, Build(device="cuda"), [Asked(prompt) for prompt in prompts()])
+    outputs = generate(folder, Build(device="cuda"), [DriverRequest(prompt) for prompt in prompts()])
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome
 
@@ -58,7 +58,7 @@ def test_families_give_the_tokens_of_transformers_on_a_gpu(tmp_path: Path, famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_samples_equal_cpu_in_float64(tmp_path: Path, family: Family) -> None:
     folder = save_tiny(tmp_path / "model", family)
-    asked = [Asked(prompt, seed=i, temperature=0.8, top_p=0.95, top_k=50) for i, prompt in enumerate(prompts())]
+    asked = [DriverRequest(prompt, seed=i, temperature=0.8, top_p=0.95, top_k=50) for i, prompt in enumerate(prompts())]
     wide = {device: generate(folder, Build(torch.float64, device=device), asked) for device in ("cpu", "cuda")}
     assert wide["cpu"] == wide["cuda"]
 
@@ -87,5 +87,5 @@ def test_bf16_runs_and_a_dry_run_sizes_the_pool(tmp_path: Path) -> None:
     runner, ready = load_rank(spec, SoloCollective(), torch.device("cuda", 0), System())
     assert ready.num_pages > 1000
     assert torch.cuda.memory_allocated() <= 0.1 * torch.cuda.get_device_properties(0).total_memory
-    tokens = Driver(runner).generate([Asked(prompts()[2])], 8)
+    tokens = Driver(runner).generate([DriverRequest(prompts()[2])], 8)
     assert len(tokens[0]) == 8

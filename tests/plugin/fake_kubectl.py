@@ -1,4 +1,4 @@
-"""A program in the place of kubectl: answers from a file, and writes down how it was called."""
+"""A program that replaces kubectl, answers from a file and records its calls."""
 
 import json
 import pathlib
@@ -11,8 +11,8 @@ folder = pathlib.Path({folder!r})
 words = sys.argv[1:]
 with (folder / "calls").open("a") as calls:
     calls.write(json.dumps(words) + "\\n")
-for wanted, answer in json.loads((folder / "answers").read_text()):
-    if wanted in " ".join(words):
+for part, answer in json.loads((folder / "answers").read_text()):
+    if part in " ".join(words):
         print(answer if isinstance(answer, str) else json.dumps(answer), end="")
         sys.exit(0)
 print("Error from server (NotFound): no answer to", *words, file=sys.stderr)
@@ -21,17 +21,19 @@ sys.exit(1)
 
 
 class FakeKubectl:
-    """`kubectl` in a folder to put on the PATH. `answers`: what is printed for a call that has these words in it."""
+    """An executable `kubectl` in a folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.answers: list[tuple[str, Any]] = []
+        """Part of a command line, and the output."""
         program = folder / "kubectl"
         program.write_text(_PROGRAM.format(python=sys.executable, folder=str(folder)))
         program.chmod(0o755)
 
-    def answer(self, words: str, with_this: Any) -> None:
-        self.answers.append((words, with_this))
+    def answer(self, part: str, output: Any) -> None:
+        """Prints `output` for command lines that contain `part`."""
+        self.answers.append((part, output))
         (self.folder / "answers").write_text(json.dumps(self.answers))
 
     @property

@@ -1,55 +1,55 @@
-"""What the plugin writes, carried out by the operator: a group that is drained and a service that is restarted."""
+"""The operator executes drains and restarts of the plugin."""
 
 import json
 from typing import Any
 
 from phalanx_kubectl.commands import Commands
-from phalanx_operator.kube.client import SERVICES_OF_OURS, STATEFUL_SETS
+from phalanx_operator.kube.client import INFERENCE_SERVICES, STATEFUL_SETS
 from tests.control.builders import NOW
-from tests.control.loop.test_draining import world_with_routers
+from tests.control.loop.scenes import world_with_routers
 from tests.control.summaries import group, summary
 from tests.control.worlds import World
 
 
-class KubectlOver:
-    """kubectl over the API server of a world. Implements `Kubectl`."""
+class WorldKubectl:
+    """`Kubectl` over the API server of a world."""
 
     def __init__(self, world: World) -> None:
         self._kube = world.kube
 
-    def ask(self, *words: str) -> str:
-        resource = STATEFUL_SETS if words[1] == "statefulset" else SERVICES_OF_OURS
-        body = self._kube.of(resource)[words[2]]
+    def read(self, *words: str) -> str:
+        resource = STATEFUL_SETS if words[1] == "statefulset" else INFERENCE_SERVICES
+        body = self._kube.of_kind(resource)[words[2]]
         if words[0] == "patch":
-            self._kube.put(resource, _merged(body, json.loads(words[-1])))
+            self._kube.put(resource, _merge(body, json.loads(words[-1])))
         return json.dumps(body)
 
-    def pass_on(self, *words: str) -> int:
+    def run_attached(self, *words: str) -> int:
         raise NotImplementedError
 
 
-def _merged(body: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    both = {name: _merged(body.get(name, {}), value) if isinstance(value, dict) else value for name, value in patch.items()}
-    return body | both
+def _merge(body: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    merged = {name: _merge(body.get(name, {}), value) if isinstance(value, dict) else value for name, value in patch.items()}
+    return body | merged
 
 
 def plugin(world: World) -> Commands:
-    return Commands(KubectlOver(world), warn=print, now=lambda: NOW)
+    return Commands(WorldKubectl(world), warn=print, now=lambda: NOW)
 
 
 async def test_drained_group_is_emptied_and_replaced() -> None:
     world = await world_with_routers(replicas=2)
     victim, other = sorted(world.groups)
     plugin(world).drain("chat", victim)
-    world.routers.says = summary(group(victim, streams=1, running=1), group(other))
+    world.routers.summary = summary(group(victim, streams=1, running=1), group(other))
     for _ in range(3):
-        await world.look()
+        await world.reconcile()
         world.cluster.start_pods()
-    assert world.routers.policy.empty == [victim] and world.groups == {victim, other}, "it waits for its stream"
-    assert world.draining() == {victim: f"{NOW} asked somebody asked for it by kubectl phalanx drain"}
-    world.routers.says = summary(group(other), emptied=[victim])
+    assert world.routers.policy.empty == [victim] and world.groups == {victim, other}, "it waits for its stream to end"
+    assert world.draining() == {victim: f"{NOW} asked requested with kubectl phalanx drain"}
+    world.routers.summary = summary(group(other), emptied=[victim])
     for _ in range(5):
-        await world.look()
+        await world.reconcile()
         world.cluster.start_pods()
     assert other in world.groups and victim not in world.groups and len(world.groups) == 2
     assert world.draining() == {} and world.status.ready_replicas == 2
@@ -60,13 +60,13 @@ async def test_restart_replaces_every_group_once_in_order() -> None:
     old = world.groups
     plugin(world).restart("chat")
     for _ in range(30):
-        await world.look()
+        await world.reconcile()
         assert len(world.draining()) + len(world.deleted()) <= 1
-        world.routers.says = summary(emptied=list(world.draining()))
+        world.routers.summary = summary(emptied=list(world.draining()))
         world.cluster.start_pods()
     assert world.service["spec"]["rollout"] == {"restartId": NOW}
     new = world.groups
     assert not old & new and len(new) == 3
     plugin(world).restart("chat")  # the same id
-    await world.look()
+    await world.reconcile()
     assert world.groups == new and world.draining() == {}

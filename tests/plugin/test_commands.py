@@ -1,4 +1,4 @@
-"""The plugin from its command line to the calls of kubectl, with a program in kubectl's place."""
+"""The plugin's commands and their calls of kubectl."""
 
 import json
 import pathlib
@@ -10,9 +10,9 @@ import tomllib
 import pytest
 
 from phalanx_kubectl.__main__ import main
-from phalanx_operator.observe.observe import draining_of
+from phalanx_operator.observe.observe import parse_drain_mark
 from tests.plugin.fake_kubectl import FakeKubectl
-from tests.plugin.test_show import METRICS, body
+from tests.plugin.services import METRICS, make_body
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAME = "inferenceservices.phalanx.dev"
@@ -24,8 +24,8 @@ READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 def kubectl(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> FakeKubectl:
     monkeypatch.setenv("PATH", str(tmp_path))
     fake = FakeKubectl(tmp_path)
-    fake.answer(f"get {NAME} chat", body())
-    fake.answer(f"get {NAME}", {"items": [body()]})
+    fake.answer(f"get {NAME} chat", make_body())
+    fake.answer(f"get {NAME}", {"items": [make_body()]})
     return fake
 
 
@@ -35,14 +35,14 @@ def routers(kubectl: FakeKubectl) -> None:
     kubectl.answer("get --raw /api/v1/namespaces/team/pods/http:r-a:8000/proxy/metrics", METRICS.replace("g-a", "chat-g-a"))
 
 
-def plugin(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert isinstance(end.value.code, int)
-    return end.value.code
+def plugin(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert isinstance(exited.value.code, int)
+    return exited.value.code
 
 
-def test_status_of_one_and_of_all(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_one_and_of_all_services(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     assert plugin("status", "chat") == 0
     assert "Service:  team/chat" in capsys.readouterr().out
     assert plugin("status") == 0
@@ -57,7 +57,7 @@ def test_status_of_one_and_of_all(kubectl: FakeKubectl, capsys: pytest.CaptureFi
     ]
 
 
-def test_contexts_and_rights_are_the_users(kubectl: FakeKubectl) -> None:
+def test_kubectl_flags_are_passed(kubectl: FakeKubectl) -> None:
     assert plugin("status", "chat", "-n", "team", "--context", "c", "--kubeconfig", "k", "--as", "eve") == 0
     assert kubectl.calls[0][:4] == ["--namespace=team", "--context=c", "--kubeconfig=k", "--as=eve"]
 
@@ -65,15 +65,15 @@ def test_contexts_and_rights_are_the_users(kubectl: FakeKubectl) -> None:
 def test_groups_lists_router_reports_and_silent_routers(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     routers(kubectl)
     assert plugin("groups", "chat") == 0
-    shown = capsys.readouterr()
-    assert ["chat-g-a", "r1", "Ready", "2/2", "2", "5", "n1,n2", "-"] in [line.split() for line in shown.out.splitlines()]
-    assert shown.err.startswith("warning: router r-b: Error from server") and "r-c" not in shown.err
+    output = capsys.readouterr()
+    assert ["chat-g-a", "r1", "Ready", "2/2", "2", "5", "n1,n2", "-"] in [line.split() for line in output.out.splitlines()]
+    assert output.err.startswith("warning: router r-b: Error from server") and "r-c" not in output.err
 
 
-def test_groups_are_shown_without_any_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_shown_without_routers(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     assert plugin("groups", "chat") == 0
-    shown = capsys.readouterr()
-    assert "chat-g-a" in shown.out and "warning: " in shown.err
+    output = capsys.readouterr()
+    assert "chat-g-a" in output.out and "warning: " in output.err
 
 
 def test_top_needs_a_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_top_needs_a_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[
     assert ["chat-g-a", "5", "8", "0", "25%", "-"] in lines and ["r-a", "5", "2", "0"] in lines
 
 
-def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_writes_the_mark_that_the_operator_reads(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get statefulset chat-g-a", SET)
     kubectl.answer("patch statefulset", "patched")
     assert plugin("drain", "chat", "chat-g-a") == 0
@@ -93,12 +93,12 @@ def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, cap
     call = kubectl.calls[-1]
     assert call[:5] == ["patch", "statefulset", "chat-g-a", "--type=merge", "-p"]
     patch = json.loads(call[5])["metadata"]
-    note = draining_of(patch)
-    assert patch["uid"] == "uid-1" and note is not None and (note.purpose, note.is_final) == ("asked", True)
+    mark = parse_drain_mark(patch)
+    assert patch["uid"] == "uid-1" and mark is not None and (mark.purpose, mark.is_final) == ("asked", True)
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("stored", "message"),
     [
         ({"metadata": {"uid": "u", "labels": {"phalanx.dev/service": "other"}}}, "chat-g-a is not a group of chat"),
         ({"metadata": {"uid": "u"}}, "chat-g-a is not a group of chat"),
@@ -108,10 +108,10 @@ def test_drain_writes_the_note_that_the_operator_reads(kubectl: FakeKubectl, cap
         ),
     ],
 )
-def test_refused_drain_table(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], found: object, words: str) -> None:
-    kubectl.answer("get statefulset chat-g-a", found)
+def test_rejected_drain_table(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], stored: object, message: str) -> None:
+    kubectl.answer("get statefulset chat-g-a", stored)
     assert plugin("drain", "chat", "chat-g-a") == 1
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not any("patch" in call for call in kubectl.calls)
 
 
@@ -122,7 +122,7 @@ def test_restart_changes_the_id(kubectl: FakeKubectl) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "selector", "flags"),
+    ("arguments", "selector", "flags"),
     [
         ([], "phalanx.dev/service=chat,phalanx.dev/component=group", ["--tail=-1"]),
         (["--group", "g"], "phalanx.dev/service=chat,phalanx.dev/component=group,phalanx.dev/group=g", ["--tail=-1"]),
@@ -133,41 +133,41 @@ def test_restart_changes_the_id(kubectl: FakeKubectl) -> None:
         ),
     ],
 )
-def test_logs_are_those_of_every_pod(
-    kubectl: FakeKubectl, capfd: pytest.CaptureFixture[str], words: list[str], selector: str, flags: list[str]
+def test_logs_of_all_pods(
+    kubectl: FakeKubectl, capfd: pytest.CaptureFixture[str], arguments: list[str], selector: str, flags: list[str]
 ) -> None:
     kubectl.answer("get pods", {"items": [{"metadata": {"name": name}} for name in "abcdefg"]})
     kubectl.answer("logs", "[pod/a/runtime] hello\n")
-    assert plugin("logs", "chat", *words) == 0
+    assert plugin("logs", "chat", *arguments) == 0
     call = kubectl.calls[-1]
     assert call[:6] == ["logs", "-l", selector, "-c", "runtime", "--prefix"] and set(flags) <= set(call)
     assert "--max-log-requests=7" in call and capfd.readouterr().out == "[pod/a/runtime] hello\n"
 
 
-def test_logs_of_no_pod(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_without_pods(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get pods", {"items": []})
     assert plugin("logs", "chat", "--group", "g") == 1
     assert "error: g has no pods" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("answer", "words"), [("{", "printed no JSON"), ("[]", "printed no object")])
-def test_missing_object_is_reported(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], answer: str, words: str) -> None:
+@pytest.mark.parametrize(("answer", "message"), [("{", "printed no JSON"), ("[]", "printed no object")])
+def test_missing_object_is_reported(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], answer: str, message: str) -> None:
     kubectl.answer("get statefulset", answer)
     assert plugin("drain", "chat", "g") == 1
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["status", "chat"], ["logs", "chat"]])
+@pytest.mark.parametrize("arguments", [["status", "chat"], ["logs", "chat"]])
 def test_missing_kubectl_is_reported(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert plugin(*words) == 1
+    assert plugin(*arguments) == 1
     assert "kubectl cannot be run: No such file" in capsys.readouterr().err
 
 
-def test_kubectl_finds_it_by_its_name(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
-    """As pip installs it: an executable named kubectl-phalanx that calls the entry point."""
+def test_kubectl_finds_the_plugin_by_its_name(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
+    """pip installs an executable kubectl-phalanx that calls the entry point."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["kubectl-phalanx"] == "phalanx_kubectl.__main__:main"
     paths = [str(ROOT / "crds"), str(ROOT / "operator"), *sys.path]
@@ -177,5 +177,5 @@ def test_kubectl_finds_it_by_its_name(kubectl: FakeKubectl, tmp_path: pathlib.Pa
     )
     plugin_file.chmod(0o755)
     assert shutil.which("kubectl-phalanx", path=str(tmp_path)) == str(plugin_file)
-    done = subprocess.run([str(plugin_file), "status", "chat"], capture_output=True, text=True, env={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (0, "") and "Service:  team/chat" in done.stdout
+    completed = subprocess.run([str(plugin_file), "status", "chat"], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert (completed.returncode, completed.stderr) == (0, "") and "Service:  team/chat" in completed.stdout

@@ -1,4 +1,4 @@
-"""A load on the real scheduler in simulated time: each step takes what a step-time function says. No model, no waiting."""
+"""The real scheduler in simulated time: steps take the time of a cost model."""
 
 import random
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from phalanx_api import wire
-from phalanx_api.cost import StepModel, describe
+from phalanx_api.cost import StepModel, step_work
 from phalanx_api.engine_config import SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_policy
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.step_plan import StepPlan, StepResult
 
 TRUTH = StepModel(fixed_s=0.004, token_s=0.0005, knee_tokens=8, context_s=1e-7, attention_s=1e-8)
 LIMITS = Limits(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=256, max_waiting=5000)
@@ -21,7 +21,7 @@ LIMITS = Limits(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=256, 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that comes at a time. Targets in seconds."""
+    """A request that arrives at a time. Targets in seconds."""
 
     at_s: float
     prompt: int
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Simulation:
-    """One run. `first_s` and `end_s` are times of first and last tokens; `steps` are (seconds, prompt tokens, decodes)."""
+    """One run. `first_s` and `end_s`: times of first and last tokens. `steps`: (seconds, prompt tokens, decodes)."""
 
     policy_name: SchedulingPolicy = "fcfs"
     limits: Limits = LIMITS
@@ -64,14 +64,13 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.policy = make_policy(self.policy_name)
-        pool = PoolShape(self.num_pages, 16)
         sharing = PrefixSharing(PagePool(self.num_pages, 16), SchedulerConfig().model)
-        self.scheduler = Scheduler(self.limits, pool, self.policy, sharing)
+        self.scheduler = Scheduler(self.limits, sharing, self.policy)
         self.now = 0.0
         self.chance = random.Random(1)
 
     def run(self, jobs: Sequence[Job], until: int | None = None) -> Self:
-        """Runs until all ended, or until request `until` did."""
+        """Runs until all requests end, or until request `until` ends."""
         todo = sorted(enumerate(jobs), key=lambda item: item[1].at_s)
         while True:
             while todo and todo[0][1].at_s <= self.now:
@@ -89,13 +88,13 @@ class Simulation:
                 return self
 
     def watch(self) -> None:
-        """Called before every step; for claims about it."""
+        """Called before every step, for checks."""
 
     def _step(self, plan: StepPlan) -> None:
         pairs = list(zip(plan.starts, plan.counts, strict=True))
         decodes = [start + 1 for start, count in pairs if count == 1 and start]
         chunks = [(start, count) for start, count in pairs if count > 1 or not start]
-        wall_s = TRUTH.predict(describe(decodes, chunks)) * (1 + self.noise * self.chance.uniform(-1, 1))
+        wall_s = TRUTH.predict(step_work(decodes, chunks)) * (1 + self.noise * self.chance.uniform(-1, 1))
         self.steps.append((wall_s, sum(count for _, count in chunks), len(decodes)))
         self.now += wall_s
         frame = self.scheduler.commit(StepResult(step=plan.step, tokens=[1] * len(plan.draws)), wall_s)

@@ -1,6 +1,6 @@
-"""Requests that go between two schedulers at random steps, stopped or copied ahead, kept or called off.
+"""Moves of requests between two schedulers at random steps, some of them cancelled.
 
-The fake runner draws from what the page slots hold, so a page that did not come, or was given to another, gives other tokens.
+The fake runner samples from the contents of page slots, so a page that did not arrive, or has another owner, gives other tokens.
 """
 
 from copy import deepcopy
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.speculation import Speculation
-from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import RunningRequest
@@ -24,12 +24,12 @@ from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 End = Literal["move", "thaw", "drop", "replay", "lose"]
-"""A move that succeeds; one called off before and after all arrived; one whose pages came too late; one whose source aborts."""
+"""A completed move; one cancelled before or after all pages arrived; one with late pages; one with an aborted source."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Move request `handle` away from where it is: prepared at a step, frozen `copies` steps later, decided `wait` later."""
+    """A move of a request to the other group: prepared at a step, frozen `copies` steps later, decided `wait` steps later."""
 
     at_step: int
     handle: int
@@ -52,13 +52,13 @@ class Shape:
 
 @dataclass
 class Moving:
-    """One order on its way."""
+    """A move in progress."""
 
     order: Order
     name: str
     source: int
     reservation: Reservation
-    losses: int
+    num_preemptions: int
     copied: int
     freeze_at: int
     decide_at: int | None = None
@@ -77,14 +77,14 @@ class Side:
         limits = Limits(
             max_model_len=64, max_num_seqs=self.shape.seqs, max_num_batched_tokens=24, plans_in_flight=self.shape.flights
         )
-        drafting = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=frozenset({"draft"}))
-        rules = SchedulerConfig(scheduling_policy=self.shape.policy, eviction_policy="lru", prefix_caching=self.shape.caching)
-        rules = replace(rules, speculating=drafting) if self.shape.drafts else rules
-        self.scheduler = make_scheduler(limits, self.runner.pool, rules)
+        speculation = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, draft_methods=frozenset({"draft"}))
+        config = SchedulerConfig(scheduling_policy=self.shape.policy, eviction_policy="lru", prefix_caching=self.shape.caching)
+        config = replace(config, speculation=speculation) if self.shape.drafts else config
+        self.scheduler = make_scheduler(limits, self.runner.pool, config)
 
 
 class World:
-    """Two groups, requests at the first, and orders. Every claim is checked at every step."""
+    """Two groups, requests at the first, and moves, checked at every step."""
 
     def __init__(self, prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:
         self.sides = [Side(shape), Side(shape)]
@@ -93,19 +93,19 @@ class World:
         self.output: dict[int, list[int]] = {i: [] for i in self.requests}
         self.orders = list(orders)
         self.moving: list[Moving] = []
-        self.num_moved = self.num_held = self.num_gone = 0
+        self.num_moved = self.num_held = self.num_aborted = 0
 
     def _request(self, number: int, own: int, common: int, max_tokens: int) -> wire.Request:
         prompt = [(5 * i * i) % VOCAB for i in range(common)] + [(number * 11 + 7 * i) % VOCAB for i in range(own)]
         request = make_request(prompt, max_tokens, seed=number)
-        wanted = (Speculation(), Speculation("none"), Speculation("ngram"))[number % 3]  # pages of some lack the draft's part
-        return msgspec.structs.replace(request, speculation=wanted if self.sides[0].shape.drafts else Speculation())
+        speculation = (Speculation(), Speculation("none"), Speculation("ngram"))[number % 3]  # some pages lack the draft's KV
+        return msgspec.structs.replace(request, speculation=speculation if self.sides[0].shape.drafts else Speculation())
 
     def run(self) -> "World":
         for handle, request in self.requests.items():
             assert self.sides[0].scheduler.submit(handle, request) is None
         for step in range(5000):
-            self._begin(step)
+            self._start(step)
             for moving in list(self.moving):
                 self._advance(moving, step)
             for side, group in enumerate(self.sides):
@@ -113,29 +113,29 @@ class World:
                 self._turn(side, group, step)
             if not self.output and not self.moving and not any(group.flights for group in self.sides):
                 break
-        assert not self.output, "requests that never ended"
+        assert not self.output, "unfinished requests"
         for group in self.sides:
             assert group.scheduler.is_idle()
             assert group.scheduler.pool.free_pages == group.runner.pool.num_pages
         return self
 
-    def _begin(self, step: int) -> None:
+    def _start(self, step: int) -> None:
         for order in [order for order in self.orders if order.at_step <= step]:
             self.orders.remove(order)
             source = self.at.get(order.handle, 0)
-            held = self.sides[source].scheduler.held_by(order.handle)
+            held = self.sides[source].scheduler.running_request(order.handle)
             if order.handle not in self.output or held is None or any(m.order.handle == order.handle for m in self.moving):
                 continue
             target, name = self.sides[1 - source].scheduler, f"m{order.at_step}-{order.handle}"
             before = target.pool.free_pages
-            answer = target.reservations.reserve(name, self._now(order.handle), len(self._tokens(order.handle)) + order.ahead)
-            if isinstance(answer, Refuse):
+            answer = target.reservations.reserve(name, self._current(order.handle), len(self._tokens(order.handle)) + order.ahead)
+            if isinstance(answer, Refusal):
                 assert target.pool.free_pages == before
                 continue
             self.num_held += answer.num_held
-            self.moving.append(Moving(order, name, source, answer, held.num_losses, answer.num_held, step + order.copies))
+            self.moving.append(Moving(order, name, source, answer, held.num_preemptions, answer.num_held, step + order.copies))
 
-    def _now(self, handle: int) -> wire.Request:
+    def _current(self, handle: int) -> wire.Request:
         request = self.requests[handle]
         return msgspec.structs.replace(request, epoch=1, delivered=list(self.output[handle]))
 
@@ -144,11 +144,11 @@ class World:
 
     def _advance(self, moving: Moving, step: int) -> None:
         order, source = moving.order, self.sides[moving.source].scheduler
-        held = source.held_by(order.handle) if self.at.get(order.handle) == moving.source else None
-        if held is None or held.num_losses != moving.losses or order.handle not in self.output:
-            self._call_off(moving)
+        held = source.running_request(order.handle) if self.at.get(order.handle) == moving.source else None
+        if held is None or held.num_preemptions != moving.num_preemptions or order.handle not in self.output:
+            self._cancel(moving)
         elif moving.decide_at is None and step < moving.freeze_at:
-            self._copy(moving, held, held.computed // self.sides[0].shape.page_size)
+            self._copy(moving, held, held.num_computed // self.sides[0].shape.page_size)
         elif moving.decide_at is None:
             assert source.freeze(order.handle)
             moving.decide_at = step + order.wait
@@ -156,43 +156,43 @@ class World:
             self._decide(moving, held)
 
     def _decide(self, moving: Moving, held: RunningRequest) -> None:
-        computed = held.computed
+        computed = held.num_computed
         handle, source = moving.order.handle, self.sides[moving.source].scheduler
         target = self.sides[1 - moving.source].scheduler
         self._copy(moving, held, -(-computed // self.sides[0].shape.page_size))
-        target.reservations.drafted(moving.name, moving.drafted or 0)
+        target.reservations.set_drafted(moving.name, moving.drafted or 0)
         has_room = computed <= len(moving.reservation.pages) * self.sides[0].shape.page_size
         if moving.order.end in ("move", "drop") and has_room:
-            target.reservations.arrived(moving.name, computed)
+            target.reservations.set_arrived(moving.name, computed)
         if moving.order.end in ("thaw", "drop") or moving.order.end == "lose":
             source.thaw(handle)
-            self._call_off(moving)
+            self._cancel(moving)
             return
-        request = self._now(handle)
+        request = self._current(handle)
         assert target.submit(handle, request, move=moving.name) is None
-        taken = target.held_by(handle)
+        arrived = target.running_request(handle)
         if target.reservations.get(moving.name) is None:
             assert moving.order.end == "move"
-            assert taken is not None
-            assert taken.computed >= computed, "what arrived is computed again"
+            assert arrived is not None
+            assert arrived.num_computed >= computed, "arrived tokens are not computed again"
             self.num_moved += 1
         source.abort(handle)
         self.at[handle] = 1 - moving.source
-        self._call_off(moving)
+        self._cancel(moving)
 
-    def _call_off(self, moving: Moving) -> None:
+    def _cancel(self, moving: Moving) -> None:
         source, target = self.sides[moving.source].scheduler, self.sides[1 - moving.source].scheduler
         if self.at.get(moving.order.handle) == moving.source:
             source.thaw(moving.order.handle)
             if moving.order.end == "lose" and moving.order.handle in self.output:
                 source.abort(moving.order.handle)
                 del self.output[moving.order.handle]
-                self.num_gone += 1
+                self.num_aborted += 1
         target.reservations.drop(moving.name)
         self.moving.remove(moving)
 
     def _copy(self, moving: Moving, held: RunningRequest, end: int) -> None:
-        """Pages as they are behind all plans in flight, which the ranks compute before they send."""
+        """Copies pages as they are after all plans in flight, which the ranks compute before they send."""
         size, end = self.sides[0].shape.page_size, min(end, len(moving.reservation.pages))
         if end > moving.copied:
             moving.drafted = drafted_when_sent(moving.drafted, moving.copied * size, end * size, held.num_drafted)
@@ -212,8 +212,8 @@ class World:
             frozen = {m.order.handle for m in self.moving if m.source == side and m.decide_at is not None}
             for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
                 if self.at[handle] != side:
-                    raise AssertionError("a request draws where it is no more")
-                assert index == len(self.output[handle]), "an index is missing or double"
+                    raise AssertionError("a request continues at its source")
+                assert index == len(self.output[handle]), "indices are consecutive"
                 assert handle not in frozen or group.shape.flights > 0
                 self.output[handle].append(token)
             for end in frame.finished:
@@ -246,17 +246,17 @@ SHAPES = st.builds(
 )
 
 
-SHARES_WHAT_IS_IN_FLIGHT = {
+SHARES_A_PAGE_IN_FLIGHT = {
     "prompts": [(1, 3, 1), (20, 0, 1), (1, 1, 2)],
     "orders": [Order(2, 2, 1, 0, "move", 0)],
     "shape": Shape(40, 1, 3, 3, "fcfs", True),
 }
-"""The third request is copied while a page that it shares is being written by a plan in flight."""
+"""The third request is copied while a plan in flight writes a page that it shares."""
 
 
 @settings(max_examples=200, deadline=None)
 @given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
-@example(**SHARES_WHAT_IS_IN_FLIGHT)
+@example(**SHARES_A_PAGE_IN_FLIGHT)
 def test_moves_at_any_step_lose_no_page_or_token(prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:
     World(prompts, orders, shape).run()
 
@@ -276,12 +276,12 @@ def test_crowd_moves_back_and_shares_existing_pages() -> None:
 
 
 def test_moved_draft_reuses_its_pages_and_computes_the_rest() -> None:
-    """Some of the requests have no drafts, and others share their pages: the fake draft asserts that it lacks nothing."""
+    """Some requests have no drafts, and others share their pages; the fake draft asserts that it has all tokens."""
     orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(6)]
     world = World([(4 + i, 16, 25) for i in range(6)], orders, Shape(360, 4, 6, 1, "fcfs", caching=True, drafts=True)).run()
     assert world.num_moved >= 8
     runners = [side.runner for side in world.sides]
-    assert any(plan.catch_ups for runner in runners for plan in runner.plans)
+    assert any(plan.backfills for runner in runners for plan in runner.plans)
     assert all(runner.num_accepted > 0 for runner in runners)
 
 
@@ -289,10 +289,10 @@ def test_request_awaiting_its_grammar_stays_frozen() -> None:
     scheduler = make_scheduler(
         Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24), FakeRunner(16, 4).pool, SchedulerConfig()
     )
-    asked = make_request(5, 6)
-    assert isinstance(scheduler.reservations.reserve("m", asked, len(asked.prompt) + 16), Reservation)
-    assert scheduler.submit(1, asked, move="m", is_held=True) is None
-    scheduler.thaw(1)  # a move away from here that came to nothing
-    assert scheduler.must_wait() and scheduler.schedule() is None
+    request = make_request(5, 6)
+    assert isinstance(scheduler.reservations.reserve("m", request, len(request.prompt) + 16), Reservation)
+    assert scheduler.submit(1, request, move="m", is_held=True) is None
+    scheduler.thaw(1)  # a cancelled move to another group
+    assert scheduler.is_blocked() and scheduler.schedule() is None
     scheduler.release(1)
     assert scheduler.schedule() is not None

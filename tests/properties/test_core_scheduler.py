@@ -1,7 +1,7 @@
-"""Random workloads with shared prefixes, aborts and pools too small, under every policy and several plans in flight.
+"""Random workloads with shared prefixes, aborts and small pools, under every policy and with several plans in flight.
 
-Pages are conserved, requests progress, and tokens are those of an undisturbed run: the fake runner draws from what the page slots
-hold, so a page shared before it was written, or written by two who differ, gives other tokens.
+Pages are conserved, requests progress, and tokens equal those of an undisturbed run: the fake runner samples from the contents of
+page slots, so a page that is shared before it is written, or written twice with different tokens, gives other tokens.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
-from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
@@ -25,7 +25,7 @@ from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_r
 
 @dataclass(frozen=True)
 class Arrival:
-    """A prompt is the first `common` tokens of family `family`, then tokens of its own, `prompt` tokens in all."""
+    """A request with the first `common` tokens of a family and tokens of its own, `prompt` tokens in all."""
 
     at_step: int
     prompt: int
@@ -45,7 +45,7 @@ class Arrival:
         return msgspec.structs.replace(request, priority=self.priority, tenant=f"t{self.tenant}", ttft_target_ms=self.target_ms)
 
 
-NOTHING = SpeculationConfig()
+NO_SPECULATION = SpeculationConfig()
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,21 @@ class Shape:
     flights: int = 1
     threshold: int = 0
     caching: bool = True
-    speculating: SpeculationConfig = NOTHING
+    speculation: SpeculationConfig = NO_SPECULATION
 
 
 DRAFTS: frozenset[Method] = frozenset({"draft", "self_draft"})
-PROPOSING = [
+SPECULATIONS = [
     SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False),
-    SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, drafts=DRAFTS),
-    SpeculationConfig(method="self_draft", num_tokens=16, is_adaptive=False, drafts=DRAFTS),
-    SpeculationConfig(method="draft", num_tokens=5, drafts=DRAFTS),
-    SpeculationConfig(method="draft", num_tokens=8, is_adaptive=False, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
-    SpeculationConfig(method="self_draft", num_tokens=7, is_adaptive=False, drafts=DRAFTS, tree=Tree([3, 2], "best_first")),
+    SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, draft_methods=DRAFTS),
+    SpeculationConfig(method="self_draft", num_tokens=16, is_adaptive=False, draft_methods=DRAFTS),
+    SpeculationConfig(method="draft", num_tokens=5, draft_methods=DRAFTS),
+    SpeculationConfig(method="draft", num_tokens=8, is_adaptive=False, draft_methods=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig(
+        method="self_draft", num_tokens=7, is_adaptive=False, draft_methods=DRAFTS, tree=Tree([3, 2], "best_first")
+    ),
     SpeculationConfig(method="ngram", num_tokens=6, is_adaptive=False, tree=Tree([3, 2])),
-    SpeculationConfig(method="draft", num_tokens=9, drafts=DRAFTS, tree=Tree([2, 2, 2], "static")),
+    SpeculationConfig(method="draft", num_tokens=9, draft_methods=DRAFTS, tree=Tree([2, 2, 2], "static")),
 ]
 ARRIVALS = st.lists(
     st.builds(
@@ -98,15 +100,15 @@ SHAPES = st.builds(
     flights=st.integers(1, 3),
     threshold=st.sampled_from([0, 0, 7]),
     caching=st.booleans(),
-    speculating=st.sampled_from([NOTHING, *PROPOSING]),
+    speculation=st.sampled_from([NO_SPECULATION, *SPECULATIONS]),
 )
 
 
 class Workload:
-    """One run, every claim checked at every step. Times are numbers of steps."""
+    """One run, checked at every step. Times are numbers of steps."""
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
-        self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculating.method != "self_draft")
+        self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculation.method != "self_draft")
         limits = Limits(
             max_model_len=64,
             max_num_seqs=shape.seqs,
@@ -114,10 +116,10 @@ class Workload:
             long_prefill_tokens=shape.threshold,
             plans_in_flight=shape.flights,
         )
-        rules = SchedulerConfig(
-            scheduling_policy=shape.policy, eviction_policy="lru", prefix_caching=shape.caching, speculating=shape.speculating
+        config = SchedulerConfig(
+            scheduling_policy=shape.policy, eviction_policy="lru", prefix_caching=shape.caching, speculation=shape.speculation
         )
-        self.scheduler = make_scheduler(limits, self.runner.pool, rules)
+        self.scheduler = make_scheduler(limits, self.runner.pool, config)
         self.shape = shape
         self.todo = dict(enumerate(arrivals))
         self.requests = {handle: arrival.request(handle) for handle, arrival in self.todo.items()}
@@ -126,10 +128,10 @@ class Workload:
         self.flights: deque[StepPlan] = deque()
         self.preempt_at: set[int] = set()
         self.found: set[bytes] = set()
-        """Keys of pages that whoever follows the changes takes to be found."""
+        """Keys by the changes so far."""
         self.next_change = 0
         self.undisturbed = {key for request in self.requests.values() for key in self.keys_of(request)}
-        """Keys of pages of prompts and of the tokens that follow them: what proposals are not."""
+        """Keys of prompts and right outputs; pages with rejected draft tokens have other keys."""
 
     def keys_of(self, request: wire.Request) -> list[bytes]:
         tokens = [*request.prompt, *(expected_output(request, self.scheduler.limits.max_model_len) if request.prompt else [])]
@@ -144,23 +146,23 @@ class Workload:
             self.check_report(step)
             if not self.todo and not self.flights and self.scheduler.is_idle():
                 break
-        assert self.output == {}, "requests that never ended"
+        assert self.output == {}, "unfinished requests"
         assert self.scheduler.pool.free_pages == self.shape.num_pages
         assert self.scheduler.is_idle()
         assert self.scheduler.backlog_tokens == 0
         return self
 
     def submit(self, step: int) -> None:
-        longest = self.scheduler.limits.max_model_len
+        max_model_len = self.scheduler.limits.max_model_len
         for handle in [handle for handle, arrival in self.todo.items() if arrival.at_step <= step]:
             arrival, request = self.todo.pop(handle), self.requests[handle]
-            whole = expected_output(request, longest) if request.prompt else []
-            given = replace_delivered(request, whole[: arrival.delivered])
-            answer = self.scheduler.submit(handle, given, float(step))
-            never = arrival.prompt == 0 or arrival.prompt >= longest
-            assert (isinstance(answer, Refuse) and answer.status == 400) == never
+            whole = expected_output(request, max_model_len) if request.prompt else []
+            submitted = replace_delivered(request, whole[: arrival.delivered])
+            answer = self.scheduler.submit(handle, submitted, float(step))
+            never_fits = arrival.prompt == 0 or arrival.prompt >= max_model_len
+            assert (isinstance(answer, Refusal) and answer.status == 400) == never_fits
             if answer is None:
-                self.output[handle] = list(given.delivered)
+                self.output[handle] = list(submitted.delivered)
                 if arrival.abort_after is not None:
                     self.aborts[handle] = step + arrival.abort_after
 
@@ -171,22 +173,24 @@ class Workload:
             self.scheduler.abort(handle)
 
     def check_report(self, step: int) -> None:
-        """What routers are told is what a slow count of all requests gives, and the changes give the keys that are found."""
+        """Compares the load report with a count over all requests, and the key changes with the keys."""
         load, pool = self.scheduler.load(float(step)), self.scheduler.pool
-        requests = list(self.scheduler._requests.values())
+        requests = list(self.scheduler.requests.values())
         waiting, running = [r for r in requests if r.row is None], [r for r in requests if r.row is not None]
-        runs = [self.scheduler.sharing.find(request) for request in waiting]
-        assert (load.waiting, load.running) == (len(waiting), len(self.scheduler._seats.running))
+        found = [self.scheduler.sharing.find(request) for request in waiting]
+        rows = {request.row for request in running}.union(*(plan.rows for plan in self.flights))
+        assert (load.waiting, load.running) == (len(waiting), len(rows)), "aborted requests keep their rows in flight"
         assert load.outstanding_tokens == sum(request.outstanding_tokens for request in requests)
         assert load.waiting_prompt_tokens == sum(
-            len(request.tokens) - len(run) * pool.page_size for request, run in zip(waiting, runs, strict=True)
+            len(request.tokens) - len(pages) * pool.page_size for request, pages in zip(waiting, found, strict=True)
         )
         assert load.waiting_pages == sum(
-            pool.pages_for(len(request.tokens)) - len(run) + pool.unheld(run) for request, run in zip(waiting, runs, strict=True)
+            pool.pages_for(len(request.tokens)) - len(pages) + pool.num_unheld(pages)
+            for request, pages in zip(waiting, found, strict=True)
         )
-        assert load.context_tokens == sum(request.computed for request in running)
-        assert 0 <= load.running_prompt_tokens <= sum(request.missing for request in running)
-        assert load.oldest_wait_s == max((step - request.waits_since_s for request in waiting), default=0)
+        assert load.context_tokens == sum(request.num_computed for request in running)
+        assert 0 <= load.running_prompt_tokens <= sum(request.num_uncomputed for request in running)
+        assert load.oldest_wait_s == max((step - request.scheduling.waits_since_s for request in waiting), default=0)
         assert load.steps_to_full is None or (load.running > 0 and load.steps_to_full >= 0)
         changes = pool.take_changes()
         assert changes.first == self.next_change
@@ -196,15 +200,15 @@ class Workload:
         assert self.found == set(pool.keys()) <= self.undisturbed
 
     def turn(self, step: int) -> None:
-        """One plan, if there is one. Plans are committed late, when as many are in flight as may be."""
+        """Schedules a plan. Plans are committed as late as possible."""
         plan = self.scheduler.schedule(float(step))
         if plan is not None:
             assert 0 < sum(plan.counts) <= self.shape.budget
             in_flight = {row for other in self.flights for row in other.rows}
-            assert not in_flight & set(plan.rows), "plans in flight are of disjoint requests"
+            assert not in_flight & set(plan.rows), "plans in flight have disjoint requests"
             self.flights.append(plan)
         elif not self.flights:
-            assert self.scheduler.is_idle(), "requests are there but nothing is computed"
+            assert self.scheduler.is_idle(), "no request is left without a plan"
         if plan is None or len(self.flights) == self.shape.flights:
             self.commit()
 
@@ -212,11 +216,13 @@ class Workload:
         if not self.flights:
             return
         result = self.runner.run(self.flights.popleft())
-        is_dear = result.step // 32 % 2 and any(path.is_drafted for path in self.runner.plans[-1].paths)  # then they rest
-        result = msgspec.structs.replace(result, draft_s=0.02 if is_dear else 0.0)
+        is_expensive = result.step // 32 % 2 and any(
+            path.is_drafted for path in self.runner.plans[-1].paths
+        )  # then requests pause their drafts
+        result = msgspec.structs.replace(result, draft_s=0.02 if is_expensive else 0.0)
         frame = self.scheduler.commit(result, wall_s=0.01 + result.draft_s)
         for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
-            assert index == len(self.output[handle]), "an index is missing or double"
+            assert index == len(self.output[handle]), "indices are consecutive"
             self.output[handle].append(token)
         for end in frame.finished:
             self.aborts.pop(end.handle, None)
@@ -253,8 +259,10 @@ def test_pages_are_conserved_and_tokens_equal_an_undisturbed_run(arrivals: list[
 def test_equal_prompts_survive_aborts_of_their_writers(
     requests: int, prompt: int, differ: int, kills: list[tuple[int, int]], shape: Shape
 ) -> None:
-    dies = dict(kills)
-    arrivals = [Arrival(0, prompt, 6, abort_after=dies.get(i), common=prompt - (differ if i % 2 else 0)) for i in range(requests)]
+    abort_steps = dict(kills)
+    arrivals = [
+        Arrival(0, prompt, 6, abort_after=abort_steps.get(i), common=prompt - (differ if i % 2 else 0)) for i in range(requests)
+    ]
     Workload(arrivals, shape).run()
 
 
@@ -275,17 +283,17 @@ def test_the_same_workload_gives_the_same_plans(arrivals: list[Arrival], shape: 
 
 
 def test_multi_step_runs_free_pages_and_keep_the_tokens() -> None:
-    """Drafts that are wrong every third time, across page ends, with requests that are preempted and pages that are shared."""
-    for speculating in (*PROPOSING[1:3], *PROPOSING[4:6]):
+    """Every third draft is wrong, with drafts across page ends, preemptions and shared pages."""
+    for speculation in (*SPECULATIONS[1:3], *SPECULATIONS[4:6]):
         for common in (0, 4):
             arrivals = [Arrival(i, 6, 25, common=common) for i in range(5)]
-            run = Workload(arrivals, Shape(16, 2, 5, 40, speculating=speculating)).run()
+            run = Workload(arrivals, Shape(16, 2, 5, 40, speculation=speculation)).run()
             assert run.scheduler.num_preemptions > 0
-            assert any(plan.cuts for plan in run.runner.plans)
+            assert any(plan.truncations for plan in run.runner.plans)
             assert 0.2 < run.runner.num_accepted / run.runner.num_proposed < 0.95
-            assert bool(run.runner.num_branched > 3) == bool(speculating.tree.widths), "branches other than the first were drawn"
-            assert bool(any(plan.strays for plan in run.runner.plans)) == bool(speculating.tree.widths)
-            assert bool(any(plan.catch_ups for plan in run.runner.plans)) == (speculating.method == "draft")
+            assert bool(run.runner.num_branched > 3) == bool(speculation.tree.widths), "other branches than the first are sampled"
+            assert bool(any(plan.relocations for plan in run.runner.plans)) == bool(speculation.tree.widths)
+            assert bool(any(plan.backfills for plan in run.runner.plans)) == (speculation.method == "draft")
             counts = run.scheduler.speculator.counts()
             assert counts.branched == run.runner.num_branched
             assert counts.saved <= sum(counts.accepted) == run.runner.num_accepted
@@ -293,18 +301,18 @@ def test_multi_step_runs_free_pages_and_keep_the_tokens() -> None:
 
 
 def test_draft_tokens_preempt_no_request_and_take_no_page() -> None:
-    """The same requests in a pool that just holds them: with proposals nobody loses pages either."""
-    drafts = SpeculationConfig(method="draft", num_tokens=16, is_adaptive=False, drafts=DRAFTS)
-    for speculating in (NOTHING, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
+    """Requests that just fit the pool are not preempted with draft tokens either."""
+    drafts = SpeculationConfig(method="draft", num_tokens=16, is_adaptive=False, draft_methods=DRAFTS)
+    for speculation in (NO_SPECULATION, drafts, replace(drafts, tree=Tree([2, 2, 2], "static"))):
         arrivals = [Arrival(0, 7, 9) for _ in range(4)]
-        run = Workload(arrivals, Shape(16, 4, 4, 60, speculating=speculating)).run()
+        run = Workload(arrivals, Shape(16, 4, 4, 60, speculation=speculation)).run()
         assert run.scheduler.num_preemptions == 0
     assert run.runner.num_accepted > 0
 
 
-@pytest.mark.parametrize("speculating", [PROPOSING[1], PROPOSING[4]], ids=["chain", "tree"])
-def test_pages_filled_by_runs_are_found_later(speculating: SpeculationConfig) -> None:
-    shape = Shape(40, 4, 1, 40, speculating=speculating)
+@pytest.mark.parametrize("speculation", [SPECULATIONS[1], SPECULATIONS[4]], ids=["chain", "tree"])
+def test_pages_filled_by_draft_tokens_are_found_later(speculation: SpeculationConfig) -> None:
+    shape = Shape(40, 4, 1, 40, speculation=speculation)
     first = Workload([Arrival(0, 6, 24)], shape)
     first.run()
     assert first.runner.num_accepted > 6

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, describe, hung_after_s
-from phalanx_router.routing.look import scale_model
+from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, hang_timeout_s, step_work
+from phalanx_router.routing.view_builder import scale_model
 
 MODELS = st.builds(
     StepModel,
@@ -26,11 +26,11 @@ MODELS = st.builds(
 def random_work(rng: random.Random) -> StepWork:
     decodes = [rng.randrange(10, 1500) for _ in range(rng.randrange(1, 40))]
     chunks = [(rng.randrange(1000), rng.randrange(1, 256)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
-    return describe(decodes, chunks)
+    return step_work(decodes, chunks)
 
 
 def test_step_work_is_the_sum_of_its_parts() -> None:
-    assert describe([10, 20], [(0, 8), (100, 4)]) == StepWork(12, 2, 10 + 20 + 8 + 104, 8 * 4 + 4 * 102)
+    assert step_work([10, 20], [(0, 8), (100, 4)]) == StepWork(12, 2, 10 + 20 + 8 + 104, 8 * 4 + 4 * 102)
 
 
 def test_step_below_the_knee_costs_as_much() -> None:
@@ -49,17 +49,17 @@ def test_step_with_prompts_has_a_minimum_cost(model: StepModel, prefill: int, de
 @given(MODELS, st.integers(5, 8))
 def test_coefficients_round_trip_and_older_ones_have_defaults(model: StepModel, known: int) -> None:
     numbers = list(map(float, astuple(model)))
-    read = StepModel.told(numbers[:known])
+    read = StepModel.from_coefficients(numbers[:known])
     assert read is not None
     assert list(astuple(read)) == numbers[:known] + [0.0] * (8 - known)
-    assert StepModel.told([*numbers, 7.0]) == model, "a later engine tells more"
+    assert StepModel.from_coefficients([*numbers, 7.0]) == model, "a later engine reports more coefficients"
 
 
 @pytest.mark.parametrize(
     "numbers", [[], [0.1] * 4, [-1.0, 1, 0, 0, 0], [0.0] * 8, [0.1, 0.1, 0, 0, float("nan")], [float("inf"), 0.1, 0, 0, 0]]
 )
 def test_invalid_cost_function_is_refused(numbers: list[float]) -> None:
-    assert StepModel.told(numbers) is None
+    assert StepModel.from_coefficients(numbers) is None
 
 
 @given(MODELS, st.integers(0, 64), st.integers(0, 2000), st.floats(0.001, 2))
@@ -147,4 +147,4 @@ def test_few_steps_give_no_function() -> None:
 
 @pytest.mark.parametrize(("predicted_s", "after_s"), [(None, 10.0), (0.1, 10.0), (3.0, 15.0)])
 def test_step_hangs_after_ten_seconds_or_five_times_expected(predicted_s: float | None, after_s: float) -> None:
-    assert hung_after_s(predicted_s) == after_s
+    assert hang_timeout_s(predicted_s) == after_s

@@ -1,4 +1,4 @@
-"""What each policy promises, in simulated time: nobody starves, tenants share, deadlines are met, streams keep their pace."""
+"""Properties of the policies in simulated time: no starvation, fair shares, deadlines, and ITL."""
 
 import random
 from dataclasses import replace
@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
+from phalanx_api.prefix import PrefixKeys
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.policies import (
@@ -24,10 +27,9 @@ from phalanx_runtime.core.scheduling.policies import (
 )
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.step_plan import PoolShape
 from tests.properties.simulation import LIMITS, Job, Simulation
 from tests.runtime.fake_runner import FakeRunner
-from tests.runtime.fake_runner import make_request as asked
+from tests.runtime.fake_runner import make_request as make_wire_request
 
 
 def test_lowest_priority_number_is_first() -> None:
@@ -40,7 +42,7 @@ def test_long_waiting_request_precedes_a_better_new_one() -> None:
     old, late = Job(0.001, 100, 4, priority=1), AGING_S * 1.1
     jobs = [Job(0, 10, 2000), *[Job(0.001, 10, 2000) for _ in range(12)], old, Job(late, 100, 4, priority=0)]
     run = Simulation("priority", replace(LIMITS, max_num_seqs=1)).run(jobs)
-    assert run.first_s[12] > late, "the engine was busy for as long as it took to age"
+    assert run.first_s[12] > late, "the engine is busy until the request has aged"
     assert run.first_s[13] < run.first_s[14]
 
 
@@ -54,16 +56,16 @@ LAST: dict[str, tuple[SchedulingPolicy, dict[str, Any], dict[str, Any], int]] = 
 }
 
 
-@pytest.mark.parametrize(("policy", "wishes", "those_of_the_third", "victim"), LAST.values(), ids=LAST.keys())
+@pytest.mark.parametrize(("policy", "hints", "hints_of_the_third", "victim"), LAST.values(), ids=LAST.keys())
 def test_last_request_of_the_policy_is_preempted(
-    policy: SchedulingPolicy, wishes: dict[str, Any], those_of_the_third: dict[str, Any], victim: int
+    policy: SchedulingPolicy, hints: dict[str, Any], hints_of_the_third: dict[str, Any], victim: int
 ) -> None:
-    """Two requests, and a third that comes later and goes before them, but for fcfs; the pages are for two. With much time for
-    each token the first, which has one more, has the most slack."""
+    """Two requests and a later one that precedes them, except under fcfs; the pages are for two. With a long TPOT the first
+    request, one token ahead, has the most slack."""
     runner = FakeRunner(16, 4)
     scheduler = make_scheduler(replace(LIMITS, max_model_len=64), runner.pool, SchedulerConfig(scheduling_policy=policy))
     for handle in (1, 2, 3):
-        request = msgspec.structs.replace(asked(8, 24, seed=handle), **(wishes if handle < 3 else those_of_the_third))
+        request = msgspec.structs.replace(make_wire_request(8, 24, seed=handle), **(hints if handle < 3 else hints_of_the_third))
         assert scheduler.submit(handle, request, float(handle)) is None
         plan = scheduler.schedule(float(handle))
         assert plan is not None
@@ -71,11 +73,11 @@ def test_last_request_of_the_policy_is_preempted(
     while (plan := scheduler.schedule(4.0)) is not None and not scheduler.num_preemptions:
         scheduler.commit(runner.run(plan))
     assert scheduler.num_preemptions == 1
-    assert [handle for handle in (1, 2, 3) if scheduler.held_by(handle) is None] == [victim]
+    assert [handle for handle in (1, 2, 3) if scheduler.running_request(handle) is None] == [victim]
 
 
 HOSTILE = [
-    ("short ones all the time", lambda at: Job(at, 60, 4)),
+    ("short requests", lambda at: Job(at, 60, 4)),
     ("better priority, tight target, other tenant", lambda at: Job(at, 60, 4, priority=-3, tenant="loud", ttft_s=1.0)),
     ("many tenants", lambda at: Job(at, 60, 4, tenant=str(at), ttft_s=3.0)),
 ]
@@ -83,26 +85,26 @@ HOSTILE = [
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(("claim", "other"), HOSTILE, ids=[claim for claim, _ in HOSTILE])
-def test_no_request_starves_while_others_never_stop_coming(policy: SchedulingPolicy, claim: str, other: object) -> None:
-    """The others ask for more than the engine can do, for ten minutes. The victim is a long prompt with no wish at all."""
+def test_no_request_starves_under_endless_load(policy: SchedulingPolicy, claim: str, other: object) -> None:
+    """Others overload the engine for ten minutes. The victim is a long prompt without hints."""
     assert callable(other)
     limits = replace(LIMITS, max_num_seqs=2)
     jobs = [Job(0.5, 1500, 50), *[other(i * 0.03) for i in range(20_000)]]
     run = Simulation(policy, replace(limits, max_waiting=30_000)).run(jobs, until=0)
     assert run.end_s[0] < 400, claim
-    assert len(run.scheduler._queue) > 10, "the engine was overloaded all the time"
+    assert run.scheduler.load(run.now).waiting > 10, "the engine is overloaded throughout"
 
 
 class FairWatch(Simulation):
-    """Notes the largest difference of what two tenants got while both had requests that waited."""
+    """Records the largest difference between the counters of two waiting tenants."""
 
-    worst = 0.0
+    max_difference = 0.0
 
     def watch(self) -> None:
-        lanes = self.scheduler._queue.lanes()
-        ranks = [self.policy.rank(lane) for lane in lanes]
+        waiting = [request for request in self.scheduler.requests.values() if request.row is None]
+        ranks = [self.policy.rank(tenant) for tenant in {self.policy.lane(request) for request in waiting}]
         if len(ranks) > 1:
-            self.worst = max(self.worst, max(ranks) - min(ranks))
+            self.max_difference = max(self.max_difference, max(ranks) - min(ranks))
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,7 +118,7 @@ def test_waiting_tenants_differ_by_one_prompt_at_most(seed: int) -> None:
             jobs.append(Job(at, chance.randrange(1, 400), chance.randrange(1, 40), tenant=tenant))
             at += chance.expovariate(1 / rate)
     run = FairWatch("fair").run(jobs)
-    assert 0 < run.worst <= 400 + LIMITS.max_num_seqs * 40 * OUTPUT_WEIGHT
+    assert 0 < run.max_difference <= 400 + LIMITS.max_num_seqs * 40 * OUTPUT_WEIGHT
 
 
 def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
@@ -131,8 +133,8 @@ def test_a_greedy_tenant_does_not_delay_a_modest_one() -> None:
 
 
 def of_tenant(tenant: str, order: int) -> Request:
-    request = make_request(order, order, asked(4), 100)
-    return replace(request, wishes=replace(request.wishes, tenant=tenant))
+    submitted = msgspec.structs.replace(make_wire_request(4), tenant=tenant)
+    return make_request(order, order, submitted, 100, keys=PrefixKeys(b"", 16))
 
 
 def test_idle_time_earns_nothing_and_being_alone_costs_nothing() -> None:
@@ -144,7 +146,7 @@ def test_idle_time_earns_nothing_and_being_alone_costs_nothing() -> None:
     assert fair.rank("new") == fair.rank("alone") == 2000
     fair.charge(of_tenant("new", 1), 10, 0)
     fair.arrive(alone, ["new"])
-    assert fair.rank("alone") == 2010, "back after a while, it starts where the others are"
+    assert fair.rank("alone") == 2010, "a returning tenant starts at the others' counter"
 
 
 def test_new_tenant_starts_at_the_last_tenants_position() -> None:
@@ -156,13 +158,13 @@ def test_new_tenant_starts_at_the_last_tenants_position() -> None:
     assert fair.rank("new") == 2000
 
 
-def test_counters_of_tenants_that_left_are_forgotten() -> None:
+def test_counters_of_idle_tenants_are_dropped() -> None:
     fair = Fair()
     for number in range(3 * MAX_TENANTS):
         request = of_tenant(f"t{number}", number)
         fair.arrive(request, [])
         fair.charge(request, number % 7, 1)
-    assert len(fair._counters) <= MAX_TENANTS + 1
+    assert fair.num_counters <= MAX_TENANTS + 1
 
 
 @pytest.mark.parametrize("load", [0.9, 1.5], ids=["nearly full", "overloaded"])
@@ -186,7 +188,7 @@ def test_deadline_queue_is_sorted_again_when_keys_shrink() -> None:
     queue = Queue(policy, 16)
     sizes = [(100, 30.0), (10, 20.0), (900, 21.0), (500, 22.0), (2000, 23.0)]
     for order, (size, ttft_s) in enumerate(sizes):
-        wanted = wire.Request(
+        submitted = wire.Request(
             id=str(order),
             epoch=0,
             prompt=[1] * size,
@@ -194,17 +196,17 @@ def test_deadline_queue_is_sorted_again_when_keys_shrink() -> None:
             sampling=wire.Sampling(max_tokens=4, seed=0),
             ttft_target_ms=1e3 * ttft_s,
         )
-        queue.push(make_request(order, order, wanted, 4096), 0.0)
+        queue.push(make_request(order, order, submitted, 4096, keys=PrefixKeys(b"", 16)), 0.0)
     first = queue.first(0.0)
-    assert first is not None and first.order == 1
+    assert first is not None and first.params.order == 1
     assert policy.learn(StepModel(fixed_s=0.0, token_s=0.01, knee_tokens=0, context_s=0.0, attention_s=0.0), 1.0)
     assert not policy.learn(StepModel(fixed_s=0.0, token_s=0.0105, knee_tokens=0, context_s=0.0, attention_s=0.0), 1.0), (
-        "too small a change to sort a queue for"
+        "the change is too small to sort the queue"
     )
     queue.sort(0.0)
     served = []
     while (request := queue.first(0.0)) is not None:
-        served.append(request.order)
+        served.append(request.params.order)
         queue.pop(request)
     due = {number: ttft_s - 0.01 * size for number, (size, ttft_s) in enumerate(sizes)}
     assert served == sorted(due, key=lambda number: due[number]) != [1, 2, 3, 4, 0]
@@ -218,12 +220,12 @@ def test_request_with_a_deadline_precedes_one_without() -> None:
 
 
 def streams_and_prompts(count: int = 40) -> list[Job]:
-    """A few long streams, and prompts of 600 tokens that keep coming."""
+    """Returns a few long streams, and a sequence of prompts of 600 tokens."""
     return [Job(0, 20, 600) for _ in range(4)] + [Job(0.5 + 0.4 * i, 600, 4) for i in range(count)]
 
 
 def long_steps(run: Simulation, limit_s: float) -> float:
-    """The share of steps with decodes, after the fit is believed, that took longer."""
+    """Returns the share of steps with decodes, after the fit, that took longer."""
     steps = [wall_s for wall_s, _, decodes in run.steps[100:] if decodes]
     return sum(wall_s > limit_s for wall_s in steps) / len(steps)
 
@@ -232,7 +234,9 @@ def test_step_budget_follows_measurements_to_meet_itl() -> None:
     target_s = 0.04
     run = Simulation(limits=replace(LIMITS, itl_target_s=target_s), noise=0.03).run(streams_and_prompts())
     assert long_steps(run, 1.1 * target_s) < 0.02
-    assert long_steps(Simulation(noise=0.03).run(streams_and_prompts()), 1.1 * target_s) > 0.2, "without a target it is exceeded"
+    assert long_steps(Simulation(noise=0.03).run(streams_and_prompts()), 1.1 * target_s) > 0.2, (
+        "without a target steps are longer"
+    )
     assert len(run.end_s) == 44
 
 
@@ -250,33 +254,35 @@ def test_prompts_progress_under_a_target_that_cannot_hold() -> None:
     assert all(wall_s < 1.4 * 0.012 for wall_s, prefill, decodes in run.steps[100:] if decodes == 4)
 
 
-@pytest.mark.parametrize("threshold", [0, 50], ids=["half a step", "as told"])
+@pytest.mark.parametrize("threshold", [0, 50], ids=["half a step", "threshold"])
 def test_a_long_prompt_leaves_room_for_a_short_one(threshold: int) -> None:
     jobs = [Job(0, 1800, 4), Job(0.001, 60, 4)]
     run = Simulation(limits=replace(LIMITS, long_prefill_tokens=threshold)).run(jobs)
     assert run.first_s[1] < 0.4 < run.first_s[0]
     alone = Simulation(limits=replace(LIMITS, long_prefill_tokens=threshold)).run(jobs[:1])
-    assert max(prefill for _, prefill, _ in alone.steps) == (threshold or 256), "alone it gets whole steps, unless told otherwise"
+    assert max(prefill for _, prefill, _ in alone.steps) == (threshold or 256), (
+        "alone it gets whole steps, unless there is a threshold"
+    )
 
 
 class CountingFcfs(Fcfs):
-    """Counts how often the scheduler asks where a request stands."""
+    """Counts calls of `key`."""
 
-    looks = 0
+    num_calls = 0
 
     def key(self, request: Request, now: float) -> float:
-        self.looks += 1
+        self.num_calls += 1
         return super().key(request, now)
 
 
 def test_step_examines_few_of_a_thousand_waiting_requests() -> None:
     runner, policy = FakeRunner(100, 4), CountingFcfs()
-    scheduler = Scheduler(replace(LIMITS, max_num_seqs=4), PoolShape(100, 4), policy)
+    scheduler = Scheduler(replace(LIMITS, max_num_seqs=4), PrefixSharing(PagePool(100, 4), ""), policy)
     for handle in range(1000):
-        scheduler.submit(handle, asked(5, 9, seed=handle))
+        scheduler.submit(handle, make_wire_request(5, 9, seed=handle))
     for _ in range(20):
-        before = policy.looks
+        before = policy.num_calls
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.commit(runner.run(plan))
-        assert policy.looks - before < 40
+        assert policy.num_calls - before < 40

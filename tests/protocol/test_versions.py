@@ -1,8 +1,7 @@
-"""Programs of different protocol versions refuse each other, with both versions in the reason; nothing waits for ever."""
+"""Programs of different protocol versions refuse each other and name both versions."""
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,38 +10,32 @@ from websockets.exceptions import ConnectionClosed
 
 from phalanx_api import wire
 from phalanx_api.conditions import find_condition
-from phalanx_api.summary import Asked, BalancePolicy, RouterSummary, UnknownVersion
+from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest, UnknownVersion
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
 from phalanx_router.resume import peer_wire
+from tests.control.polled_routers import KEY, polled_routers
 from tests.control.summaries import summary
-from tests.control.test_routers import Scene, scene
 from tests.control.worlds import World as Operated
+from tests.polling import until
 from tests.router.api_servers import http_server
-from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, hear, make_request, make_settings
-from tests.router.test_summary import running_router
+from tests.router.fakes import TOKEN, FakeLeader, Leaders, Script, make_request, make_settings, read_stream
+from tests.router.polled_routers import polled_router
 
-__all__ = ["scene"]
 OTHER = PROTOCOL_VERSION + 1
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_router_reports_a_leader_that_refuses_its_version(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with running_router(FakeLeader("far", Script(protocol_version=OTHER)), ready=0) as router:
-        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
-        answer = await router.ask()
+    async with polled_router(FakeLeader("far", Script(protocol_version=OTHER)), ready=0) as router:
+        await until(lambda: any(link.version_error for link in router.fleet.links.all()))
+        answer = await router.poll()
         assert [one.group for one in answer.unknown_versions] == ["far"]
         assert f"link version {OTHER}" in answer.unknown_versions[0].why
         assert f"this router supports {PROTOCOL_VERSION}" in answer.unknown_versions[0].why
         with pytest.raises(BackendError, match="no group is ready"):
-            await hear(router.fleet, make_request())
+            await read_stream(router.fleet, make_request())
         logged = [record for record in caplog.records if "4426" in getattr(record, "why", "")]
         assert 1 <= len(logged) <= 2, "one line when it starts, not one per attempt"
 
@@ -52,25 +45,25 @@ async def test_router_reports_a_leader_that_answers_in_another_version() -> None
         "odd",
         Script(first=wire.encode(wire.Welcome(protocol_version=OTHER, group="odd", revision="r1", page_size=16, assets_hash=""))),
     )
-    async with running_router(odd, ready=0) as router:
-        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
+    async with polled_router(odd, ready=0) as router:
+        await until(lambda: any(link.version_error for link in router.fleet.links.all()))
         why = f"the leader supports link version {OTHER}, this router {PROTOCOL_VERSION}"
-        assert (await router.ask()).unknown_versions == [UnknownVersion("odd", why)]
+        assert (await router.poll()).unknown_versions == [UnknownVersion("odd", why)]
 
 
 async def test_a_leader_of_the_right_version_clears_the_report() -> None:
     leader = FakeLeader("far", Script(protocol_version=OTHER))
-    async with running_router(leader, ready=0) as router:
-        await until(lambda: any(link.unknown_version for link in router.fleet.links.all()))
+    async with polled_router(leader, ready=0) as router:
+        await until(lambda: any(link.version_error for link in router.fleet.links.all()))
         leader.script.protocol_version = PROTOCOL_VERSION
         await router.until_ready(1)
-        assert (await router.ask()).unknown_versions == []
+        assert (await router.poll()).unknown_versions == []
 
 
 async def test_router_refuses_an_operator_of_another_version(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with running_router(FakeLeader("a")) as router:
-        response = await router.post(msgspec.json.encode(Asked(BalancePolicy(number=7), 0.0, OTHER)))
+    async with polled_router(FakeLeader("a")) as router:
+        response = await router.post(msgspec.json.encode(SummaryRequest(BalancePolicy(number=7), 0.0, OTHER)))
         assert response.status_code == 426
         assert f"supports summary version {PROTOCOL_VERSION}, the operator sent {OTHER}" in response.text
         assert router.fleet.balancing.policy.number == 0, "the policy is ignored"
@@ -78,16 +71,17 @@ async def test_router_refuses_an_operator_of_another_version(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("answer", [426, summary(version=OTHER)], ids=["refuses", "other version"])
-async def test_operator_names_the_router_of_another_version(scene: Scene, answer: RouterSummary | int) -> None:
-    scene.routers[0].answers.put_nowait(answer)
-    scene.tell(number=1)
-    await until(lambda: scene.asking.fleet(("team", "chat"), scene.targets[:1]).unknown_versions)
-    fleet = scene.asking.fleet(("team", "chat"), scene.targets[:1])
-    assert not fleet.is_heard and scene.routers[0].address in fleet.unknown_versions[0]
-    assert scene.woken
-    scene.routers[0].answers.put_nowait(summary())
-    await until(lambda: scene.asking.fleet(("team", "chat"), scene.targets[:1]).is_heard)
-    assert scene.asking.fleet(("team", "chat"), scene.targets[:1]).unknown_versions == ()
+async def test_operator_names_the_router_of_another_version(answer: RouterSummary | int) -> None:
+    async with polled_routers() as scene:
+        scene.routers[0].answers.put_nowait(answer)
+        scene.publish(number=1)
+        await until(lambda: scene.poller.fleet(KEY, scene.targets[:1]).unknown_versions)
+        fleet = scene.poller.fleet(KEY, scene.targets[:1])
+        assert not fleet.has_quorum and scene.routers[0].address in fleet.unknown_versions[0]
+        assert scene.woken
+        scene.routers[0].answers.put_nowait(summary())
+        await until(lambda: scene.poller.fleet(KEY, scene.targets[:1]).has_quorum)
+        assert scene.poller.fleet(KEY, scene.targets[:1]).unknown_versions == ()
 
 
 async def test_condition_compatible_follows_the_versions() -> None:
@@ -95,13 +89,13 @@ async def test_condition_compatible_follows_the_versions() -> None:
     await operated.settle()
     operated.cluster.start_router_pods()
     assert find_condition(operated.status.conditions, "Compatible") is None
-    operated.routers.says = summary(unknown_versions=[UnknownVersion("chat-g-1", "the leader supports link version 9")])
-    await operated.look()
+    operated.routers.summary = summary(unknown_versions=[UnknownVersion("chat-g-1", "the leader supports link version 9")])
+    await operated.reconcile()
     assert operated.condition("Compatible") == ("False", "UnknownVersion")
-    assert ("Warning", "UnknownVersion") in operated.notes()
-    assert await operated.look() == []
-    operated.routers.says = summary()
-    await operated.look()
+    assert ("Warning", "UnknownVersion") in operated.events()
+    assert await operated.reconcile() == []
+    operated.routers.summary = summary()
+    await operated.reconcile()
     assert operated.condition("Compatible") == ("True", "VersionsAgree")
 
 

@@ -1,4 +1,4 @@
-"""The leader's real link over an engine that tests script, behind a real HTTP server on localhost."""
+"""The leader's real link over a scripted engine, behind a real HTTP server on localhost."""
 
 import asyncio
 import contextlib
@@ -13,27 +13,28 @@ from starlette.types import ASGIApp
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.engine.client import EngineObserver
+from phalanx_runtime.engine.load_feed import EngineObserver, PageKeys
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
-from phalanx_runtime.engine.page_keys import PageKeys
+from phalanx_runtime.engine.open_requests import RequestSink
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
-from phalanx_runtime.server.link.gateway import EngineGateway, EngineSink
+from phalanx_runtime.server.link.gateway import EngineGateway
 from tests.frontend.fakes import detail_of, prompt_details_of
+from tests.polling import until
 from tests.router.fakes import ASSETS, TOKEN, token_at
 
 
 class FakeEngine:
-    """An EngineGateway. `step` draws one token for each request that has fewer than `hold`, as one frame per sink."""
+    """An EngineGateway. `step` samples one token for each request with fewer than `hold`, as one frame per sink."""
 
     def __init__(self) -> None:
-        self.submitted: dict[int, tuple[wire.Request, EngineSink]] = {}
+        self.submitted: dict[int, tuple[wire.Request, RequestSink]] = {}
         self.aborted: list[int] = []
         self.present: wire.State = wire.State(serving=True, incarnation=1)
         self.known_assets: wire.Assets | None = ASSETS
         self.reported = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8)
         self.subscribers: list[Callable[[], None]] = []
-        self.followers: list[EngineObserver] = []
+        self.observers: list[EngineObserver] = []
         self.found = PageKeys()
         self.hold = 10**9
         self.draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
@@ -42,7 +43,7 @@ class FakeEngine:
         self.moved: dict[int, str] = {}
         self.moves = MoveRelay(self.ordered.append, lambda handle: self.abort([handle]))
 
-    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
+    def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
         handle = 1000 + len(self._next)
         self.submitted[handle] = (request, sink)
         self.moved |= {handle: move} if move else {}
@@ -52,7 +53,7 @@ class FakeEngine:
     def has(self, handle: int) -> bool:
         return handle in self.submitted
 
-    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
+    def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:
         for handle in handles:
             self.submitted[handle] = (self.submitted[handle][0], sink)
 
@@ -76,27 +77,27 @@ class FakeEngine:
         self.subscribers.append(changed)
         return lambda: self.subscribers.remove(changed)
 
-    def follow(self, follower: EngineObserver) -> Callable[[], None]:
-        self.followers.append(follower)
-        return lambda: self.followers.remove(follower)
+    def observe(self, observer: EngineObserver) -> Callable[[], None]:
+        self.observers.append(observer)
+        return lambda: self.observers.remove(observer)
 
     def pages(self) -> wire.PageChanges:
         return self.found.snapshot()
 
     def report(self, load: wire.Load) -> None:
-        """Tells a new load."""
+        """Sends a load report."""
         self.reported = load
-        for follower in list(self.followers):
+        for follower in list(self.observers):
             follower.load_changed()
 
-    def tell_pages(self, changes: wire.PageChanges) -> None:
-        """Tells page changes."""
+    def send_pages(self, changes: wire.PageChanges) -> None:
+        """Sends page changes."""
         self.found.apply(changes)
-        for follower in list(self.followers):
+        for follower in list(self.observers):
             follower.pages_changed(changes)
 
     def change(self, state: wire.State) -> None:
-        """Tells a new state; a new incarnation forgets all requests."""
+        """Sends a state; a new incarnation drops all requests."""
         if state.incarnation != self.present.incarnation:
             self.submitted.clear()
             self.found = PageKeys()
@@ -105,8 +106,8 @@ class FakeEngine:
             changed()
 
     def step(self) -> None:
-        """One token for every request."""
-        frames: dict[int, tuple[EngineSink, wire.Tokens]] = {}
+        """Samples one token for every request."""
+        frames: dict[int, tuple[RequestSink, wire.Tokens]] = {}
         for handle, (request, sink) in list(self.submitted.items()):
             index = self._next[handle]
             if index >= self.hold:
@@ -130,14 +131,14 @@ class FakeEngine:
             sink.tokens(frame)
 
     async def run(self) -> None:
-        """Steps for ever, as fast as others let it."""
+        """Runs steps until cancelled."""
         while True:
             self.step()
             await asyncio.sleep(0)
 
 
 class QuietServer(uvicorn.Server):
-    """A server that leaves the signals of the test process alone."""
+    """A server without signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,7 +147,7 @@ class QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_server(app: ASGIApp) -> AsyncIterator[str]:
-    """Serves an application on a free port of localhost, and gives its host:port."""
+    """Serves an application on a free port of localhost; yields host:port."""
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         app, log_config=None, ws="websockets-sansio", ws_per_message_deflate=False, timeout_graceful_shutdown=1, access_log=False
@@ -154,9 +155,7 @@ async def http_server(app: ASGIApp) -> AsyncIterator[str]:
     server = QuietServer(config)
     task = asyncio.create_task(server.serve([listening]))
     try:
-        async with asyncio.timeout(10):
-            while not server.started:
-                await asyncio.sleep(0.002)
+        await until(lambda: server.started)
         yield f"127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -186,15 +185,15 @@ def make_link_settings(
 
 @asynccontextmanager
 async def running_leader(engine: EngineGateway, settings: LinkSettings | None = None) -> AsyncIterator[tuple[str, LinkEndpoint]]:
-    """The leader's link over an engine: its host:port, and the door."""
-    door = LinkEndpoint(engine, settings or make_link_settings())
-    async with http_server(Starlette(routes=[door.route()])) as address:
-        yield address, door
+    """The leader's link over an engine; yields host:port and the endpoint."""
+    endpoint = LinkEndpoint(engine, settings or make_link_settings())
+    async with http_server(Starlette(routes=[endpoint.route()])) as address:
+        yield address, endpoint
 
 
 @dataclass(slots=True)
 class Path:
-    """A network path to a server. While `held` is set, what goes to the server waits on the way; its answers do not."""
+    """A network path to a server. While `held` is set, data to the server is delayed; data from it is not."""
 
     address: str
     held: asyncio.Event
@@ -202,22 +201,22 @@ class Path:
 
 @asynccontextmanager
 async def slow_path(address: str) -> AsyncIterator[Path]:
-    """A path to this host:port whose way there can be held."""
+    """A path to this host:port with a delayable direction to the server."""
     host, _, port = address.rpartition(":")
     path = Path("", asyncio.Event())
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_hold: bool) -> None:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_delayable: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
-                while may_hold and path.held.is_set():
+                while is_delayable and path.held.is_set():
                     await asyncio.sleep(0.002)
                 writer.write(data)
                 await writer.drain()
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(copy(reader, back, True), copy(there, writer, False))
+        server_reader, server_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, server_writer, True), copy(server_reader, writer, False))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     path.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

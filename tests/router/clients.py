@@ -1,4 +1,4 @@
-"""A client of completions that knows how to resume: it keeps what it has, and the id up to which it has it."""
+"""A client of completions that resumes streams with Last-Event-ID."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
-class Told:
-    """What a client got: texts, ends, and tokens that came with logprobs, by choice, the last id, and the error, if one came."""
+class ReceivedStream:
+    """Received texts, finish reasons and tokens with logprobs by choice, the last event id, and the error."""
 
     texts: dict[int, str]
     ends: dict[int, str]
@@ -32,49 +32,49 @@ class Told:
 async def read(
     url: str,
     body: Mapping[str, Any],
-    told: Told | None = None,
-    stop: Callable[[Told], bool] = lambda told: False,
+    received: ReceivedStream | None = None,
+    stop: Callable[[ReceivedStream], bool] = lambda received: False,
     key: str = "sk-1",
-) -> Told:
-    """Reads a stream to its end, its server's end or `stop`; from where `told` came to, if it is given."""
+) -> ReceivedStream:
+    """Reads a stream until its end, the loss of its server, or `stop`; resumes after `received`, if given."""
     headers = {"authorization": f"Bearer {key}"}
-    told = told or Told({}, {})
-    if told.last:
-        headers["last-event-id"] = told.last
-    with suppress(httpx.TransportError):  # its server was killed
+    received = received or ReceivedStream({}, {})
+    if received.last:
+        headers["last-event-id"] = received.last
+    with suppress(httpx.TransportError):  # the server was killed
         async with (
             asyncio.timeout(PATIENCE_S),
             httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http,
             http.stream("POST", f"{url}/v1/completions", json=dict(body), headers=headers) as answer,
         ):
-            told.status = answer.status_code
+            received.status = answer.status_code
             if answer.status_code == 200:
-                await _hear(answer.aiter_lines(), told, stop)
+                await _read_lines(answer.aiter_lines(), received, stop)
             else:
-                told.error = json.loads(await answer.aread())["error"]
-    return told
+                received.error = json.loads(await answer.aread())["error"]
+    return received
 
 
-async def _hear(lines: AsyncIterator[str], told: Told, stop: Callable[[Told], bool]) -> None:
+async def _read_lines(lines: AsyncIterator[str], received: ReceivedStream, stop: Callable[[ReceivedStream], bool]) -> None:
     id = ""
     async for line in lines:
         if line.startswith("id: "):
             id = line.removeprefix("id: ")
         if line == "data: [DONE]":
-            told.is_done = True
+            received.is_done = True
         elif line.startswith("data: "):
             document = json.loads(line.removeprefix("data: "))
-            told.error = document.get("error")
+            received.error = document.get("error")
             for choice in document.get("choices", ()):
-                told.texts[choice["index"]] = told.texts.get(choice["index"], "") + choice["text"]
+                received.texts[choice["index"]] = received.texts.get(choice["index"], "") + choice["text"]
                 if choice.get("logprobs"):
-                    told.tokens.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
+                    received.tokens.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
                 if choice["finish_reason"]:
-                    told.ends[choice["index"]] = choice["finish_reason"]
-            told.last = id or told.last
-            if stop(told):
+                    received.ends[choice["index"]] = choice["finish_reason"]
+            received.last = id or received.last
+            if stop(received):
                 return
 
 
-def chars(count: int) -> Callable[[Told], bool]:
-    return lambda told: told.num_chars >= count
+def chars(count: int) -> Callable[[ReceivedStream], bool]:
+    return lambda received: received.num_chars >= count

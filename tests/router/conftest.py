@@ -1,4 +1,4 @@
-"""Settings of all router tests."""
+"""The event loop of all router tests."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,5 +8,5 @@ from tests.unhurried import UnhurriedLoop
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], UnhurriedLoop]]:
-    """Groups fall silent here because a test says so, never because the machine stood still for a quarter of a second."""
+    """A loop whose clock ignores pauses of the machine, which would make groups stale."""
     return {"unhurried": UnhurriedLoop}

@@ -1,4 +1,4 @@
-"""A leader that is a real WebSocket server with scripted tokens, and builders for what tests of the router need."""
+"""A leader that is a real WebSocket server with scripted tokens, and builders for router tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -22,20 +22,21 @@ from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.queue import QueueBounds
-from phalanx_router.session import FleetSettings
+from phalanx_router.session import FleetSettings, StreamSession
 from tests.frontend.fakes import detail_of, prompt_details_of
+from tests.polling import until
 
 TOKEN = "secret of the service"
 ASSETS = wire.make_assets({"tokenizer.json": b"{}"}, ["tiny"], 4096, [0])
 
 
 def token_at(prompt: list[int], index: int) -> int:
-    """The token that every fake leader draws: a function of the prompt and the output index alone."""
+    """Token of every fake leader: a function of prompt and output index."""
     return (sum(prompt) * 31 + len(prompt) * 7 + index * 13) % 50_021 + 1
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """All tokens of an undisturbed run."""
+    """Tokens of an undisturbed stream."""
     return [token_at(prompt, index) for index in range(count)]
 
 
@@ -47,44 +48,33 @@ def make_request(prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 16, id: st
 
 @dataclass(slots=True)
 class Script:
-    """How a fake leader behaves.
+    """Behaviour of a fake leader."""
 
-    die_after: cut all connections after so many steps with tokens. hold_at: step after which no more tokens come until
-    `release`. refuse: the answer to every Submit. echo: every frame is sent this often. stale: every frame is preceded by
-    one of an older epoch with wrong tokens. skip: indices that are left out once. silent: no load reports.
-    first: what comes before Welcome. finish: whether ends are told. draw: what the token at an index is. endless_from:
-    requests for so many tokens or more never get past their fifth. kills: requests under which the group dies, within
-    three tokens.
-    """
-
-    die_after: int | None = None
-    hold_at: int | None = None
-    refuse: Callable[[wire.Submit], wire.Refused | None] | None = None
-    echo: int = 1
-    stale: bool = False
-    skip: set[int] = field(default_factory=set)
-    silent: bool = False
+    die_after: int | None = None  # cut all connections after this many steps with tokens
+    hold_at: int | None = None  # step after which tokens wait for `release`
+    refuse: Callable[[wire.Submit], wire.Refused | None] | None = None  # answer to every Submit
+    echo: int = 1  # copies of every frame
+    stale: bool = False  # precede every frame by one of an older epoch with wrong tokens
+    skip: set[int] = field(default_factory=set)  # indices to leave out once
+    silent: bool = False  # no load reports
     protocol_version: int = PROTOCOL_VERSION
-    first: bytes | None = None
-    finish: bool = True
+    first: bytes | None = None  # sent before Welcome
+    finish: bool = True  # send Finished
     assets: wire.Assets = ASSETS
-    tell_assets: bool = True
+    sends_assets: bool = True
     draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
-    endless_from: int = 10**9
-    kills: Callable[[wire.Request], bool] = lambda request: False
+    endless_from: int = 10**9  # requests with at least this `max_tokens` stop after five tokens without an end
+    kills: Callable[[wire.Request], bool] = lambda request: False  # requests that kill the group within three tokens
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningRequest:
     submit: wire.Submit
     next_index: int
 
 
 class FakeLeader:
-    """A leader on localhost. One step: one token for each running request, as one frame per connection.
-
-    `submitted`, `aborted` and `fetched` tell what routers asked; `seen` is set at each frame of a router.
-    """
+    """A leader on localhost. One step: one token for each running request, as one frame per connection."""
 
     def __init__(self, group: str = "group-a", script: Script | None = None, token: str = TOKEN) -> None:
         self.group = group
@@ -95,13 +85,12 @@ class FakeLeader:
         self.state = wire.State(serving=True, incarnation=1)
         self.load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=10, total_pages=10)
         self.submitted: list[wire.Submit] = []
-        self.aborted: list[int] = []
-        self.fetched = 0
+        self.aborted: list[int] = []  # handles
+        self.fetched = 0  # requests for the assets
         self.steps = 0
         self.deaths = 0
-        self.seen = asyncio.Event()
         self._released = asyncio.Event()
-        self._running: dict[ServerConnection, dict[int, _Running]] = {}
+        self.running: dict[ServerConnection, dict[int, RunningRequest]] = {}
         self._last_handles: dict[ServerConnection, int] = {}
         self._server: Server | None = None
 
@@ -109,11 +98,11 @@ class FakeLeader:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def endpoint(self, created: str = "", leaving: bool = False) -> Endpoint:
-        return Endpoint(key=self.group, address=self.address, group=self.group, created=created, leaving=leaving)
+    def endpoint(self, created: str = "", is_leaving: bool = False) -> Endpoint:
+        return Endpoint(key=self.group, address=self.address, group=self.group, created=created, is_leaving=is_leaving)
 
     async def start(self) -> None:
-        """Listens, on the same port as before when it was stopped."""
+        """Listens, on the same port after a stop."""
         self._server = await serve(
             self._serve, "127.0.0.1", self.port, process_request=self._check, compression=None, ping_interval=None
         )
@@ -128,43 +117,34 @@ class FakeLeader:
             self._server = None
 
     def cut(self) -> None:
-        """Ends every connection without a word, as a killed process does."""
-        for connection in list(self._running):
+        """Aborts every connection, as a killed process does."""
+        for connection in list(self.running):
             connection.transport.abort()
 
     async def close(self) -> None:
-        """Ends every connection as a server does that stops, and listens no more."""
+        """Closes every connection normally and stops listening."""
         assert self._server is not None
         self._server.close(code=1012)
         await self._server.wait_closed()
         self._server = None
 
     def release(self) -> None:
-        """Goes on after `hold_at`."""
+        """Continues after `hold_at`."""
         self._released.set()
 
-    async def tell(self, frame: wire.FromLeader) -> None:
+    async def send(self, frame: wire.FromLeader) -> None:
         """Sends a frame to every router."""
         if isinstance(frame, wire.State):
             if frame.incarnation != self.state.incarnation or not (frame.serving or frame.draining):
-                for running in self._running.values():
+                for running in self.running.values():
                     running.clear()
             self.state = frame
-        for connection in list(self._running):
+        for connection in list(self.running):
             await connection.send(wire.encode(frame))
 
     async def until_linked(self) -> None:
-        """Returns when a router is there."""
-        async with asyncio.timeout(10):
-            while not self._running:
-                await asyncio.sleep(0.002)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition holds, looking after each frame of a router."""
-        async with asyncio.timeout(10):
-            while not condition():
-                await self.seen.wait()
-                self.seen.clear()
+        """Waits for a connected router."""
+        await until(lambda: self.running)
 
     def _check(self, connection: ServerConnection, request: HttpRequest) -> HttpResponse | None:
         if request.path != wire.LINK_PATH or request.headers.get("Authorization") != f"Bearer {self.token}":
@@ -181,8 +161,8 @@ class FakeLeader:
             if hello.protocol_version != script.protocol_version:
                 await connection.close(4426, f"this leader speaks link version {script.protocol_version}")
                 return
-            self._running[connection] = {}
-            assets_hash = script.assets.content_hash if script.tell_assets else ""
+            self.running[connection] = {}
+            assets_hash = script.assets.content_hash if script.sends_assets else ""
             await connection.send(
                 wire.encode(
                     wire.Welcome(
@@ -199,8 +179,7 @@ class FakeLeader:
             tasks = [asyncio.create_task(part) for part in parts]
             try:
                 while True:
-                    await self._obey(connection, wire.decode_to_leader(await connection.recv(decode=False)))
-                    self.seen.set()
+                    await self.obey(connection, wire.decode_to_leader(await connection.recv(decode=False)))
             finally:
                 for task in tasks:
                     task.cancel()
@@ -208,9 +187,9 @@ class FakeLeader:
         except ConnectionClosed:
             pass
         finally:
-            self._running.pop(connection, None)
+            self.running.pop(connection, None)
 
-    async def _obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
+    async def obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
         match frame:
             case wire.Submit():
                 self.submitted.append(frame)
@@ -219,26 +198,26 @@ class FakeLeader:
                 if refused is not None:
                     await connection.send(wire.encode(refused))
                 else:
-                    self._running[connection][frame.handle] = _Running(frame, len(frame.request.delivered))
+                    self.running[connection][frame.handle] = RunningRequest(frame, len(frame.request.delivered))
             case wire.Abort():
                 self.aborted += frame.handles
                 for handle in frame.handles:
-                    self._running[connection].pop(handle, None)
+                    self.running[connection].pop(handle, None)
             case wire.Fetch():
                 self.fetched += 1
                 await connection.send(wire.encode(self.script.assets))
 
     async def _beat(self, connection: ServerConnection) -> None:
         for sequence in count(1):
-            told = msgspec.structs.replace(self.load, sequence=sequence, last_handle=self._last_handles.get(connection, 0))
-            await connection.send(wire.encode(told))
+            report = msgspec.structs.replace(self.load, sequence=sequence, last_handle=self._last_handles.get(connection, 0))
+            await connection.send(wire.encode(report))
             await asyncio.sleep(0.02)
 
     async def _step(self, connection: ServerConnection) -> None:
         script = self.script
         while True:
             await asyncio.sleep(0.001)
-            running = self._running[connection]
+            running = self.running[connection]
             if not running:
                 continue
             if script.hold_at is not None and self.steps >= script.hold_at:
@@ -267,7 +246,7 @@ class FakeLeader:
             if script.die_after is not None and self.steps >= script.die_after:
                 self.cut()
 
-    def _frame(self, running: dict[int, _Running]) -> wire.Tokens:
+    def _frame(self, running: dict[int, RunningRequest]) -> wire.Tokens:
         frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
         for handle, entry in list(running.items()):
             request = entry.submit.request
@@ -302,7 +281,7 @@ def make_settings(
     patience_s: float = 10.0,
     keep_alive_s: float = 5.0,
     max_replays: int = 3,
-    max_moves: int = 32,
+    max_departures: int = 32,
     refusal_pause_s: float = 0.02,
     served_names: tuple[str, ...] = (),
     queue: QueueBounds | None = None,
@@ -311,7 +290,7 @@ def make_settings(
     max_held: int = 1024,
     find_s: float = 3.0,
 ) -> FleetSettings:
-    """Balancing never looks unless it is told how often."""
+    """Settings of a router, by default without balancing ticks."""
     link = LinkSettings(
         token=token,
         router="router-0",
@@ -328,7 +307,7 @@ def make_settings(
         keep_alive_s=keep_alive_s,
         retry_after_s=2.0,
         refusal_pause_s=refusal_pause_s,
-        max_moves=max_moves,
+        max_departures=max_departures,
         queue=queue or QueueBounds(),
         tick_s=tick_s,
         hold_s=hold_s,
@@ -338,25 +317,25 @@ def make_settings(
 
 
 class Leaders:
-    """A source of leaders that a test changes."""
+    """A leader source that a test changes."""
 
     def __init__(self, *endpoints: Endpoint) -> None:
         self._endpoints = endpoints
-        self._found: Callable[[dict[str, Endpoint]], None] | None = None
+        self._on_change: Callable[[dict[str, Endpoint]], None] | None = None
 
-    async def run(self, found: Callable[[dict[str, Endpoint]], None]) -> None:
-        self._found = found
+    async def run(self, on_change: Callable[[dict[str, Endpoint]], None]) -> None:
+        self._on_change = on_change
         self.change(*self._endpoints)
         await asyncio.Event().wait()
 
     def change(self, *endpoints: Endpoint) -> None:
-        assert self._found is not None
-        self._found({endpoint.key: endpoint for endpoint in endpoints})
+        assert self._on_change is not None
+        self._on_change({endpoint.key: endpoint for endpoint in endpoints})
 
 
 @dataclass(slots=True)
 class World:
-    """A running fleet over fake leaders."""
+    """A running backend over fake leaders."""
 
     fleet: RouterBackend
     leaders: list[FakeLeader]
@@ -366,14 +345,9 @@ class World:
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition holds; it is looked at every few milliseconds, for ten seconds at most."""
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.002)
-
     async def until_ready(self, count: int) -> None:
-        await self.until(lambda: self.metric("phalanx_router_groups_ready") == count)
+        """Waits until the router counts `count` ready groups."""
+        await until(lambda: self.metric("phalanx_router_groups_ready") == count)
 
 
 @asynccontextmanager
@@ -383,7 +357,7 @@ async def running_world(
     ready: int | None = None,
     draw: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[World]:
-    """A fleet with a link to each leader, of which `ready` (all by default) serve."""
+    """A backend with a link to each leader; `ready` of them serve, all by default."""
     async with AsyncExitStack() as stack:
         for leader in leaders:
             await leader.start()
@@ -401,24 +375,29 @@ async def running_world(
             await asyncio.gather(task, return_exceptions=True)
 
 
+def group_of(session: StreamSession) -> str:
+    """Name of the group that runs the stream; empty without one."""
+    return session.assignment.link.endpoint.group if session.assignment is not None else ""
+
+
 @dataclass(slots=True)
-class Heard:
-    """What a client got of one stream."""
+class StreamResult:
+    """Items that a client received of one stream."""
 
     tokens: list[int]
     finish: str | None
     keep_alives: int
 
 
-async def hear(fleet: RouterBackend, request: wire.Request) -> Heard:
-    """The whole stream. Fails unless every delta starts where the one before ended."""
-    heard = Heard([], None, 0)
+async def read_stream(fleet: RouterBackend, request: wire.Request) -> StreamResult:
+    """Reads a whole stream. Fails unless every delta starts at the end of the previous one."""
+    received = StreamResult([], None, 0)
     async with asyncio.timeout(20):
         async for item in fleet.generate(request):
             if isinstance(item, Delta):
-                assert item.index == len(request.delivered) + len(heard.tokens)
-                heard.tokens += item.tokens
-                heard.finish = item.finish
+                assert item.index == len(request.delivered) + len(received.tokens)
+                received.tokens += item.tokens
+                received.finish = item.finish
             else:
-                heard.keep_alives += 1
-    return heard
+                received.keep_alives += 1
+    return received

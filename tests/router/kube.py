@@ -1,4 +1,4 @@
-"""A small API server: pods of one namespace, by list and watch, with pages, bookmarks, and failures on demand."""
+"""A small Kubernetes API server: pods of one namespace by list and watch, with pages, bookmarks, and failures on demand."""
 
 import asyncio
 import json
@@ -10,10 +10,11 @@ from kubernetes.aio import client
 
 from phalanx_router.links.endpoints import Leaders, leader_selector
 from phalanx_router.links.leader_watch import WatchedLeaders
+from tests.polling import until
 
 
 def make_pod(
-    uid: str, ip: str = "10.0.0.1", phase: str = "Running", leaving: bool = False, index: str = "0", draining: bool = False
+    uid: str, ip: str = "10.0.0.1", phase: str = "Running", is_leaving: bool = False, index: str = "0", draining: bool = False
 ) -> dict[str, dict[str, object]]:
     labels = {
         "phalanx.dev/service": "chat",
@@ -29,13 +30,13 @@ def make_pod(
     }
     if draining:
         metadata["annotations"] = {"phalanx.dev/draining": "2026-01-02T00:00:00Z"}
-    if leaving:
+    if is_leaving:
         metadata["deletionTimestamp"] = "2026-01-02T00:00:00Z"
     return {"metadata": metadata, "status": {"phase": phase, "podIP": ip}}
 
 
 class FakeApi:
-    """Answers GET /api/v1/namespaces/ns/pods. `pods` is what a list gives; `emit` is what a watch says next."""
+    """Serves GET /api/v1/namespaces/ns/pods. `pods`: result of a list; `emit`: next event of a watch."""
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, dict[str, object]]] = {}
@@ -54,7 +55,7 @@ class FakeApi:
         self._lines.put_nowait(data)
 
     def change(self, type: str, pod: dict[str, dict[str, object]]) -> None:
-        """A pod changed: a later list has it, and the watch says it."""
+        """Changes a pod in the list and emits the event."""
         self.version += 1
         uid = str(pod["metadata"]["uid"])
         if type == "DELETED":
@@ -91,8 +92,8 @@ class FakeApi:
         return web.json_response({"metadata": metadata, "items": pods[start : start + self.page]})
 
 
-class Seen:
-    """What a source told, newest last."""
+class RecordedLeaders:
+    """Leaders that a source reported, newest last."""
 
     def __init__(self) -> None:
         self.lists: list[Leaders] = []
@@ -100,15 +101,14 @@ class Seen:
     def __call__(self, leaders: Leaders) -> None:
         self.lists.append(leaders)
 
-    async def until(self, *keys: str) -> None:
-        async with asyncio.timeout(10):
-            while not self.lists or set(self.lists[-1]) != set(keys):
-                await asyncio.sleep(0.002)
+    async def wait_for(self, *keys: str) -> None:
+        """Waits until the last list has these keys."""
+        await until(lambda: self.lists and set(self.lists[-1]) == set(keys))
 
 
 @asynccontextmanager
-async def watching(api: FakeApi, watch_s: int = 60, slack_s: float = 10.0) -> AsyncIterator[Seen]:
-    """The leaders of service chat in namespace ns, as a router follows them."""
+async def watching(api: FakeApi, watch_s: int = 60, slack_s: float = 10.0) -> AsyncIterator[RecordedLeaders]:
+    """Leaders of service chat in namespace ns."""
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/ns/pods", api.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
@@ -126,10 +126,10 @@ async def watching(api: FakeApi, watch_s: int = 60, slack_s: float = 10.0) -> As
         first_retry_s=0.005,
         last_retry_s=0.01,
     )
-    seen = Seen()
-    task = asyncio.create_task(source.run(seen))
+    recorded = RecordedLeaders()
+    task = asyncio.create_task(source.run(recorded))
     try:
-        yield seen
+        yield recorded
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

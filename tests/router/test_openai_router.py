@@ -1,4 +1,4 @@
-"""The OpenAI suite over a router, its link and a leader that draws like a model."""
+"""The OpenAI suite over a router, its link and a leader that samples like a model."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ from phalanx_router.links.endpoints import Leaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import Target
-from tests.frontend.serving import served_apart
+from tests.frontend.serving import served_in_thread
 from tests.router.fakes import FakeLeader, Script, make_settings
 
 
@@ -26,13 +26,13 @@ def draw_like_a_model(request: wire.Request, index: int) -> int:
 
 
 class LeaderOfItsOwn:
-    """A source that runs its one leader in the router's event loop."""
+    """A source that runs its leader in the router's event loop."""
 
-    async def run(self, found: Callable[[Leaders], None]) -> None:
+    async def run(self, on_change: Callable[[Leaders], None]) -> None:
         leader = FakeLeader(script=Script(assets=tiny_assets(), draw=draw_like_a_model, endless_from=200))
         await leader.start()
         try:
-            found({"a": leader.endpoint()})
+            on_change({"a": leader.endpoint()})
             await asyncio.Event().wait()
         finally:
             await leader.stop()
@@ -42,7 +42,7 @@ class LeaderOfItsOwn:
 def target() -> Iterator[Target]:
     app, _ = make_router(make_settings(), LeaderOfItsOwn())
     assert isinstance(app, FastAPI)
-    with served_apart(app) as url, httpx.Client(trust_env=False) as http:
+    with served_in_thread(app) as url, httpx.Client(trust_env=False) as http:
         while http.get(f"{url}/v1/models").status_code != 200:
             pass
         yield Target(url, "tiny", metrics_prefix="phalanx_router")

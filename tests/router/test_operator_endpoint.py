@@ -1,8 +1,8 @@
-"""The operator's own part asks a real router: what one of them tells is what the other one reads."""
+"""The operator's poller against a real router."""
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -13,7 +13,7 @@ from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_operator.decide.groups import recovery
-from phalanx_operator.decide.groups.drain import why_over
+from phalanx_operator.decide.groups.drain import drained_reason
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import DrainMark
 from phalanx_operator.kube.client import SECRETS
@@ -21,70 +21,65 @@ from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
-from tests.router.fakes import TOKEN, FakeLeader, Script, hear, make_request
-from tests.router.streams.test_alone import POISON, leaders
-from tests.router.test_summary import Router, running_router
+from tests.polling import until
+from tests.router.fakes import TOKEN, FakeLeader, Script, make_request, read_stream
+from tests.router.poison import POISON, poisoned_leaders
+from tests.router.polled_routers import PolledRouter, polled_router
 
 KEY = ("team", "chat")
 
 
 @asynccontextmanager
-async def asking(router: Router, woken: list[Key]) -> AsyncIterator[tuple[RouterPoller, RouterTarget]]:
+async def running_poller(router: PolledRouter, woken: list[Key]) -> AsyncIterator[tuple[RouterPoller, RouterTarget]]:
     kube = FakeKube()
     secret = {"token": base64.b64encode(TOKEN.encode()).decode()}
     kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": secret})
     async with aiohttp.ClientSession() as http:
-        part = RouterPoller(kube, http, woken.append, PollTiming(pause_s=0.01))
+        poller = RouterPoller(kube, http, woken.append, PollTiming(pause_s=0.01))
         try:
-            yield part, RouterTarget("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
+            yield poller, RouterTarget("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
         finally:
-            await part.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+            await poller.close()
 
 
 async def test_group_is_empty_after_its_last_stream() -> None:
     leader = FakeLeader("a", Script(hold_at=3))
     woken: list[Key] = []
-    going = make_group("a", draining=DrainMark(NOW, "2 groups, 1 wanted"))
-    async with running_router(leader) as router, asking(router, woken) as (part, target):
+    draining = make_group("a", draining=DrainMark(NOW, "2 groups, 1 wanted"))
+    async with polled_router(leader) as router, running_poller(router, woken) as (poller, target):
 
         def fleet() -> Fleet:
-            return part.fleet(KEY, [target])
+            return poller.fleet(KEY, [target])
 
-        stream = asyncio.create_task(hear(router.fleet, make_request(max_tokens=8)))
-        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
-        await until(lambda: fleet().is_heard and fleet().groups["a"].streams == 1)
-        part.tell(KEY, [target], BalancePolicy(number=6, empty=["a"]), 15.0)
+        stream = asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=8)))
+        poller.publish(KEY, [target], BalancePolicy(number=5), 15.0)
+        await until(lambda: fleet().has_quorum and fleet().groups["a"].load.streams == 1)
+        poller.publish(KEY, [target], BalancePolicy(number=6, empty=["a"]), 15.0)
         await until(lambda: router.fleet.balancing.policy.number == 6)
-        assert why_over(going, fleet(), 300, NOW) == ""
+        assert drained_reason(draining, fleet(), 300, NOW) == ""
         woken.clear()
         leader.release()
         assert len((await stream).tokens) == 8
         await until(lambda: woken)
-        await until(lambda: why_over(going, fleet(), 300, NOW) == "it has no streams")
+        await until(lambda: drained_reason(draining, fleet(), 300, NOW) == "it has no streams")
 
 
 async def test_failures_blamed_on_a_request_are_excused() -> None:
-    groups = leaders("abcd")
-    async with running_router(*groups) as router, asking(router, []) as (part, target):
+    groups = poisoned_leaders("abcd")
+    async with polled_router(*groups) as router, running_poller(router, []) as (poller, target):
 
         def restarts() -> dict[str, recovery.RestartCount]:
-            seen = part.fleet(KEY, [target])
-            return {group.group: recovery.counted(make_group(group.group), seen, RestartPolicy(), NOW) for group in groups}
+            seen = poller.fleet(KEY, [target])
+            return {group.group: recovery.count_restarts(make_group(group.group), seen, RestartPolicy(), NOW) for group in groups}
 
-        part.tell(KEY, [target], BalancePolicy(number=5), 15.0)
+        poller.publish(KEY, [target], BalancePolicy(number=5), 15.0)
         with pytest.raises(BackendError, match="3 groups died"):
-            await hear(router.fleet, make_request(POISON, max_tokens=60))
+            await read_stream(router.fleet, make_request(POISON, max_tokens=60))
         await router.until_ready(4)
         died = {group.group: group.deaths or 1 for group in groups}
         for group in groups:
-            await group.tell(wire.State(serving=True, incarnation=2, deaths=died[group.group], death="pod 0: rank 0 ended"))
-        await until(lambda: {name: counted.note.deaths for name, counted in restarts().items()} == died)
+            await group.send(wire.State(serving=True, incarnation=2, deaths=died[group.group], death="pod 0: rank 0 ended"))
+        await until(lambda: {name: counted.record.deaths for name, counted in restarts().items()} == died)
         assert sum(group.deaths for group in groups) == 3
         assert {name: counted.recent for name, counted in restarts().items()} == {
             group.group: 0 if group.deaths else 1 for group in groups

@@ -1,4 +1,4 @@
-"""The program: its settings, and a life from start to drained end."""
+"""The program: settings, start, drain, exit."""
 
 import asyncio
 import json
@@ -24,8 +24,10 @@ from phalanx_router.links.leader_watch import WatchedLeaders
 from phalanx_router.program import make_peers, make_source, serve
 from phalanx_router.settings import Settings, read_settings
 from tests.frontend.fakes import plain_tokens, tiny_assets
+from tests.polling import until
 from tests.router.fakes import TOKEN, FakeLeader, Script, make_settings
 
+URL = re.compile(r"http://127\.0\.0\.1:\d+")
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -139,7 +141,6 @@ async def test_leaders_come_from_the_list_or_the_cluster(
     for source in (await make_source(watched), await make_peers(watched)):
         assert isinstance(source, WatchedLeaders)
     assert isinstance(await make_peers(read(token_file, "--leaders", "h:1", "--peers", "i:2")), StaticLeaders)
-    assert await make_peers(read(token_file, "--leaders", "h:1")) is None
     config.unlink()
     with pytest.raises(SystemExit) as caught:
         await make_source(watched)
@@ -158,28 +159,33 @@ class Broken:
 
 
 async def test_stopped_leader_watch_ends_the_program() -> None:
-    heard: asyncio.Queue[BaseException] = asyncio.Queue()
-    app, _ = make_router(make_settings(), Broken(), heard.put_nowait)
+    received: asyncio.Queue[BaseException] = asyncio.Queue()
+    app, _ = make_router(make_settings(), Broken(), received.put_nowait)
     async with app.router.lifespan_context(app), asyncio.timeout(10):
-        assert str(await heard.get()) == "a bug"
+        assert str(await received.get()) == "a bug"
 
 
 @asynccontextmanager
 async def program(
     token_file: str, caplog: pytest.LogCaptureFixture, *flags: str
 ) -> AsyncIterator[tuple[str, FakeLeader, asyncio.Task[int]]]:
-    """Where a router answers, ready, before a leader that stops after three tokens until it is released; and the router's end."""
+    """Address of a ready router over a leader that holds after three tokens; then the router's end."""
     caplog.set_level(logging.INFO, "uvicorn.error")
     leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
     await leader.start()
     serving = asyncio.create_task(serve(read(token_file, "--port", "0", "--leaders", leader.address, *flags)))
     try:
-        async with asyncio.timeout(20), httpx.AsyncClient(trust_env=False) as http:
-            while not (found := re.search(r"http://127\.0\.0\.1:\d+", caplog.text)):
-                await asyncio.sleep(0.002)
-            while (await http.get(f"{found.group()}/v1/models")).status_code != 200:
-                pass
-        yield found.group(), leader, serving
+        await until(lambda: URL.search(caplog.text))
+        found = URL.search(caplog.text)
+        assert found is not None
+        url = found.group()
+        async with httpx.AsyncClient(trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                return (await http.get(f"{url}/v1/models")).status_code == 200
+
+            await until(is_ready)
+        yield url, leader, serving
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -208,27 +214,28 @@ async def test_terminating_router_finishes_its_streams(token_file: str, caplog: 
 
 
 async def test_terminating_router_closes_connections_after_answers(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Over a connection that stays open every request would come here, and be refused in the end."""
+    """On an open connection further requests would reach this router and be refused."""
     flags = ["--lame-duck-s", "1", "--drain-s", "10"]
     async with program(token_file, caplog, *flags) as (url, leader, serving), asyncio.timeout(20):
         port = int(url.rpartition(":")[2])
-        (idle, asked), (busy, sent), (again, anew) = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for one, writer in ((idle, asked), (again, anew)):
+        (idle, idle_writer), (busy, busy_writer), (again, again_writer) = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(3)
+        ]
+        for reader, writer in ((idle, idle_writer), (again, again_writer)):
             writer.write(HEALTH)
-            assert b"connection: close" not in await one.readuntil(b"\r\n\r\n")
+            assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
         body = json.dumps({"prompt": "hello", "max_tokens": 9, "ignore_eos": True}).encode()
         fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        sent.write(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)
-        while leader.steps < 3:
-            await asyncio.sleep(0.002)
+        busy_writer.write(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)
+        await until(lambda: leader.steps == 3)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.1)
-        anew.write(HEALTH)
-        assert b"200 OK" in (told := await again.read()) and b"connection: close" in told, "it ends with its next answer"
+        again_writer.write(HEALTH)
+        assert b"200 OK" in (answer := await again.read()) and b"connection: close" in answer, "it ends with its next answer"
         await idle.read()  # to its end, when the router begins to refuse
         leader.release()
         assert b"200 OK" in await busy.read(), "it ends with its answer"
-        for writer in (asked, sent, anew):
+        for writer in (idle_writer, busy_writer, again_writer):
             writer.close()
             await writer.wait_closed()
         assert await serving == 0
@@ -249,7 +256,7 @@ async def test_terminated_router_gives_clients_the_id_to_resume(token_file: str,
 
 
 def test_signal_during_import_ends_the_program_cleanly() -> None:
-    """What it imports takes a while."""
+    """The imports take a while."""
     code = (
         "import signal, sys\n"
         "class Now:\n"
@@ -260,4 +267,4 @@ def test_signal_during_import_ends_the_program_cleanly() -> None:
         "main(['serve', '--leaders', 'nowhere'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b""), "it came to no bad flag, and did not die of the signal"
+    assert (done.returncode, done.stderr) == (0, b""), "it exits before the flags are parsed"

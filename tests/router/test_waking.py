@@ -1,4 +1,4 @@
-"""Requests that come while a service has no group: held for a while, streamed ones with comments, then served or refused."""
+"""Requests while a service has no group: held, with comments for streams, then served or refused."""
 
 import asyncio
 import dataclasses
@@ -21,47 +21,44 @@ from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
-from tests.router.fakes import FakeLeader, Leaders, Script, expected, hear, make_request, make_settings, running_world
+from tests.polling import until
+from tests.router.fakes import FakeLeader, Leaders, Script, expected, make_request, make_settings, read_stream, running_world
 
 STARTING = wire.State(serving=False, incarnation=1, reason="loading")
 
 
 @asynccontextmanager
-async def running_door(source: Leaders, settings: FleetSettings) -> AsyncIterator[tuple[httpx.AsyncClient, RouterBackend]]:
+async def running_server(source: Leaders, settings: FleetSettings) -> AsyncIterator[tuple[httpx.AsyncClient, RouterBackend]]:
     app, fleet = make_router(settings, source)
     assert isinstance(app, FastAPI)
     async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
-        async with asyncio.timeout(10):
-            while fleet.not_ready() is not None:
-                await asyncio.sleep(0.002)
+        await until(lambda: fleet.not_ready() is None)
         yield http, fleet
 
 
 async def until_held(fleet: RouterBackend, count: int) -> None:
-    async with asyncio.timeout(10):
-        while fleet.dispatcher.cold_start.num_held != count:
-            await asyncio.sleep(0.002)
+    await until(lambda: fleet.dispatcher.cold_start.num_held == count)
 
 
 async def test_a_request_is_held_until_a_group_is_ready() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(hold_s=10, keep_alive_s=0.01)) as world:
-        await leader.tell(STARTING)
+        await leader.send(STARTING)
         await world.until_ready(0)
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         await asyncio.sleep(0.03)
-        await leader.tell(wire.State(serving=True, incarnation=1))
-        heard = await stream
-        assert heard.tokens == expected([1, 2, 3], 16)
-        assert heard.keep_alives > 0
+        await leader.send(wire.State(serving=True, incarnation=1))
+        received = await stream
+        assert received.tokens == expected([1, 2, 3], 16)
+        assert received.keep_alives > 0
         assert world.fleet.dispatcher.cold_start.num_held == 0
         assert world.metric("phalanx_router_held_requests") == 0
 
 
 async def test_requests_are_held_by_policy_and_counted() -> None:
-    """Also before any group has told the model: the operator must hear of that request, or no group would ever come."""
-    async with running_door(Leaders(), make_settings()) as (http, fleet):
+    """Also before any group has reported the model: the operator starts a group only for reported requests."""
+    async with running_server(Leaders(), make_settings()) as (http, fleet):
         fleet.balancing.set_policy(BalancePolicy(number=1, max_held=1, hold_s=0.5))
         first = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await until_held(fleet, 1)
@@ -75,12 +72,12 @@ async def test_requests_are_held_by_policy_and_counted() -> None:
 async def test_held_request_gets_503_after_its_time_or_bound() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(hold_s=0.2, max_held=1)) as world:
-        await leader.tell(STARTING)
+        await leader.send(STARTING)
         await world.until_ready(0)
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         with pytest.raises(BackendError, match="no group is ready, and 1 requests wait for one already"):
-            await hear(world.fleet, make_request())
+            await read_stream(world.fleet, make_request())
         with pytest.raises(BackendError, match=r"no group is ready after 0\.2 s") as caught:
             await stream
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "no_group_ready", 2.0)
@@ -90,9 +87,9 @@ async def test_held_request_gets_503_after_its_time_or_bound() -> None:
 async def test_a_client_that_leaves_is_held_no_more() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(hold_s=10)) as world:
-        await leader.tell(STARTING)
+        await leader.send(STARTING)
         await world.until_ready(0)
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         stream.cancel()
         await until_held(world.fleet, 0)
@@ -103,13 +100,13 @@ async def test_router_without_groups_holds_requests_without_a_model(stream: bool
     leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
     await leader.start()
     try:
-        async with running_door(source, make_settings(hold_s=10, keep_alive_s=0.02)) as (http, fleet):
+        async with running_server(source, make_settings(hold_s=10, keep_alive_s=0.02)) as (http, fleet):
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "stream": stream}
-            asked = asyncio.create_task(http.post("/v1/completions", json=body))
+            pending = asyncio.create_task(http.post("/v1/completions", json=body))
             await until_held(fleet, 1)
             await asyncio.sleep(0.06)
             source.change(leader.endpoint())
-            answer = await asked
+            answer = await pending
             assert answer.status_code == 200
             assert fleet.dispatcher.cold_start.num_held == 0
             if stream:
@@ -126,13 +123,13 @@ async def test_failure_after_comments_is_an_error_event(body: dict[str, object],
     leader, source = FakeLeader(script=Script(assets=tiny_assets())), Leaders()
     await leader.start()
     try:
-        async with running_door(source, make_settings(hold_s=10 if body else 0.1, keep_alive_s=0.02)) as (http, fleet):
-            asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "stream": True, **body}))
+        async with running_server(source, make_settings(hold_s=10 if body else 0.1, keep_alive_s=0.02)) as (http, fleet):
+            pending = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "stream": True, **body}))
             await until_held(fleet, 1)
             await asyncio.sleep(0.06)
             if body:
                 source.change(leader.endpoint())
-            answer = await asked
+            answer = await pending
             assert answer.status_code == 200
             assert f'"code": "{code}"' in answer.text.split("data: ")[-1]
     finally:
@@ -140,7 +137,7 @@ async def test_failure_after_comments_is_an_error_event(body: dict[str, object],
 
 
 async def test_without_holding_the_answer_is_503_at_once() -> None:
-    async with running_door(Leaders(), make_settings()) as (http, _):
+    async with running_server(Leaders(), make_settings()) as (http, _):
         for stream in (False, True):
             answer = await http.post("/v1/completions", json={"prompt": "hello", "stream": stream})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_group_ready")
@@ -152,17 +149,17 @@ async def test_draining_group_finishes_streams_new_requests_wait() -> None:
     await new.start()
     try:
         async with running_world(old, settings=make_settings(keep_alive_s=0.01)) as world:
-            started = asyncio.create_task(hear(world.fleet, make_request(id="started")))
-            await world.until(lambda: old.steps == 3)
+            started = asyncio.create_task(read_stream(world.fleet, make_request(id="started")))
+            await until(lambda: old.steps == 3)
             world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["old"], max_held=8, hold_s=30.0))
-            waiting = asyncio.create_task(hear(world.fleet, make_request(id="waiting")))
+            waiting = asyncio.create_task(read_stream(world.fleet, make_request(id="waiting")))
             await until_held(world.fleet, 1)
             old.release()
             assert (await started).tokens == expected([1, 2, 3], 16)
             await until_held(world.fleet, 1)
             world.source.change(old.endpoint(), new.endpoint())
-            heard = await waiting
-            assert heard.tokens == expected([1, 2, 3], 16) and heard.keep_alives > 0
+            received = await waiting
+            assert received.tokens == expected([1, 2, 3], 16) and received.keep_alives > 0
             assert [s.request.id for s in old.submitted] == ["started"]
             assert [s.request.id for s in new.submitted] == ["waiting"]
     finally:
@@ -174,14 +171,14 @@ async def test_draining_last_group_refuses_new_requests(how: str) -> None:
     leader = FakeLeader("a", Script(hold_at=3))
     settings = dataclasses.replace(make_settings(), retry_after_s=0.05)
     async with running_world(leader, settings=settings) as world:
-        started = asyncio.create_task(hear(world.fleet, make_request()))
-        await world.until(lambda: leader.steps == 3)
+        started = asyncio.create_task(read_stream(world.fleet, make_request()))
+        await until(lambda: leader.steps == 3)
         if how == "by the policy":
             world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"]))
         else:
-            world.source.change(leader.endpoint(leaving=True))
+            world.source.change(leader.endpoint(is_leaving=True))
         with pytest.raises(BackendError, match="every group is being emptied") as caught:
-            await hear(world.fleet, make_request())
+            await read_stream(world.fleet, make_request())
         assert (caught.value.status, caught.value.retry_after_s) == (503, 0.05)
         leader.release()
         assert (await started).tokens == expected([1, 2, 3], 16)
@@ -192,7 +189,7 @@ async def test_kept_group_serves_waiting_requests() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
         world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
-        waiting = asyncio.create_task(hear(world.fleet, make_request()))
+        waiting = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         world.fleet.balancing.set_policy(BalancePolicy(number=2))
         world.fleet.dispatcher.dispatch()
@@ -203,8 +200,8 @@ async def test_started_stream_continues_in_a_draining_group() -> None:
     first, last = FakeLeader("first", Script(hold_at=3)), FakeLeader("last")
     async with running_world(first, last) as world:
         world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["last"]))
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
-        await world.until(lambda: first.steps == 3)
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
+        await until(lambda: first.steps == 3)
         await first.stop()
         assert (await stream).tokens == expected([1, 2, 3], 16)
         assert len(last.submitted) == 1

@@ -1,4 +1,4 @@
-"""A connection that changes one byte on its way."""
+"""A proxy that changes one byte of a connection."""
 
 import socket
 import threading
@@ -6,8 +6,8 @@ import threading
 from phalanx_api.moves import PageAddress
 
 
-class Corrupting:
-    """Between one sender and a taker on this machine: changes the byte at `at`."""
+class CorruptingProxy:
+    """Forwards one connection to `port` and changes the byte at offset `at`."""
 
     def __init__(self, port: int, at: int) -> None:
         self._listener = socket.create_server(("localhost", 0))
@@ -16,23 +16,23 @@ class Corrupting:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        link, _ = self._listener.accept()
+        client, _ = self._listener.accept()
         self._listener.close()
         try:
-            with link, socket.create_connection(("localhost", self._port)) as further:
-                threading.Thread(target=self._back, args=(further, link), daemon=True).start()
-                passed = 0
-                while data := bytearray(link.recv(1 << 16)):
-                    if passed <= self._at < passed + len(data):
-                        data[self._at - passed] ^= 1
-                    passed += len(data)
-                    further.sendall(data)
+            with client, socket.create_connection(("localhost", self._port)) as server:
+                threading.Thread(target=self._forward_answers, args=(server, client), daemon=True).start()
+                offset = 0
+                while data := bytearray(client.recv(1 << 16)):
+                    if offset <= self._at < offset + len(data):
+                        data[self._at - offset] ^= 1
+                    offset += len(data)
+                    server.sendall(data)
         except OSError:
             return
 
-    def _back(self, further: socket.socket, link: socket.socket) -> None:
+    def _forward_answers(self, server: socket.socket, client: socket.socket) -> None:
         try:
-            while data := further.recv(1 << 16):
-                link.sendall(data)
+            while data := server.recv(1 << 16):
+                client.sendall(data)
         except OSError:
             return

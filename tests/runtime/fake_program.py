@@ -1,4 +1,4 @@
-"""A program as a benchmark starts them: listens on --host and --port, has a child, and does what its first argument says."""
+"""A program for benchmarks: `serve` listens on --host and --port and has a child process; `fail` exits."""
 
 import argparse
 import subprocess
@@ -18,11 +18,11 @@ class _Ready(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["serve", "fail"])
+    parser.add_argument("behaviour", choices=["serve", "fail"])
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     args = parser.parse_args()
-    if args.what == "fail":
+    if args.behaviour == "fail":
         sys.exit("no such model")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(child.pid, flush=True)

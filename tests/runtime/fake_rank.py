@@ -1,16 +1,22 @@
-"""A rank program without a model: speaks the contract of stdin, stdout and exit codes. Its words say what it does.
+"""A rank process without a model: implements stdin, stdout and exit codes. Its arguments select the behaviour:
 
-`ready` serves until stdin closes (rank 0 runs the engine loop over a fake model); `held` too, but no step ends before there is a
-file `marks/go`; `mute` is ready but serves nothing; `hang`
-never gets ready; `noise` says what is no ready line; `exit CODE TEXT` ends at once; `exit-if RANK CODE TEXT` does so in one
-rank, the others lose their peer; `exit-each CODE...` ends each rank with its own;
-`draft-dies` is ready, and ends with code 5 soon after; `die-at INCARNATION` is ready, and in that incarnation ends with code 1
-soon after;
-`draft-fails RANK` is ready where nothing drafts, else ends with code 5 in one rank, and the others lose their peer;
-`stubborn` does not leave when stdin closes; `silent-at INCARNATION` is ready, and in that incarnation its heart stops soon after;
-`escape` is ready, and leaves a child that outlives it with its pipes open;
-`slow-at INCARNATION` is ready, and in that incarnation its heart tells of a step that takes too long. All beat ten times a second
-from the start, but `hang`, which never does.
+    ready                    serves until stdin closes; rank 0 runs the engine loop over a fake model
+    held                     the same, but no step ends before the file `marks/go` exists
+    mute                     is ready and serves nothing
+    hang                     never becomes ready and sends no heartbeat
+    noise                    writes a line that is no frame
+    exit CODE TEXT           exits at once
+    exit-if RANK CODE TEXT   one rank exits at once, the others lose their peer
+    exit-each CODE...        each rank exits with its own code
+    draft-dies               is ready, then exits with code 5
+    draft-fails RANK         with a draft one rank exits with code 5 and the others lose their peer; without, as `ready`
+    die-at INCARNATION       is ready, then exits with code 1 in that incarnation
+    silent-at INCARNATION    is ready, then stops its heartbeat in that incarnation
+    slow-at INCARNATION      is ready, then reports a step past its bound in that incarnation
+    stubborn                 does not exit when stdin closes
+    escape                   is ready, and leaves a child process with its pipes open
+
+All except `hang` send ten heartbeats per second from the start.
 """
 
 import itertools
@@ -28,41 +34,41 @@ HERE = Path(__file__).resolve()
 NUM_PAGES, PAGE_SIZE = 64, 4
 
 
-def command(*words: str) -> list[str]:
-    """What starts this program."""
-    return [sys.executable, str(HERE), *words]
+def command(*arguments: str) -> list[str]:
+    """Returns the command that starts this program."""
+    return [sys.executable, str(HERE), *arguments]
 
 
-def main(words: list[str]) -> NoReturn:
-    """Does what the words say."""
+def main(arguments: list[str]) -> NoReturn:
+    """Runs the behaviour selected by the arguments."""
     spec = json.loads(sys.stdin.readline())
     marks = Path(spec["model_dir"]) / "marks"
     marks.mkdir(exist_ok=True)
     mark = marks / f"{spec['incarnation']}-{spec['rank']}.json"
     mark.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **spec}))
     mark.with_suffix(".part").rename(mark)
-    print(f"rank {spec['rank']} of incarnation {spec['incarnation']} is here", file=sys.stderr)
-    if words != ["hang"]:
+    print(f"rank {spec['rank']} of incarnation {spec['incarnation']} started", file=sys.stderr)
+    if arguments != ["hang"]:
         threading.Thread(
-            target=beat, args=(is_word_for(words, "silent-at", spec), is_word_for(words, "slow-at", spec)), daemon=True
+            target=beat, args=(has_argument(arguments, "silent-at", spec), has_argument(arguments, "slow-at", spec)), daemon=True
         ).start()
-    match words:
+    match arguments:
         case ["exit", code, text]:
-            leave(int(code), text)
+            exit_with(int(code), text)
         case ["exit-if", rank, code, text]:
             if int(rank) == spec["rank"]:
-                leave(int(code), text)
-            leave(3, "a peer is lost")
+                exit_with(int(code), text)
+            exit_with(3, "a peer is lost")
         case ["exit-each", *codes]:
-            leave(int(codes[spec["rank"]]), "its own reason")
+            exit_with(int(codes[spec["rank"]]), "its own reason")
         case ["draft-fails", rank] if not spec["draft_missing"]:
-            gone = marks / f"{spec['incarnation']}-gone"
+            ended = marks / f"{spec['incarnation']}-ended"
             if int(rank) == spec["rank"]:
-                gone.touch()
-                leave(5, "no memory for the draft")
-            while not gone.exists():  # a peer is lost when it is gone, not before
+                ended.touch()
+                exit_with(5, "no memory for the draft")
+            while not ended.exists():  # a peer is lost only after it has ended
                 time.sleep(0.01)
-            leave(3, "a peer is lost")
+            exit_with(3, "a peer is lost")
         case ["hang"]:
             wait_for_parent()
         case ["noise"]:
@@ -70,41 +76,41 @@ def main(words: list[str]) -> NoReturn:
         case ["escape"]:
             child = subprocess.Popen(["sleep", "60"], start_new_session=True)
             (marks / "escaped").write_text(str(child.pid))
-            say_ready()
+            write_ready()
         case ["stubborn"]:
-            say_ready()
+            write_ready()
             signal.pause()
         case ["draft-dies"]:
-            say_ready()
-            leave(5, "no memory for the draft")
+            write_ready()
+            exit_with(5, "no memory for the draft")
         case ["die-at", incarnation]:
-            say_ready()
+            write_ready()
             if spec["incarnation"] == int(incarnation):
-                leave(1, "out of memory")
-    if words[0] in ("ready", "held", "mute", "silent-at", "slow-at", "draft-fails"):
-        say_ready()
-    if spec["engine_socket"] and words[0] in ("ready", "held", "silent-at", "slow-at", "draft-fails"):
-        gate = marks / "go" if words == ["held"] else None
+                exit_with(1, "out of memory")
+    if arguments[0] in ("ready", "held", "mute", "silent-at", "slow-at", "draft-fails"):
+        write_ready()
+    if spec["engine_socket"] and arguments[0] in ("ready", "held", "silent-at", "slow-at", "draft-fails"):
+        gate = marks / "go" if arguments == ["held"] else None
         threading.Thread(target=serve_engine, args=(spec, gate), daemon=True).start()
     wait_for_parent()
 
 
-def is_word_for(words: list[str], word: str, spec: dict[str, object]) -> bool:
-    return words == [word, str(spec["incarnation"])]
+def has_argument(arguments: list[str], argument: str, spec: dict[str, object]) -> bool:
+    return arguments == [argument, str(spec["incarnation"])]
 
 
 def beat(falls_silent: bool, is_slow: bool) -> None:
-    """Beats; three times only when it falls silent. A slow one tells of a step after three beats."""
+    """Sends heartbeats: only three if `falls_silent`; if `is_slow`, with a step past its bound after three."""
     for count in itertools.count():
         if count == 3 and falls_silent:
             return
         step = {"step": 7, "step_s": 11.0, "bound_s": 10.0} if count >= 3 and is_slow else {}
-        say({"type": "beat", **step})
+        write_line({"type": "beat", **step})
         time.sleep(0.1)
 
 
-def say_ready() -> None:
-    say(
+def write_ready() -> None:
+    write_line(
         {
             "type": "ready",
             "num_pages": NUM_PAGES,
@@ -115,8 +121,8 @@ def say_ready() -> None:
     )
 
 
-def say(what: dict[str, object]) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
+def write_line(frame: dict[str, object]) -> None:
+    os.write(1, json.dumps(frame).encode() + b"\n")
 
 
 def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
@@ -142,10 +148,10 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
 def wait_for_parent() -> NoReturn:
     while sys.stdin.readline():
         pass
-    leave(0, "asked to leave")
+    exit_with(0, "stdin closed")
 
 
-def leave(code: int, text: str) -> NoReturn:
+def exit_with(code: int, text: str) -> NoReturn:
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Real engines over tiny models in this process, and a router that moves requests between them by hand."""
+"""Real engines over tiny models in this process, and a mover that moves requests between them."""
 
 import queue
 import socket
@@ -16,29 +16,28 @@ from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.rank.memory.page_memory import open_pages
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports
-from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
+from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, Secret
+from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
 from tests.runtime.ranks import JOIN_S, Build, make_model_runner, make_places
 
 SECRET = Secret(b"token", 1)
 LIMITS = Limits(max_model_len=256, max_num_seqs=6, max_num_batched_tokens=64)
 RULES = SchedulerConfig(model="tiny")
-WAIT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class QueueChannel:
-    """A Channel between threads, and the End of a mover."""
+    """An EngineChannel between threads, and the GroupConnection of a mover."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
-        self._hear: Callable[[wire.FromEngine], None] = lambda frame: None
+        self._receive: Callable[[wire.FromEngine], None] = lambda frame: None
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_closed = False
 
-    def listen(self, hear: Callable[[wire.FromEngine], None]) -> None:
-        self._hear = hear
+    def listen(self, receive: Callable[[wire.FromEngine], None]) -> None:
+        self._receive = receive
 
     def check(self) -> None:
         assert not self.errors, self.errors
@@ -62,7 +61,7 @@ class QueueChannel:
         return None if self._is_closed else [message for message in messages if message]
 
     def send(self, message: bytes) -> None:
-        self._hear(wire.decode_from_engine(message))
+        self._receive(wire.decode_from_engine(message))
 
     def wake(self) -> None:
         self._inbox.put(b"")
@@ -70,11 +69,11 @@ class QueueChannel:
 
 @dataclass
 class Group:
-    """One group: its channel, and the runners and doors of its ranks."""
+    """One group: its channel, and the runners and transfer servers of its ranks."""
 
     channel: QueueChannel = field(default_factory=QueueChannel)
     runners: dict[int, ModelRunner] = field(default_factory=dict)
-    doors: dict[int, KvTransferServer] = field(default_factory=dict)
+    servers: dict[int, KvTransferServer] = field(default_factory=dict)
     loop: EngineLoop | None = None
 
 
@@ -87,8 +86,8 @@ def running_group(
     rules: SchedulerConfig = RULES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Group]:
-    """A group whose engine serves on a thread of its own, as long as the block runs."""
-    group, met = Group(), threading.Barrier(sum(pods))
+    """Runs a group, each rank in a thread, until the block ends."""
+    group, barrier = Group(), threading.Barrier(sum(pods))
 
     def serve(place: RankPlace, listener: socket.socket) -> None:
         collective = connect(place, JOIN_S, listener)
@@ -96,35 +95,35 @@ def running_group(
         try:
             runner = group.runners[place.rank] = make_model_runner(folder, collective, build)
             reports = TransferReports()
-            tell = None if place.rank else partial(reports.add, 0)
-            size, pages = runner.pool.page_size, partial(open_pages, runner.caches)
-            door = KvTransferServer(place.rank, SECRET, size, pages, runner.wait_for, tell, draft=runner.draft_pages)
-            group.doors[place.rank] = door
-            met.wait(WAIT_S)
+            sink = RemoteReports() if place.rank else LocalReports(partial(reports.add, 0))
+            server = KvTransferServer(place.rank, SECRET, runner.page_access(), sink)
+            group.servers[place.rank] = server
+            barrier.wait(TIMEOUT_S)
             if place.rank:
                 runner.follow()
                 return
-            ports = [group.doors[rank].port for rank in range(place.world_size)]
-            carrier = PageCarrier(door, reports, [""] * len(ports), ports, range(len(ports)), SECRET)
+            ports = [group.servers[rank].port for rank in range(place.world_size)]
+            local_ranks = range(len(ports))
+            transport = GroupPageTransport(server, reports, [""] * len(ports), ports, local_ranks, SECRET)
             group.loop = EngineLoop(
                 runner,
                 limits,
                 group.channel,
                 clock,
-                rules=rules,
+                config=rules,
                 grammars=runner.grammars(),
-                carrier=carrier,
+                transport=transport,
                 fitting=runner.fitting,
             )
             group.loop.run()
             if len(ports) > 1:
                 runner.dismiss()
-            carrier.close()
+            transport.close()
         except BaseException as error:
             group.channel.errors.append(error)
         finally:
-            if place.rank in group.doors:
-                group.doors[place.rank].close()
+            if place.rank in group.servers:
+                group.servers[place.rank].close()
             collective.close()
 
     threads = [threading.Thread(target=serve, args=one, daemon=True) for one in make_places(pods)]
@@ -135,28 +134,28 @@ def running_group(
     finally:
         group.channel.close()
         for thread in threads:
-            thread.join(WAIT_S)
+            thread.join(TIMEOUT_S)
         assert not group.channel.errors, group.channel.errors
 
 
 @dataclass
-class Field:
-    """Groups, and who moves streams between them."""
+class MovingGroups:
+    """Running groups and the mover of their streams."""
 
     groups: list[Group]
     mover: Mover
 
 
 @contextmanager
-def running_field(
+def running_groups(
     folder: Path,
     groups: Sequence[Sequence[int]],
     build: Build,
     limits: Limits = LIMITS,
     rules: SchedulerConfig = RULES,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Field]:
-    """So many groups, each with pods of so many ranks."""
+) -> Iterator[MovingGroups]:
+    """Runs groups until the block ends. groups: ranks of each pod of each group."""
     with ExitStack() as stack:
         running = [stack.enter_context(running_group(folder, pods, build, limits, rules, clock)) for pods in groups]
-        yield Field(running, Mover([group.channel for group in running]))
+        yield MovingGroups(running, Mover([group.channel for group in running]))

@@ -1,4 +1,4 @@
-"""Requests that a mover's groups compute, and how they are moved between two of them."""
+"""Requests, and moves of them between two groups."""
 
 import random
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.moves.mover import Mover, Stream
 from phalanx_api import moves, wire
-from phalanx_api.wire.router import mix
+from phalanx_api.wire.router import choice_seed
 
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":20}},"required":["a","b"]}'
 TOKENS = 40
@@ -14,8 +14,8 @@ MODES: tuple[moves.MoveMode, ...] = ("stop", "precopy")
 
 
 def make_request(name: str, prompt: int = 37, **sampling: Any) -> wire.Request:
-    chance = random.Random(name)
-    tokens = [chance.randrange(256) for _ in range(prompt)]
+    rng = random.Random(name)
+    tokens = [rng.randrange(256) for _ in range(prompt)]
     return wire.Request(
         id=name,
         epoch=0,
@@ -30,8 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0},
     "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
     "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
-    "sibling 0": {"temperature": 1.0, "seed": mix(7, 0)},
-    "sibling 1": {"temperature": 1.0, "seed": mix(7, 1)},
+    "sibling 0": {"temperature": 1.0, "seed": choice_seed(7, 0)},
+    "sibling 1": {"temperature": 1.0, "seed": choice_seed(7, 1)},
 }
 
 
@@ -42,19 +42,18 @@ def undisturbed(router: Mover, requests: list[wire.Request]) -> list[Stream]:
 
 
 def moved_bytes(router: Mover, stream: Stream, mode: moves.MoveMode) -> int:
-    """Moves a stream to the other group; the bytes that came over the network. On a crowded machine it may end before, or a move
-    take longer than its lease: then it goes on where it is, and none came."""
-    arrived = router.move(stream, 1 - stream.at, mode)
+    """Moves a stream to the other group and returns the bytes transferred; 0 if the stream or the lease ended before."""
+    arrived = router.move(stream, 1 - stream.group, mode)
     if isinstance(arrived, moves.Arrived):
         return arrived.num_bytes
     assert arrived.code in ("unknown", "ended", "lease"), arrived
     return 0
 
 
-def moved_to_and_fro(
+def moved_back_and_forth(
     router: Mover, requests: list[wire.Request], plain: list[Stream], modes: Sequence[moves.MoveMode] = MODES
 ) -> int:
-    """Bytes that came while each request moved once in each mode, and went on with the tokens of the undisturbed."""
+    """Moves each request once per mode, checks its tokens against `plain`, and returns the bytes transferred."""
     streams = [router.submit(request) for request in requests]
     num_bytes = 0
     for turn, mode in enumerate(modes):

@@ -1,8 +1,6 @@
-"""Pods of a group in this process, with fake ranks: what tests of the supervisor, the application and the command line share."""
+"""Pods of a group in this process, with fake ranks."""
 
-import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,8 @@ from phalanx_runtime.rank_spec import RankSpec
 from tests.runtime.tiny import save_tokenizer
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Returns once it is so; fails after a time that no healthy run needs."""
-    async with asyncio.timeout(20):
-        while not is_so():
-            await asyncio.sleep(0.005)
-
-
 def make_model(folder: Path) -> Path:
-    """A model folder that everything but a real rank takes for one."""
+    """Makes a model folder that passes all checks except those of a real rank."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 200, "vocab_size": 320}
     (folder / "config.json").write_text(json.dumps(config))
@@ -33,7 +24,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int = 1) -> RankSpec:
-    """What a rank is told, where only the rank matters."""
+    """Makes a spec with defaults."""
     return RankSpec(
         rank=rank,
         world_size=world_size,
@@ -48,19 +39,19 @@ def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int
 
 
 def with_settings(spec: RankSpec, **changes: Any) -> RankSpec:
-    """The spec with these fields changed, its own and those of its `EngineConfig`."""
+    """Returns the spec with changed fields, of its own or of its `EngineConfig`."""
     engine = {name: changes.pop(name) for name in list(changes) if name in {field.name for field in fields(EngineConfig)}}
     return msgspec.structs.replace(spec, **changes, engine=replace(spec.engine, **engine))
 
 
 def mark_of(folder: Path, incarnation: int, rank: int) -> dict[str, Any]:
-    """What a fake rank noted at its start: its spec and its process id."""
+    """Returns the spec and process id that a fake rank recorded at its start."""
     mark: dict[str, Any] = json.loads((folder / "marks" / f"{incarnation}-{rank}.json").read_text())
     return mark
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

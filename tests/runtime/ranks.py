@@ -21,10 +21,10 @@ from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import Attention, LayerCache
 from phalanx_runtime.model.linear.registry import Kernels
-from phalanx_runtime.model.protocol import Form, Model
-from phalanx_runtime.model.source import Level, open_model
+from phalanx_runtime.model.protocol import LoadOptions, Model
+from phalanx_runtime.model.source import ModelImpl, open_model
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
-from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.runner import ModelRunner
@@ -36,15 +36,15 @@ T = TypeVar("T")
 PLAIN = Kernels()
 PAGE_SIZE = 8
 JOIN_S = 20.0
-LONGEST_S = 600.0
-"""Longest wait for the work of ranks: of a bench beside others, too."""
+TIMEOUT_S = 600.0
+"""Timeout of ranks, also in a bench on a busy machine."""
 GRACE_S = 2.0
-"""Wait for the others once one has failed: threads of one process do not lose the peer that a process would."""
+"""Timeout once a rank has failed: threads of one process lose no peer."""
 _names = count()
 
 
 def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Results of tasks that run side by side. The first exception is raised again here."""
+    """Runs tasks concurrently and returns their results. Raises the first exception."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     ended = SimpleQueue[int]()
@@ -60,7 +60,7 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
         threading.Thread(target=run, args=(index,), daemon=True).start()
     with suppress(Empty):
         for _ in tasks:
-            ended.get(timeout=GRACE_S if errors else LONGEST_S)
+            ended.get(timeout=GRACE_S if errors else TIMEOUT_S)
     if errors:
         raise errors[0]
     assert len(results) == len(tasks), "a rank did not end"
@@ -68,7 +68,7 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[RankPlace, socket.socket]]:
-    """Places of a group whose pods hold so many ranks each, all on this machine, with the sockets they listen on."""
+    """Returns the places of a group on this machine, with listening sockets. pods: ranks of each pod."""
     world_size = sum(pods)
     listeners = [listen(0) for _ in range(world_size)]
     addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
@@ -80,7 +80,7 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Rank
                 RankPlace(
                     rank=rank,
                     world_size=world_size,
-                    near=range(first, first + size),
+                    pod_ranks=range(first, first + size),
                     addresses=addresses,
                     token=token,
                     incarnation=1,
@@ -92,7 +92,7 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Rank
 
 
 def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
-    """What `work` gives on each rank of a group."""
+    """Runs `work` on each rank of a group and returns the results."""
 
     def rank(place: RankPlace, listener: socket.socket) -> T:
         collective = connect(place, JOIN_S, listener)
@@ -107,30 +107,30 @@ def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How a test's model is computed."""
+    """How a test loads its model."""
 
     dtype: torch.dtype = torch.float32
     kernels: Kernels = PLAIN
     attention: Attention | None = None
     num_pages: int = 64
     device: str = "cpu"
-    level: Level = "auto"
+    level: ModelImpl = "auto"
     stages: int = 1
     grammars: type[RankGrammars] = RankGrammars
-    proposer: Proposer | None = None
-    """Of every rank of the first stage."""
+    proposer: Proposer = NO_PROPOSER
+    """Proposer of every rank of the first stage."""
     make_proposer: Callable[[Model, list[LayerCache], PoolShape, Collective], Proposer] | None = None
-    """Makes that of each rank of the first stage, from its model, pages and peers."""
+    """Makes the proposer of each rank of the first stage from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a RankSpec that say what drafts; then the proposer is made as a rank makes it."""
+    """Speculation fields of a RankSpec; with them the proposer is made as in production."""
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
-    """A runner over a small pool."""
+    """Returns a runner over a small pool."""
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
-    form = Form(
+    form = LoadOptions(
         dtype=build.dtype,
         device=device,
         kernels=build.kernels,
@@ -146,12 +146,13 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     if build.speculative:
         spec = with_settings(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
         drafting = load_drafting(spec, model, pipeline, build.dtype, device)
-        proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers) if pipeline.stage.is_first else None
+        if pipeline.stage.is_first:
+            proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers)
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:
-    """What `work` gives on rank 0 while the others follow."""
+    """Runs `work` on rank 0 while the others follow, and returns its result."""
 
     def rank(collective: Collective) -> list[T]:
         runner = make_model_runner(folder, collective, build)
@@ -168,7 +169,7 @@ def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[Mo
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DriverRequest:
     """One request of the driver."""
 
     prompt: list[int]
@@ -178,13 +179,13 @@ class Asked:
     top_k: int | None = None
     delivered: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of its `wire.Sampling`."""
+    """Other fields of `wire.Sampling`."""
 
 
 class Driver:
-    """Turns requests into plans. `results` are those of its steps.
+    """Turns requests into plans; `results` has all steps.
 
-    Pages are dealt from the end of the pool, interleaved, so that no request's are adjacent.
+    Pages are allocated from the end of the pool, interleaved: no request has adjacent pages.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -194,27 +195,27 @@ class Driver:
         self.results: list[tuple[StepPlan, StepResult]] = []
         self._step = 0
 
-    def generate(self, asked: Sequence[Asked], num_tokens: int, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
-        """Output tokens of each request. Prompts are computed `chunk` tokens a step; request i starts i * `lag` steps late."""
-        self._asked = list(asked)
-        self._tokens = [list(one.prompt) + list(one.delivered) for one in asked]
-        self._outputs = [list(one.delivered) for one in asked]
-        self._computed = [0] * len(asked)
+    def generate(self, requests: Sequence[DriverRequest], num_tokens: int, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
+        """Returns the output tokens of each request. chunk: prompt tokens per step. Request i starts after i * `lag` steps."""
+        self._requests = list(requests)
+        self._tokens = [list(request.prompt) + list(request.delivered) for request in requests]
+        self._outputs = [list(request.delivered) for request in requests]
+        self._computed = [0] * len(requests)
         for turn in count():
-            running = [i for i in range(len(asked)) if turn >= i * lag and len(self._outputs[i]) < num_tokens]
+            running = [i for i in range(len(requests)) if turn >= i * lag and len(self._outputs[i]) < num_tokens]
             if running:
-                self._step_of(running, chunk)
+                self._compute_step(running, chunk)
             elif all(len(output) >= num_tokens for output in self._outputs):
                 break
         return self._outputs
 
     def resume(self, num_tokens: int) -> list[list[int]]:
-        """Goes on with the requests of `generate` until each has so many tokens."""
-        while running := [i for i in range(len(self._asked)) if len(self._outputs[i]) < num_tokens]:
-            self._step_of(running, 1)
+        """Continues the requests of `generate` until each has `num_tokens` output tokens."""
+        while running := [i for i in range(len(self._requests)) if len(self._outputs[i]) < num_tokens]:
+            self._compute_step(running, 1)
         return self._outputs
 
-    def _step_of(self, running: list[int], chunk: int) -> None:
+    def _compute_step(self, running: list[int], chunk: int) -> None:
         """Computes one step of these requests."""
         starts = [self._computed[i] for i in running]
         parts = [self._tokens[i][self._computed[i] : self._computed[i] + chunk] for i in running]
@@ -222,7 +223,7 @@ class Driver:
         for at, i in enumerate(running):
             self._computed[i] += len(parts[at])
         draws = [(at, len(self._outputs[i])) for at, i in enumerate(running) if self._computed[i] == len(self._tokens[i])]
-        pages = [self._more_pages(i) for i in running]
+        pages = [self._allocate(i) for i in running]
         counts = [len(part) for part in parts]
         plan = StepPlan(
             step=self._step,
@@ -245,24 +246,29 @@ class Driver:
     def _admit(self, row: int) -> NewRow:
         self._free += self.pages.pop(row, [])
         self.pages[row] = []
-        one = self._asked[row]
+        request = self._requests[row]
         sampling = wire.Sampling(
-            max_tokens=1, seed=one.seed, temperature=one.temperature, top_p=one.top_p, top_k=one.top_k, **one.more
+            max_tokens=1,
+            seed=request.seed,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            **request.more,
         )
-        return NewRow(row, sampling, len(one.prompt), list(self._tokens[row]) if needs_history(sampling) else [])
+        return NewRow(row, sampling, len(request.prompt), list(self._tokens[row]) if needs_history(sampling) else [])
 
     def prompt_details(self, row: int) -> dict[int, wire.TokenDetail]:
-        """The details of a request's prompt tokens, by their position."""
-        told: dict[int, wire.TokenDetail] = {}
+        """Returns the details of a request's prompt tokens, by position."""
+        found: dict[int, wire.TokenDetail] = {}
         for plan, result in self.results:
             for request, start, details in result.prompt_details:
                 if plan.rows[request] == row:
-                    assert start == 1 + len(told), "details are in order"
-                    told |= dict(enumerate(details, start))
-        return told
+                    assert start == 1 + len(found), "details are in order"
+                    found |= dict(enumerate(details, start))
+        return found
 
     def details(self, row: int) -> list[wire.TokenDetail | None]:
-        """The details of a request's output tokens."""
+        """Returns the details of a request's output tokens."""
         return [
             detail
             for plan, result in self.results
@@ -270,8 +276,8 @@ class Driver:
             if plan.rows[request] == row
         ]
 
-    def _more_pages(self, row: int) -> list[int]:
-        wanted = -(-self._computed[row] // PAGE_SIZE) - len(self.pages[row])
-        more = [self._free.pop() for _ in range(wanted)]
-        self.pages[row] += more
-        return more
+    def _allocate(self, row: int) -> list[int]:
+        missing = -(-self._computed[row] // PAGE_SIZE) - len(self.pages[row])
+        pages = [self._free.pop() for _ in range(missing)]
+        self.pages[row] += pages
+        return pages

@@ -1,4 +1,4 @@
-"""Requests through the engine loop over a real runner, in this process: what each got, and what the engine did for it."""
+"""Serves requests by the engine loop over a real runner, in this process, and counts the work."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.draft_tree import places
+from phalanx_runtime.core.draft_tree import sibling_ranks
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
-from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
-from phalanx_runtime.engine.loop import DEFAULT_RULES, EngineLoop
+from phalanx_runtime.engine.loop import DEFAULT_CONFIG, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
 
 
 @dataclass(slots=True)
 class Served:
-    """One request's answer, what was delivered before not included."""
+    """Answer to one request, without the tokens delivered before."""
 
     tokens: list[int] = field(default_factory=list)
     details: list[wire.TokenDetail | None] = field(default_factory=list)
@@ -29,10 +29,8 @@ class Served:
         return self.finish is not None or self.refused is not None
 
 
-class Watched:
-    """A StepRunner that counts rows that were admitted, tokens that were computed and proposed, and plans in flight. `lost`: why
-    its ranks can draft no more. `draft_times`: seconds that steps spent in drafts. `num_mixed`: plans that draw for requests with
-    proposals and for some without. `num_chunks`: rows of plans that compute tokens of a request and draw nothing."""
+class CountingRunner:
+    """A StepRunner that counts work."""
 
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
@@ -40,10 +38,13 @@ class Watched:
         self.num_computed = 0
         self.num_proposed = self.num_accepted = self.num_cut = 0
         self.num_branched = self.num_undrafted = 0
-        """Accepted proposals that were not the first of their place; and places of drafts that got no token."""
+        """Accepted draft tokens that were not the first child; draft tokens that were missing."""
         self.num_mixed = self.num_chunks = 0
+        """Plans with draft tokens for some decodes only; rows that compute prompt tokens and sample nothing."""
         self.draft_times = set[float]()
-        self.lost = ""
+        """Seconds of the draft passes of each step."""
+        self.draft_failure = ""
+        """Why the ranks can no longer draft."""
         self.num_in_flight = self.most_in_flight = 0
         self._plans: deque[StepPlan] = deque()
 
@@ -59,7 +60,7 @@ class Watched:
         self.admitted += plan.admitted
         self.num_computed += len(plan.tokens)
         self.num_proposed += sum(plan.depths)
-        self.num_cut += len(plan.cuts)
+        self.num_cut += len(plan.truncations)
         self.num_chunks += len(plan.rows) - len(plan.draws)
         self.num_mixed += 0 < len(plan.paths) < sum(index > 0 for _, index in plan.draws)
         self.num_in_flight += 1
@@ -71,20 +72,20 @@ class Watched:
         self.num_in_flight -= 1
         result = self._inner.finish()
         self.draft_times.add(result.draft_s)
-        self.lost = self.lost or result.lost
+        self.draft_failure = self.draft_failure or result.draft_failure
         plan = self._plans.popleft()
-        self.num_accepted += sum(run - 1 for run in result.runs)
+        self.num_accepted += sum(run - 1 for run in result.run_lengths)
         self.num_undrafted += sum(len(nodes) for _, nodes in result.undrafted)
         shapes = iter(result.shapes)
-        shape_of = {path.request: path.parents if path.growth is None else next(shapes, []) for path in plan.paths}
-        for draw, nodes in result.taken:
-            shape = places(tuple(shape_of[plan.draws[draw][0]]))
-            self.num_branched += sum(shape[node] > 0 for node in nodes[: result.runs[draw] - 1])
+        shape_of = {path.request: path.parents if path.tree_bounds is None else next(shapes, []) for path in plan.paths}
+        for draw, nodes in result.accepted:
+            shape = sibling_ranks(tuple(shape_of[plan.draws[draw][0]]))
+            self.num_branched += sum(shape[node] > 0 for node in nodes[: result.run_lengths[draw] - 1])
         return result
 
 
-class Script:
-    """A Channel that brings all requests at once and keeps the answers."""
+class ScriptedChannel:
+    """An EngineChannel that delivers all requests at once and collects the answers."""
 
     def __init__(self, requests: Sequence[wire.Request]) -> None:
         self._unread = [wire.encode(wire.Submit(handle, request)) for handle, request in enumerate(requests)]
@@ -97,11 +98,11 @@ class Script:
         return messages
 
     def abort(self, handles: list[int]) -> None:
-        """Lets the engine hear that these are not wanted any more."""
+        """Aborts these requests."""
         self._unread.append(wire.encode(wire.Abort(handles)))
 
     def wake(self) -> None:
-        raise AssertionError("nothing is compiled beside these steps")
+        raise AssertionError("no grammar is compiled in a thread")
 
     def send(self, message: bytes) -> None:
         frame = wire.decode_from_engine(message)
@@ -109,10 +110,10 @@ class Script:
             self.answers[frame.handle].refused = frame
         if not isinstance(frame, wire.Tokens):
             return
-        for told in frame.prompt_details:
-            known = self.answers[told.handle].prompt_details
-            assert told.start == 1 + len(known), "every prompt token is told once, in order"
-            known |= dict(enumerate(told.details, told.start))
+        for part in frame.prompt_details:
+            details = self.answers[part.handle].prompt_details
+            assert part.start == 1 + len(details), "every prompt token once, in order"
+            details |= dict(enumerate(part.details, part.start))
         for place, (handle, index, token) in enumerate(zip(frame.handles, frame.indices, frame.tokens, strict=True)):
             answer = self.answers[handle]
             assert index == self._starts[handle] + len(answer.tokens), "every index once, in order"
@@ -126,12 +127,12 @@ def serve(
     runner: StepRunner,
     requests: Sequence[wire.Request],
     limits: Limits,
-    rules: SchedulerConfig = DEFAULT_RULES,
-    fitting: Fitting | None = None,
+    rules: SchedulerConfig = DEFAULT_CONFIG,
+    fitting: Fitting = accept_all,
 ) -> list[Served]:
-    """The answers to requests that come at once."""
-    channel = Script(requests)
-    loop = EngineLoop(runner, limits, channel, rules=rules, fitting=fitting)
+    """Serves requests that arrive at once and returns their answers."""
+    channel = ScriptedChannel(requests)
+    loop = EngineLoop(runner, limits, channel, config=rules, fitting=fitting)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()
     return channel.answers

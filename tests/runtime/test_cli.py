@@ -140,12 +140,15 @@ def test_failed_conversion_exits_1_with_the_reason(tmp_path: Path, capsys: pytes
     ("flags", "reason"),
     [
         (("--speculative-method", "draft"), "--speculative-method draft needs --speculative-draft-model"),
-        (("--speculative-exit", "e"), "--speculative-exit e is used by --speculative-method self_draft, not by none"),
+        (("--speculative-exit", "e"), "--speculative-exit e needs --speculative-method self_draft, not none"),
         (
             ("--speculative-method", "self_draft", "--speculative-draft-model", "m"),
-            "--speculative-draft-model m is used by --speculative-method draft, not by self_draft",
+            "--speculative-draft-model m needs --speculative-method draft, not self_draft",
         ),
-        (("--speculative-method", "ngram", "--speculative-ratio", "0.5"), "--speculative-ratio 0.5 is used by"),
+        (
+            ("--speculative-method", "ngram", "--speculative-ratio", "0.5"),
+            "--speculative-ratio 0.5 needs --speculative-method self_draft",
+        ),
     ],
 )
 def test_draft_flags_require_their_method(flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,33 +158,33 @@ def test_draft_flags_require_their_method(flags: tuple[str, ...], reason: str, c
 
 
 def test_a_tree_is_written_level_by_level(capsys: pytest.CaptureFixture[str]) -> None:
-    made = serve_settings("org/name", "--speculative-tree", "3,2", "--speculative-tree-shape", "static").engine
-    assert (made.speculative_tree, made.speculative_tree_shape) == ((3, 2), "static")
+    engine = serve_settings("org/name", "--speculative-tree", "3,2", "--speculative-tree-shape", "static").engine
+    assert (engine.speculative_tree, engine.speculative_tree_shape) == ((3, 2), "static")
     assert serve_settings("org/name").engine.speculative_tree == ()
-    for wrong, reason in (
+    for value, reason in (
         ("3,9", "'9': expected a whole number of at least 1 and at most 8"),
         ("2,", "'': expected"),
         (",".join("1" * 17), "at most 16 items"),
     ):
         with pytest.raises(SystemExit):
-            serve_settings("org/name", "--speculative-tree", wrong)
+            serve_settings("org/name", "--speculative-tree", value)
         assert reason in capsys.readouterr().err
 
 
 def test_drafts_are_located_first_and_may_be_missing(tmp_path: Path) -> None:
-    def found(*flags: str) -> LocatedDraft:
+    def drafts(*flags: str) -> LocatedDraft:
         settings = serve_settings("org/name", "--download-dir", str(tmp_path / "cache"), *flags)
         return find_drafts(settings.model, settings.group.pod_index, threading.Event())
 
     draft, file = make_model(tmp_path / "draft"), tmp_path / "exit.safetensors"
     file.write_bytes(b"exit")
     by_draft, by_layers = ("--speculative-method", "draft"), ("--speculative-method", "self_draft")
-    assert found() == found(*by_layers) == LocatedDraft()
-    assert found(*by_draft, "--speculative-draft-model", str(draft)) == LocatedDraft(draft_dir=str(draft))
-    assert found(*by_layers, "--speculative-exit", str(file)) == LocatedDraft(exit=str(file))
-    assert "no such file or folder" in found(*by_draft, "--speculative-draft-model", str(tmp_path / "none")).missing
-    assert "no such file" in found(*by_layers, "--speculative-exit", str(tmp_path / "none")).missing
+    assert drafts() == drafts(*by_layers) == LocatedDraft()
+    assert drafts(*by_draft, "--speculative-draft-model", str(draft)) == LocatedDraft(draft_dir=str(draft))
+    assert drafts(*by_layers, "--speculative-exit", str(file)) == LocatedDraft(exit=str(file))
+    assert "no such file or folder" in drafts(*by_draft, "--speculative-draft-model", str(tmp_path / "none")).missing
+    assert "no such file" in drafts(*by_layers, "--speculative-exit", str(tmp_path / "none")).missing
     token = tmp_path / "token"
     token.write_text("secret")
     second = ("--nnodes", "2", "--node-rank", "1", "-tp", "2", "--token-file", str(token))
-    assert found(*by_draft, "--speculative-draft-model", str(draft), *second) == LocatedDraft(), "only the first pod drafts"
+    assert drafts(*by_draft, "--speculative-draft-model", str(draft), *second) == LocatedDraft(), "only the first pod drafts"

@@ -1,4 +1,4 @@
-"""The command line with real ranks and a tiny random model: the whole path on one machine."""
+"""`phalanx-runtime serve` with two ranks and a tiny model on one machine."""
 
 import asyncio
 import os
@@ -21,17 +21,17 @@ def children(pid: int) -> list[int]:
 
 
 async def read_until(stderr: asyncio.StreamReader, pattern: str) -> re.Match[str]:
-    """The match in the first line that has one."""
+    """Reads lines up to the first match and returns it."""
     async with asyncio.timeout(120):
         while True:
             line = (await stderr.readline()).decode()
-            assert line, f"the program ended before it said {pattern}"
+            assert line, f"the program ended before it wrote {pattern}"
             match = re.search(pattern, line)
             if match:
                 return match
 
 
-@pytest.mark.system  # four starts of torch: 20 s alone on two cores, a minute beside other work
+@pytest.mark.system  # imports torch four times: 20 s on two idle cores, a minute on busy ones
 async def test_two_ranks_answer_equally_after_a_kill(tmp_path: Path) -> None:
     save_tiny(tmp_path / "tiny")
     process = await asyncio.create_subprocess_exec(

@@ -1,8 +1,10 @@
-"""Tiny random checkpoints of the supported families, with a byte-level tokenizer, made in a moment and served like real ones."""
+"""Tiny random checkpoints of the supported families, with a byte-level tokenizer."""
 
 import json
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import torch
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -31,7 +33,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-"""What shows the difference of a family in so few tokens and layers."""
+"""Config that shows the features of a family in few tokens and layers."""
 
 _SPECIAL = {256: "<s>", 257: "</s>", 258: "<|user|>", 259: "<|assistant|>"}
 _CHAT = (
@@ -42,8 +44,7 @@ _CHAT = (
 
 
 def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """Writes a checkpoint of this family and gives its folder back. `changes` go into its config."""
-    import torch
+    """Writes a checkpoint of this family and returns its folder. changes: config fields."""
     import transformers
 
     config = _config(family, changes)
@@ -52,7 +53,7 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases, which start as all the same
+            if parameter.ndim == 1:  # norms and biases are initialised to constants
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -61,7 +62,7 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any
 
 
 def _config(family: str, changes: dict[str, Any]) -> Any:
-    """4 query heads over 2 KV heads, 3 layers; large weights, so that near-ties are rare."""
+    """Returns a config of 4 query and 2 KV heads and 3 layers. Large weights make near-ties rare."""
     import transformers
 
     fields: dict[str, Any] = {
@@ -83,7 +84,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Writes a byte-level tokenizer: ids 0 to 255 are bytes, 256 up are special, the rest are unused."""
+    """Writes a byte-level tokenizer: ids 0 to 255 are bytes, then special tokens, then unused ones."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = _byte_letters()
@@ -108,7 +109,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level tokenizers write for each byte."""
+    """Returns the printable character that byte-level tokenizers use for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters, spare = [], 256
     for byte in range(256):

@@ -1,4 +1,4 @@
-"""The HTTP API asked by those who mean no good, against the real runtime: schemathesis, and a fuzz of malformed requests."""
+"""The HTTP API of a real runtime under schemathesis and malformed requests."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = 20
 REQUESTS = 2000
 MAX_BODY_BYTES = 32 * 1024 * 1024
-"""As `phalanx_frontend.limits` has it."""
+"""As in `phalanx_frontend.limits`."""
 
 
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """A runtime with a tiny model whose context is so short that no request takes long."""
+    """A runtime with a tiny model and a short context."""
     folder = tmp_path_factory.mktemp("api")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     model = save_tiny(folder / "tiny")
@@ -33,8 +33,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         yield program
 
 
-def test_schemathesis_finds_nothing(runtime: Program, tmp_path: Path) -> None:
-    # What only the model knows (its context, its vocabulary) is no part of the schema: 400 for it is right, and not checked.
+def test_schemathesis_finds_no_failure(runtime: Program, tmp_path: Path) -> None:
+    # Limits of the model (context, vocabulary) are not part of the schema: a 400 for them is correct and not checked.
     environment = subprocess.run(
         [sys.executable, "tools/bootstrap.py", "api"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()
@@ -58,13 +58,13 @@ def test_schemathesis_finds_nothing(runtime: Program, tmp_path: Path) -> None:
 
 
 def test_malformed_requests_get_only_4xx_and_leave_no_trace(runtime: Program) -> None:
-    wrong: list[str] = []
+    failures: list[str] = []
     with httpx.Client(base_url=runtime.base_url, timeout=120) as client:
         for case in islice(malformed(seed=5, max_body_bytes=MAX_BODY_BYTES), REQUESTS):
             answer = client.request(case.method, case.path, content=case.body, headers=case.headers)
             if not 400 <= answer.status_code < 500:
-                wrong.append(f"{answer.status_code} {case.method} {case.path}: {case.why}; {case.body[:200]!r}")
-        assert wrong == []
+                failures.append(f"{answer.status_code} {case.method} {case.path}: {case.why}; {case.body[:200]!r}")
+        assert failures == []
         for path, body in VALID.items():
             assert client.post(path, json=body).status_code == 200, path
         health = client.get("/v1/health").json()

@@ -1,4 +1,4 @@
-"""bench.moves.relief ends the programs that it started when it is told to leave."""
+"""bench.moves.relief ends its programs on SIGTERM."""
 
 import signal
 import subprocess

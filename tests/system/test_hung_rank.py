@@ -1,77 +1,24 @@
-"""A rank that is stopped, not dead: noticed, ended with all others, and the group serves again. Real ranks, a tiny model."""
+"""A stopped rank: detected, ended with all others, and the group serves again. Real ranks, a tiny model."""
 
 import asyncio
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from bench.frame.programs import Program, running
-from tests.cluster.service import Answer, metric, stream_all
-from tests.runtime.tiny import save_tiny
-from tests.system.test_openai import router_flags
+from tests.cluster.service import Answer, stream_all
+from tests.polling import wait_until
+from tests.system.runtimes import BODIES, TOKENS, incarnation, metric_of, ranks_of, readiness, router_flags, runtime
 
 pytestmark = pytest.mark.system
-TOKENS = 900
-DEADLINE_S = 60.0
-"""Longest wait for anything; a hung rank is noticed after 5 s and a tiny model loads in a few."""
-BODIES = [
-    {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "prompt": f"prompt {i}", "temperature": 0} for i in range(4)
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    folder = tmp_path_factory.mktemp("hung")
-    (folder / "token").write_text("a-service-token")
-    return save_tiny(folder / "tiny", max_position_embeddings=2048)
-
-
-@contextmanager
-def runtime(name: str, model: Path, *flags: str) -> Iterator[Program]:
-    fixed = ["--served-model-name", "tiny", "--kv-cache-memory-bytes", "8000000", "--token-file", str(model.parent / "token")]
-    with running(name, "phalanx_runtime", ["serve", str(model), *fixed, *flags], model.parent) as program:
-        yield program
-
-
-def ranks_of(program: Program) -> list[int]:
-    """Process ids of the ranks, in the order of their start, which is that of their numbers."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            stat = (folder / "stat").read_text().rsplit(")", 1)[1].split() if folder.name.isdecimal() else []
-            command = (folder / "cmdline").read_text() if stat else ""
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if stat and int(stat[1]) == program.process.pid and "phalanx_runtime.rank" in command:
-            found.append(int(folder.name))
-    return sorted(found)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
-
-
-def readiness(program: Program) -> httpx.Response:
-    return httpx.get(f"{program.base_url}/readyz", timeout=10)
-
-
-def incarnation(program: Program) -> int:
-    return int(httpx.get(f"{program.base_url}/v1/health", timeout=10).json()["incarnation"])
 
 
 class Stopper:
-    """Stops one rank once some chunks have come."""
+    """Stops one rank after some chunks."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self._program = program
@@ -84,8 +31,8 @@ class Stopper:
             os.kill(self.stopped[self._rank], signal.SIGSTOP)
 
 
-def answers(program: Program, at: Callable[[int], None] = lambda chunks: None) -> list[Answer]:
-    return asyncio.run(stream_all(program.base_url, BODIES, at))
+def answers(program: Program, on_chunk: Callable[[int], None] = lambda chunks: None) -> list[Answer]:
+    return asyncio.run(stream_all(program.base_url, BODIES, on_chunk))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -115,6 +62,6 @@ def test_routed_streams_continue_elsewhere_when_a_rank_stops(model: Path) -> Non
             assert stopper.stopped
             assert [(a.error, a.usage) for a in survived] == [(None, TOKENS)] * len(BODIES)
             assert [a.text for a in survived] == [a.text for a in undisturbed]
-            assert metric(httpx.get(f"{router.base_url}/metrics", timeout=10).text, "phalanx_router_replays_total") > 0
+            assert metric_of(router, "phalanx_router_replays_total") > 0
             wait_until(lambda: readiness(one).status_code == 200)
             assert incarnation(one) == 2

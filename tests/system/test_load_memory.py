@@ -1,4 +1,4 @@
-"""While a rank loads, its memory stays under its own share of the weights plus one shard, whatever the checkpoint's size."""
+"""Memory of a loading rank: at most its share of the weights plus one shard, for any checkpoint size."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.linear.linear import can_pack
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
-from phalanx_runtime.model.protocol import Form, Model
-from phalanx_runtime.model.source import Level, open_model
+from phalanx_runtime.model.protocol import LoadOptions, Model
+from phalanx_runtime.model.source import ModelImpl, open_model
 from phalanx_runtime.model.weights import INDEX
 from phalanx_runtime.rank.loader import prepare_process
 from phalanx_runtime.rank.memory.memory_profiler import HostMemoryProfiler
@@ -28,12 +28,12 @@ from tests.runtime.tiny import save_tiny
 pytestmark = pytest.mark.system
 MIB = 1 << 20
 SHARD_BYTES = 24 * MIB
-OF_THE_PROCESS = 16 * MIB
-"""What loading takes beside: one matrix while it is packed, code that runs for the first time, angles, the kernel's rounding."""
+PROCESS_BYTES = 16 * MIB
+"""Other memory: one matrix while it is packed, code that runs for the first time, rotary angles, allocation rounding."""
 
 
 class OneOfTwo(SoloCollective):
-    """One of two ranks while it loads, which takes no other."""
+    """One of two ranks; loading needs no peer."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -48,36 +48,38 @@ class OneOfTwo(SoloCollective):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What one rank's process says: the most that loading took, and the bytes of its weights."""
+class LoadMemory:
+    """Memory of one rank's process, in bytes."""
 
     peak: int
+    """Most that loading took."""
     share: int
+    """Weights of the rank."""
 
 
-def load_and_tell(folder: Path, rank: int, level: Level, first: Path) -> None:
-    """In a process of its own, which loaded a tiny model of the kind before: code that runs for the first time is no weight."""
+def load_and_print(folder: Path, rank: int, level: ModelImpl, first: Path) -> None:
+    """Runs in a separate process, which loads a tiny model first: code that runs for the first time is not counted."""
     cpu = torch.device("cpu")
     kernels = Kernels(packed=can_pack(torch.float32))
     prepare_process(make_spec(folder), System())
-    make_linear(torch.zeros(64, 64), None, kernels)(torch.zeros(1, 64))  # the library's own code and threads
-    form = Form(dtype=torch.float32, device=cpu, kernels=kernels, positions=256)
+    make_linear(torch.zeros(64, 64), None, kernels)(torch.zeros(1, 64))  # starts the library's threads
+    form = LoadOptions(dtype=torch.float32, device=cpu, kernels=kernels, positions=256)
     open_model(first, level).load(SoloCollective(), form)
     source = open_model(folder, level)
-    kept: list[Model] = []
-    peak = HostMemoryProfiler().peak(lambda: kept.append(source.load(OneOfTwo(rank), form)))
-    print(json.dumps({"peak": peak, "share": kept[0].num_bytes}))
+    models: list[Model] = []
+    peak = HostMemoryProfiler().peak_bytes(lambda: models.append(source.load(OneOfTwo(rank), form)))
+    print(json.dumps({"peak": peak, "share": models[0].num_bytes}))
 
 
-def loaded(folder: Path, rank: int, level: Level, first: Path) -> Loaded:
+def measure(folder: Path, rank: int, level: ModelImpl, first: Path) -> LoadMemory:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", __name__, str(folder), str(rank), level, str(first)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    return Loaded(**json.loads(done.stdout.splitlines()[-1]))
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    return LoadMemory(**json.loads(completed.stdout.splitlines()[-1]))
 
 
 def split(folder: Path) -> list[int]:
-    """Cuts the one file of a checkpoint into shards, and gives their sizes."""
+    """Splits a checkpoint file into shards and returns their sizes."""
     whole = folder / "model.safetensors"
     shards: list[dict[str, torch.Tensor]] = [{}]
     with safe_open(whole, framework="pt") as file:
@@ -104,24 +106,26 @@ DENSE: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 EXPERTS = {**DENSE, "hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 8, "num_attention_heads": 8}
-LOADED: dict[str, tuple[str, Level, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, ModelImpl, dict[str, Any]]] = {
     "fused": ("llama", "fused", DENSE),
-    "of transformers": ("llama", "transformers", DENSE),
-    "of transformers, with experts": ("mixtral", "transformers", EXPERTS),
+    "transformers": ("llama", "transformers", DENSE),
+    "transformers with experts": ("mixtral", "transformers", EXPERTS),
 }
 
 
-@pytest.mark.parametrize(("family", "level", "sizes"), LOADED.values(), ids=LOADED.keys())
-def test_a_rank_loads_within_its_share_and_one_shard(tmp_path: Path, family: str, level: Level, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("family", "level", "sizes"), CASES.values(), ids=CASES.keys())
+def test_a_rank_loads_within_its_share_and_one_shard(
+    tmp_path: Path, family: str, level: ModelImpl, sizes: dict[str, Any]
+) -> None:
     folder, first = save_tiny(tmp_path / "model", family, **sizes), save_tiny(tmp_path / "first", family)
     shards = split(folder)
     total = sum(shards)
     assert total > 150 * MIB and max(shards) <= SHARD_BYTES + MIB and len(shards) > 5
     for rank in (0, 1) if level == "fused" else (1,):  # transformers takes long to start
-        told = loaded(folder, rank, level, first)
-        assert 0.49 * total < told.share < 0.52 * total
-        assert told.share - 2 * MIB < told.peak < told.share + max(shards) + OF_THE_PROCESS, told
+        memory = measure(folder, rank, level, first)
+        assert 0.49 * total < memory.share < 0.52 * total
+        assert memory.share - 2 * MIB < memory.peak < memory.share + max(shards) + PROCESS_BYTES, memory
 
 
 if __name__ == "__main__":
-    load_and_tell(Path(sys.argv[1]), int(sys.argv[2]), cast(Level, sys.argv[3]), Path(sys.argv[4]))
+    load_and_print(Path(sys.argv[1]), int(sys.argv[2]), cast(ModelImpl, sys.argv[3]), Path(sys.argv[4]))

@@ -3,11 +3,11 @@
 import pytest
 
 from bench.virtual.world import STEPS
-from tests.properties.test_move_faults import check_step
+from tests.properties.move_faults import check_step_faults
 
 pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_failed_move_loses_no_index_stream_or_page(step: str) -> None:
-    check_step(step, 20)
+    check_step_faults(step, 20)

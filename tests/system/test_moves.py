@@ -1,4 +1,4 @@
-"""Streams move between two groups of TP 2, each a program with ranks of its own, and go on with the same tokens."""
+"""Streams move between two groups of TP 2, each a program with its own ranks, and continue with the same tokens."""
 
 import random
 from contextlib import ExitStack
@@ -9,10 +9,9 @@ import pytest
 
 from bench.moves.mover import Mover, Stream, linked
 from phalanx_api import moves, wire
-from phalanx_api.wire.router import mix
-from tests.system.test_hung_rank import model, runtime
+from phalanx_api.wire.router import choice_seed
+from tests.system.runtimes import runtime
 
-__all__ = ["model"]
 pytestmark = pytest.mark.system
 TOKENS = 120
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":60}},"required":["a","b"]}'
@@ -21,8 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 1.0},
     "penalised": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     "schema": {"temperature": 1.0, "grammar": wire.Grammar("json_schema", SCHEMA)},
-    "sibling 0": {"temperature": 1.0, "seed": mix(7, 0)},
-    "sibling 1": {"temperature": 1.0, "seed": mix(7, 1)},
+    "sibling 0": {"temperature": 1.0, "seed": choice_seed(7, 0)},
+    "sibling 1": {"temperature": 1.0, "seed": choice_seed(7, 1)},
 }
 FLAGS = ("--dtype", "float64", "--tensor-parallel-size", "2")
 
@@ -33,7 +32,7 @@ def make_request(kind: str) -> wire.Request:
     return wire.Request(id=kind, epoch=0, prompt=[chance.randrange(256) for _ in range(100)], delivered=[], sampling=sampling)
 
 
-def whole(mover: Mover, streams: list[Stream]) -> list[list[int]]:
+def all_tokens(mover: Mover, streams: list[Stream]) -> list[list[int]]:
     mover.until(lambda: all(stream.finish for stream in streams))
     return [stream.tokens for stream in streams]
 
@@ -43,7 +42,7 @@ def test_streams_move_between_programs_with_equal_tokens(model: Path) -> None:
     with ExitStack() as stack:
         programs = [stack.enter_context(runtime(f"group {name}", model, *FLAGS)) for name in "ab"]
         mover = Mover([stack.enter_context(linked(program.base_url, token)) for program in programs])
-        plain = whole(mover, [mover.submit(make_request(kind)) for kind in KINDS])
+        plain = all_tokens(mover, [mover.submit(make_request(kind)) for kind in KINDS])
         streams = [mover.submit(make_request(kind)) for kind in KINDS]
         outcomes: list[moves.Arrived | moves.MoveFailed] = []
         modes: tuple[moves.MoveMode, ...] = ("stop", "precopy")
@@ -51,8 +50,8 @@ def test_streams_move_between_programs_with_equal_tokens(model: Path) -> None:
             for stream in streams:
                 mover.until(lambda stream=stream, turn=turn: len(stream.tokens) >= 5 + 30 * turn or stream.finish)  # type: ignore[misc]
                 if stream.finish is None:
-                    outcomes.append(mover.move(stream, 1 - stream.at, mode))
-        assert whole(mover, streams) == plain
+                    outcomes.append(mover.move(stream, 1 - stream.group, mode))
+        assert all_tokens(mover, streams) == plain
         arrived = [outcome for outcome in outcomes if isinstance(outcome, moves.Arrived)]
         assert len(arrived) >= 6, outcomes
         assert sum(outcome.num_bytes for outcome in arrived) > 0

@@ -1,4 +1,4 @@
-"""One OpenAI suite, two servers: the runtime asked directly, and the router before two runtimes. Real processes, a tiny model."""
+"""One OpenAI suite, two servers: a runtime, and a router with two runtimes. Real processes, a tiny model."""
 
 import asyncio
 import json
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,22 +20,21 @@ from tests.cluster.service import metric, stream_all
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import PATIENCE_S, Target, raw_request
 from tests.runtime.tiny import save_tiny
+from tests.system.runtimes import TOKENS, metric_of, router_flags
 
 pytestmark = pytest.mark.system
-TOKENS = 900
-"""Enough that every stream still runs when the first chunks have come."""
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """Two runtimes and the router before them."""
+class Service:
+    """Two runtimes and their router."""
 
     runtimes: list[Program]
     router: Program
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("programs")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     model = save_tiny(folder / "tiny", max_position_embeddings=2048)
@@ -48,30 +46,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         running("two", "phalanx_runtime", flags, folder) as two,
         running("router", "phalanx_router", router_flags([one, two], token), folder) as router,
     ):
-        yield World([one, two], router)
-
-
-def router_flags(runtimes: list[Program], token: Path) -> list[str]:
-    leaders = ",".join(program.base_url.removeprefix("http://") for program in runtimes)
-    return ["serve", "--token-file", str(token), "--leaders", leaders]
+        yield Service([one, two], router)
 
 
 @pytest.fixture(scope="module", params=["runtime", "router"])
-def target(request: pytest.FixtureRequest, world: World) -> Target:
-    program = world.runtimes[0] if request.param == "runtime" else world.router
+def target(request: pytest.FixtureRequest, service: Service) -> Target:
+    program = service.runtimes[0] if request.param == "runtime" else service.router
     prefix = "phalanx" if request.param == "runtime" else "phalanx_router"
     return Target(program.base_url, "tiny", long_tokens=1000, is_model=True, metrics_prefix=prefix)
 
 
 class TestOpenAI(OpenAISuite):
-    """Everything in the suite, against each."""
+    """The whole suite, against each server."""
 
 
-async def say(target: Target, **fields: Any) -> tuple[str, str]:
-    """The text of a greedy completion and why it ended."""
+async def complete(target: Target, **fields: Any) -> tuple[str, str]:
+    """Text and finish reason of a greedy completion."""
     async with target.client() as client:
-        asked: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 100, "extra_body": fields}
-        choice = (await client.completions.create(**asked)).choices[0]
+        body: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 100, "extra_body": fields}
+        choice = (await client.completions.create(**body)).choices[0]
         return choice.text, choice.finish_reason
 
 
@@ -79,9 +72,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required
 
 
 def test_idle_connection_stays_open_longer_than_clients_keep_it(target: Target) -> None:
-    """The server's default would close it after just the 5 s for which httpx, and so the openai package, keeps it."""
+    """httpx, and so the openai package, keeps a connection for 5 s, as long as the server's default."""
     client = HTTPConnection(target.base_url.removeprefix("http://"), timeout=10)
-    client.auto_open = 0  # once it is connected it may not connect again
+    client.auto_open = 0  # no reconnects
     client.connect()
     for pause_s in (0, 6):
         time.sleep(pause_s)
@@ -94,70 +87,70 @@ def test_idle_connection_stays_open_longer_than_clients_keep_it(target: Target) 
 async def test_output_has_the_requested_format(target: Target) -> None:
     named = {"name": "answer", "schema": SCHEMA, "strict": True}
     for fields in ({"response_format": {"type": "json_schema", "json_schema": named}}, {"structured_outputs": {"json": SCHEMA}}):
-        text, finish = await say(target, **fields)
+        text, finish = await complete(target, **fields)
         assert json.loads(text)["a"] in ("x", "y") and finish == "stop"
-    assert (await say(target, structured_outputs={"regex": "[ab]{3}"}))[0] in {"".join(w) for w in product("ab", repeat=3)}
-    assert (await say(target, guided_choice=["yes", "no"]))[0] in ("yes", "no")
-    assert (await say(target, guided_grammar='start: "a" "b"'))[0] == "ab"
+    assert (await complete(target, structured_outputs={"regex": "[ab]{3}"}))[0] in {"".join(w) for w in product("ab", repeat=3)}
+    assert (await complete(target, guided_choice=["yes", "no"]))[0] in ("yes", "no")
+    assert (await complete(target, guided_grammar='start: "a" "b"'))[0] == "ab"
 
 
 async def test_sampling_fields_change_the_output(target: Target) -> None:
     async with target.http() as http:
         [*_, a] = (await http.post("/tokenize", json={"prompt": "a"})).json()["tokens"]
     fixed = {"ignore_eos": True, "max_tokens": 6}
-    assert (await say(target, allowed_token_ids=[a], **fixed))[0] == "a" * 6
-    assert (await say(target, logit_bias={str(a): 100}, **fixed))[0] == "a" * 6
-    assert "a" not in (await say(target, allowed_token_ids=[a, a + 1], bad_words=["a"], **fixed))[0]
-    assert (await say(target, logit_bias={str(a): 5}, allowed_token_ids=[a, a + 1, a + 2], presence_penalty=2, **fixed))[
+    assert (await complete(target, allowed_token_ids=[a], **fixed))[0] == "a" * 6
+    assert (await complete(target, logit_bias={str(a): 100}, **fixed))[0] == "a" * 6
+    assert "a" not in (await complete(target, allowed_token_ids=[a, a + 1], bad_words=["a"], **fixed))[0]
+    assert (await complete(target, logit_bias={str(a): 5}, allowed_token_ids=[a, a + 1, a + 2], presence_penalty=2, **fixed))[
         1
     ] == "length"
 
 
-async def test_usage_reports_cached_tokens_however_the_answer_ends(world: World, target: Target) -> None:
-    prompt = f"{target.metrics_prefix} asks for the same more than once. " * 10
-    asked: Any = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20}
-    for runtime in world.runtimes:  # the router may choose either
+async def test_usage_reports_cached_tokens_for_every_answer(service: Service, target: Target) -> None:
+    prompt = f"{target.metrics_prefix} repeats the same prompt. " * 10
+    body: Any = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20}
+    for runtime in service.runtimes:  # the router may choose either
         async with Target(runtime.base_url, "tiny").http() as http:
-            first = (await http.post("/v1/completions", json=asked)).json()["usage"]
+            first = (await http.post("/v1/completions", json=body)).json()["usage"]
             assert first["prompt_tokens_details"]["cached_tokens"] < first["prompt_tokens"] - 1
     async with target.client() as client, target.http() as http:
         [*_, x] = (await http.post("/tokenize", json={"prompt": "x"})).json()["tokens"]
-        asked["extra_body"] = {"allowed_token_ids": [x]}
+        body["extra_body"] = {"allowed_token_ids": [x]}
         more: Any
         for more, length in (({}, 20), ({"stop": "xxx"}, 3)):
-            whole = (await client.completions.create(**asked, **more)).usage
-            chunks = await client.completions.create(**asked, **more, stream=True, stream_options={"include_usage": True})
+            whole = (await client.completions.create(**body, **more)).usage
+            chunks = await client.completions.create(**body, **more, stream=True, stream_options={"include_usage": True})
             for usage in (whole, [chunk.usage async for chunk in chunks][-1]):
                 assert usage.completion_tokens == length
                 assert usage.prompt_tokens_details.cached_tokens == first["prompt_tokens"] - 1
 
 
-async def test_disconnect_from_a_whole_answer_frees_pages(world: World) -> None:
-    base_url = world.runtimes[0].base_url
+async def test_disconnect_from_a_whole_answer_frees_pages(service: Service) -> None:
+    base_url = service.runtimes[0].base_url
     target = Target(base_url, "tiny")
     async with target.http() as http:
 
-        async def told(name: str) -> float:
+        async def value_of(name: str) -> float:
             return metric((await http.get("/metrics")).text, name)
 
         async def running() -> float:
-            return await told("vllm:num_requests_running")
+            return await value_of("vllm:num_requests_running")
 
         async with asyncio.timeout(PATIENCE_S):
             while await running():
                 pass
-            before = await told("vllm:generation_tokens_total")
+            before = await value_of("vllm:generation_tokens_total")
             async with raw_request(target, {"max_tokens": 1900, "n": 2}):
                 while await running() < 2:
                     pass
             while await running():
                 pass
-        assert await told("vllm:kv_cache_usage_perc") == 0
-        assert await told("vllm:generation_tokens_total") - before < 2 * 1900, "they were cut, and did not end by themselves"
+        assert await value_of("vllm:kv_cache_usage_perc") == 0
+        assert await value_of("vllm:generation_tokens_total") - before < 2 * 1900, "the requests were aborted"
 
 
-def test_routed_request_is_counted_once(world: World) -> None:
-    """Sums over the pods: the runtime that computed it has it under vLLM's names, the router under its own."""
+def test_routed_request_is_counted_once(service: Service) -> None:
+    """Sums over pods: the runtime counts it under vLLM's names, the router under its own."""
 
     def counts(name: str, programs: list[Program]) -> float:
         pages = [httpx.get(f"{program.base_url}/metrics", timeout=10).text for program in programs]
@@ -168,68 +161,66 @@ def test_routed_request_is_counted_once(world: World) -> None:
             if line.startswith((f"{name}{{", f"{name} "))
         )
 
-    everyone = [*world.runtimes, world.router]
+    programs = [*service.runtimes, service.router]
     names = [
         "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:request_queue_time_seconds_count",
         "vllm:time_to_first_token_seconds_count", "phalanx_router_requests_finished_total",
     ]  # fmt: skip
-    before = [counts(name, everyone) for name in names]
+    before = [counts(name, programs) for name in names]
     body = {"prompt": "counted", "max_tokens": 7, "ignore_eos": True}
-    assert httpx.post(f"{world.router.base_url}/v1/completions", json=body, timeout=60).status_code == 200
-    assert [counts(name, everyone) - was for name, was in zip(names, before, strict=True)] == [7, 1, 1, 1, 1]
-    page = httpx.get(f"{world.router.base_url}/metrics", timeout=10).text
+    assert httpx.post(f"{service.router.base_url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert [counts(name, programs) - earlier for name, earlier in zip(names, before, strict=True)] == [7, 1, 1, 1, 1]
+    page = httpx.get(f"{service.router.base_url}/metrics", timeout=10).text
     assert "vllm:" not in page
 
 
-def test_logs_name_requests_and_never_their_prompts(world: World) -> None:
-    secret, name = "the-vault-opens-at-midnight", "req-that-was-logged"
-    asked: list[dict[str, Any]] = [
+def test_logs_name_requests_and_never_their_prompts(service: Service) -> None:
+    secret, name = "the-vault-opens-at-midnight", "req-logged"
+    bodies: list[dict[str, Any]] = [
         {"prompt": secret, "max_tokens": 3},
         {"prompt": secret, "max_tokens": 3, "stream": True},
         {"prompt": secret, "max_tokens": -1},
         {"prompt": secret * 400, "max_tokens": 3},
     ]
-    for program in (world.runtimes[1], world.router):
+    for program in (service.runtimes[1], service.router):
         statuses = [
             httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60, headers={"X-Request-Id": name}).status_code
-            for body in asked
+            for body in bodies
         ]
         assert statuses == [200, 200, 400, 400]
         assert name in program.log.read_text()
-    for program in (*world.runtimes, world.router):
+    for program in (*service.runtimes, service.router):
         assert secret not in program.log.read_text()
 
 
-def test_runtime_reports_memory_per_rank(world: World) -> None:
-    told = httpx.get(f"{world.runtimes[1].base_url}/v1/metrics", timeout=10).json()
-    (rank,) = told["memory"]
+def test_runtime_reports_memory_per_rank(service: Service) -> None:
+    metrics = httpx.get(f"{service.runtimes[1].base_url}/v1/metrics", timeout=10).json()
+    (rank,) = metrics["memory"]
     assert rank["weights_bytes"] > 0 and rank["activations_bytes"] > 0 and rank["logits_sampler_bytes"] >= 0
     assert 0.9 * 8_000_000 < rank["kv_pool_bytes"] <= 8_000_000
-    assert told["kv_bytes_per_token"] > 0
-    routed = httpx.get(f"{world.router.base_url}/v1/metrics", timeout=10).json()
-    assert (routed["kv_bytes_per_token"], routed["memory"]) == (told["kv_bytes_per_token"], []), "a router has no rank"
+    assert metrics["kv_bytes_per_token"] > 0
+    routed = httpx.get(f"{service.router.base_url}/v1/metrics", timeout=10).json()
+    assert (routed["kv_bytes_per_token"], routed["memory"]) == (metrics["kv_bytes_per_token"], []), "a router has no rank"
     assert sum(rank[f"{part}_bytes"] for part in ("weights", "activations", "logits_sampler", "kv_pool")) < rank["total_bytes"]
 
 
-def test_streams_outlive_the_runtime_that_served_them(world: World) -> None:
+def test_streams_survive_the_runtime_that_served_them(service: Service) -> None:
     fixed = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True}
     bodies = [{**fixed, "prompt": f"prompt {i}", "temperature": 0} for i in range(4)]
     bodies += [{**fixed, "prompt": f"prompt {i}", "temperature": 1.0, "seed": i} for i in range(4)]
-    undisturbed = asyncio.run(stream_all(world.runtimes[1].base_url, bodies))
+    undisturbed = asyncio.run(stream_all(service.runtimes[1].base_url, bodies))
     assert [(a.error, a.usage) for a in undisturbed] == [(None, TOKENS)] * 8
     killed: list[int] = []
 
     def kill(chunks: int) -> None:
         if chunks > 5 and not killed:
-            pages = [httpx.get(f"{runtime.base_url}/metrics", timeout=10).text for runtime in world.runtimes]
+            pages = [httpx.get(f"{runtime.base_url}/metrics", timeout=10).text for runtime in service.runtimes]
             busy = [metric(page, "vllm:num_requests_running") for page in pages]
-            killed.append(
-                world.runtimes[busy.index(max(busy))].process.pid
-            )  # routers may give all to one while steps cost the same
+            killed.append(service.runtimes[busy.index(max(busy))].process.pid)  # the router may send all to one
             os.kill(killed[0], signal.SIGKILL)
 
-    survived = asyncio.run(stream_all(world.router.base_url, bodies, kill))
+    survived = asyncio.run(stream_all(service.router.base_url, bodies, kill))
     assert killed
     assert [a.error for a in survived] == [None] * 8
     assert [a.text for a in survived] == [a.text for a in undisturbed]
-    assert metric(httpx.get(f"{world.router.base_url}/metrics", timeout=10).text, "phalanx_router_replays_total") > 0
+    assert metric_of(service.router, "phalanx_router_replays_total") > 0

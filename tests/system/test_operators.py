@@ -1,36 +1,31 @@
-"""Two real operators over one API server in memory: one acts, the other one follows it when it dies or leaves."""
+"""Two real operators over one API server in memory: one leads, the other takes over when it ends."""
 
 import asyncio
 import json
 import os
 import pathlib
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.frame.programs import free_port
 from phalanx_operator.settings import Settings
 from tests.control.builders import make_body
 from tests.control.fake_api import FakeApi
+from tests.polling import until
 
 pytestmark = pytest.mark.system
 ROOT = pathlib.Path(__file__).parents[2]
 LEASE = "phalanx-operator"
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class Operator:
-    """One operator as a process of its own."""
+    """One operator process."""
 
     def __init__(self, name: str, kubeconfig: pathlib.Path, flags: tuple[str, ...]) -> None:
         self.name = name
@@ -59,7 +54,7 @@ class Operator:
         return (await self.get("/readyz"))[0] == 200
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample by its name; of several with labels the sum."""
+        """Samples by name, summed over labels."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families((await self.get("/metrics"))[1]):
             for sample in family.samples:
@@ -67,13 +62,13 @@ class Operator:
         return found
 
     async def watch_age(self, kind: str) -> float:
-        """For how long it says that it heard nothing of a kind."""
-        wanted = f'phalanx_operator_watch_age_seconds{{kind="{kind}"}} '
-        (line,) = [line for line in (await self.get("/metrics"))[1].splitlines() if line.startswith(wanted)]
-        return float(line.removeprefix(wanted))
+        """Reported seconds since the last event of a kind."""
+        prefix = f'phalanx_operator_watch_age_seconds{{kind="{kind}"}} '
+        (line,) = [line for line in (await self.get("/metrics"))[1].splitlines() if line.startswith(prefix)]
+        return float(line.removeprefix(prefix))
 
     async def end(self, number: signal.Signals) -> int:
-        """Its exit status."""
+        """Sends a signal; returns the exit status."""
         assert self.process is not None
         if self.process.returncode is None:
             self.process.send_signal(number)
@@ -81,23 +76,17 @@ class Operator:
             return await self.process.wait()
 
 
-async def until(condition: Callable[[], object], limit_s: float = 30) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[FakeApi]:
-    made = FakeApi()
-    await made.start()
-    yield made
-    await made.stop()
+    api = FakeApi()
+    await api.start()
+    yield api
+    await api.stop()
 
 
 @pytest.fixture
 async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Operator]]:
-    """Two of them, both ready; the first one leads. A test may ask for other flags than a short lease."""
+    """Two ready operators; the first one leads. A parameter replaces the flags of a short lease."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -110,17 +99,15 @@ async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.Fix
     path.write_text(json.dumps(config))
     server.put("inferenceservices", make_body())
     flags: tuple[str, ...] = getattr(request, "param", ("--lease-seconds", "3"))
-    made = [Operator(name, path, flags) for name in ("first", "second")]
+    started = [Operator(name, path, flags) for name in ("first", "second")]
     try:
-        for operator in made:
+        for operator in started:
             await operator.start()
-            async with asyncio.timeout(30):
-                while not await operator.is_ready():
-                    await asyncio.sleep(0.05)
+            await until(operator.is_ready)
             await until(lambda: holder(server) == "first")
-        yield made
+        yield started
     finally:
-        for operator in made:
+        for operator in started:
             await operator.end(signal.SIGKILL)
 
 
@@ -141,13 +128,13 @@ async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, o
     standby = await second.metrics()
     assert standby["phalanx_operator_is_leader"] == 0 and standby["phalanx_operator_reconcile_seconds_count"] == 0
     await first.end(signal.SIGKILL)
-    made = set(server.of("statefulsets"))
+    existing = set(server.of("statefulsets"))
     scale(server, 2)
     await until(lambda: len(server.of("statefulsets")) == 2)
-    assert holder(server) == "second" and made < set(server.of("statefulsets"))
+    assert holder(server) == "second" and existing < set(server.of("statefulsets"))
     assert server.of("leases")[LEASE]["spec"]["leaseTransitions"] == 2
     async with asyncio.timeout(10):
-        while (acting := await second.metrics())["phalanx_operator_status_writes_total"] < 1:  # after the group was made
+        while (acting := await second.metrics())["phalanx_operator_status_writes_total"] < 1:  # after the group is created
             await asyncio.sleep(0.05)
     assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_actions_total"] >= 1
     assert acting["phalanx_operator_api_calls_total"] > 0
@@ -169,7 +156,7 @@ async def test_watch_age_grows_only_while_its_kind_is_silent(server: FakeApi, op
 
 @pytest.mark.parametrize("operators", [()], ids=["as installed"], indirect=True)
 async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operators: list[Operator]) -> None:
-    """With the times that an operator has by itself; tests/control/kube/test_lease.py shows that they come to less than 10 s."""
+    """With default times; tests/control/kube/test_lease.py shows that they add up to less than 10 s."""
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)
     await first.end(signal.SIGKILL)
@@ -178,12 +165,12 @@ async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operat
     await until(lambda: len(server.of("statefulsets")) == 2)
     print(f"acted on {time.monotonic() - killed:.1f} s after the leader was killed")
     lease = server.of("leases")[LEASE]["spec"]
-    assert (holder(server), lease["leaseTransitions"]) == ("second", 2), "nobody else led meanwhile"
+    assert (holder(server), lease["leaseTransitions"]) == ("second", 2), "no other operator led in between"
     assert lease["leaseDurationSeconds"] == Settings(runtime_image="r", router_image="o").lease_seconds
 
 
-@pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["a lease that never runs out"], indirect=True)
-async def test_a_leader_that_leaves_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:
+@pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["endless lease"], indirect=True)
+async def test_terminated_leader_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)
     assert await first.end(signal.SIGTERM) == 0
@@ -191,4 +178,4 @@ async def test_a_leader_that_leaves_hands_over_at_once(server: FakeApi, operator
     scale(server, 2)
     await until(lambda: len(server.of("statefulsets")) == 2)
     deletions = [write for write in server.writes if write[0] == "DELETE" and write[1][0] == "statefulsets"]
-    assert deletions == [], "the group that was there stays"
+    assert deletions == [], "the existing group stays"

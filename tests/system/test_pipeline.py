@@ -1,4 +1,4 @@
-"""The program with two stages answers like one rank, and comes back when a rank was killed, and when one was stopped."""
+"""The program with two stages: answers equal those of one rank, and it recovers from a killed or stopped rank."""
 
 import asyncio
 import os
@@ -13,19 +13,19 @@ import pytest
 
 from bench.frame.programs import Program, free_port
 from tests.cluster.service import Answer, stream_all
+from tests.polling import wait_until
 from tests.runtime.tiny import save_tiny
-from tests.system.test_hung_rank import BODIES, incarnation, model, ranks_of, readiness, runtime, wait_until
+from tests.system.runtimes import BODIES, incarnation, ranks_of, readiness, runtime
 
-__all__ = ["model"]
 pytestmark = pytest.mark.system
 TOKENS = 300
 
 
-def answers(program: Program, at: Callable[[int], None] = lambda chunks: None) -> list[Answer]:
-    return asyncio.run(stream_all(program.base_url, [{**body, "max_tokens": TOKENS} for body in BODIES], at))
+def answers(program: Program, on_chunk: Callable[[int], None] = lambda chunks: None) -> list[Answer]:
+    return asyncio.run(stream_all(program.base_url, [{**body, "max_tokens": TOKENS} for body in BODIES], on_chunk))
 
 
-def test_two_stages_answer_like_one_rank_and_come_back(model: Path) -> None:
+def test_two_stages_answer_like_one_rank_and_recover(model: Path) -> None:
     with runtime("one", model, "--dtype", "float64") as one:
         plain = answers(one)
     with runtime("two", model, "--dtype", "float64", "--pipeline-parallel-size", "2") as two:
@@ -34,19 +34,19 @@ def test_two_stages_answer_like_one_rank_and_come_back(model: Path) -> None:
         assert [a.text for a in undisturbed] == [a.text for a in plain]
         memory = httpx.get(f"{two.base_url}/v1/metrics", timeout=10).json()["memory"]
         assert [account["logits_sampler_bytes"] > 0 for account in memory] == [False, True]
-        for number, (rank, blow) in enumerate([(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)], 2):
-            hit: list[int] = []
+        for number, (rank, sig) in enumerate([(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)], 2):
+            signalled: list[int] = []
 
-            def strike(chunks: int, rank: int = rank, blow: signal.Signals = blow, hit: list[int] = hit) -> None:
-                if chunks > 5 and not hit:
-                    hit.append(ranks_of(two)[rank])
-                    os.kill(hit[0], blow)
+            def send_signal(chunks: int, rank: int = rank, sig: signal.Signals = sig, signalled: list[int] = signalled) -> None:
+                if chunks > 5 and not signalled:
+                    signalled.append(ranks_of(two)[rank])
+                    os.kill(signalled[0], sig)
 
-            broken = answers(two, strike)
+            broken = answers(two, send_signal)
             assert [f"rank {rank}" in (a.error or "") for a in broken] == [True] * len(BODIES)
             wait_until(lambda: readiness(two).status_code == 200)
             assert incarnation(two) == number
-            assert hit[0] not in ranks_of(two)
+            assert signalled[0] not in ranks_of(two)
         assert [a.text for a in answers(two)] == [a.text for a in plain]
 
 
@@ -62,7 +62,7 @@ def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
 
 
 def test_mixture_on_two_stages_equals_one_rank(tmp_path: Path, model: Path) -> None:
-    """Through `transformers`, cut by its own list of layers; the second rank draws, and compiles."""
+    """Through `transformers`, split by its list of layers; the second rank samples and compiles grammars."""
     (tmp_path / "token").write_text((model.parent / "token").read_text())
     mixture = save_tiny(tmp_path / "mixture", "mixtral", max_position_embeddings=512)
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}, "required": ["a"]}
@@ -70,12 +70,12 @@ def test_mixture_on_two_stages_equals_one_rank(tmp_path: Path, model: Path) -> N
     bodies = [{"prompt": f"prompt {i}", "max_tokens": 60, "temperature": i / 2, "seed": i} for i in range(3)]
     bodies += [{**body, "response_format": form} for body in bodies]
 
-    def told(*flags: str) -> list[str]:
+    def complete_all(*flags: str) -> list[str]:
         with runtime("mixture", mixture, "--dtype", "float64", *flags) as program:
-            posted = [httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60) for body in bodies]
-        assert [one.status_code for one in posted] == [200] * len(bodies), posted[-1].text
-        return [one.json()["choices"][0]["text"] for one in posted]
+            responses = [httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60) for body in bodies]
+        assert [response.status_code for response in responses] == [200] * len(bodies), responses[-1].text
+        return [response.json()["choices"][0]["text"] for response in responses]
 
-    texts = told("-pp", "2")
-    assert texts == told()
+    texts = complete_all("-pp", "2")
+    assert texts == complete_all()
     assert all(text.startswith("{") for text in texts[3:])

@@ -1,24 +1,23 @@
-"""A router over two real groups: a prompt goes where its beginning was computed, by what groups tell of their pages."""
+"""A router over two real groups sends a prompt to the group with its prefix."""
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from bench.frame.programs import Program, running
-from tests.cluster.service import metric
+from tests.polling import wait_until
 from tests.runtime.tiny import save_tiny
-from tests.system.test_openai import router_flags
+from tests.system.runtimes import metric_of, router_flags
 
 pytestmark = pytest.mark.system
-SHARED = "a beginning that all prompts have in common, long enough for some pages of the cache; " * 4
+SHARED = "a prefix that all prompts have in common, long enough for some pages of the cache; " * 4
 
 
-def ask(http: httpx.Client, router: Program, end: str) -> int:
-    """How many tokens of the prompt were found in a group's cache."""
+def count_cached(http: httpx.Client, router: Program, end: str) -> int:
+    """Prompt tokens found in the prefix cache."""
     body = {"model": "tiny", "prompt": SHARED + end, "max_tokens": 4, "temperature": 0}
     answer = http.post(f"{router.base_url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -38,13 +37,11 @@ def test_prompt_goes_to_the_group_with_its_prefix(tmp_path: Path) -> None:
         running("router", "phalanx_router", router_flags([a, b], token), tmp_path) as router,
         httpx.Client(trust_env=False, timeout=60) as http,
     ):
-        while metric(http.get(f"{router.base_url}/metrics").text, "phalanx_router_groups_ready") != 2:
-            pass
-        cached = [ask(http, router, "prompt 0")]
-        while metric(http.get(f"{router.base_url}/metrics").text, "phalanx_router_prefix_keys") < 3:
-            time.sleep(0.05)
-        cached += [ask(http, router, f"prompt {number}") for number in range(1, 6)]
-        told = http.get(f"{router.base_url}/metrics").text
+        wait_until(lambda: metric_of(router, "phalanx_router_groups_ready") == 2)
+        cached = [count_cached(http, router, "prompt 0")]
+        wait_until(lambda: metric_of(router, "phalanx_router_prefix_keys") >= 3)
+        cached += [count_cached(http, router, f"prompt {number}") for number in range(1, 6)]
+        page = http.get(f"{router.base_url}/metrics").text
     assert cached[0] == 0
     assert all(count > 0 for count in cached[1:]), cached
-    assert 'phalanx_router_choices_total{why="home"} 5.0' in told
+    assert 'phalanx_router_choices_total{why="home"} 5.0' in page

@@ -1,4 +1,4 @@
-"""A whole program that speculates answers as one that does not, and says at /metrics what became of proposals."""
+"""A program with speculation: equal answers, and counts of draft tokens at /metrics."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,9 @@ import httpx
 import pytest
 
 from bench.frame.programs import Program, running
-from tests.system.test_hung_rank import model, runtime, wait_until
-from tests.system.test_openai import router_flags
+from tests.polling import wait_until
+from tests.system.runtimes import router_flags, runtime
 
-__all__ = ["model"]
 pytestmark = pytest.mark.system
 FEW = {str(ord(letter)): 60.0 for letter in "ab"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}}, "required": ["a"]}
@@ -30,14 +29,15 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def answers(base_url: str) -> dict[str, Any]:
-    told = {}
+    found = {}
     for name, fields in BODIES.items():
         body = {"prompt": "abab abab abba abab", "max_tokens": 60, "ignore_eos": True, **fields}
         answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         whole = answer.json()
-        told[name] = [(one["text"], one["finish_reason"], one.get("stop_reason")) for one in whole["choices"]], whole["usage"]
-    return told
+        choices = [(choice["text"], choice["finish_reason"], choice.get("stop_reason")) for choice in whole["choices"]]
+        found[name] = choices, whole["usage"]
+    return found
 
 
 FLAGS = ("--dtype", "float64", "--speculative-method", "ngram", "--speculative-control", "fixed", "--speculative-tokens")
@@ -45,11 +45,11 @@ COUNTS = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_tot
 
 
 def counts_of(base_url: str) -> dict[str, float]:
-    """What became of proposals, as /metrics tells."""
-    shown = httpx.get(f"{base_url}/metrics", timeout=10).text
+    """Counts of draft tokens at /metrics."""
+    page = httpx.get(f"{base_url}/metrics", timeout=10).text
     return {
         name: float(line.rsplit(" ", 1)[1])
-        for line in shown.splitlines()
+        for line in page.splitlines()
         for name in COUNTS
         if line.partition("{")[0].endswith(name)
     }
@@ -65,44 +65,44 @@ def test_answers_equal_a_program_without_speculation(model: Path, tree: tuple[st
             f"{plain.base_url}/v1/completions", json={"prompt": "a", "speculative": {"method": "draft"}}, timeout=60
         )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative.method"), refused.text
-    with runtime("ngram", model, *FLAGS, "3", *tree) as ours:
-        assert answers(ours.base_url) == expected
-        counts = counts_of(ours.base_url)
-        told = httpx.get(f"{ours.base_url}/v1/metrics", timeout=10).json()
+    with runtime("ngram", model, *FLAGS, "3", *tree) as program:
+        assert answers(program.base_url) == expected
+        counts = counts_of(program.base_url)
+        metrics = httpx.get(f"{program.base_url}/v1/metrics", timeout=10).json()
     proposed, accepted = counts["num_draft_tokens_total"], counts["num_accepted_tokens_total"]
     assert 0.2 < accepted / proposed < 0.95
-    assert 0.2 < told["acceptance_rate"] < 0.95
+    assert 0.2 < metrics["acceptance_rate"] < 0.95
     assert (counts["speculation_branched_tokens_total"] > 0) == bool(tree)
 
 
 def test_stop_string_inside_an_accepted_run_ends_the_text(model: Path) -> None:
-    """Only one letter may be drawn, and it is looked up: so one token is drawn with the prompt and then seven in each step."""
+    """Only one letter can be sampled and drafted: one token with the prompt, then seven in each step."""
     stop = 10 * "a"
     fields = {"temperature": 0, "logit_bias": {str(ord("a")): 100.0}, "stop": [stop], "include_stop_str_in_output": True}
     body = {"prompt": 20 * "a", "max_tokens": 60, "ignore_eos": True, **fields}
-    with runtime("inside", model, *FLAGS, "6") as ours:
-        answer = httpx.post(f"{ours.base_url}/v1/completions", json=body, timeout=60).json()
+    with runtime("inside", model, *FLAGS, "6") as program:
+        answer = httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=60).json()
         [choice] = answer["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (stop, "stop", stop)
         assert answer["usage"]["completion_tokens"] == len(stop)
-        wait_until(lambda: counts_of(ours.base_url)["num_drafts_total"] > 1)
-        counts = counts_of(ours.base_url)
+        wait_until(lambda: counts_of(program.base_url)["num_drafts_total"] > 1)
+        counts = counts_of(program.base_url)
     assert counts["num_accepted_tokens_total"] == counts["num_draft_tokens_total"] > 5 * counts["num_drafts_total"]
-    assert (len(stop) - 1) % 7, "no run ends with it"
+    assert (len(stop) - 1) % 7, "no step ends with it"
 
 
 def test_request_may_enable_or_disable_speculation(model: Path) -> None:
-    """Asked at the router, which passes it on."""
+    """Through the router."""
     token = model.parent / "token"
-    for name, flags, asked in [("without", (), "ngram"), ("with", (*FLAGS, "3"), "none")]:
+    for name, flags, method in [("without", (), "ngram"), ("with", (*FLAGS, "3"), "none")]:
         with (
-            runtime(name, model, *flags) as ours,
-            running("router", "phalanx_router", router_flags([ours], token), token.parent) as door,
+            runtime(name, model, *flags) as program,
+            running("router", "phalanx_router", router_flags([program], token), token.parent) as router,
         ):
 
-            def drafts(fields: dict[str, Any], ours: Program = ours, door: Program = door) -> float:
-                """For how many more steps something was proposed, once a request is answered."""
-                before = counts_of(ours.base_url)["num_drafts_total"]
+            def count_drafts(fields: dict[str, Any], program: Program = program, router: Program = router) -> float:
+                """Steps with draft tokens for one request."""
+                before = counts_of(program.base_url)["num_drafts_total"]
                 body = {
                     "model": "tiny",
                     "prompt": 20 * "ab",
@@ -111,9 +111,9 @@ def test_request_may_enable_or_disable_speculation(model: Path) -> None:
                     "max_tokens": 40,
                     "ignore_eos": True,
                 }
-                answer = httpx.post(f"{door.base_url}/v1/completions", json={**body, **fields}, timeout=60)
+                answer = httpx.post(f"{router.base_url}/v1/completions", json={**body, **fields}, timeout=60)
                 assert answer.status_code == 200, answer.text
-                return counts_of(ours.base_url)["num_drafts_total"] - before
+                return counts_of(program.base_url)["num_drafts_total"] - before
 
-            usual, own = drafts({}), drafts({"speculative": {"method": asked}})
-            assert (usual > 0, own > 0) == (bool(flags), not flags)
+            default, own = count_drafts({}), count_drafts({"speculative": {"method": method}})
+            assert (default > 0, own > 0) == (bool(flags), not flags)

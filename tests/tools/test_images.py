@@ -82,7 +82,7 @@ def test_image_without_compiler_reports_missing_kernels(
     (tmp_path / "base/usr/bin/python3").symlink_to("python3.11")
     monkeypatch.setenv("PATH", str(tmp_path))
     steps.fill_kernels(tmp_path / "base", layout.PROGRAMS["runtime"], tmp_path / "root")
-    assert "no g++: the image of the runtime holds no compiled kernels" in capsys.readouterr().err
+    assert "no g++: the image of the runtime has no compiled kernels" in capsys.readouterr().err
     assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
 
 

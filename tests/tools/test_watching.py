@@ -68,7 +68,7 @@ def failing() -> str:
 
 
 def test_without_a_good_look_nothing_is_shown() -> None:
-    with pytest.raises(AssertionError, match="0 good looks"), always(failing):
+    with pytest.raises(AssertionError, match="0 successful checks"), always(failing):
         pass
 
 

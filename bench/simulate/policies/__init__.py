@@ -1,1 +1,1 @@
-"""Who gets a request: ours as it runs in production, and what others do, a page each."""
+"""Routing policies: ours as in production, and those of other projects."""

@@ -1,33 +1,26 @@
-"""Those that choose by counts alone."""
+"""Policies that use only request counts."""
 
 from bench.simulate.jobs import Job
-from bench.simulate.scene import Plain, Scene, least
+from bench.simulate.policy import DispatchOnly, RouterState, random_argmin
 
 
-class RoundRobin(Plain):
-    """One group after the other."""
-
+class RoundRobin(DispatchOnly):
     def __init__(self) -> None:
         self._next = -1
 
-    def choose(self, job: Job, scene: Scene) -> int:
-        """The next one."""
-        self._next = (self._next + 1) % len(scene.groups)
+    def choose(self, job: Job, state: RouterState) -> int:
+        self._next = (self._next + 1) % len(state.groups)
         return self._next
 
 
-class LeastRequests(Plain):
-    """The group that has the fewest of this router's requests."""
-
-    def choose(self, job: Job, scene: Scene) -> int:
-        """The one with the fewest."""
-        return least([seen.sent.requests for seen in scene.groups], scene.chance)
+class LeastRequests(DispatchOnly):
+    def choose(self, job: Job, state: RouterState) -> int:
+        return random_argmin([group.sent.requests for group in state.groups], state.rng)
 
 
-class TwoChoices(Plain):
-    """The one of two random groups that has fewer requests. Source: Mitzenmacher 2001."""
+class TwoChoices(DispatchOnly):
+    """The less loaded of two random groups. Source: Mitzenmacher 2001."""
 
-    def choose(self, job: Job, scene: Scene) -> int:
-        """The better of two."""
-        one, two = scene.chance.sample(range(len(scene.groups)), 2) if len(scene.groups) > 1 else (0, 0)
-        return one if scene.groups[one].sent.requests <= scene.groups[two].sent.requests else two
+    def choose(self, job: Job, state: RouterState) -> int:
+        first, second = state.rng.sample(range(len(state.groups)), 2) if len(state.groups) > 1 else (0, 0)
+        return first if state.groups[first].sent.requests <= state.groups[second].sent.requests else second

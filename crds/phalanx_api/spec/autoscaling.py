@@ -1,7 +1,4 @@
-"""How many groups a service may have and what they are to reach: `spec.autoscaling`. The rule is in docs/scaling.md.
-
-Times and steps that are not given are those of the rule; given ones are taken as they are.
-"""
+"""`spec.autoscaling`, see docs/scaling.md."""
 
 import zoneinfo
 from typing import Annotated, Literal
@@ -24,12 +21,12 @@ def _zone(name: str) -> str:
     try:
         zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise ValueError(f"there is no time zone {name!r}") from error
+        raise ValueError(f"unknown time zone {name!r}; use an IANA name such as Europe/Berlin") from error
     return name
 
 
 class Targets(Record):
-    """What clients shall get, and how full groups may be. The target that needs most groups decides."""
+    """At least one target; the one that needs most groups decides."""
 
     model_config = Record.model_config | rules(
         rule(
@@ -38,11 +35,11 @@ class Targets(Record):
         )
     )
     ttft_p95_ms: int | None = Field(default=None, ge=1, le=3_600_000)
-    """Time to the first token, which 95 of 100 requests shall not exceed."""
+    """95th percentile of the time to the first token, in ms."""
     itl_p95_ms: int | None = Field(default=None, ge=1, le=3_600_000)
-    """Time between two tokens of a stream, which 95 of 100 shall not exceed."""
+    """95th percentile of the time between two tokens of a stream, in ms."""
     kv_utilization: int | None = Field(default=None, ge=1, le=100)
-    """Percent of a group's KV pages that may be in use; 80 otherwise."""
+    """Percent of a group's KV pages in use; higher values risk preemptions. Default: 80."""
 
     @model_validator(mode="after")
     def _any(self) -> "Targets":
@@ -52,25 +49,25 @@ class Targets(Record):
 
 
 class ScaleUp(Record):
-    """How fast groups are added."""
+    """Pace of scale-out."""
 
     stabilization_seconds: int = Field(default=0, ge=0, le=3600)
-    """For how long more groups must be needed before any is added; two evaluations in any case."""
+    """Time for which more groups must be needed, at least two evaluations of 15 s. Longer ignores short peaks."""
     max_step: int | None = Field(default=None, ge=1, le=MAX_GROUPS)
-    """Most groups added in 15 s; otherwise as many as there are, or 4 if that is more."""
+    """Maximum groups added per 15 s. Default: as many as exist, at least 4."""
 
 
 class ScaleDown(Record):
-    """How fast groups are taken away."""
+    """Pace of scale-in."""
 
     stabilization_seconds: int | None = Field(default=None, ge=0, le=86_400)
-    """For how long one group less must do; 300 otherwise, or 60 where streams move and none was added for five minutes."""
+    """Time for which fewer groups must suffice. Default: 300, or 60 if streams can move and the count did not rise for 300 s."""
     max_step: int | None = Field(default=None, ge=1, le=MAX_GROUPS)
-    """Most groups taken away in 60 s; otherwise a tenth of them, and at least 1."""
+    """Maximum groups removed per 60 s. Default: a tenth, at least 1."""
 
 
 class Schedule(Record):
-    """Bounds that hold from the times of a cron expression until those of another one fire."""
+    """Bounds from one firing of a cron expression until another schedule fires."""
 
     model_config = Record.model_config | rules(
         rule("has(self.min) || has(self.max)", "give min, max or both"),
@@ -81,11 +78,11 @@ class Schedule(Record):
     timezone: Annotated[str, AfterValidator(_zone)] = Field(
         default="UTC", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_+/-]+$"
     )
-    """Name in the IANA database, such as Europe/Berlin."""
+    """IANA name, such as Europe/Berlin."""
     min: int | None = Field(default=None, ge=0, le=MAX_GROUPS)
-    """Instead of minReplicas."""
+    """Replaces `minReplicas`."""
     max: int | None = Field(default=None, ge=1, le=MAX_GROUPS)
-    """Instead of maxReplicas."""
+    """Replaces `maxReplicas`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Schedule":
@@ -97,35 +94,35 @@ class Schedule(Record):
 
 
 class ScaleToZero(Record):
-    """Whether an idle service keeps no group, and what routers do with requests that wake it."""
+    """Scaling of an idle service to 0 groups; routers hold requests until a group serves."""
 
     enabled: bool = False
     idle_seconds: int | None = Field(default=None, ge=1, le=604_800)
-    """For how long no request may have come; otherwise 300, or three times what a group takes to start if that is more."""
+    """Time without requests. Default: 300, or three times a group's start time if longer."""
     max_held_requests: int = Field(default=100, ge=1, le=100_000)
-    """Requests that each router holds while no group is there; more are told 503."""
+    """Requests held by each router; further ones get 503."""
     hold_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
-    """How long a request is held."""
+    """Maximum hold, then 503; must exceed a group's start time."""
 
 
-_NEEDS_FALLBACK = "fallbackReplicas goes with onMetricsLoss Fallback, which needs it"
+_NEEDS_FALLBACK = "fallbackReplicas is required with onMetricsLoss Fallback and only allowed there"
 _FALLBACK_FITS = "fallbackReplicas must not be greater than maxReplicas"
 
 
 class Autoscaling(Record):
-    """Who decides how many groups run, and between which bounds."""
+    """Automatic choice of the number of groups."""
 
     model_config = Record.model_config | rules(
         rule("self.minReplicas <= self.maxReplicas", "minReplicas must not be greater than maxReplicas", ".minReplicas"),
         rule(
             "self.minReplicas >= 1 || (has(self.scaleToZero) && self.scaleToZero.enabled)",
-            "minReplicas 0 goes with scaleToZero.enabled only",
+            "minReplicas 0 is only allowed with scaleToZero.enabled",
             ".minReplicas",
         ),
         rule(
             "!has(self.schedules) || self.schedules.all(s, !has(s.min) || s.min >= 1 || "
             "(has(self.scaleToZero) && self.scaleToZero.enabled))",
-            "a schedule with min 0 goes with scaleToZero.enabled only",
+            "a schedule with min 0 is only allowed with scaleToZero.enabled",
             ".schedules",
         ),
         rule(
@@ -136,29 +133,31 @@ class Autoscaling(Record):
         rule("!has(self.fallbackReplicas) || self.fallbackReplicas <= self.maxReplicas", _FALLBACK_FITS, ".fallbackReplicas"),
     )
     mode: Literal["Internal", "External", "Advisory"] = "Internal"
-    """Internal: the operator writes spec.replicas. External: HPA or KEDA does, by the metric. Advisory: a person does."""
+    """Writer of `replicas`. Internal: the operator. External: HPA or KEDA, from the operator's metric. Advisory: a person."""
     min_replicas: int = Field(default=1, ge=0, le=MAX_GROUPS)
+    """Lower bound; 0 requires `scaleToZero.enabled`."""
     max_replicas: int = Field(ge=1, le=MAX_GROUPS)
+    """Upper bound; it limits the cost."""
     targets: Targets
     scale_up: ScaleUp = Field(default_factory=ScaleUp)
     scale_down: ScaleDown = Field(default_factory=ScaleDown)
     schedules: tuple[Schedule, ...] = Field(default=(), max_length=16)
-    """Other bounds at certain times; of those that have fired, the latest holds."""
+    """Bounds at certain times."""
     scale_to_zero: ScaleToZero = Field(default_factory=ScaleToZero)
     on_metrics_loss: Literal["Hold", "Fallback"] = "Hold"
-    """What holds while fewer than half of the routers say what they see. Hold: the count. Fallback: when that has lasted 45 s,
-    there are at least `fallbackReplicas`, and never fewer than there were."""
+    """Action while fewer than half of the routers report. Hold: keeps the count. Fallback: after 45 s raises it to
+    `fallbackReplicas`. The count never falls."""
     fallback_replicas: int | None = Field(default=None, ge=1, le=MAX_GROUPS)
-    """Fallback: the groups that carry any load that may come."""
+    """Fallback: groups that carry any expected load."""
 
     @model_validator(mode="after")
     def _bounds(self) -> "Autoscaling":
         if self.min_replicas > self.max_replicas:
             raise ValueError("minReplicas must not be greater than maxReplicas")
         if self.min_replicas == 0 and not self.scale_to_zero.enabled:
-            raise ValueError("minReplicas 0 goes with scaleToZero.enabled only")
+            raise ValueError("minReplicas 0 is only allowed with scaleToZero.enabled")
         if any(schedule.min == 0 for schedule in self.schedules) and not self.scale_to_zero.enabled:
-            raise ValueError("a schedule with min 0 goes with scaleToZero.enabled only")
+            raise ValueError("a schedule with min 0 is only allowed with scaleToZero.enabled")
         return self
 
     @model_validator(mode="after")

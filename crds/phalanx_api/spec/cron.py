@@ -1,7 +1,7 @@
-"""Cron expressions of five fields, and when one fired last. Plain arithmetic over local times; zones are the caller's.
+"""Cron expressions of five fields over local times.
 
 minute hour day-of-month month day-of-week      each: * | a | a-b | list of these, with /step; names of months and days
-a day fires when its month fits and, where both day fields are restricted, either of them fits; else both
+Where both day fields are restricted, a day fires if either of them matches.
 """
 
 import datetime
@@ -12,7 +12,7 @@ _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct",
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 _PART = re.compile(r"(\*|[0-9a-z]+(?:-[0-9a-z]+)?)(?:/([0-9]+))?")
 LOOK_BACK_DAYS = 8 * 366
-"""Farther back than any two days on which the same expression fires: leap days lie up to eight years apart."""
+"""Longest time between two firing days: leap days are up to eight years apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class _Field:
     first_word: int = 0
 
     def values(self, text: str) -> frozenset[int]:
-        """The values that this text allows. Raises: ValueError."""
+        """Returns the allowed values. Raises ValueError."""
         found: set[int] = set()
         for part in text.lower().split(","):
             match = _PART.fullmatch(part)
             if match is None:
-                raise ValueError(f"{self.name}: {part!r} is neither *, a number, a name nor a range of them")
+                raise ValueError(f"{self.name}: {part!r} is not *, a number, a name or a range of them")
             span, step = match[1], int(match[2] or 1)
             if step == 0:
-                raise ValueError(f"{self.name}: a step of 0")
+                raise ValueError(f"{self.name}: {part!r} has step 0; use at least 1")
             first, _, last = span.partition("-")
             low = self.least if span == "*" else self._number(first)
             high = self.most if span == "*" or (match[2] and not last) else self._number(last or first)
@@ -60,28 +60,28 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cron:
-    """A parsed expression. `days` are those of the month, `weekdays` count from Sunday, 0."""
+    """A parsed expression."""
 
     minutes: frozenset[int]
     hours: frozenset[int]
-    days: frozenset[int]
+    days: frozenset[int]  # of the month
     months: frozenset[int]
-    weekdays: frozenset[int]
+    weekdays: frozenset[int]  # 0 is Sunday
     any_day: bool
     any_weekday: bool
 
-    def fits(self, day: datetime.date) -> bool:
-        """Whether it fires at all on this day."""
+    def fires_on(self, day: datetime.date) -> bool:
+        """Whether it fires on this day."""
         if day.month not in self.months:
             return False
         by_date, by_week = day.day in self.days, day.isoweekday() % 7 in self.weekdays
         return (by_date and by_week) if self.any_day or self.any_weekday else (by_date or by_week)
 
-    def last(self, local: datetime.datetime) -> datetime.datetime | None:
-        """The latest time up to this one at which it fired; None when there is none in eight years. Naive in, naive out."""
+    def last_firing(self, local: datetime.datetime) -> datetime.datetime | None:
+        """Returns the last firing up to `local`, within eight years. Both are naive local times."""
         day, limit = local.date(), (local.hour, local.minute)
         for _ in range(LOOK_BACK_DAYS):
-            if self.fits(day):
+            if self.fires_on(day):
                 hours = sorted((h for h in self.hours if h <= limit[0]), reverse=True)
                 for hour in hours:
                     minutes = [m for m in self.minutes if hour < limit[0] or m <= limit[1]]
@@ -92,7 +92,7 @@ class Cron:
 
 
 def parse_cron(text: str) -> Cron:
-    """The expression. Raises: ValueError that names the field."""
+    """Parses an expression. Raises ValueError that names the field."""
     parts = text.split()
     if len(parts) != len(_FIELDS):
         raise ValueError(f"{text!r} has {len(parts)} fields, five are needed: minute hour day-of-month month day-of-week")

@@ -1,4 +1,4 @@
-"""`spec.engine`: settings of the runtime. Plain settings come from `phalanx_api.engine_config`; the others are declared here."""
+"""`spec.engine`: plain settings from `phalanx_api.engine_config`, and others."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
@@ -17,120 +17,123 @@ _OPERATOR_FLAGS = (
     *("--api-key", "--api-keys-file", "--download-dir", "--cached-only", "--speculative-draft-model", "--speculative-exit"),
 )
 RESERVED = (*_OPERATOR_FLAGS, *(word for setting in SETTINGS if setting.manifest for word in setting.spellings))
-"""Flags that the operator or another field sets."""
-WRONG = (
-    "flags that the operator or another field sets cannot be given here, not even abbreviated; "
+"""Flags that `extraArgs` must not contain."""
+_NOT_ALLOWED = (
+    "flags that the operator or another field sets are not allowed, not even abbreviated; "
     "a flag and its value are two items, without ="
 )
 
 
 def is_allowed(word: str) -> bool:
-    """Whether this item of the command line may be given."""
+    """Whether `extraArgs` may contain `word`."""
     return not word.startswith("-") or ("=" not in word and not any(flag.startswith(word) for flag in RESERVED))
 
 
 def _allowed(words: tuple[str, ...]) -> tuple[str, ...]:
     if not all(map(is_allowed, words)):
-        raise ValueError(WRONG)
+        raise ValueError(_NOT_ALLOWED)
     return words
 
 
 _LISTED = ", ".join(f"'{flag}'" for flag in RESERVED)
-_RULE = rule(f"self.all(a, !a.startsWith('-') || (!a.contains('=') && ![{_LISTED}].exists(r, r.startsWith(a))))", WRONG)
+_RULE = rule(f"self.all(a, !a.startsWith('-') || (!a.contains('=') && ![{_LISTED}].exists(r, r.startsWith(a))))", _NOT_ALLOWED)
 Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ExtraArgs = Annotated[tuple[Word, ...], Field(max_length=64, json_schema_extra=with_rules(_RULE)), AfterValidator(_allowed)]
-"""Items of a command line."""
+"""Words of a command line."""
 
 
 class SpeculativeTree(Record):
     """Tree of draft tokens."""
 
     widths: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field(min_length=1, max_length=MAX_DEPTH)
-    """Most draft tokens after each node, by tree level; deeper levels have one."""
+    """Maximum draft tokens after each node, by tree level; 1 at deeper levels."""
     shape: Literal["BestFirst", "Static"] = "BestFirst"
-    """BestFirst: the draft model chooses branches by its probabilities. Static: the scheduler chooses them by the acceptance
-    rate. Both are the same for NGram."""
+    """BestFirst: the draft model chooses branches by probability. Static: the scheduler chooses by acceptance rate."""
 
 
 class Speculative(Record):
-    """Speculative decoding: draft tokens that one step verifies. It changes times, never tokens."""
+    """Speculative decoding. It changes times, never tokens."""
 
     model_config = Record.model_config | rules(
         rule(
-            "(self.method == 'Draft') == has(self.draftModel)", "draftModel goes with method Draft, which needs it", ".draftModel"
+            "(self.method == 'Draft') == has(self.draftModel)",
+            "draftModel is required with method Draft and only allowed there",
+            ".draftModel",
         ),
-        rule("self.method == 'SelfDraft' || !has(self.exit)", "exit goes with method SelfDraft only", ".exit"),
-        rule("self.method == 'SelfDraft' || !has(self.ratio)", "ratio goes with method SelfDraft only", ".ratio"),
+        rule("self.method == 'SelfDraft' || !has(self.exit)", "exit is only allowed with method SelfDraft", ".exit"),
+        rule("self.method == 'SelfDraft' || !has(self.ratio)", "ratio is only allowed with method SelfDraft", ".ratio"),
     )
     method: Literal["None", "NGram", "Draft", "SelfDraft"] = "None"
-    """NGram: tokens that followed the last tokens earlier in prompt or output. Draft: tokens of a smaller model. SelfDraft:
-    tokens of the model's own first layers. Groups serve without speculation if a draft model cannot be loaded; they refuse a
-    draft model with another tokenizer and an exit of another model."""
+    """Default source of draft tokens. NGram: what followed the last tokens earlier in the request. Draft: a smaller model.
+    SelfDraft: the model's own first layers. Groups serve without speculation if the draft model fails to load."""
     draft_model: Uri | None = Field(default=None, min_length=1, max_length=512)
-    """Draft: URI of the smaller model, in the forms of `spec.model.uri`. It has the same tokenizer, and is fetched with the same
-    secret."""
+    """Draft: URI of the smaller model, as `spec.model.uri`, with the same `secretRef`. Groups refuse another tokenizer."""
     exit: Uri | None = Field(default=None, min_length=1, max_length=512)
-    """SelfDraft: URI of the exit that `phalanx-runtime fit-exit` made for this model, or of its folder, in the forms of
-    `spec.model.uri`. Without an exit the acceptance rate is low."""
+    """SelfDraft: URI of the exit that `phalanx-runtime fit-exit` wrote for this model, or its folder. Without it the acceptance
+    rate is low."""
     ratio: str | None = Field(default=None, max_length=5, pattern=r"^0\.(0[1-9]|[1-9][0-9]?)$")
-    """SelfDraft: share of the layers that draft, such as "0.40". Default: the share that the exit was fitted for."""
+    """SelfDraft: share of the layers that draft, such as "0.40". Default: that of the exit, else 0.40."""
     num_tokens: int | None = Field(default=None, ge=1, le=MAX_DEPTH)
-    """Most draft tokens of a request in one step. The engine uses fewer, down to none under load, where more do not pay."""
+    """Maximum draft tokens of a request in a step; the engine uses fewer where they do not pay. Default: 4."""
     tree: SpeculativeTree | None = None
-    """Draft tokens as a tree, where that pays more than a chain. Default: chains."""
+    """Tree of draft tokens, where it pays more than a chain. Default: chains."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Speculative":
         if (self.method == "Draft") != (self.draft_model is not None):
-            raise ValueError("draftModel goes with method Draft, which needs it")
+            raise ValueError("draftModel is required with method Draft and only allowed there")
         for name, value in {"exit": self.exit, "ratio": self.ratio}.items():
             if value is not None and self.method != "SelfDraft":
-                raise ValueError(f"{name} goes with method SelfDraft only")
+                raise ValueError(f"{name} is only allowed with method SelfDraft")
         return self
 
 
 class Probes(Record):
-    """Bounds on the HTTP process of a pod. They exclude loading the model: see `spec.restartPolicy.startupSeconds`."""
+    """Probes of a pod's HTTP process, without loading the model (`spec.restartPolicy.startupSeconds`)."""
 
     startup_seconds: int | None = Field(default=None, ge=1, le=86_400)
-    """Longest time until the first answer, after the image is pulled; then the kubelet restarts the container. Default: 600."""
+    """Time until the first response, then the container restarts. Default: 600."""
     liveness_seconds: int | None = Field(default=None, ge=6, le=3600)
-    """Longest time without an answer; then the kubelet restarts the container. Default: 60."""
+    """Time without a response, then the container restarts. Default: 60."""
 
 
 class _DeclaredEngine(Record):
-    """Fields of `spec.engine` that are no plain setting."""
+    """Fields other than plain settings."""
 
     image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
-    """Image of the runtime. Default: the operator's."""
+    """Image of the runtime. Default: the operator's setting."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and KV cache; auto: the fastest of the device."""
     speculative: Speculative | None = None
-    """Source of draft tokens for requests that name none. Default: no speculation."""
+    """Speculative decoding. Default: off."""
     extra_args: ExtraArgs = ()
-    """Further flags of `phalanx-runtime serve`, one word per item; see docs/reference.md. A group with an unknown flag never
-    starts, and the status says so."""
+    """Further flags of `phalanx-runtime serve` (docs/reference.md), one word per item. With an unknown flag no group starts."""
     probes: Probes | None = None
-    """Bounds on the HTTP process, after which the kubelet restarts its container."""
+    """Probes of the HTTP process."""
 
-    def given(self, name: str) -> Any:
-        """Returns the value of a setting's field, or None if the manifest does not set it."""
+    def get_setting(self, name: str) -> Any:
+        """Returns the value of a field, if set."""
         return getattr(self, name)
 
 
 _SHARE = Annotated[str, Field(max_length=5, pattern=r"^0\.(0[1-9]|[1-9][0-9]?)$|^1(\.0{1,2})?$")]
-"""A share above 0 and at most 1, such as "0.90": Kubernetes advises against floats."""
+"""A share as text: Kubernetes advises against floats."""
 _PREFIX = "spec.engine."
 
 
 def _plain_fields() -> dict[str, Any]:
-    """Returns the optional fields of settings whose manifest field is directly in `spec.engine`, with their bounds."""
+    """Returns the optional fields of plain settings."""
     found: dict[str, Any] = {}
     for setting in SETTINGS:
         name = to_snake((setting.manifest or "").removeprefix(_PREFIX))
         if setting.manifest and "." not in name and name not in _DeclaredEngine.model_fields:
-            found[name] = (_manifest_type(setting), Field(default=None, description=setting.help, **_bound(setting)))
+            found[name] = (_manifest_type(setting), Field(default=None, description=_description(setting), **_bound(setting)))
     return found
+
+
+def _description(setting: Setting) -> str:
+    default = "" if setting.default is None else f"; default: {str(setting.default).lower()}"
+    return f"{setting.help[0].upper()}{setting.help[1:]}{default}."
 
 
 def _manifest_type(setting: Setting) -> Any:
@@ -146,15 +149,15 @@ def _bound(setting: Setting) -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class Engine(_DeclaredEngine):
-        """Settings of the runtime. Each is a flag of `phalanx-runtime serve`; unset fields keep the flag's default."""
+        """Settings of the runtime."""
 
 else:
     Engine = create_model("Engine", __base__=_DeclaredEngine, __module__=__name__, **_plain_fields())
-    Engine.__doc__ = "Settings of the runtime. Each is a flag of `phalanx-runtime serve`; unset fields keep the flag's default."
+    Engine.__doc__ = "Settings of the runtime, each a flag of `phalanx-runtime serve`."
 
 
 def flag_words(engine: Engine) -> list[str]:
-    """Returns the words of the command line for the settings that `engine` sets."""
+    """Returns the command line words for the settings that `engine` sets."""
     words: list[str] = []
     for setting in SETTINGS:
         value: Any = engine if setting.manifest else None

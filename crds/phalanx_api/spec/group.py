@@ -1,17 +1,14 @@
-"""The shape of a group: how many pods it has and which ranks live in which pod. At rest: tensor 1, one pod, one rank."""
+"""Shape of a group: its ranks and their pods."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Ranks of a group and their places. `gpus_per_pod` 0 puts all ranks in one pod.
-
-    Raises: ValueError when the ranks cannot be shared out evenly; the CRD refuses such a spec first.
-    """
+    """Ranks of a group, in pods of equal size. Raises ValueError if `gpus_per_pod` does not divide them."""
 
     tensor: int
-    gpus_per_pod: int = 0
+    gpus_per_pod: int = 0  # 0: all ranks in one pod
     pipeline: int = 1
 
     def __post_init__(self) -> None:
@@ -22,30 +19,27 @@ class GroupShape:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks."""
         return self.tensor * self.pipeline
 
     @property
     def ranks_per_pod(self) -> int:
-        """How many ranks, and so devices, each pod has."""
+        """Ranks, and so devices, in each pod."""
         return self.gpus_per_pod or self.ranks
 
     @property
     def pods(self) -> int:
-        """How many pods the group has."""
+        """Number of pods."""
         return self.ranks // self.ranks_per_pod
 
     def pod_of(self, rank: int) -> int:
-        """Index of the pod where this rank lives: ranks fill one pod after the other.
-
-        Raises: ValueError for a rank that the group does not have.
-        """
+        """Returns the pod of a rank; ranks fill pods in order. Raises ValueError for an unknown rank."""
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} of a group of {self.ranks} ranks")
+            raise ValueError(f"rank {rank} is not one of the group's {self.ranks} ranks")
         return rank // self.ranks_per_pod
 
     def ranks_of(self, pod: int) -> range:
-        """The ranks of a pod. Raises: ValueError for a pod that the group does not have."""
+        """Returns the ranks of a pod. Raises ValueError for an unknown pod."""
         if not 0 <= pod < self.pods:
-            raise ValueError(f"pod {pod} of a group of {self.pods} pods")
+            raise ValueError(f"pod {pod} is not one of the group's {self.pods} pods")
         return range(pod * self.ranks_per_pod, (pod + 1) * self.ranks_per_pod)

@@ -1,4 +1,4 @@
-"""`spec.model`: where weights and tokenizer come from, and where they are cached."""
+"""`spec.model`: source and cache of weights and tokenizer."""
 
 import re
 from typing import Annotated, Literal
@@ -30,51 +30,57 @@ def _known_uri(uri: str) -> str:
 
 
 class SecretRef(Record):
-    """A Secret in the namespace of the service."""
+    """A Secret in the service's namespace."""
 
     name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
     key: str = Field(default="token", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
-    """Key in the Secret that holds the token, for hf:// and gs://. Other sources have keys of their own: see `secretRef`."""
+    """Key of the token for hf:// and gs://. Keys for s3:// and oci:// are fixed: see `secretRef`."""
 
 
 class Cache(Record):
-    """Where downloaded models are kept, so that a pod that starts again need not fetch them."""
+    """Storage of downloaded models, so that restarted pods need no download. Default: the pod's own disk."""
 
     model_config = Record.model_config | rules(
-        rule("(self.type == 'Shared') == has(self.claimName)", "claimName goes with type Shared, which needs it", ".claimName"),
-        rule("(self.type == 'NodeLocal') == has(self.size)", "size goes with type NodeLocal, which needs it", ".size"),
-        rule("self.type == 'Shared' || !self.readOnly", "readOnly goes with type Shared only", ".readOnly"),
+        rule(
+            "(self.type == 'Shared') == has(self.claimName)",
+            "claimName is required with type Shared and only allowed there",
+            ".claimName",
+        ),
+        rule(
+            "(self.type == 'NodeLocal') == has(self.size)", "size is required with type NodeLocal and only allowed there", ".size"
+        ),
+        rule("self.type == 'Shared' || !self.readOnly", "readOnly is only allowed with type Shared", ".readOnly"),
         rule(
             "self.type == 'NodeLocal' || !has(self.storageClassName)",
-            "storageClassName goes with type NodeLocal only",
+            "storageClassName is only allowed with type NodeLocal",
             ".storageClassName",
         ),
     )
     type: Literal["None", "NodeLocal", "Shared"]
-    """NodeLocal: a claim of its own for each pod, as long as the pod lives. Shared: one claim for all pods, which all nodes can
-    mount. None: the pod's own disk, as long as the pod lives."""
+    """NodeLocal: a claim per pod, deleted with it. Shared: one claim for all pods, mountable on all nodes. None: the pod's own
+    disk."""
     claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
-    """Shared: a PersistentVolumeClaim in the namespace of the service."""
+    """Shared: a PersistentVolumeClaim in the service's namespace."""
     read_only: bool = False
-    """Shared: the claim is mounted for reading only (ReadOnlyMany). What is in it is served, and nothing is downloaded:
-    `phalanx-runtime fetch` fills it, or a service that had it for writing."""
+    """Shared: mounts the claim read-only (ReadOnlyMany) and downloads nothing. Fill it with `phalanx-runtime fetch`, or by a
+    service that mounts it for writing."""
     storage_class_name: str | None = Field(
         default=None, min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
     )
-    """NodeLocal: the StorageClass of each pod's claim; the cluster's default otherwise."""
+    """NodeLocal: StorageClass of the claims. Default: the cluster's."""
     size: Memory | None = None
-    """NodeLocal: how large each pod's claim is."""
+    """NodeLocal: size of each claim; the model must fit."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Cache":
         if (self.type == "Shared") != (self.claim_name is not None):
-            raise ValueError("claimName goes with type Shared, which needs it")
+            raise ValueError("claimName is required with type Shared and only allowed there")
         if (self.type == "NodeLocal") != (self.size is not None):
-            raise ValueError("size goes with type NodeLocal, which needs it")
+            raise ValueError("size is required with type NodeLocal and only allowed there")
         if self.type != "Shared" and self.read_only:
-            raise ValueError("readOnly goes with type Shared only")
+            raise ValueError("readOnly is only allowed with type Shared")
         if self.type != "NodeLocal" and self.storage_class_name is not None:
-            raise ValueError("storageClassName goes with type NodeLocal only")
+            raise ValueError("storageClassName is only allowed with type NodeLocal")
         return self
 
 
@@ -83,45 +89,45 @@ Uri = Annotated[
     AfterValidator(_known_uri),
     Field(
         json_schema_extra=with_rules(
-            rule(f"self.matches('{URI_PATTERN}')", URI_FORMS), rule("!self.matches('/[.][.](/|$)')", "a path must not hold '..'")
+            rule(f"self.matches('{URI_PATTERN}')", URI_FORMS),
+            rule("!self.matches('/[.][.](/|$)')", "a path must not contain '..'"),
         )
     ),
 ]
-"""Where a model is."""
+"""URI of a model."""
 
 
 class Model(Record):
-    """Where the weights and the tokenizer come from."""
+    """Weights and tokenizer."""
 
     model_config = Record.model_config | rules(
         rule(
             "!has(self.revision) || self.uri.startsWith('hf://')",
-            "revision pins a commit of a hub: it goes with hf:// only",
+            "revision is only allowed with hf://",
             ".revision",
         ),
         rule(
             "!has(self.secretRef) || self.uri.matches('^(hf|s3|gs|oci)://')",
-            "secretRef proves who asks: it goes with hf://, s3://, gs:// and oci:// only",
+            "secretRef is only allowed with hf://, s3://, gs:// and oci://",
             ".secretRef",
         ),
         rule(
             "!has(self.secretRef) || self.secretRef.key == 'token' || self.uri.matches('^(hf|gs)://')",
-            "key names a token: it goes with hf:// and gs:// only; Secrets for s3:// and oci:// have keys of their own",
+            "key is only allowed with hf:// and gs://; Secrets for s3:// and oci:// have fixed keys",
             ".secretRef.key",
         ),
         rule(
             "!has(self.cache) || self.cache.type == 'None' || self.uri.matches('^(hf|s3|gs|oci)://')",
-            "cache keeps what is downloaded: it goes with hf://, s3://, gs:// and oci:// only",
+            "cache is only allowed with hf://, s3://, gs:// and oci://",
             ".cache",
         ),
     )
     uri: Uri = Field(min_length=1, max_length=512)
-    """`file:///path` in the image or a mounted volume, `pvc://claim/path` in a claim, `hf://org/name` on a hub,
-    `s3://bucket/prefix` or `gs://bucket/prefix` in a bucket, or `oci://registry/repository:tag` (or `@sha256:...`) in a
-    registry of images."""
+    """`file:///path` in the image or a mounted volume, `pvc://claim/path`, `hf://org/name`, `s3://bucket/prefix`,
+    `gs://bucket/prefix`, `oci://registry/repository:tag` or `oci://registry/repository@sha256:...`."""
     revision: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit of `hf://`."""
     secret_ref: SecretRef | None = None
-    """Who asks. For hf:// and gs:// the token under `key`; for s3:// the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if
-    there is one, AWS_SESSION_TOKEN; for oci:// the key .dockerconfigjson, as `kubectl create secret docker-registry` makes it."""
+    """Credentials. hf://, gs://: the token under `key`. s3://: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally
+    AWS_SESSION_TOKEN. oci://: .dockerconfigjson, as `kubectl create secret docker-registry` writes it."""
     cache: Cache | None = None

@@ -1,4 +1,4 @@
-"""Where the pods of a group may run, and who places them: `spec.placement`."""
+"""`spec.placement`: nodes and schedulers of a group's pods."""
 
 import re
 from typing import Annotated, Literal
@@ -7,18 +7,18 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from phalanx_api.schema import Record, rule, rules
 
-# `spec.placement.affinity`: which nodes, and which other pods, the pods of groups keep to or away from, as in a pod.
+# Affinity of Kubernetes pods, with bounds for CEL.
 
 _KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 Key = Annotated[str, StringConstraints(min_length=1, max_length=316, pattern=_KEY)]
 Value = Annotated[str, StringConstraints(max_length=63)]
 Namespace = Annotated[str, StringConstraints(min_length=1, max_length=63)]
-_VALUES = "values go with the operators In and NotIn, which need them"
+_VALUES = "values are required with the operators In and NotIn and only allowed there"
 _NUMBER = "Gt and Lt need exactly one value, an integer"
 
 
 class NodeRequirement(Record):
-    """What a label of a node must be."""
+    """Requirement on a node label."""
 
     model_config = Record.model_config | rules(
         rule(
@@ -49,33 +49,33 @@ class NodeRequirement(Record):
 
 
 class NodeTerm(Record):
-    """Nodes that meet all of these."""
+    """Nodes that match all expressions."""
 
     match_expressions: tuple[NodeRequirement, ...] = Field(max_length=16, json_schema_extra={"minItems": 1})
 
 
 class NodeSelector(Record):
-    """Nodes that meet one of these."""
+    """Nodes that match any term."""
 
     node_selector_terms: tuple[NodeTerm, ...] = Field(max_length=16, json_schema_extra={"minItems": 1})
 
 
 class PreferredNodes(Record):
-    """Nodes that are better than others, by this weight."""
+    """Preferred nodes."""
 
     weight: int = Field(ge=1, le=100)
     preference: NodeTerm
 
 
 class NodeAffinity(Record):
-    """Which nodes. What `resources.accelerator.product` asks for holds beside it."""
+    """Node affinity, in addition to `accelerator.product`."""
 
     required_during_scheduling_ignored_during_execution: NodeSelector | None = None
     preferred_during_scheduling_ignored_during_execution: tuple[PreferredNodes, ...] | None = Field(default=None, max_length=16)
 
 
 class LabelRequirement(Record):
-    """What a label of a pod or a namespace must be."""
+    """Requirement on a label of a pod or namespace."""
 
     model_config = Record.model_config | rules(
         rule("(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)", _VALUES, ".values")
@@ -92,40 +92,40 @@ class LabelRequirement(Record):
 
 
 class LabelSelector(Record):
-    """Pods or namespaces with all of these labels; an empty one selects all."""
+    """Pods or namespaces with all of the labels; empty selects all."""
 
     match_labels: dict[str, Value] | None = Field(default=None, json_schema_extra={"maxProperties": 16})
     match_expressions: tuple[LabelRequirement, ...] | None = Field(default=None, max_length=16)
 
 
 class PodTerm(Record):
-    """Pods, and how near: nodes with the same value of the label `topologyKey`."""
+    """Pods on nodes with the same value of the label `topologyKey`."""
 
     topology_key: Key
     label_selector: LabelSelector | None = None
     namespaces: tuple[Namespace, ...] | None = Field(default=None, max_length=16)
-    """Whose pods; those of the service's own namespace otherwise."""
+    """Namespaces of the pods. Default: the service's."""
     namespace_selector: LabelSelector | None = None
     match_label_keys: tuple[Key, ...] | None = Field(default=None, max_length=16)
     mismatch_label_keys: tuple[Key, ...] | None = Field(default=None, max_length=16)
 
 
 class PreferredPods(Record):
-    """Pods that it is better to be near to, or away from, by this weight."""
+    """Preferred (anti-)affinity to pods."""
 
     weight: int = Field(ge=1, le=100)
     pod_affinity_term: PodTerm
 
 
 class PodAffinity(Record):
-    """Which pods. What `placement.topology` and `placement.spreadGroups` ask for holds beside it."""
+    """Pod affinity, in addition to `topology` and `spreadGroups`."""
 
     required_during_scheduling_ignored_during_execution: tuple[PodTerm, ...] | None = Field(default=None, max_length=16)
     preferred_during_scheduling_ignored_during_execution: tuple[PreferredPods, ...] | None = Field(default=None, max_length=16)
 
 
 class Affinity(Record):
-    """Nodes and other pods that the pods of groups keep to, or away from."""
+    """Affinity, as in a pod."""
 
     node_affinity: NodeAffinity | None = None
     pod_affinity: PodAffinity | None = None
@@ -135,12 +135,12 @@ class Affinity(Record):
 _LABEL = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 _VALUE = r"^$|^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-_KEYS = "keys are labels of nodes, such as example.com/pool"
+_KEYS = "keys must be labels of nodes, such as example.com/pool"
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=316, pattern=_LABEL)]
 LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=_VALUE)]
 Wish = Literal["None", "Preferred", "Required"]
 GangMode = Literal["Auto", "None", "Fallback", "Native", "Volcano", "Kueue"]
-_NEEDS_QUEUE = "gang mode Kueue needs queueName: the LocalQueue that admits the groups"
+_NEEDS_QUEUE = "gang mode Kueue needs queueName, the LocalQueue that admits the groups"
 
 
 def _keys(selector: dict[str, str]) -> dict[str, str]:
@@ -150,7 +150,7 @@ def _keys(selector: dict[str, str]) -> dict[str, str]:
 
 
 class Toleration(Record):
-    """A taint that the pods bear, as in a pod."""
+    """A toleration, as in a pod."""
 
     key: str | None = Field(default=None, max_length=316)
     operator: Literal["Exists", "Equal"] | None = None
@@ -160,27 +160,26 @@ class Toleration(Record):
 
 
 class Topology(Record):
-    """Which pods of one group are kept together."""
+    """Co-location of the pods of one group."""
 
     key: LabelKey = "topology.kubernetes.io/zone"
-    """Label of nodes: all pods of a group run on nodes with the same value."""
+    """Node label with the same value for all pods of a group."""
     mode: Wish = "None"
 
 
 class Gang(Record):
-    """How all pods of a group are placed, or none."""
+    """Gang scheduling of a group's pods."""
 
     mode: GangMode = "Auto"
-    """Native: a PodGroup of Kubernetes. Volcano: one of Volcano. Kueue: its queue admits whole groups. Fallback: groups are made
-    one after another, and a half one gives its devices back. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`,
-    Native without `schedulerName`, and Fallback where that is another one or the cluster has none of these. None: pods are placed
-    one by one."""
+    """Native: Kubernetes PodGroup. Volcano: its PodGroup. Kueue: its queue. Fallback: groups are created in turn, partly placed
+    ones deleted. None: pods are placed one by one. Auto: Volcano with `schedulerName: volcano`, Kueue with `queueName`, Native
+    without `schedulerName`, otherwise or in clusters without these Fallback."""
     timeout_seconds: int = Field(default=300, ge=1, le=86_400)
-    """Fallback: how long a group may wait with only some of its pods placed."""
+    """Fallback: time that a partly placed group may wait."""
 
 
 class Placement(Record):
-    """Where the pods of groups may run."""
+    """Placement of the pods of groups."""
 
     model_config = Record.model_config | rules(
         rule("!has(self.gang) || self.gang.mode != 'Kueue' || has(self.queueName)", _NEEDS_QUEUE, ".queueName")
@@ -188,13 +187,13 @@ class Placement(Record):
     node_selector: Annotated[dict[str, LabelValue], AfterValidator(_keys)] = Field(
         default_factory=dict, json_schema_extra={"maxProperties": 32}
     )
-    """Labels that nodes must have."""
+    """Required node labels."""
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32)
     affinity: Affinity | None = None
-    """Nodes and other pods to keep to or away from, as in a pod. What the other fields ask for holds beside it."""
+    """Affinity as in a pod, in addition to other fields."""
     topology: Topology = Field(default_factory=Topology)
     spread_groups: Wish = "None"
-    """Groups of the service keep away from one another's nodes."""
+    """Places groups of the service on different nodes."""
     priority_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
     runtime_class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
     scheduler_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)

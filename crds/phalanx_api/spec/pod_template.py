@@ -1,7 +1,6 @@
-"""The user's overlay on a group's pods: merged over what the operator renders, except for what the operator needs for itself.
+"""`spec.podTemplate`: the user's overlay on the rendered pods of a group.
 
-Lists are merged by the key that names their items (containers by name, mounts by path), as `kubectl patch` does. What is
-reserved is refused by the API server: names, paths and labels that the runtime, the routers and the operator rely on.
+Lists are merged by name or path, as `kubectl patch` does. CEL rules refuse reserved names, paths and labels.
 """
 
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ RESERVED_VOLUMES = (
     *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME),
     *(MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME, DRAFT_VOLUME),
 )
-"""Volumes that the operator makes in each pod of a group."""
+"""Volumes that the operator renders."""
 RESERVED_PATHS = (
     labels.TOKEN_DIR,
     "/tmp",
@@ -37,11 +36,11 @@ RESERVED_PATHS = (
     labels.MODEL_CACHE_DIR,
     labels.DRAFT_DIR,
 )
-"""Where those volumes are mounted."""
+"""Their mount paths."""
 S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Variables of the runtime, and keys of the Secret, that prove who asks for a model in S3."""
+"""Environment variables, and keys of the Secret, with S3 credentials."""
 MODEL_VARIABLES = (*S3_VARIABLES, "GOOGLE_OAUTH_ACCESS_TOKEN", "DOCKER_CONFIG")
-"""Variables of the container `runtime` that come from the Secret of the model."""
+"""Environment variables that the Secret of the model sets."""
 
 _MAP: JsonDict = {"maxProperties": 64}
 _KEYED: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
@@ -58,14 +57,14 @@ def _quoted(words: tuple[str, ...]) -> str:
 
 
 class PodMetadata(Record):
-    """Labels and annotations added to the pods."""
+    """Additional labels and annotations of the pods."""
 
     labels: dict[str, LabelValue] = Field(default_factory=dict, json_schema_extra=_MAP | with_rules(_LABEL_RULE))
     annotations: dict[str, AnnotationValue] = Field(default_factory=dict, json_schema_extra=_MAP | with_rules(_ANNOTATION_RULE))
 
 
 class EnvOverlay(OpenRecord):
-    """One environment variable of a container."""
+    """An environment variable."""
 
     model_config = OpenRecord.model_config | rules(
         rule("!self.name.startsWith('PHALANX_')", "variables named PHALANX_ are set by the operator", ".name"),
@@ -75,7 +74,7 @@ class EnvOverlay(OpenRecord):
 
 
 class MountOverlay(OpenRecord):
-    """One volume mount of a container."""
+    """A volume mount."""
 
     model_config = OpenRecord.model_config | rules(
         rule(f"!(self.mountPath in [{_quoted(RESERVED_PATHS)}])", "this path is one of the runtime's own volumes", ".mountPath"),
@@ -84,7 +83,7 @@ class MountOverlay(OpenRecord):
 
 
 class ContainerOverlay(OpenRecord):
-    """A container beside the ranks, or fields laid over the container `runtime`."""
+    """A sidecar, or fields merged over the container `runtime`."""
 
     model_config = OpenRecord.model_config | rules(
         rule(
@@ -107,7 +106,7 @@ class ContainerOverlay(OpenRecord):
 
 
 class VolumeOverlay(OpenRecord):
-    """A volume added to the pods."""
+    """An additional volume."""
 
     model_config = OpenRecord.model_config | rules(
         rule(f"!(self.name in [{_quoted(RESERVED_VOLUMES)}])", "this name is one of the runtime's own volumes", ".name"),
@@ -116,12 +115,12 @@ class VolumeOverlay(OpenRecord):
 
 
 class PodOverlay(OpenRecord):
-    """Fields laid over the pods' spec: tolerations, affinity, more volumes, sidecars."""
+    """Fields merged over the pod spec, such as volumes and sidecars."""
 
     model_config = OpenRecord.model_config | rules(
         rule(
             "!has(self.hostname) && !has(self.subdomain) && !has(self.restartPolicy)",
-            "hostname, subdomain and restartPolicy are the operator's: ranks find one another by them",
+            "hostname, subdomain and restartPolicy are set by the operator",
         ),
     )
     hostname: str | None = Field(default=None, max_length=63)
@@ -133,11 +132,11 @@ class PodOverlay(OpenRecord):
 
 
 class PodTemplate(Record):
-    """What to lay over the pods of a group."""
+    """Overlay on the pods of groups."""
 
     metadata: PodMetadata = Field(default_factory=PodMetadata)
     spec: PodOverlay = Field(default_factory=PodOverlay)
 
     def overlay(self) -> dict[str, Any]:
-        """The overlay's pod spec as it was written."""
+        """Returns the pod spec as written."""
         return self.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)

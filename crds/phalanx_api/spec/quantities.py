@@ -1,4 +1,4 @@
-"""Kubernetes quantities as the spec writes them: memory such as `16Gi`, CPU such as `4` or `500m`, counts such as `25%`."""
+"""Quantities of the spec: memory such as `16Gi`, CPU such as `500m`, counts such as `25%`."""
 
 import re
 from decimal import Decimal
@@ -15,15 +15,15 @@ _FACTORS = (
 
 
 def parse_bytes(quantity: str) -> int:
-    """Bytes of a memory quantity, rounded down. Raises: ValueError when it is none."""
+    """Returns the bytes of a memory quantity, rounded down. Raises ValueError."""
     match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", quantity)
     if not match or not re.search(MEMORY_PATTERN, quantity):
-        raise ValueError(f"{quantity!r} is no memory quantity such as 16Gi")
+        raise ValueError(f"{quantity!r} is not a memory quantity such as 16Gi")
     return int(Decimal(match[1]) * _FACTORS[match[2]])
 
 
 def _text(value: object) -> object:
-    """YAML reads `cpu: 4` as a number; the API takes both."""
+    """Converts numbers, as YAML reads `cpu: 4`, to text."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -41,11 +41,11 @@ Cpu = Annotated[str, BeforeValidator(_text), Field(pattern=CPU_PATTERN, max_leng
 
 
 def _count(value: object) -> object:
-    """A count that is none is refused here, for the union of two types would say it twice."""
+    """Validates a count before the union of two types, which would report each error twice."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("must be a count or a percentage such as 25%")
     if isinstance(value, str) and not re.search(PERCENT_PATTERN, value):
-        raise ValueError(f"{value!r} is no percentage such as 25%")
+        raise ValueError(f"{value!r} is not a percentage such as 25%")
     if isinstance(value, int) and not 0 <= value <= 1000:
         raise ValueError("must be from 0 to 1000")
     return value
@@ -62,7 +62,7 @@ Share = Annotated[int | str, BeforeValidator(_count), WithJsonSchema(_count_sche
 
 
 def share_of(share: int | str, total: int, *, up: bool) -> int:
-    """The count that a share of so many is; percentages are rounded up or down."""
+    """Returns the count of a share of `total`, with percentages rounded up or down."""
     if isinstance(share, int):
         return share
     exact = int(share.removesuffix("%")) * total

@@ -1,4 +1,4 @@
-"""The front door of a service: how many routers there are, how they choose groups, and who reaches them: `spec.router`."""
+"""`spec.router`: number, policy and exposure of routers."""
 
 from typing import Annotated, Literal
 
@@ -13,32 +13,32 @@ _HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)
 _SET: JsonDict = {"x-kubernetes-list-type": "set"}
 Host = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=_HOST)]
 Note = Annotated[str, StringConstraints(max_length=1024)]
-_NOT_INSIDE = "goes with the types Ingress and HTTPRoute only"
-_INGRESS_ONLY = "goes with type Ingress only"
-_GATEWAY = "gateway goes with type HTTPRoute, which needs it"
-_TLS_HOSTS = "tlsSecretName needs hosts: the names that the certificate is for"
+_NOT_INSIDE = "is only allowed with the types Ingress and HTTPRoute"
+_INGRESS_ONLY = "is only allowed with type Ingress"
+_GATEWAY = "gateway is required with type HTTPRoute and only allowed there"
+_TLS_HOSTS = "tlsSecretName needs hosts, the names of the certificate"
 
 
 class ApiKeys(Record):
-    """A Secret with the keys of clients. One that is changed is read again."""
+    """A Secret with the clients' API keys; changes apply without a restart."""
 
     name: str = Field(min_length=1, max_length=253, pattern=_NAME)
     key: str = Field(default="keys", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
-    """Key in the Secret: JSON, or a line `name key [priority]` for each client."""
+    """Key in the Secret. Its value is JSON, or a line `name key [priority]` per client."""
 
 
 class Gateway(Record):
-    """A Gateway of the Gateway API that the service is attached to. It must allow routes of the service's namespace."""
+    """A Gateway that allows routes of the service's namespace."""
 
     name: str = Field(min_length=1, max_length=253, pattern=_NAME)
     namespace: str | None = Field(default=None, min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-    """Its own; that of the service otherwise."""
+    """Namespace of the Gateway. Default: the service's."""
     section_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
-    """One of its listeners; all of them otherwise."""
+    """Listener of the Gateway. Default: all."""
 
 
 class Expose(Record):
-    """Who reaches the routers."""
+    """Exposure of the routers to clients."""
 
     model_config = Record.model_config | rules(
         *(
@@ -55,18 +55,17 @@ class Expose(Record):
         ),
     )
     type: Literal["ClusterIP", "Ingress", "HTTPRoute"] = "ClusterIP"
-    """ClusterIP: who is in the cluster, by the Service. Ingress, HTTPRoute: the operator makes one beside it, of the service's
-    name, for a controller that the administrator runs."""
+    """ClusterIP: inside the cluster only. Ingress, HTTPRoute: the operator also creates one, for the cluster's controller."""
     hosts: tuple[Host, ...] = Field(default=(), max_length=8, json_schema_extra=_SET)
-    """Names by which clients come; any name otherwise."""
+    """Host names of client requests. Default: any."""
     class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
-    """Ingress: the IngressClass; the cluster's default otherwise."""
+    """Ingress: the IngressClass. Default: the cluster's."""
     tls_secret_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
-    """Ingress: a Secret with certificate and key for `hosts`."""
+    """Ingress: Secret with certificate and key for `hosts`."""
     gateway: Gateway | None = None
-    """HTTPRoute: where clients come in."""
+    """HTTPRoute: the parent Gateway."""
     annotations: dict[str, Note] = Field(default_factory=dict, json_schema_extra={"maxProperties": 32})
-    """Of the Ingress or HTTPRoute: what its controller reads. Streams may be silent for 10 s, and last as long as they last."""
+    """Annotations of the Ingress or HTTPRoute. Timeouts must allow streams of any length that are silent for 10 s."""
 
     @model_validator(mode="after")
     def _fits(self) -> "Expose":
@@ -77,23 +76,23 @@ class Expose(Record):
                 raise ValueError(f"{name} {_INGRESS_ONLY}")
         if self.tls_secret_name is not None and not self.hosts:
             raise ValueError(_TLS_HOSTS)
-        for name, given in {"hosts": self.hosts, "annotations": self.annotations}.items():
-            if given and self.type == "ClusterIP":
+        for name, values in {"hosts": self.hosts, "annotations": self.annotations}.items():
+            if values and self.type == "ClusterIP":
                 raise ValueError(f"{name} {_NOT_INSIDE}")
         return self
 
 
 class Router(Record):
-    """The front door."""
+    """The routers, which clients connect to."""
 
     replicas: int = Field(default=1, ge=1, le=32)
     api_keys: ApiKeys | None = None
-    """Who may ask, and as which tenant; without it anyone may."""
+    """API keys of clients, each a tenant; reloaded on change. Default: no authentication."""
     policy: Routing = "PrefixAware"
-    """Which group gets a new request. PrefixAware: where it costs least, with what caches hold of the prompt. LeastLoad:
-    likewise, whatever caches hold. RoundRobin: one after another, whatever it costs. Groups that are full get none."""
+    """Choice of a group. PrefixAware: least predicted cost, with prefix caches. LeastLoad: without. RoundRobin: in turn. Full
+    groups are excluded."""
     failure_mode: Literal["FailOpen", "FailClosed"] = "FailOpen"
-    """What becomes of new requests while groups that are linked tell nothing of their load for 2 s and more. FailOpen: where most
-    groups do, routers go by what they sent there themselves. FailClosed: such groups get none, and where no other is clients
-    are told 503 with Retry-After. Streams that have begun go on in any case."""
+    """Routing of new requests to connected groups without a load report for 2 s. FailOpen: if most groups lack one, routers use
+    their own dispatch counts. FailClosed: such groups get no requests; without others clients get 503 with Retry-After.
+    Started streams continue."""
     expose: Expose = Field(default_factory=Expose)

@@ -1,14 +1,10 @@
 """Frames of the link between a router and a group's leader, and of the socket between the HTTP process and rank 0.
 
-One WebSocket per router and leader carries them as msgpack; each message is one frame. A router sends what `wire.router` holds,
-`Hello` first; a leader sends what `wire.leader` holds, `Welcome` first, then `Tokens` (one per engine step, with the tokens of
-all of that router's requests), `Refused`, `Load`, `State` and `Assets`. Both send frames of moves. The engine socket speaks the
-same `Submit`, `Abort`, `Tokens`, `Refused`, `Load` and `PageChanges`.
+Each WebSocket message is one msgpack frame. A router sends frames of `wire.router`, `Hello` first; a leader sends frames of
+`wire.leader`, `Welcome` first; both send frames of `moves`. The sender of `Submit` chooses the request's handle, unique on its
+connection. A token is delivered only if its epoch is current and its index the next.
 
-Requests are named by a small integer handle that the sender of `Submit` chooses, unique on its connection. Every token
-is (request, epoch, index, token): a receiver delivers it only if the epoch is current and the index is next.
-
-Structs are arrays on the wire: a field is added only at the end and with a default. ADR 0008 tells what may change how.
+Structs are arrays on the wire: new fields go to the end, with a default (ADR 8).
 """
 
 import msgspec
@@ -18,9 +14,9 @@ from phalanx_api.wire.leader import (
     Adopted,
     Assets,
     Cached,
-    Cause,
+    EndCause,
     Finished,
-    HeavyPrefix,
+    HotPrefix,
     Load,
     PageChanges,
     PromptDetails,
@@ -60,16 +56,16 @@ __all__ = [
     "Adopted",
     "Assets",
     "Cached",
-    "Cause",
     "Disown",
+    "EndCause",
     "Fetch",
     "FinishReason",
     "Finished",
     "FromEngine",
     "FromLeader",
     "Grammar",
-    "HeavyPrefix",
     "Hello",
+    "HotPrefix",
     "Load",
     "PageChanges",
     "Prepare",
@@ -95,7 +91,7 @@ __all__ = [
 ]
 
 LINK_PATH = "/link"
-"""Path of the WebSocket on the leader's HTTP port. The upgrade carries `Authorization: Bearer <service token>`."""
+"""Path of the WebSocket on the leader's HTTP port, authenticated by `Authorization: Bearer <service token>`."""
 
 ToLeader = (
     Hello
@@ -124,20 +120,17 @@ FromLeader = (
     | moves.Frozen
     | moves.Arrived
     | moves.MoveFailed
-    | moves.AskRescue
+    | moves.RescueRequest
 )
 ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
 FromEngine = (
-    Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue
+    Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.RescueRequest
 )
 
 encode = msgspec.msgpack.Encoder().encode
-"""Bytes of any frame."""
+
+# Decoders raise msgspec.DecodeError.
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode
-"""A frame that a router sent. Raises msgspec.DecodeError."""
 decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
-"""A frame that a leader sent. Raises msgspec.DecodeError."""
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-"""A frame for the engine. Raises msgspec.DecodeError."""
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
-"""A frame from the engine. Raises msgspec.DecodeError."""

@@ -1,20 +1,16 @@
-"""Executes the actions of a plan. Each action is idempotent.
-
-Groups are created, annotated and deleted; the StatefulSet of an existing group is never rendered again. `shared_objects` keeps
-the objects that all groups of a service use.
-"""
+"""Executes the actions of a plan; each is idempotent. Existing groups are never rendered again."""
 
 import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
-from phalanx_operator.apply.shared_objects import Shared
-from phalanx_operator.decide.groups.drain import LAST_S
-from phalanx_operator.decide.groups.recovery import RETRIED, written
+from phalanx_operator.apply.shared_objects import SharedObjects
+from phalanx_operator.decide.groups.drain import FINAL_GRACE_S
+from phalanx_operator.decide.groups.recovery import RETRIED_ANNOTATION, format_record
 from phalanx_operator.decide.state.actions import (
     Action,
     CreateGroup,
@@ -23,12 +19,12 @@ from phalanx_operator.decide.state.actions import (
     DrainGroup,
     GroupAction,
     InitReplicas,
-    KeepChildren,
     KeepGang,
     KeepGroup,
     KeepRevision,
+    KeepSharedObjects,
     MarkLeader,
-    NoteRestarts,
+    RecordRestarts,
     RestartGroup,
     RetryPods,
     RetryRouters,
@@ -37,14 +33,16 @@ from phalanx_operator.decide.state.actions import (
 from phalanx_operator.decide.state.snapshot import DrainMark, Snapshot
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
+    INFERENCE_SERVICES,
     PODS,
-    SERVICES_OF_OURS,
     STATEFUL_SETS,
     Conflict,
     Gone,
+    Json,
     KubeClient,
     KubeError,
     Rejected,
+    Resource,
 )
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.api_discovery import POD_GROUPS
@@ -52,16 +50,41 @@ from phalanx_operator.observe.observe import Children
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
-from phalanx_operator.render.network import Neighbours
+from phalanx_operator.render.network import DEFAULT_PEERS, PeerNamespaces
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import GroupBuild
 
 log = logging.getLogger(__name__)
-GANG_AGAIN_S = 60.0
+GANG_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """Inputs and results of an execution."""
+
+    service: InferenceService
+    snapshot: Snapshot
+    revision: str
+    gang: Gang
+    """Of new groups, as `revision`."""
+    now: str
+    done: list[GroupAction | SetReplicas] = field(default_factory=list)
+    """Actions that changed groups or `spec.replicas`."""
+
+    @property
+    def key(self) -> Key:
+        """The service's key."""
+        return self.service.namespace, self.service.name
+
+
+@dataclass(frozen=True, slots=True)
+class _GangAttempt:
+    at_s: float
+    error: str
 
 
 class ActionExecutor:
-    """Executes actions on the cluster for one operator."""
+    """Executes actions. `draw` returns random numbers from 0 to 1."""
 
     def __init__(
         self,
@@ -69,208 +92,193 @@ class ActionExecutor:
         children: Children,
         images: Images,
         draw_token: Callable[[], str],
+        *,
+        peers: PeerNamespaces = DEFAULT_PEERS,
         clock: Callable[[], float] = time.monotonic,
-        neighbours: Neighbours | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._client = client
         self._children = children
         self._images = images
-        self._draw_key = draw_token
+        self._draw_token = draw_token
         self._clock = clock
-        self._gangs: dict[Key, dict[str, tuple[float, str]]] = {}
-        self._shared = Shared(
-            client, children, images=images, neighbours=neighbours or Neighbours(), draw_token=draw_token, clock=clock, draw=draw
-        )
+        self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
+        self._shared = SharedObjects(client, children, images=images, peers=peers, draw_token=draw_token, clock=clock, draw=draw)
 
     def forget(self, key: Key) -> None:
-        """Drops all state of a deleted service."""
+        """Drops a deleted service."""
         self._shared.forget(key)
-        self._children.doomed.pop(key, None)
-        self._children.notes.pop(key, None)
-        self._children.counts.pop(key, None)
-        self._children.short.pop(key, None)
-        self._gangs.pop(key, None)
+        self._gang_attempts.pop(key, None)
 
-    async def carry_out(
-        self,
-        actions: Sequence[Action],
-        service: InferenceService,
-        snapshot: Snapshot,
-        revision: str,
-        gang: Gang,
-        now: str,
-        done: list[GroupAction | SetReplicas],
-    ) -> None:
-        """Appends to `done` each action that changed groups or their number. New groups have `revision` and are placed by `gang`.
-
-        Raises KubeError at the first call that fails; the other actions stay undone.
-        """
-        making = GroupBuild(revision=revision, images=self._images, gang=gang)
-        await self._try_successor(actions, service, making)
-        is_going = any(group.terminating for group in snapshot.groups) or any(isinstance(one, DeleteGroup) for one in actions)
+    async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
+        """Executes the actions in order. Raises the first KubeError."""
+        run = _Run(execution, GroupBuild(revision=execution.revision, images=self._images, gang=execution.gang), actions)
+        await self._dry_run_successor(run)
         for action in actions:
-            match action:
-                case InitReplicas():
-                    await self._write_replicas(action.replicas, snapshot, None)
-                case SetReplicas():
-                    await self._write_replicas(action.replicas, snapshot, "scale")
-                    done.append(action)
-                    log.info("scaled", extra=_fields(service, "", action.why) | {"groups": str(action.replicas)})
-                case KeepChildren():
-                    await self._shared.keep(service, snapshot, action.groups, is_blind=action.is_blind)
-                case KeepRevision():
-                    await self._shared.keep_revision(service, action.revision)
-                case CreateGroup() if await self._create_group(action, service, replace(making, avoid=action.avoid), is_going):
-                    done.append(action)
-                case DrainGroup() | KeepGroup() if await self._note(action, service, now):
-                    done.append(action)
-                case DeleteGroup() if await self._delete_group(action, service):
-                    done.append(action)
-                case RestartGroup():
-                    await self._restart(action, service)
-                    done.append(action)
-                case NoteRestarts():
-                    await self._note_restarts(action, service)
-                case KeepGang():
-                    await self._keep_gang(gangs.of_kind(action.kind), service, action.name, action.uid, action.pods)
-                case MarkLeader():
-                    await self._mark(action, service, now)
-                case DeletePod():
-                    await self._end_pod(action, service)
-                case RetryPods() | RetryRouters():
-                    await self._retry(action, service, now)
+            if not isinstance(action, GroupAction | SetReplicas):
+                await self._execute_other(action, execution)
+            elif await self._change_groups(action, run):
+                execution.done.append(action)
 
-    async def recall(self, service: InferenceService, revision: str) -> InferenceService | None:
-        """Returns the service with the spec of an earlier revision; None if there is no record. Raises KubeError."""
-        return await self._shared.recall(service, revision)
+    async def _change_groups(self, action: GroupAction | SetReplicas, run: "_Run") -> bool:
+        """Returns whether the action changed anything."""
+        execution = run.execution
+        match action:
+            case CreateGroup():
+                return await self._create_group(action, run)
+            case DrainGroup() | KeepGroup():
+                return await self._annotate_drain(action, execution)
+            case DeleteGroup():
+                return await self._delete_group(action, execution)
+            case RestartGroup():
+                await self._restart(action, execution)
+            case SetReplicas():
+                await self._write_replicas(action.replicas, execution.snapshot, "scale")
+                log.info("scaled", extra=_fields(execution.service, "", action.why) | {"groups": str(action.replicas)})
+        return True
+
+    async def _execute_other(self, action: Action, execution: Execution) -> None:
+        service = execution.service
+        match action:
+            case InitReplicas():
+                await self._write_replicas(action.replicas, execution.snapshot, None)
+            case KeepSharedObjects():
+                await self._shared.keep(service, execution.snapshot, action.groups, keeps_routers=action.keeps_routers)
+            case KeepRevision():
+                await self._shared.keep_revision(service, action.revision)
+            case RecordRestarts():
+                await self._record_restarts(action, service)
+            case KeepGang():
+                await self._keep_gang(gangs.gang_of_kind(action.kind), service, action.name, action.uid, action.pods)
+            case MarkLeader():
+                await self._annotate(
+                    PODS, service, action.pod, action.uid, {labels.DRAINING: execution.now if action.draining else None}
+                )
+            case DeletePod():
+                await self._delete_pod(action, service)
+            case RetryPods() | RetryRouters():
+                await self._retry(action, execution)
+
+    async def recall_revision(self, service: InferenceService, revision: str) -> InferenceService | None:
+        """Returns the service with the stored spec of a revision, if there is one."""
+        return await self._shared.recall_revision(service, revision)
+
+    def due_in_s(self, key: Key) -> float | None:
+        """Returns the seconds until postponed work is due."""
+        return self._shared.due_in_s(key)
+
+    def exposure_error(self, key: Key) -> str:
+        """Returns why routers are not exposed as specified."""
+        return self._shared.exposure_error(key)
+
+    def gang_error(self, key: Key) -> str:
+        """Returns why a PodGroup could not be created."""
+        return next((attempt.error for attempt in self._gang_attempts.get(key, {}).values() if attempt.error), "")
 
     async def _write_replicas(self, replicas: int, snapshot: Snapshot, subresource: str | None) -> None:
-        """Writes `spec.replicas`. Raises Conflict if the object changed since the snapshot."""
+        """Raises Conflict if the service changed since the snapshot."""
         patch = {"metadata": {"resourceVersion": snapshot.resource_version}, "spec": {"replicas": replicas}}
-        await self._client.merge(SERVICES_OF_OURS, snapshot.namespace, snapshot.name, patch, subresource=subresource)
+        await self._client.merge(INFERENCE_SERVICES, snapshot.namespace, snapshot.name, patch, subresource=subresource)
 
-    async def _try_successor(self, actions: Sequence[Action], service: InferenceService, making: GroupBuild) -> None:
-        """Dry-runs the successor of a group before the group is deleted for it. Raises Rejected.
+    async def _dry_run_successor(self, run: "_Run") -> None:
+        """Dry-runs the successor before a group is given up. Raises Rejected.
 
-        A quota that counts StatefulSets is ignored: the deletion makes room.
+        Quotas are ignored: the deletion makes room.
         """
-        given_up = next((action for action in actions if isinstance(action, DeleteGroup | DrainGroup)), None)
-        created = next((action.name for action in actions if isinstance(action, CreateGroup)), "")
-        name = created or (given_up.successor if isinstance(given_up, DrainGroup) else "")
-        if given_up and name:
-            body = pods.group(service, name, making)
+        removal = next((action for action in run.actions if isinstance(action, DeleteGroup | DrainGroup)), None)
+        created = next((action.name for action in run.actions if isinstance(action, CreateGroup)), "")
+        name = created or (removal.successor if isinstance(removal, DrainGroup) else "")
+        if removal and name:
             try:
-                await self._client.create(STATEFUL_SETS, body, dry_run=True)
+                await self._client.create(STATEFUL_SETS, pods.group(run.execution.service, name, run.build), dry_run=True)
             except Conflict:
                 pass  # exists, so the API server accepted it
             except Rejected as error:
                 if "exceeded quota" not in str(error):
                     raise
 
-    async def _create_group(self, action: CreateGroup, service: InferenceService, making: GroupBuild, is_going: bool) -> bool:
-        """Returns whether the group was created now. `is_going`: another group of the service is being deleted and may block
-        it."""
-        body = pods.group(service, action.name, replace(making, key=self._draw_key()))
+    async def _create_group(self, action: CreateGroup, run: "_Run") -> bool:
+        service = run.execution.service
+        build = replace(run.build, avoid_nodes=action.avoid_nodes, key=self._draw_token())
         try:
-            made = await self._client.create(STATEFUL_SETS, body)
+            created = await self._client.create(STATEFUL_SETS, pods.group(service, action.name, build))
         except Conflict:
-            return False  # created before; the informer has not received it yet
+            return False  # created before, not observed yet
         except Rejected as error:
-            if not (is_going and "exceeded quota" in str(error)):
+            if not (run.frees_quota and "exceeded quota" in str(error)):
                 raise
             log.info("group creation postponed", extra=_fields(service, action.name, str(error)))
             return False
         log.info("group created", extra=_fields(service, action.name, action.why))
-        await self._keep_gang(making.gang, service, action.name, made["metadata"]["uid"], service.shape.pods)
+        await self._keep_gang(build.gang, service, action.name, created["metadata"]["uid"], service.shape.pods)
         return True
 
-    def left_s(self, key: Key) -> float | None:
-        """Returns the seconds until postponed work on shared objects is due; None if nothing is postponed."""
-        return self._shared.left_s(key)
-
-    def unexposed(self, key: Key) -> str:
-        """Returns why the routers are not exposed as the spec asks; empty if they are or need not be."""
-        return self._shared.unexposed(key)
-
-    def ungated(self, key: Key) -> str:
-        """Returns why the last attempt to create a group's PodGroup failed; empty if it succeeded."""
-        return next((why for _, why in self._gangs.get(key, {}).values() if why), "")
-
     async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:
-        """Creates the object that makes a scheduler place a group's pods together, at most once per minute.
-
-        A rejection is remembered and reported; the group waits, and all other work continues.
-        """
-        tried = self._gangs.setdefault((service.namespace, service.name), {})
-        if uid in tried and self._clock() - tried[uid][0] < GANG_AGAIN_S:
+        """Tries once per `GANG_RETRY_S`. Errors are kept for `gang_error`."""
+        key = (service.namespace, service.name)
+        attempts = self._gang_attempts.setdefault(key, {})
+        if uid in attempts and self._clock() - attempts[uid].at_s < GANG_RETRY_S:
             return
-        why = ""
+        failure = ""
         for body in gang.objects(service, group, uid, pods):
             try:
                 await self._client.create(POD_GROUPS[body["apiVersion"]], body)
             except Conflict:
                 pass  # exists
             except KubeError as error:
-                why = f"{body['kind']} {group}: {error}"
-                log.warning("gang object not created", extra=_fields(service, group, why))
-        tried[uid] = (self._clock(), why)
-        known = {there.group.uid for there in self._children.sets.of((service.namespace, service.name))}
-        for gone in [one for one in tried if one not in known and one != uid]:
-            del tried[gone]
+                failure = f"{body['kind']} {group}: {error}"
+                log.warning("gang object not created", extra=_fields(service, group, failure))
+        existing = {s.group.uid for s in self._children.sets.of_service(key)} | {uid}
+        kept = {other: attempt for other, attempt in attempts.items() if other in existing}
+        self._gang_attempts[key] = kept | {uid: _GangAttempt(self._clock(), failure)}
 
-    async def _restart(self, action: RestartGroup, service: InferenceService) -> None:
-        """Deletes the pods after the restart is recorded on the group."""
-        noted = await self._note_restarts(NoteRestarts(action.name, action.uid, action.note), service)
-        if not noted:
+    async def _restart(self, action: RestartGroup, execution: Execution) -> None:
+        service = execution.service
+        if not await self._record_restarts(RecordRestarts(action.name, action.uid, action.record), service):
             return
         for pod, uid in action.pods:
             try:
-                await self._client.delete(PODS, service.namespace, pod, uid, grace_s=LAST_S)
+                await self._client.delete(PODS, service.namespace, pod, uid, grace_s=FINAL_GRACE_S)
             except (Gone, Conflict):
-                pass  # deleted before: a pod of this name now is a new one
+                pass  # a pod of this name is a new one
         log.warning("group restarted", extra=_fields(service, action.name, action.why))
 
-    async def _note_restarts(self, action: NoteRestarts, service: InferenceService) -> bool:
-        """Returns whether the group still exists and carries the annotation."""
-        patch = {"metadata": {"uid": action.uid, "annotations": {labels.RESTARTS: written(action.note)}}}
-        try:
-            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
-        except (Gone, Conflict):
+    async def _record_restarts(self, action: RecordRestarts, service: InferenceService) -> bool:
+        annotations = {labels.RESTARTS: format_record(action.record)}
+        if not await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations):
             return False
-        self._children.restarted((service.namespace, service.name), action.uid, action.note)
+        self._children.pending_writes((service.namespace, service.name)).restarts[action.uid] = action.record
         return True
 
-    async def _note(self, action: DrainGroup | KeepGroup, service: InferenceService, now: str) -> bool:
-        """Sets or removes the drain annotation of a group, and remembers it until the informer reports it."""
-        draining = DrainMark(now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
-        note = f"{draining.since} {draining.purpose} {draining.why}" if draining else None
-        patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: note}}}
-        try:
-            await self._client.merge(STATEFUL_SETS, service.namespace, action.name, patch)
-        except (Gone, Conflict):
-            return False  # deleted, or replaced by another object of this name
-        self._children.note((service.namespace, service.name), action.uid, draining)
-        log.info("group drain started" if draining else "group drain cancelled", extra=_fields(service, action.name, action.why))
+    async def _annotate_drain(self, action: DrainGroup | KeepGroup, execution: Execution) -> bool:
+        service = execution.service
+        mark = DrainMark(execution.now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
+        annotations = {labels.DRAINING: f"{mark.since} {mark.purpose} {mark.why}" if mark else None}
+        if not await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations):
+            return False
+        self._children.pending_writes(execution.key).drain_marks[action.uid] = mark
+        log.info("group drain started" if mark else "group drain cancelled", extra=_fields(service, action.name, action.why))
         return True
 
-    async def _mark(self, action: MarkLeader, service: InferenceService, now: str) -> None:
-        patch = {"metadata": {"uid": action.uid, "annotations": {labels.DRAINING: now if action.draining else None}}}
+    async def _annotate(self, resource: Resource, service: InferenceService, name: str, uid: str, annotations: Json) -> bool:
+        """Returns whether the object with this UID exists. Null removes an annotation."""
+        patch = {"metadata": {"uid": uid, "annotations": annotations}}
         try:
-            await self._client.merge(PODS, service.namespace, action.pod, patch)
+            await self._client.merge(resource, service.namespace, name, patch)
         except (Gone, Conflict):
-            pass  # its successor is labelled when it appears
+            return False  # deleted, or replaced
+        return True
 
-    async def _retry(self, action: RetryPods | RetryRouters, service: InferenceService, now: str) -> None:
-        kind, name = (STATEFUL_SETS, action.name) if isinstance(action, RetryPods) else (DEPLOYMENTS, names.router(service.name))
-        patch = {"metadata": {"uid": action.uid, "annotations": {RETRIED: now}}}
-        try:
-            await self._client.merge(kind, service.namespace, name, patch)
-        except (Gone, Conflict):
-            return  # deleted, or replaced by another object of this name
-        log.info("pods recreated", extra=_fields(service, name, action.why))
+    async def _retry(self, action: RetryPods | RetryRouters, execution: Execution) -> None:
+        service = execution.service
+        if isinstance(action, RetryPods):
+            resource, name = STATEFUL_SETS, action.name
+        else:
+            resource, name = DEPLOYMENTS, names.router(service.name)
+        if await self._annotate(resource, service, name, action.uid, {RETRIED_ANNOTATION: execution.now}):
+            log.info("pods recreated", extra=_fields(service, name, action.why))
 
-    async def _end_pod(self, action: DeletePod, service: InferenceService) -> None:
+    async def _delete_pod(self, action: DeletePod, service: InferenceService) -> None:
         try:
             await self._client.delete(PODS, service.namespace, action.name, action.uid, grace_s=action.grace_s)
         except (Gone, Conflict):
@@ -278,16 +286,29 @@ class ActionExecutor:
         fields = {"pod": action.name, "grace_s": str(action.grace_s)}
         log.info("pod deleted", extra=_fields(service, "", action.why) | fields)
 
-    async def _delete_group(self, action: DeleteGroup, service: InferenceService) -> bool:
-        key = (service.namespace, service.name)
+    async def _delete_group(self, action: DeleteGroup, execution: Execution) -> bool:
+        service, was_deleted = execution.service, True
         try:
             await self._client.delete(STATEFUL_SETS, service.namespace, action.name, action.uid)
         except (Gone, Conflict):
-            self._children.doom(key, action.uid)  # deleted before, or replaced: this object no longer exists
-            return False
-        self._children.doom(key, action.uid)
-        log.info("group deleted", extra=_fields(service, action.name, action.why))
-        return True
+            was_deleted = False  # deleted before, or replaced
+        self._children.pending_writes(execution.key).deleted.add(action.uid)
+        if was_deleted:
+            log.info("group deleted", extra=_fields(service, action.name, action.why))
+        return was_deleted
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    execution: Execution
+    build: GroupBuild
+    actions: Sequence[Action]
+
+    @property
+    def frees_quota(self) -> bool:
+        """Whether a group is being deleted."""
+        is_terminating = any(group.terminating for group in self.execution.snapshot.groups)
+        return is_terminating or any(isinstance(action, DeleteGroup) for action in self.actions)
 
 
 def _fields(service: InferenceService, group: str, why: str) -> dict[str, str]:

@@ -1,51 +1,47 @@
 """Decides whether a candidate may take the Lease.
 
-A lease holds as long as it keeps changing. Each candidate measures its age by its own clock, from the first observation of the
-current version; clocks of different machines are never compared.
+A Lease is valid while its version changes. Each candidate measures a version's age by its own clock.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class HeldLease:
-    """The observed lease."""
+class ObservedLease:
+    """The Lease as observed."""
 
     holder: str
     resource_version: str
     unchanged_s: float
-    """How long this candidate has observed this version."""
+    """Since the first observation of this version."""
     lease_s: float = 0.0
     """Duration that the holder wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeLease:
-    """Write this candidate into the lease."""
+    """Write this candidate into the Lease."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForLease:
-    """Another candidate leads, for at least `left_s` seconds."""
+    """Another candidate leads, for at least `left_s`."""
 
     holder: str
     left_s: float = 0.0
 
 
-def claim(me: str, held: HeldLease | None, lease_s: float) -> TakeLease | WaitForLease:
-    """Returns the candidate's next step. `held` is None if the Lease does not exist.
-
-    The longer of `lease_s` and the holder's duration counts: the holder may run another release, or have another flag.
-    """
-    if held is None:
+def claim(identity: str, lease: ObservedLease | None, lease_s: float) -> TakeLease | WaitForLease:
+    """Returns the next step. The longer of `lease_s` and the holder's duration applies."""
+    if lease is None:
         return TakeLease("there is no lease")
-    if held.holder == me:
+    if lease.holder == identity:
         return TakeLease("renewal")
-    if not held.holder:
+    if not lease.holder:
         return TakeLease("the lease was released")
-    lasts_s = max(lease_s, held.lease_s)
-    if held.unchanged_s > lasts_s:
-        return TakeLease(f"{held.holder} did not renew for {lasts_s:.0f} s")
-    return WaitForLease(held.holder, lasts_s - held.unchanged_s)
+    duration_s = max(lease_s, lease.lease_s)
+    if lease.unchanged_s > duration_s:
+        return TakeLease(f"{lease.holder} did not renew for {duration_s:.0f} s")
+    return WaitForLease(lease.holder, duration_s - lease.unchanged_s)

@@ -1,1 +1,1 @@
-"""The Kubernetes API: client, informer, store and events."""
+"""The Kubernetes API: client, informer and store."""

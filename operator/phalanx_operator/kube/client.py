@@ -1,4 +1,4 @@
-"""The Protocol that the operator needs of the API server, its errors, and the paths of the objects that it uses."""
+"""Calls to the API server, their errors, and the kinds of objects."""
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object in API paths."""
+    """A kind of object."""
 
     api_version: str
     plural: str
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """Returns the path of one object, of all objects in a namespace, or (without namespace) in the cluster."""
+        """Returns the path of one object, or of all in a namespace or the cluster."""
         parts = ["api" if "/" not in self.api_version else "apis", self.api_version]
         parts += ["namespaces", namespace] if namespace else []
         parts += [part for part in (self.plural, name, subresource) if part]
         return "/" + "/".join(part for part in parts if part)
 
 
-SERVICES_OF_OURS = Resource(f"{api.GROUP}/{api.VERSION}", api.PLURAL)
+INFERENCE_SERVICES = Resource(f"{api.GROUP}/{api.VERSION}", api.PLURAL)
 PODS = Resource("v1", "pods")
 STATEFUL_SETS = Resource("apps/v1", "statefulsets")
 DEPLOYMENTS = Resource("apps/v1", "deployments")
@@ -40,7 +40,7 @@ SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 EVENTS = Resource("events.k8s.io/v1", "events")
 CORE_EVENTS = Resource("v1", "events")
-"""The same events, selectable by the object that they are about."""
+"""The same, selectable by `involvedObject`."""
 LEASES = Resource("coordination.k8s.io/v1", "leases")
 RESOURCES = {
     ("apps/v1", "StatefulSet"): STATEFUL_SETS,
@@ -58,7 +58,7 @@ RESOURCES = {
     ("rbac.authorization.k8s.io/v1", "Role"): Resource("rbac.authorization.k8s.io/v1", "roles"),
     ("rbac.authorization.k8s.io/v1", "RoleBinding"): Resource("rbac.authorization.k8s.io/v1", "rolebindings"),
 }
-"""Kinds that the operator renders."""
+"""Rendered kinds."""
 
 
 def resource_of(rendered: Json) -> Resource:
@@ -68,62 +68,57 @@ def resource_of(rendered: Json) -> Resource:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page of a list. `next_page` is the continue token, empty on the last page."""
+    """One page of a list."""
 
     items: list[Json]
     resource_version: str
     next_page: str
+    """Continue token; empty on the last page."""
 
 
 class KubeClient(Protocol):
-    """The operator's calls to the API server. Each fails with a `KubeError` and ends in bounded time."""
+    """Calls to the API server. Each fails with a `KubeError`, `Gone` without the object, and ends in bounded time."""
 
     async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
-        """Returns the object. Raises Gone if it does not exist."""
+        """Returns the object."""
         ...
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        """Returns the metadata of the created object, or of its dry run. Raises Conflict if one of that name exists."""
+        """Returns the created metadata. Raises Conflict if the name exists."""
         ...
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """Returns the object after server-side apply: its metadata, or all of it for a subresource."""
+        """Returns the metadata after server-side apply; for a subresource the whole object."""
         ...
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
-        """Returns what `apply` does, after a merge patch. Raises Conflict if the patch has another resourceVersion or UID."""
+        """Patches. Returns as `apply`. Raises Conflict for another resourceVersion or UID."""
         ...
 
     async def replace(self, resource: Resource, body: Json) -> Json:
-        """Returns the object after an update. Raises Conflict if it changed since it was read."""
+        """Returns the object after an update. Raises Conflict if it changed."""
         ...
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
-        """Starts the deletion of an object and of all that it owns. `grace_s` is for pods; 0 does not wait for the kubelet.
-
-        Raises Gone, or Conflict if the object has another UID.
-        """
+        """Starts the deletion of an object and its dependents. `grace_s` is for pods. Raises Conflict for another UID."""
         ...
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
-        """Returns one page of the objects with these labels and fields. `after`: `next_page` of the page before."""
+        """Returns one page. `after`: `next_page` of the former."""
         ...
 
     def watch(self, resource: Resource, namespace: str | None, selector: str, resource_version: str) -> AsyncIterator[Json]:
-        """Yields changes since that version as `{"type": .., "object": ..}`, with bookmarks; objects may have only the fields
-        that `observe` reads. Ends when the server ends the watch. Raises Gone when the version is too old, Retry after too long a
-        silence.
+        """Yields `{"type": .., "object": ..}` until the server ends the watch, with at least the fields that `observe` reads.
+
+        Raises `Gone` for an expired version, Retry after a long silence.
         """
         ...
 
 
-# Errors of the API server, by who can act.
-
-
 class KubeError(Exception):
-    """A failed call. The message has the call, the object and the response."""
+    """A failed call. Subclasses differ by who can act."""
 
 
 class Retry(KubeError):
@@ -131,11 +126,11 @@ class Retry(KubeError):
 
 
 class Rejected(KubeError):
-    """For the user: the API server rejects an object because of the spec."""
+    """For the user: an object of the service is rejected."""
 
 
 class Conflict(KubeError):
-    """Another writer was first; the caller observes again."""
+    """Another writer was first."""
 
 
 class Gone(KubeError):
@@ -143,4 +138,4 @@ class Gone(KubeError):
 
 
 class Denied(KubeError):
-    """For the cluster administrator: the operator lacks a permission."""
+    """For the administrator: a permission is missing."""

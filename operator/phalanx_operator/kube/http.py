@@ -1,4 +1,4 @@
-"""`KubeClient` over HTTP, on the official client's session: kubeconfig or ServiceAccount, TLS, renewed tokens."""
+"""`KubeClient` over HTTP, with the official client's credentials."""
 
 import urllib.parse
 import urllib.request
@@ -13,34 +13,30 @@ from kubernetes.aio.config import ConfigException, load_incluster_config, load_k
 from phalanx_api import labels
 from phalanx_operator.kube.client import Conflict, Denied, Gone, Json, KubeError, Page, Rejected, Resource, Retry
 
-PAGE = 500
+PAGE_SIZE = 500
 REQUEST_TIMEOUT_S = 30
 WATCH_S = 300
-"""Duration of a watch; the next one continues from the last version."""
 SILENCE_S = 150
-"""Longest silence of a watch. Bookmarks arrive each minute, so a longer silence means a dead connection."""
-_PATIENCE = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+"""A longer silence means a dead connection."""
+_REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
-_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the second for errors
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the second is for errors
 
 
 async def connect() -> Any:
-    """Returns a client for the cluster of this pod, else for the current kubeconfig.
-
-    Raises ConfigException if neither exists.
-    """
+    """Returns a client for this pod's cluster, else the kubeconfig's. Raises ConfigException."""
     configuration = Configuration()
     try:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException:
         await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    settle_proxy(configuration)
+    resolve_proxy(configuration)
     return ApiClient(configuration)
 
 
-def settle_proxy(configuration: Any) -> None:
-    """Resolves the proxy of the API server once; aiohttp would look it up in a thread at every request."""
+def resolve_proxy(configuration: Any) -> None:
+    """Resolves the API server's proxy once; aiohttp would do it at every request."""
     server = urllib.parse.urlsplit(configuration.host)
     if not configuration.proxy and not urllib.request.proxy_bypass(server.hostname or ""):
         configuration.proxy = urllib.request.getproxies().get(server.scheme)
@@ -48,7 +44,7 @@ def settle_proxy(configuration: Any) -> None:
 
 
 class HttpKube:
-    """A `KubeClient`. The caller owns the ApiClient. `read_event` decodes a line of a watch and may skip fields."""
+    """A `KubeClient`. The caller closes `client`. `read_event` may skip fields."""
 
     def __init__(
         self, client: Any, silence_s: float = SILENCE_S, read_event: Callable[[bytes], Json] = msgspec.json.decode
@@ -62,23 +58,23 @@ class HttpKube:
         return await self._json("GET", resource.path(namespace, name), accept=_METADATA if metadata_only else "application/json")
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        """See KubeClient. Unknown fields are refused: they come from the user's overlay."""
+        """See KubeClient. Rejects unknown fields, which are the user's."""
         query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body, accept=_METADATA)
 
     async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """See KubeClient. Forces conflicts: the operator owns the fields that it applies."""
+        """See KubeClient. Takes ownership of the applied fields."""
         metadata = body["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
         query = {"fieldManager": labels.MANAGER, "force": "true"}
-        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY, accept=_whole_if(subresource))
+        return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY, accept=_accept(subresource))
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
         """See KubeClient."""
         path, query = resource.path(namespace, name, subresource), {"fieldManager": labels.MANAGER}
-        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE, accept=_whole_if(subresource))
+        return await self._json("PATCH", path, query=query, body=dict(patch), content_type=_MERGE, accept=_accept(subresource))
 
     async def replace(self, resource: Resource, body: Json) -> Json:
         """See KubeClient."""
@@ -86,7 +82,7 @@ class HttpKube:
         return await self._json("PUT", resource.path(metadata["namespace"], metadata["name"]), body=body)
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str, *, grace_s: int | None = None) -> None:
-        """See KubeClient. Foreground deletion: an owner stays visible until its dependents are deleted."""
+        """See KubeClient. Without `grace_s`, dependents are deleted first."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -97,8 +93,8 @@ class HttpKube:
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         """See KubeClient."""
-        chosen = {"labelSelector": selector, "fieldSelector": fields, "continue": after}
-        query = {"limit": str(PAGE)} | {name: value for name, value in chosen.items() if value}
+        optional = {"labelSelector": selector, "fieldSelector": fields, "continue": after}
+        query = {"limit": str(PAGE_SIZE)} | {name: value for name, value in optional.items() if value}
         answer = await self._json("GET", resource.path(namespace), query=query)
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata["resourceVersion"], metadata.get("continue") or "")
@@ -111,14 +107,14 @@ class HttpKube:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(WATCH_S),
         } | ({"labelSelector": selector} if selector else {})
-        patience = aiohttp.ClientTimeout(connect=REQUEST_TIMEOUT_S, sock_read=self._silence_s)
-        response = await self._send("GET", resource.path(namespace), query=query, timeout=patience)
+        timeout = aiohttp.ClientTimeout(connect=REQUEST_TIMEOUT_S, sock_read=self._silence_s)
+        response = await self._send("GET", resource.path(namespace), query=query, timeout=timeout)
         try:
             async for event in _events(response.content, self._read_event):
                 yield event
         except TimeoutError as error:
             raise Retry(f"watch of {resource.plural}: no data") from error
-        # ValueError and DecodeError: a truncated line. A DecodeError is not always a ValueError.
+        # A DecodeError of a truncated line is not always a ValueError.
         except (aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError) as error:
             raise Retry(f"watch of {resource.plural}: {error}") from error
         finally:
@@ -135,7 +131,7 @@ class HttpKube:
         accept: str = "application/json",
     ) -> Json:
         response = await self._send(
-            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout=_PATIENCE
+            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, timeout=_REQUEST_TIMEOUT
         )
         try:
             answer: Json = msgspec.json.decode(await response.read())
@@ -154,7 +150,7 @@ class HttpKube:
         accept: str = "application/json",
         timeout: aiohttp.ClientTimeout,
     ) -> Any:
-        """Returns the response with its body unread. Raises KubeError unless the status is a success."""
+        """Returns the response with its body unread."""
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
         await self._client.update_params_for_auth(
             headers, None, auth_settings=["BearerToken"], resource_path=path, method=method, body=body
@@ -176,54 +172,56 @@ class HttpKube:
             text = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Retry(f"{method} {path}: {type(error).__name__}: {error}") from error
-        raise failure(response.status, f"{method} {path}", text)
+        raise error_for(response.status, f"{method} {path}", text)
 
 
-def _whole_if(subresource: str | None) -> str:
-    """Returns the Accept header of a write: the whole object only for a subresource."""
+def _accept(subresource: str | None) -> str:
     return "application/json" if subresource else _METADATA
 
 
 def _session(rest: Any) -> Any:
-    """Returns the official client's session, with its TLS. The client's `request` encodes bodies with json.dumps, ten times
-    slower than msgspec."""
+    """Returns the official client's session; its `request` encodes ten times slower."""
     if rest.pool_manager is None:
         rest.pool_manager = rest._create_pool_manager()
     return rest.pool_manager
 
 
 async def _events(content: aiohttp.StreamReader, read: Callable[[bytes], Json]) -> AsyncIterator[Json]:
-    """Yields the events of a watch. Raises the KubeError that the server sends in-band."""
-    begun = b""
+    """Yields the events of a watch. Raises `ERROR` events."""
+    partial = b""
     while True:
         chunk = await content.readany()  # a busy watch has many events in one chunk
-        *lines, begun = (begun + chunk).split(b"\n")
-        lines += [] if chunk or not begun else [begun]  # the rest at the end of the stream, mostly truncated
+        *lines, partial = (partial + chunk).split(b"\n")
+        lines += [] if chunk or not partial else [partial]  # the end of the stream, mostly truncated
         for line in lines:
             event = read(line)
             if event["type"] == "ERROR":
                 status = event["object"]
-                raise failure(int(status.get("code", 500)), "watch", str(status.get("message", "")))
+                raise error_for(int(status.get("code", 500)), "watch", str(status.get("message", "")))
             yield event
         if not chunk:
             return
 
 
-def failure(status: int, what: str, text: str) -> KubeError:
-    """Returns the error for a response of the API server. `text`: its body, a Status object or a proxy's text."""
+def error_for(status: int, call: str, text: str) -> KubeError:
+    """Returns the error of a response. `text`: a Status, or a proxy's text."""
     message, reason = text[:500], ""
     try:
         answer = msgspec.json.decode(text)
         message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
     except (ValueError, msgspec.DecodeError, AttributeError):
         pass
-    words = f"{what}: {status} {message}"
+    description = f"{call}: {status} {message}"
     if status in (404, 410):
-        return Gone(words)
-    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch with the UID of an earlier object
-        return Conflict(words)
+        return Gone(description)
+    if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch of an earlier object
+        return Conflict(description)
     if status in (401, 403):
-        return Rejected(words) if status == 403 and ("exceeded quota" in message or "PodSecurity" in message) else Denied(words)
+        return (
+            Rejected(description)
+            if status == 403 and ("exceeded quota" in message or "PodSecurity" in message)
+            else Denied(description)
+        )
     if status in (400, 422) or reason == "Invalid":
-        return Rejected(words)
-    return Retry(words)
+        return Rejected(description)
+    return Retry(description)

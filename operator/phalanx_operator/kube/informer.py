@@ -1,7 +1,4 @@
-"""Keeps a Store equal to the API server: a paged list, then a watch from its version; a new list replaces all records.
-
-Without a selector it reads objects with the operator's label. A silent, broken or expired watch restarts.
-"""
+"""Keeps a `Store` equal to the API server, by a list and watches that restart."""
 
 import asyncio
 import logging
@@ -12,7 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from phalanx_api import labels
-from phalanx_operator.decide.pacing import is_calm
+from phalanx_operator.decide.pacing import is_deferrable
 from phalanx_operator.kube.client import Denied, Gone, Json, KubeClient, KubeError, Resource
 from phalanx_operator.kube.store import Key, Store
 
@@ -22,8 +19,7 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Informer:
-    """Informer of one kind in one namespace, or in all. `wake` receives each changed service; `later` receives it instead where
-    the change is not urgent."""
+    """Informer of one kind. Changes wake the service, or defer it if not urgent."""
 
     def __init__(
         self,
@@ -31,28 +27,29 @@ class Informer:
         resource: Resource,
         namespace: str | None,
         store: Store[Any],
+        *,
         wake: Callable[[Key], None],
+        defer: Callable[[Key], None],
         pause: Callable[[float], Any] = asyncio.sleep,
         selector: str = SELECTOR,
-        later: Callable[[Key], None] | None = None,
     ) -> None:
         self.resource = resource
         self.synced = asyncio.Event()
         """Set after the first list."""
-        self.heard_at = time.monotonic()
-        """Monotonic time of the last data from the API server."""
+        self.last_data_at = time.monotonic()
+        """Monotonic time."""
         self._client = client
         self._namespace = namespace
         self._store = store
         self._wake = wake
         self._pause = pause
         self._selector = selector
-        self._later = later or wake
+        self._defer = defer
         self._failures = 0
-        """Restarts in a row. A list does not reset it: a watch that always fails must not list at once each time."""
+        """A list does not reset it, so that a failing watch does not list each time."""
 
     async def run(self) -> None:
-        """Runs forever; an error of the API server makes it wait and restart."""
+        """Runs forever; restarts after errors."""
         while True:
             try:
                 version = await self._list()
@@ -70,12 +67,12 @@ class Informer:
             self._failures += 1
 
     async def _list(self) -> str:
-        """Replaces the store's records. Returns the version to watch from."""
+        """Returns the version to watch from."""
         bodies: list[Json] = []
         after = ""
         while True:
             page = await self._client.list_page(self.resource, self._namespace, self._selector, after)
-            self.heard_at = time.monotonic()
+            self.last_data_at = time.monotonic()
             bodies += page.items
             after = page.next_page
             if not after:
@@ -86,28 +83,27 @@ class Informer:
         return page.resource_version
 
     async def _watch(self, version: str) -> str:
-        """Applies changes until the server ends the watch. Returns the version to continue from."""
+        """Returns the version to continue from."""
         async for event in self._client.watch(self.resource, self._namespace, self._selector, version):
-            self.heard_at, self._failures = time.monotonic(), 0
+            self.last_data_at, self._failures = time.monotonic(), 0
             body = event["object"]
             version = body["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK":
                 continue
-            where = body["metadata"].get("namespace", ""), body["metadata"]["name"]
-            former = self._store.find(*where)
-            key = self._store.drop(*where) if event["type"] == "DELETED" else self._store.put(body)
+            name = body["metadata"].get("namespace", ""), body["metadata"]["name"]
+            former = self._store.find(*name)
+            key = self._store.drop(*name) if event["type"] == "DELETED" else self._store.put(body)
             if key:
-                (self._later if is_calm(former, self._store.find(*where)) else self._wake)(key)
+                (self._defer if is_deferrable(former, self._store.find(*name)) else self._wake)(key)
         return version
 
 
-def silence_s(informers: Iterable[Informer], resource: Resource, now_s: float) -> float:
-    """Returns the seconds since the last data of a kind; of several namespaces, the longest."""
-    return max(now_s - informer.heard_at for informer in informers if informer.resource == resource)
+def watch_age_s(informers: Iterable[Informer], resource: Resource, now_s: float) -> float:
+    """Returns the longest time since the last data of a kind."""
+    return max(now_s - informer.last_data_at for informer in informers if informer.resource == resource)
 
 
-# Fields that are decoded from watch events; the rest, most of a pod, is skipped, which takes a third of the time. A field that
-# `observe` reads must be listed here.
+# The fields that `observe` reads. Decoding only these takes a third of the time.
 
 
 class _Owner(TypedDict, total=False):
@@ -136,8 +132,6 @@ class _Spec(TypedDict, total=False):
 
 
 class _Object(TypedDict, total=False):
-    """An object, or the Status in its place in an error event."""
-
     metadata: _Metadata
     spec: _Spec | None
     status: Any
@@ -154,7 +148,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 def read_event(line: bytes) -> Json:
-    """Returns a watch event; its object has only the fields that `observe` reads. Raises msgspec.DecodeError."""
+    """Returns an event with the fields that `observe` reads. Raises msgspec.DecodeError."""
     event: Any = _DECODER.decode(line)
-    found: Json = event
-    return found
+    decoded: Json = event
+    return decoded

@@ -1,4 +1,4 @@
-"""Trimmed records of child objects by service. Only the informer writes."""
+"""Records of child objects by service."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Item(Generic[T]):
-    """One record with its identity."""
+    """The record of one object."""
 
     uid: str
     key: Key
@@ -21,24 +21,24 @@ class Item(Generic[T]):
 
 
 def service_key(metadata: Mapping[str, Any]) -> Key:
-    """Returns the service of an object from its label; an empty name without the label."""
+    """Returns the service in an object's label, or an empty name."""
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(labels.SERVICE, "")
 
 
 class Store(Generic[T]):
-    """Records of one kind of object, by service. `trim` makes the record of an object."""
+    """Records of one kind. `read` makes the record of an object."""
 
-    def __init__(self, trim: Callable[[Mapping[str, Any]], T]) -> None:
-        self._trim = trim
+    def __init__(self, read: Callable[[Mapping[str, Any]], T]) -> None:
+        self._read = read
         self._items: dict[Key, Item[T]] = {}
         self._by_service: dict[Key, dict[Key, T]] = {}
 
-    def of(self, key: Key) -> list[T]:
+    def of_service(self, key: Key) -> list[T]:
         """Returns the records of a service."""
         return list(self._by_service.get(key, {}).values())
 
     def find(self, namespace: str, name: str) -> T | None:
-        """Returns the record of one object; `namespace` is empty for cluster-scoped objects."""
+        """Returns a record, if it exists. `namespace` may be empty."""
         item = self._items.get((namespace, name))
         return item.record if item else None
 
@@ -46,21 +46,21 @@ class Store(Generic[T]):
         return len(self._items)
 
     def put(self, body: Mapping[str, Any]) -> Key | None:
-        """Stores an object. Returns the service to wake; None if its record did not change."""
+        """Stores an object. Returns the service if the record changed."""
         metadata = body["metadata"]
-        where = (metadata.get("namespace", ""), metadata["name"])
-        new = Item(metadata["uid"], service_key(metadata), self._trim(body))
-        former = self._items.get(where)
+        name = (metadata.get("namespace", ""), metadata["name"])
+        new = Item(metadata["uid"], service_key(metadata), self._read(body))
+        former = self._items.get(name)
         if former == new:
             return None
         if former:
-            self._unlink(where, former)
-        self._items[where] = new
-        self._by_service.setdefault(new.key, {})[where] = new.record
+            self._unlink(name, former)
+        self._items[name] = new
+        self._by_service.setdefault(new.key, {})[name] = new.record
         return new.key
 
     def drop(self, namespace: str, name: str) -> Key | None:
-        """Removes an object. Returns the service to wake; None if it was not stored."""
+        """Removes an object. Returns the service if it was stored."""
         former = self._items.pop((namespace, name), None)
         if former is None:
             return None
@@ -68,22 +68,21 @@ class Store(Generic[T]):
         return former.key
 
     def replace(self, bodies: Iterable[Mapping[str, Any]], namespace: str | None = None) -> set[Key]:
-        """Replaces the objects of one namespace, or of all. Returns the services to wake: those with changed or removed
-        objects."""
-        woken: set[Key] = set()
-        seen: set[Key] = set()
+        """Replaces all objects, of a namespace if given. Returns the changed services."""
+        changed: set[Key] = set()
+        listed: set[Key] = set()
         for body in bodies:
             metadata = body["metadata"]
-            seen.add((metadata.get("namespace", ""), metadata["name"]))
+            listed.add((metadata.get("namespace", ""), metadata["name"]))
             if key := self.put(body):
-                woken.add(key)
-        for where in {where for where in self._items if namespace in (None, where[0])} - seen:
-            if key := self.drop(*where):
-                woken.add(key)
-        return woken
+                changed.add(key)
+        for name in {name for name in self._items if namespace in (None, name[0])} - listed:
+            if key := self.drop(*name):
+                changed.add(key)
+        return changed
 
-    def _unlink(self, where: Key, item: Item[T]) -> None:
-        of_service = self._by_service[item.key]
-        del of_service[where]
-        if not of_service:
+    def _unlink(self, name: Key, item: Item[T]) -> None:
+        records = self._by_service[item.key]
+        del records[name]
+        if not records:
             del self._by_service[item.key]

@@ -1,1 +1,1 @@
-"""The reconcile loop: wakeups, workers, one reconcile per key."""
+"""The reconcile loop."""

@@ -1,4 +1,4 @@
-"""kopf handlers that watch InferenceServices and wake their keys. They write nothing, not even annotations."""
+"""kopf handlers that watch InferenceServices and wake their keys."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from phalanx_operator.observe.service_cache import ServiceCache
 
 
 class NoDiffs(kopf.DiffBaseStorage):
-    """Disables kopf's diffs, which would copy every object at every event."""
+    """Disables kopf's diffs, which copy every object at every event."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         """See DiffBaseStorage."""
@@ -27,10 +27,9 @@ class NoDiffs(kopf.DiffBaseStorage):
 
 
 def registry(wake: Callable[[Key], None], services: ServiceCache) -> kopf.OperatorRegistry:
-    """Returns the handlers that wake a service when it is created, deleted, or its spec changes. Status changes wake nothing: the
-    operator wrote them. `services` receives every event."""
+    """Returns the handlers. Creation, deletion and changes of the spec wake a service."""
     handlers = kopf.OperatorRegistry()
-    known: dict[Key, tuple[Any, ...]] = {}
+    generations: dict[Key, tuple[Any, ...]] = {}
 
     @kopf.on.startup(registry=handlers)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -42,24 +41,25 @@ def registry(wake: Callable[[Key], None], services: ServiceCache) -> kopf.Operat
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=handlers)
     async def changed(namespace: str | None, name: str, type: str | None, event: Any, meta: Mapping[str, Any], **_: Any) -> None:
-        key, former = (namespace or "", name), known.pop((namespace or "", name), None)
-        now = meta.get("uid"), meta.get("generation"), meta.get("deletionTimestamp")
+        key = namespace or "", name
+        former = generations.pop(key, None)
+        generation = meta.get("uid"), meta.get("generation"), meta.get("deletionTimestamp")
         if type == "DELETED":
             services.forget(key)
         else:
-            services.hear(event["object"])
-            known[key] = now
-        if type == "DELETED" or now != former:
+            services.store(event["object"])
+            generations[key] = generation
+        if type == "DELETED" or generation != former:
             wake(key)
 
     @kopf.on.login(registry=handlers)
-    def login(**kwargs: Any) -> Mapping[str, Any] | None:
-        found: Any = kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
-        return found  # type: ignore[no-any-return]
+    def log_in(**kwargs: Any) -> Mapping[str, Any] | None:
+        login: Any = kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+        return login  # type: ignore[no-any-return]
 
     return handlers
 
 
-def quiet() -> None:
-    """Silences kopf's log of each event; the operator logs its own actions."""
+def silence_events() -> None:
+    """Silences kopf's log of events."""
     logging.getLogger("kopf").setLevel(logging.WARNING)

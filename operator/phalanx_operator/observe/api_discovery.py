@@ -1,4 +1,4 @@
-"""Discovers the scheduler APIs that the cluster serves, at most every ten minutes: schedulers can be installed at any time."""
+"""Discovers which scheduler APIs the cluster serves."""
 
 import logging
 import math
@@ -9,12 +9,12 @@ from phalanx_operator.kube.client import Denied, Gone, KubeClient, KubeError, Re
 from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
 
 log = logging.getLogger(__name__)
-ASK_AGAIN_S, RETRY_S = 600.0, 15.0
+REDISCOVER_S, RETRY_S = 600.0, 15.0
 POD_GROUPS = {api: Resource(api, "podgroups") for api in (NATIVE_API, VOLCANO_API)}
 
 
 class SchedulerDiscovery:
-    """The last answer of the cluster. Used by one event loop."""
+    """Caches the answer for `REDISCOVER_S`."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -23,22 +23,21 @@ class SchedulerDiscovery:
         self._next_s = -math.inf
 
     async def served(self, namespace: str) -> frozenset[str] | None:
-        """Returns the API versions that the cluster serves; None before the first answer."""
+        """Returns the served API versions, if known."""
         if self._clock() < self._next_s:
             return self._served
         try:
-            found = frozenset([api for api, resource in POD_GROUPS.items() if await self._has(resource, namespace)])
+            served = frozenset([api for api, resource in POD_GROUPS.items() if await self._is_served(resource, namespace)])
         except KubeError as error:
             log.warning("scheduler discovery failed", extra={"why": str(error)})
             self._next_s = self._clock() + RETRY_S
             return self._served
-        if found != self._served:
-            log.info("scheduler APIs", extra={"apis": ", ".join(sorted(found))})
-        self._served, self._next_s = found, self._clock() + ASK_AGAIN_S
-        return found
+        if served != self._served:
+            log.info("scheduler APIs", extra={"apis": ", ".join(sorted(served))})
+        self._served, self._next_s = served, self._clock() + REDISCOVER_S
+        return served
 
-    async def _has(self, resource: Resource, namespace: str) -> bool:
-        """Returns whether the operator can create such objects. Raises KubeError when the API server gives no answer."""
+    async def _is_served(self, resource: Resource, namespace: str) -> bool:
         try:
             await self._client.list_page(resource, namespace, "phalanx.dev/service=none", "")
         except (Gone, Denied):

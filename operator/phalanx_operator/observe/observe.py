@@ -1,4 +1,4 @@
-"""Builds a `Snapshot` from the informers' stores and the `ServiceCache`."""
+"""Builds a `Snapshot` from the informers' stores and pending writes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from phalanx_api import labels
-from phalanx_api.schema import read
+from phalanx_api.schema import parse_record
 from phalanx_api.status import Status
 from phalanx_operator.decide.groups import recovery
-from phalanx_operator.decide.groups.drain import LAST_S
-from phalanx_operator.decide.groups.recovery import RETRIED
+from phalanx_operator.decide.groups.drain import FINAL_GRACE_S
+from phalanx_operator.decide.groups.recovery import RETRIED_ANNOTATION
 from phalanx_operator.decide.state.snapshot import (
     DrainMark,
     ObservedDeployment,
@@ -22,17 +22,17 @@ from phalanx_operator.decide.state.snapshot import (
     ObservedRouter,
     Purpose,
     ReplicasWriter,
-    Restarts,
+    RestartRecord,
     Snapshot,
 )
 from phalanx_operator.kube.client import Json
 from phalanx_operator.kube.store import Key, Store
-from phalanx_operator.observe.pod_failure import last_end, trouble
+from phalanx_operator.observe.pod_failure import last_termination, pod_failure
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedSet:
-    """A StatefulSet that may be a group of a service."""
+    """A StatefulSet that may be a group."""
 
     owner_uid: str
     group: ObservedGroup
@@ -40,20 +40,20 @@ class ObservedSet:
 
 @dataclass(frozen=True, slots=True)
 class ObservedName:
-    """An object of which only the existence matters."""
+    """An object that only has to exist."""
 
     owner_uid: str
     name: str
 
 
-def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
-    """Returns the relevant fields of a pod."""
+def read_pod(body: Mapping[str, Any]) -> ObservedPod:
+    """Returns the record of a pod."""
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
-    leaving = "deletionTimestamp" in metadata
-    ready = conditions.get("Ready", {}).get("status") == "True" and not leaving
+    terminating = "deletionTimestamp" in metadata
+    ready = conditions.get("Ready", {}).get("status") == "True" and not terminating
     since = conditions.get("Ready", {}).get("lastTransitionTime") or ""
-    reason, message = ("", "") if ready else trouble(status, conditions, leaving=leaving)
+    reason, message = ("", "") if ready else pod_failure(status, conditions, terminating=terminating)
     index = _labels(metadata).get(labels.POD_INDEX, "0")
     return ObservedPod(
         name=metadata["name"],
@@ -65,20 +65,20 @@ def trim_pod(body: Mapping[str, Any]) -> ObservedPod:
         reason=reason,
         message=message[:300],
         uid=metadata.get("uid", ""),
-        restarts=sum(one.get("restartCount", 0) for one in status.get("containerStatuses") or []),
-        ended=last_end(status),
+        restarts=sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or []),
+        last_termination=last_termination(status),
         ip=status.get("podIP") or "",
-        leaving=leaving,
+        terminating=terminating,
         created=metadata.get("creationTimestamp") or "",
         unready_since="" if ready else since,
         ready_since=since if ready else "",
-        hurried=metadata.get("deletionGracePeriodSeconds", LAST_S + 1) <= LAST_S,
-        marked=labels.DRAINING in _annotations(metadata),
+        has_short_grace=metadata.get("deletionGracePeriodSeconds", FINAL_GRACE_S + 1) <= FINAL_GRACE_S,
+        is_marked_draining=labels.DRAINING in _annotations(metadata),
     )
 
 
-def trim_set(body: Mapping[str, Any]) -> ObservedSet:
-    """Returns the relevant fields of a StatefulSet; `snapshot` adds its pods."""
+def read_set(body: Mapping[str, Any]) -> ObservedSet:
+    """Returns the record of a StatefulSet, without pods."""
     metadata = body["metadata"]
     group = ObservedGroup(
         name=metadata["name"],
@@ -87,64 +87,64 @@ def trim_set(body: Mapping[str, Any]) -> ObservedSet:
         created=metadata["creationTimestamp"],
         size=body["spec"].get("replicas", 1),
         terminating="deletionTimestamp" in metadata,
-        draining=draining_of(metadata),
+        draining=parse_drain_mark(metadata),
         gang=_labels(metadata).get(labels.GANG, ""),
-        restarts=recovery.read(_annotations(metadata).get(labels.RESTARTS)),
-        retried=_annotations(metadata).get(RETRIED, ""),
+        restarts=recovery.parse_record(_annotations(metadata).get(labels.RESTARTS)),
+        retried_at=_annotations(metadata).get(RETRIED_ANNOTATION, ""),
     )
     return ObservedSet(owner_uid(metadata), group)
 
 
-def trim_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
-    """Returns the relevant fields of a Deployment."""
+def read_deployment(body: Mapping[str, Any]) -> ObservedDeployment:
+    """Returns the record of a Deployment."""
     metadata, status = body["metadata"], body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
-    refusal = conditions.get("ReplicaFailure", {})
+    failure = conditions.get("ReplicaFailure", {})
     router = ObservedRouter(
-        wanted=body["spec"].get("replicas", 1),
+        replicas=body["spec"].get("replicas", 1),
         updated=status.get("updatedReplicas", 0),
         ready=status.get("readyReplicas", 0),
-        current=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
+        is_current=status.get("observedGeneration", 0) >= metadata.get("generation", 0),
         uid=metadata.get("uid", ""),
-        refused=(refusal.get("message") or "").rpartition("is forbidden: ")[2],  # without the pod's name, which changes
-        refused_since=refusal.get("lastTransitionTime") or "",
-        retried=_annotations(metadata).get(RETRIED, ""),
+        rejection=(failure.get("message") or "").rpartition("is forbidden: ")[2],  # without the pod's name, which changes
+        rejected_since=failure.get("lastTransitionTime") or "",
+        retried_at=_annotations(metadata).get(RETRIED_ANNOTATION, ""),
     )
     return ObservedDeployment(owner_uid(metadata), metadata["name"], router)
 
 
-def trim_node(body: Mapping[str, Any]) -> ObservedNode:
-    """Returns the relevant fields of a node."""
+def read_node(body: Mapping[str, Any]) -> ObservedNode:
+    """Returns the record of a node."""
     conditions = {c["type"]: c for c in (body.get("status") or {}).get("conditions") or []}
     ready = conditions.get("Ready", {})
     cordoned = bool((body.get("spec") or {}).get("unschedulable"))
     return ObservedNode(body["metadata"]["name"], ready.get("status") == "True", ready.get("lastTransitionTime") or "", cordoned)
 
 
-def draining_of(metadata: Mapping[str, Any]) -> DrainMark | None:
-    """Returns the drain annotation of a group, if it has one."""
+def parse_drain_mark(metadata: Mapping[str, Any]) -> DrainMark | None:
+    """Returns the drain annotation `TIME [PURPOSE] REASON`, if there is one."""
     note = _annotations(metadata).get(labels.DRAINING)
     if note is None:
         return None
     since, _, rest = note.partition(" ")
-    purpose, _, why = rest.partition(" ")
-    known: Purpose | None = next((word for word in get_args(Purpose) if word == purpose), None)
-    return DrainMark(since, why, known) if known else DrainMark(since, rest)
+    word, _, why = rest.partition(" ")
+    purpose: Purpose | None = next((purpose for purpose in get_args(Purpose) if purpose == word), None)
+    return DrainMark(since, why, purpose) if purpose else DrainMark(since, rest)
 
 
-def trim_name(body: Mapping[str, Any]) -> ObservedName:
-    """Returns the name and the owner."""
+def read_name(body: Mapping[str, Any]) -> ObservedName:
+    """Returns the record of any other object."""
     return ObservedName(owner_uid(body["metadata"]), body["metadata"]["name"])
 
 
 def _labels(metadata: Mapping[str, Any]) -> Mapping[str, str]:
-    found: Mapping[str, str] = metadata.get("labels") or {}
-    return found
+    values: Mapping[str, str] = metadata.get("labels") or {}
+    return values
 
 
 def _annotations(metadata: Mapping[str, Any]) -> Mapping[str, str]:
-    found: Mapping[str, str] = metadata.get("annotations") or {}
-    return found
+    values: Mapping[str, str] = metadata.get("annotations") or {}
+    return values
 
 
 def owner_uid(metadata: Mapping[str, Any]) -> str:
@@ -152,70 +152,84 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
 
 
+@dataclass(frozen=True, slots=True)
+class PendingWrites:
+    """Writes to groups that the informers have not reported yet, by UID."""
+
+    deleted: set[str] = field(default_factory=set)
+    drain_marks: dict[str, DrainMark | None] = field(default_factory=dict)
+    restarts: dict[str, RestartRecord] = field(default_factory=dict)
+
+    def prune(self, groups: Mapping[str, ObservedGroup]) -> "PendingWrites":
+        """Returns the writes that differ from the groups."""
+        return PendingWrites(
+            self.deleted & groups.keys(),
+            {uid: m for uid, m in self.drain_marks.items() if uid in groups and groups[uid].draining != m},
+            {uid: r for uid, r in self.restarts.items() if uid in groups and groups[uid].restarts != r},
+        )
+
+    def apply(self, group: ObservedGroup) -> ObservedGroup:
+        """Returns the group after these writes."""
+        return replace(
+            group,
+            terminating=group.terminating or group.uid in self.deleted,
+            draining=self.drain_marks.get(group.uid, group.draining),
+            restarts=self.restarts.get(group.uid, group.restarts),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.deleted or self.drain_marks or self.restarts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Children:
-    """Stores of all child objects and of the nodes, with writes that the informers have not reported yet."""
+    """Stores of child objects and nodes, with pending writes."""
 
-    pods: Store[ObservedPod] = field(default_factory=lambda: Store(trim_pod))
-    sets: Store[ObservedSet] = field(default_factory=lambda: Store(trim_set))
-    deployments: Store[ObservedDeployment] = field(default_factory=lambda: Store(trim_deployment))
-    services: Store[ObservedName] = field(default_factory=lambda: Store(trim_name))
-    nodes: Store[ObservedNode] = field(default_factory=lambda: Store(trim_node))
-    doomed: dict[Key, set[str]] = field(default_factory=dict)
-    """UIDs of groups that the operator deleted, by service."""
-    notes: dict[Key, dict[str, DrainMark | None]] = field(default_factory=dict)
-    """Drain annotations that the operator wrote, by service and group UID."""
-    counts: dict[Key, dict[str, Restarts]] = field(default_factory=dict)
-    """Restart annotations that the operator wrote, by service and group UID."""
-    short: dict[Key, dict[str, str]] = field(default_factory=dict)
-    """Since when groups have fewer pods than they need."""
+    pods: Store[ObservedPod] = field(default_factory=lambda: Store(read_pod))
+    sets: Store[ObservedSet] = field(default_factory=lambda: Store(read_set))
+    deployments: Store[ObservedDeployment] = field(default_factory=lambda: Store(read_deployment))
+    services: Store[ObservedName] = field(default_factory=lambda: Store(read_name))
+    nodes: Store[ObservedNode] = field(default_factory=lambda: Store(read_node))
+    pending: dict[Key, PendingWrites] = field(default_factory=dict)
+    incomplete: dict[Key, dict[str, str]] = field(default_factory=dict)
+    """Since when groups lack pods, by UID."""
 
-    def present(self, key: Key, uid: str) -> set[tuple[str, str]]:
-        """Returns kind and name of the watched children that a service's groups share; a missing one is created again."""
-        deployments = {("Deployment", d.name) for d in self.deployments.of(key) if d.owner_uid == uid}
-        return deployments | {("Service", s.name) for s in self.services.of(key) if s.owner_uid == uid}
+    def shared_objects(self, key: Key, uid: str) -> set[tuple[str, str]]:
+        """Returns kind and name of watched objects that groups share."""
+        deployments = {("Deployment", d.name) for d in self.deployments.of_service(key) if d.owner_uid == uid}
+        return deployments | {("Service", s.name) for s in self.services.of_service(key) if s.owner_uid == uid}
 
-    def doom(self, key: Key, uid: str) -> None:
-        """Marks this group as deleted."""
-        self.doomed.setdefault(key, set()).add(uid)
+    def pending_writes(self, key: Key) -> PendingWrites:
+        """Returns the pending writes, to add to."""
+        return self.pending.setdefault(key, PendingWrites())
 
-    def note(self, key: Key, uid: str, draining: DrainMark | None) -> None:
-        """Records the drain annotation of this group, or its removal."""
-        self.notes.setdefault(key, {})[uid] = draining
-
-    def restarted(self, key: Key, uid: str, note: Restarts) -> None:
-        """Records the restart annotation of this group."""
-        self.counts.setdefault(key, {})[uid] = note
-
-    def count_pods(self, key: Key, now: str) -> None:
-        """Records which groups lack pods and since when: no object of the cluster has that time."""
-        num_pods = Counter(pod.owner_uid for pod in self.pods.of(key))
-        groups = [s.group for s in self.sets.of(key)]
-        before = self.short.pop(key, {})
-        if short := {group.uid: before.get(group.uid, now) for group in groups if num_pods[group.uid] < group.size}:
-            self.short[key] = short
+    def track_incomplete(self, key: Key, now: str) -> None:
+        """Records since when groups lack pods."""
+        num_pods = Counter(pod.owner_uid for pod in self.pods.of_service(key))
+        groups = [s.group for s in self.sets.of_service(key)]
+        former = self.incomplete.pop(key, {})
+        if incomplete := {g.uid: former.get(g.uid, now) for g in groups if num_pods[g.uid] < g.size}:
+            self.incomplete[key] = incomplete
 
     def prune(self, key: Key) -> None:
-        """Drops deleted groups and recorded annotations that the store has received."""
-        known = {s.group.uid: s.group.draining for s in self.sets.of(key)}
-        late = {uid: note for uid, note in self.notes.pop(key, {}).items() if uid in known and known[uid] != note}
-        if late:
-            self.notes[key] = late
-        noted = {s.group.uid: s.group.restarts for s in self.sets.of(key)}
-        waiting = {uid: note for uid, note in self.counts.pop(key, {}).items() if uid in noted and noted[uid] != note}
-        if waiting:
-            self.counts[key] = waiting
-        left = self.doomed.pop(key, set()) & {s.group.uid for s in self.sets.of(key)}
-        if left:
-            self.doomed[key] = left
+        """Drops reported writes."""
+        groups = {s.group.uid: s.group for s in self.sets.of_service(key)}
+        if pending := self.pending.pop(key, PendingWrites()).prune(groups):
+            self.pending[key] = pending
+
+    def forget(self, key: Key) -> None:
+        """Drops a deleted service."""
+        self.pending.pop(key, None)
+        self.incomplete.pop(key, None)
 
 
-def snapshot(body: Json, children: Children) -> Snapshot:
-    """Returns the snapshot of a service. Children of an earlier service of the same name are excluded."""
+def take_snapshot(body: Json, children: Children) -> Snapshot:
+    """Returns the snapshot, without children of an earlier service of this name."""
     metadata = body["metadata"]
     uid = metadata["uid"]
     key = (metadata["namespace"], metadata["name"])
-    routers = [d.router for d in children.deployments.of(key) if d.owner_uid == uid]
+    routers = [d.router for d in children.deployments.of_service(key) if d.owner_uid == uid]
+    pods = children.pods.of_service(key)
     return Snapshot(
         namespace=key[0],
         name=key[1],
@@ -223,40 +237,36 @@ def snapshot(body: Json, children: Children) -> Snapshot:
         generation=metadata.get("generation", 0),
         resource_version=metadata["resourceVersion"],
         has_replicas=(body.get("spec") or {}).get("replicas") is not None,
-        status=_former_status(body),
+        status=_stored_status(body),
         groups=_groups(key, uid, children),
         replicas_writer=replicas_writer(metadata),
-        nodes=_nodes_of(key, children),
+        nodes=_nodes(key, children),
         router=routers[0] if routers else None,
-        router_pods=tuple(sorted((p for p in children.pods.of(key) if p.component == "router"), key=lambda pod: pod.name)),
+        router_pods=tuple(sorted((pod for pod in pods if pod.component == "router"), key=lambda pod: pod.name)),
     )
 
 
 def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]:
     by_owner: dict[str, list[ObservedPod]] = {}
-    for pod in children.pods.of(key):
+    for pod in children.pods.of_service(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
-    notes, counts = children.notes.get(key, {}), children.counts.get(key, {})
+    pending, incomplete = children.pending.get(key, PendingWrites()), children.incomplete.get(key, {})
     groups = [
         replace(
-            s.group,
-            terminating=s.group.terminating or s.group.uid in children.doomed.get(key, ()),
-            draining=notes.get(s.group.uid, s.group.draining),
-            restarts=counts.get(s.group.uid, s.group.restarts),
-            short_since=children.short.get(key, {}).get(s.group.uid, ""),
+            pending.apply(s.group),
+            incomplete_since=incomplete.get(s.group.uid, ""),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
-        for s in children.sets.of(key)
+        for s in children.sets.of_service(key)
         if s.owner_uid == uid
     ]
     return tuple(sorted(groups, key=lambda group: group.name))
 
 
-def _nodes_of(key: Key, children: Children) -> dict[str, ObservedNode]:
-    """Returns the nodes of a service's pods."""
-    wanted = {pod.node for pod in children.pods.of(key) if pod.node}
-    found = ((name, children.nodes.find("", name)) for name in wanted)
-    return {name: node for name, node in found if node is not None}
+def _nodes(key: Key, children: Children) -> dict[str, ObservedNode]:
+    names = {pod.node for pod in children.pods.of_service(key) if pod.node}
+    nodes = ((name, children.nodes.find("", name)) for name in names)
+    return {name: node for name, node in nodes if node is not None}
 
 
 def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
@@ -269,9 +279,9 @@ def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:
     return max(owners, key=lambda owner: owner.at, default=None)
 
 
-def _former_status(body: Json) -> Status:
-    """Returns the stored status; an empty one if a later operator version wrote fields that this one cannot read."""
+def _stored_status(body: Json) -> Status:
+    """Empty if a later version wrote unreadable fields."""
     try:
-        return read(Status, body.get("status") or {})
+        return parse_record(Status, body.get("status") or {})
     except ValidationError:
         return Status()

@@ -1,4 +1,4 @@
-"""Derives why a pod is not ready, in the words of Kubernetes and of the container's last output."""
+"""Derives why pods are not ready or rejected."""
 
 import json
 import logging
@@ -7,29 +7,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_operator.decide.state.groups import live
+from phalanx_operator.decide.state.groups import live_groups
 from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s
 from phalanx_operator.kube.client import CORE_EVENTS, Json, KubeClient, KubeError
 from phalanx_operator.kube.store import Key
 
+log = logging.getLogger(__name__)
+REREAD_S = 10.0
+CREATION_S = 3.0
+"""For a StatefulSet to create pods."""
+FAILED_CREATE = "FailedCreate"
 _STARTING = (None, "", "ContainerCreating", "PodInitializing")
-_SAYS_NOTHING = ("", "Error", "Completed")
-"""Termination reasons that carry no information beyond the end itself."""
+_UNINFORMATIVE = ("", "Error", "Completed")
+"""Not worth a mention."""
+_INFERRED = ("ContainerStatusUnknown",)
+"""Inferred by the kubelet after a lost node."""
 
 
-_OUTSIDE = ("ContainerStatusUnknown",)
-"""Terminations that the kubelet infers after the loss of its node."""
-
-
-def trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, leaving: bool = False) -> tuple[str, str]:
-    """Returns reason and message of a pod that is not ready; empty while it only starts.
-
-    Terminated containers of a pod that is `leaving` are no failure.
-    """
+def pod_failure(
+    status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, terminating: bool = False
+) -> tuple[str, str]:
+    """Returns reason and message of an unready pod; empty while it starts. Exits of a terminating pod are no failure."""
     for container in _containers(status):
-        found = _waiting(container) or (None if leaving else _ended(container))
-        if found:
-            return found
+        failure = _waiting_reason(container) or (None if terminating else _termination(container))
+        if failure:
+            return failure
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return scheduled.get("reason") or "Unschedulable", scheduled.get("message") or ""
@@ -40,37 +42,36 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
 
 
-def _waiting(container: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns why the container cannot start; after repeated failures the reason of the last one, not the back-off."""
+def _waiting_reason(container: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The last termination's message replaces that of a back-off."""
     waiting = (container.get("state") or {}).get("waiting") or {}
     if waiting.get("reason") in _STARTING:
         return None
     last = (container.get("lastState") or {}).get("terminated") or {}
-    words = last_words(last) if waiting["reason"] == "CrashLoopBackOff" else ""
-    return waiting["reason"], words or waiting.get("message") or ""
+    message = termination_message(last) if waiting["reason"] == "CrashLoopBackOff" else ""
+    return waiting["reason"], message or waiting.get("message") or ""
 
 
-def _ended(container: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns why the container terminated with an error, until it restarts."""
-    ended = (container.get("state") or {}).get("terminated") or {}
-    if not ended.get("exitCode") or ended.get("reason") in _OUTSIDE:
+def _termination(container: Mapping[str, Any]) -> tuple[str, str] | None:
+    terminated = (container.get("state") or {}).get("terminated") or {}
+    if not terminated.get("exitCode") or terminated.get("reason") in _INFERRED:
         return None
-    return ended.get("reason") or "Error", last_words(ended)
+    return terminated.get("reason") or "Error", termination_message(terminated)
 
 
-def last_words(ended: Mapping[str, Any]) -> str:
-    """Returns the last line of the container's termination message, else its exit reason; empty if unknown."""
-    lines = [line.strip() for line in (ended.get("message") or "").splitlines() if line.strip()]
-    reason = ended.get("reason") or ""
-    said = _plain(lines[-1]) if lines else ""
-    if not said:
-        code = ended.get("exitCode")
+def termination_message(terminated: Mapping[str, Any]) -> str:
+    """Returns the last line of the termination message, else reason and exit code."""
+    lines = [line.strip() for line in (terminated.get("message") or "").splitlines() if line.strip()]
+    reason = terminated.get("reason") or ""
+    message = _log_message(lines[-1]) if lines else ""
+    if not message:
+        code = terminated.get("exitCode")
         return "" if code is None else f"{reason or 'Error'}, exit code {code}"
-    return said if reason in _SAYS_NOTHING else f"{reason}: {said}"
+    return message if reason in _UNINFORMATIVE else f"{reason}: {message}"
 
 
-def _plain(line: str) -> str:
-    """Returns the message of a structured log line; any other line unchanged."""
+def _log_message(line: str) -> str:
+    """Reads a JSON log line."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -78,66 +79,59 @@ def _plain(line: str) -> str:
     return str(record["message"]) if isinstance(record, dict) and record.get("message") else line
 
 
-def last_end(status: Mapping[str, Any]) -> str:
-    """Returns the reason of the last termination before a container of the pod restarted."""
-    lasts = [(one.get("lastState") or {}).get("terminated") or {} for one in status.get("containerStatuses") or []]
-    return next((str(last.get("reason") or "Error") for last in lasts if last), "")
-
-
-# Why a StatefulSet cannot create its pods is only in events: its controller reports the API server's answer there.
-# Read for groups that have fewer pods than they need, each at most every few seconds.
-
-log = logging.getLogger(__name__)
-ASK_AGAIN_S = 10.0
-NEW_S = 3.0
-"""Time for a StatefulSet to create its pods before events are read."""
-FAILED = "FailedCreate"
+def last_termination(status: Mapping[str, Any]) -> str:
+    """Returns the reason of the last termination before a restart."""
+    terminations = [(c.get("lastState") or {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
+    return next((str(last.get("reason") or "Error") for last in terminations if last), "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    words: str
+    message: str
     at_s: float
 
 
-class ImageRefusals:
-    """The last events of each group's pods. Used by one event loop."""
+class PodRejections:
+    """Reads why pods are rejected from events of StatefulSets."""
 
     def __init__(self, client: KubeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._known: dict[Key, dict[str, _Answer]] = {}
+        self._answers: dict[Key, dict[str, _Answer]] = {}
 
-    async def of(self, key: Key, groups: Iterable[ObservedGroup], now: str) -> dict[str, str]:
-        """Returns why pods of these groups were refused, by group UID, for groups that lack pods and have such an event."""
-        lacking = [group for group in live(groups) if group.short_since and (age_s(group.short_since, now) or 0) >= NEW_S]
-        known, now_s = self._known.get(key, {}), self._clock()
-        left = {group.uid: known[group.uid] for group in lacking if group.uid in known}
+    async def read(self, key: Key, groups: Iterable[ObservedGroup], now: str) -> dict[str, str]:
+        """Returns the rejection of groups that lack pods, by UID."""
+        lacking = [
+            group
+            for group in live_groups(groups)
+            if group.incomplete_since and (age_s(group.incomplete_since, now) or 0) >= CREATION_S
+        ]
+        former, now_s = self._answers.get(key, {}), self._clock()
+        answers = {group.uid: former[group.uid] for group in lacking if group.uid in former}
         for group in lacking:
-            if group.uid not in left or now_s - left[group.uid].at_s >= ASK_AGAIN_S:
-                left[group.uid] = _Answer(await self._ask(key[0], group), now_s)
-        self._known.pop(key, None)
-        if left:
-            self._known[key] = left
-        return {uid: answer.words for uid, answer in left.items() if answer.words}
+            if group.uid not in answers or now_s - answers[group.uid].at_s >= REREAD_S:
+                answers[group.uid] = _Answer(await self._read_group(key[0], group), now_s)
+        self._answers.pop(key, None)
+        if answers:
+            self._answers[key] = answers
+        return {uid: answer.message for uid, answer in answers.items() if answer.message}
 
     def forget(self, key: Key) -> None:
-        """Drops all state of a deleted service."""
-        self._known.pop(key, None)
+        """Drops a deleted service."""
+        self._answers.pop(key, None)
 
-    async def _ask(self, namespace: str, group: ObservedGroup) -> str:
-        """Returns the latest message of the group's events; empty without one or where events cannot be read."""
-        fields = f"involvedObject.uid={group.uid},reason={FAILED}"
+    async def _read_group(self, namespace: str, group: ObservedGroup) -> str:
+        """Returns the latest message, if it exists and is readable."""
+        fields = f"involvedObject.uid={group.uid},reason={FAILED_CREATE}"
         try:
             page = await self._client.list_page(CORE_EVENTS, namespace, "", "", fields=fields)
         except KubeError as error:
             log.warning("events not read", extra={"group": group.name, "why": str(error)})
             return ""
-        latest = max(page.items, key=_time, default=None)
+        latest = max(page.items, key=_last_occurrence, default=None)
         return str(latest.get("message") or "") if latest else ""
 
 
-def _time(event: Json) -> str:
-    """Returns the time of the event's last occurrence."""
+def _last_occurrence(event: Json) -> str:
     series = event.get("series") or {}
     return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")

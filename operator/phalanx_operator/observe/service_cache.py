@@ -1,5 +1,4 @@
-"""Cache of InferenceServices from the watch and from responses to the operator's writes. A starting service reconciles often, and
-mostly nothing but its status changed; the cache saves those reads."""
+"""Caches of InferenceServices: a starting service reconciles often."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from phalanx_api.spec import inference_service as api
 from phalanx_api.spec.inference_service import FieldError, InferenceService
-from phalanx_operator.kube.client import SERVICES_OF_OURS, Json, KubeClient
+from phalanx_operator.kube.client import INFERENCE_SERVICES, Json, KubeClient
 from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
 
-FRESH_S = 30.0
-"""Age at which a cached service is read again: a watch can be silent without an error."""
+MAX_AGE_S = 30.0
+"""A watch may be silent without an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,39 +23,39 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCache:
-    """The newest known body of each service. Resource versions are compared as numbers (KEP-5504); others are not cached.
+    """The newest body of each service. Callers must not change it.
 
-    Callers share the bodies and must not change them.
+    Only numeric resource versions are cached: they can be compared (KEP-5504).
     """
 
     clock: Callable[[], float] = time.monotonic
     bodies: dict[Key, _Body] = field(default_factory=dict)
 
     async def get(self, client: KubeClient, key: Key) -> Json:
-        """Returns the service, read from the API server if the cache is too old. Raises Gone or another KubeError."""
-        known = self.bodies.get(key)
-        if known and self.clock() - known.at_s < FRESH_S:
-            return known.body
-        return await client.get(SERVICES_OF_OURS, *key)
+        """Returns the service, read again after `MAX_AGE_S`. Raises KubeError."""
+        cached = self.bodies.get(key)
+        if cached and self.clock() - cached.at_s < MAX_AGE_S:
+            return cached.body
+        return await client.get(INFERENCE_SERVICES, *key)
 
-    def hear(self, body: Json) -> None:
-        """Stores a watch event, unless a newer body is cached."""
+    def store(self, body: Json) -> None:
+        """Stores the body of a watch event, unless a newer one is cached."""
         key, version = _key(body), _version(body)
-        known = self.bodies.get(key)
+        cached = self.bodies.get(key)
         if version is None:
             self.bodies.pop(key, None)
-        elif known is None or known.version < version or _uid(known.body) != _uid(body):
+        elif cached is None or cached.version < version or _uid(cached.body) != _uid(body):
             self.bodies[key] = _Body(body, version, self.clock())
 
-    def wrote(self, body: Json) -> None:
-        """Stores the response to a write, if the service is cached: a late response must not restore a deleted service."""
+    def store_write(self, body: Json) -> None:
+        """Stores a write's response, unless the service was deleted."""
         if _key(body) in self.bodies and _uid(self.bodies[_key(body)].body) == _uid(body):
-            self.hear(body)
+            self.store(body)
 
-    def doubt(self, key: Key) -> None:
-        """Makes reads go to the API server until a newer body arrives."""
-        if known := self.bodies.get(key):
-            self.bodies[key] = replace(known, at_s=float("-inf"))
+    def expire(self, key: Key) -> None:
+        """Makes `get` read until a newer body arrives."""
+        if cached := self.bodies.get(key):
+            self.bodies[key] = replace(cached, at_s=float("-inf"))
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
@@ -77,41 +76,36 @@ def _version(body: Json) -> int | None:
     return int(version) if version.isascii() and version.isdigit() else None
 
 
-# Parsed manifests: an unchanged spec is parsed once.
-
-
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A spec and its parsed form."""
-
+class _Parsed:
     spec: Json
     service: InferenceService
     revision: str
 
 
 @dataclass(frozen=True, slots=True)
-class Manifests:
-    """The last parsed manifest of each service."""
+class ManifestCache:
+    """Parsed manifests: an unchanged spec is parsed once."""
 
-    last: dict[Key, _Read] = field(default_factory=dict)
+    parsed: dict[Key, _Parsed] = field(default_factory=dict)
 
-    def read(self, body: Json) -> InferenceService | list[FieldError]:
-        """Returns the parsed service, or its errors field by field."""
-        key, spec = (body["metadata"]["namespace"], body["metadata"]["name"]), body.get("spec", {})
-        last = self.last.get(key)
-        if last and last.service.uid == body["metadata"]["uid"] and last.spec == spec:
-            return last.service
-        self.last.pop(key, None)
-        found = api.parse(body)
-        if isinstance(found, InferenceService):
-            self.last[key] = _Read(spec, found, revision(found))
-        return found
+    def parse(self, body: Json) -> InferenceService | list[FieldError]:
+        """Returns the service, or its errors."""
+        key, spec = _key(body), body.get("spec", {})
+        cached = self.parsed.get(key)
+        if cached and cached.service.uid == body["metadata"]["uid"] and cached.spec == spec:
+            return cached.service
+        self.parsed.pop(key, None)
+        result = api.parse(body)
+        if isinstance(result, InferenceService):
+            self.parsed[key] = _Parsed(spec, result, revision(result))
+        return result
 
     def revision(self, service: InferenceService) -> str:
         """Returns the revision of a service."""
-        last = self.last.get((service.namespace, service.name))
-        return last.revision if last and last.service is service else revision(service)
+        cached = self.parsed.get((service.namespace, service.name))
+        return cached.revision if cached and cached.service is service else revision(service)
 
     def forget(self, key: Key) -> None:
-        """Drops all state of a deleted service."""
-        self.last.pop(key, None)
+        """Drops a deleted service."""
+        self.parsed.pop(key, None)

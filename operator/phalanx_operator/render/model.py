@@ -1,4 +1,4 @@
-"""Where a group finds its model: the argument of the runtime, and the volume or credentials that it needs."""
+"""How a group gets its model."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ from phalanx_operator.render.objects import Object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """The MODEL argument, more flags, and what the pod must have for them."""
+    """The MODEL argument, flags, and the pod fields that they need."""
 
     argument: str
     flags: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class ModelSource:
 
 
 def model_source(model: Model) -> ModelSource:
-    """How the runtime gets this model."""
+    """Returns how the runtime gets this model."""
     scheme, _, rest = model.uri.partition("://")
     if scheme == "file":
         return ModelSource(argument=rest)
@@ -33,36 +33,35 @@ def model_source(model: Model) -> ModelSource:
     flags = ("--revision", model.revision) if model.revision else ()
     cache = _cache_volume(model.cache)
     folder = labels.MODEL_CACHE_DIR if cache else labels.CACHE_DIR
-    is_fixed = model.cache is not None and model.cache.read_only
-    flags = (*flags, "--download-dir", folder, *(("--cached-only",) if is_fixed else ()))
-    remote = ModelSource(argument=model.uri, flags=flags, volumes=cache, mounts=_cache_mount(cache, is_fixed))
+    is_read_only = model.cache is not None and model.cache.read_only
+    flags = (*flags, "--download-dir", folder, *(("--cached-only",) if is_read_only else ()))
+    remote = ModelSource(argument=model.uri, flags=flags, volumes=cache, mounts=_cache_mount(cache, is_read_only))
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
 
 
 def with_draft(source: ModelSource, speculative: Speculative | None) -> ModelSource:
-    """The same, and how the runtime gets what drafts for the model. Credentials are the model's."""
+    """Adds the draft model or exit, with the model's credentials."""
     uri = None if speculative is None else speculative.draft_model or speculative.exit
     if speculative is None or uri is None:
         return source
     flag = "--speculative-draft-model" if speculative.draft_model else "--speculative-exit"
-    found = model_source(Model(uri=uri))
-    in_claim = {"name": pod_template.DRAFT_VOLUME}
-    argument = found.argument.replace(labels.MODEL_DIR, labels.DRAFT_DIR, 1) if found.volumes else found.argument
+    draft = model_source(Model(uri=uri))
+    name = {"name": pod_template.DRAFT_VOLUME}
+    argument = draft.argument.replace(labels.MODEL_DIR, labels.DRAFT_DIR, 1) if draft.volumes else draft.argument
     return replace(
         source,
         flags=(*source.flags, flag, argument),
-        volumes=(*source.volumes, *(volume | in_claim for volume in found.volumes)),
-        mounts=(*source.mounts, *(mount | in_claim | {"mountPath": labels.DRAFT_DIR} for mount in found.mounts)),
+        volumes=(*source.volumes, *(volume | name for volume in draft.volumes)),
+        mounts=(*source.mounts, *(mount | name | {"mountPath": labels.DRAFT_DIR} for mount in draft.mounts)),
     )
 
 
 def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:
-    """The volume that keeps downloaded models; none where the pod's own disk does."""
     if cache is None or cache.type == "None":
         return ()
     if cache.type == "Shared":
-        fixed = {"readOnly": True} if cache.read_only else {}
-        claim: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name} | fixed}
+        options = {"readOnly": True} if cache.read_only else {}
+        claim: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name} | options}
     else:
         storage = {"storageClassName": cache.storage_class_name} if cache.storage_class_name else {}
         spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": cache.size}}} | storage
@@ -70,13 +69,13 @@ def _cache_volume(cache: Cache | None) -> tuple[Object, ...]:
     return ({"name": pod_template.MODEL_CACHE_VOLUME} | claim,)
 
 
-def _cache_mount(volume: tuple[Object, ...], is_fixed: bool) -> tuple[Object, ...]:
+def _cache_mount(volume: tuple[Object, ...], is_read_only: bool) -> tuple[Object, ...]:
     mount = {"name": pod_template.MODEL_CACHE_VOLUME, "mountPath": labels.MODEL_CACHE_DIR}
-    return (mount | ({"readOnly": True} if is_fixed else {}),) if volume else ()
+    return (mount | ({"readOnly": True} if is_read_only else {}),) if volume else ()
 
 
 def _with_credentials(source: ModelSource, scheme: str, secret: SecretRef) -> ModelSource:
-    """What the runtime reads its credentials from: variables, or for a registry the file that registries' clients read."""
+    """Adds variables with credentials, or the registry clients' file."""
     match scheme:
         case "s3":
             names = pod_template.S3_VARIABLES

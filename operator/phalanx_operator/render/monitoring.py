@@ -1,4 +1,4 @@
-"""What Prometheus's operator is told of a service: where to scrape, and when to alert. Applied only where its CRDs are."""
+"""Objects of the Prometheus operator, applied only if its CRDs exist."""
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
@@ -8,11 +8,11 @@ API_VERSION = "monitoring.coreos.com/v1"
 COMPONENT = "monitoring"
 INTERVAL = "15s"
 _SERVICE_LABEL = "phalanx_dev_service"
-"""How Prometheus writes the label `phalanx.dev/service`."""
+"""`phalanx.dev/service` in Prometheus."""
 
 
 def objects(service: InferenceService) -> list[Object]:
-    """The ServiceMonitor of routers and groups, and the PrometheusRule."""
+    """Returns the ServiceMonitor and the PrometheusRule."""
     monitor = {
         "selector": {"matchLabels": {labels.SERVICE: service.name}},
         "targetLabels": [labels.SERVICE],
@@ -27,27 +27,27 @@ def objects(service: InferenceService) -> list[Object]:
 
 
 def _rules(service: InferenceService) -> list[Object]:
-    of = f'{{namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"}}'
-    known, ready = f"max(phalanx_router_groups_known{of})", f"max(phalanx_router_groups_ready{of})"
+    selector = f'{{namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"}}'
+    known, ready = f"max(phalanx_router_groups_known{selector})", f"max(phalanx_router_groups_ready{selector})"
     name = f"{service.namespace}/{service.name}"
     return [
         _rule("PhalanxNoReadyGroup", f"{known} > 0 and {ready} == 0", "critical", f"no group of {name} takes requests"),
-        _rule("PhalanxNoRouter", f"absent(phalanx_router_groups_known{of})", "critical", f"no router of {name} is scraped"),
+        _rule("PhalanxNoRouter", f"absent(phalanx_router_groups_known{selector})", "critical", f"no router of {name} is scraped"),
         _rule(
             "PhalanxFleetSaturated",
-            f"max(phalanx_router_fleet_saturated{of}) == 1",
+            f"max(phalanx_router_fleet_saturated{selector}) == 1",
             "warning",
             f"more than half of the groups of {name} are in trouble",
         ),
         _rule(
             "PhalanxShedding",
-            f"sum(rate(phalanx_router_shed_total{of}[5m])) > 0",
+            f"sum(rate(phalanx_router_shed_total{selector}[5m])) > 0",
             "warning",
             f"{name} answers 429 for want of room",
         ),
         _rule(
             "PhalanxSpeculationLost",
-            f"max(phalanx_speculation_lost{of}) == 1",
+            f"max(phalanx_speculation_lost{selector}) == 1",
             "info",
             f"a group of {name} drafts no more and serves without: its log says why",
         ),

@@ -1,7 +1,6 @@
-"""Who may connect to the pods of a service: network policies for groups and routers.
+"""Network policies, and the Ingress or HTTPRoute for clients.
 
-Between pods of groups every port is open, also from one group to another: they meet at the rendezvous, ranks listen on the ports
-after it, and a rank takes the pages of moves, as NCCL its tensors, on a free port that nobody knows before.
+Between groups every port is open: ranks, KV transfer and NCCL use free ports.
 """
 
 from dataclasses import dataclass
@@ -18,20 +17,24 @@ _NAMESPACE = "kubernetes.io/metadata.name"
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Who else may ask a group: the operator in this namespace, and Prometheus in this one (empty: in any)."""
+class PeerNamespaces:
+    """Namespaces of other pods that may connect to groups."""
 
     operator: str = "phalanx-system"
     prometheus: str = ""
+    """Empty: any namespace."""
 
 
-def policies(service: InferenceService, neighbours: Neighbours) -> list[Object]:
-    """The network policies of groups and routers. They restrict what comes in; what goes out is the administrator's."""
+DEFAULT_PEERS = PeerNamespaces()
+
+
+def policies(service: InferenceService, peers: PeerNamespaces) -> list[Object]:
+    """Returns the network policies of groups and routers, for ingress only."""
     http = [{"protocol": "TCP", "port": labels.HTTP_PORT}]
     among_groups = {"from": [{"podSelector": _pods(service, pods.COMPONENT)}]}
     from_routers = {"from": [{"podSelector": _pods(service, router.COMPONENT)}], "ports": http}
     from_others = {
-        "from": [_peer("phalanx-operator", neighbours.operator), _peer("prometheus", neighbours.prometheus)],
+        "from": [_peer("phalanx-operator", peers.operator), _peer("prometheus", peers.prometheus)],
         "ports": http,
     }
     return [
@@ -45,8 +48,8 @@ def _pods(service: InferenceService, component: str) -> Object:
 
 
 def _peer(name: str, namespace: str) -> Object:
-    there = {"matchLabels": {_NAMESPACE: namespace}} if namespace else {}
-    return {"namespaceSelector": there, "podSelector": {"matchLabels": {_NAME: name}}}
+    selector = {"matchLabels": {_NAMESPACE: namespace}} if namespace else {}
+    return {"namespaceSelector": selector, "podSelector": {"matchLabels": {_NAME: name}}}
 
 
 def _policy(service: InferenceService, name: str, component: str, ingress: list[Object]) -> Object:
@@ -54,50 +57,47 @@ def _policy(service: InferenceService, name: str, component: str, ingress: list[
     return child(service, "networking.k8s.io/v1", "NetworkPolicy", name, component, spec=spec)
 
 
-# How clients outside of the cluster reach a service: an Ingress or an HTTPRoute beside its Service, where the spec asks for
-# one.
-# Whoever runs the controller of either decides what becomes of it. Streams last as long as they last: a route says that no
-# time is set for a request, an Ingress can only say it by the annotations of its controller.
-
 COMPONENT = "router"
 INGRESS, ROUTE = ("networking.k8s.io/v1", "Ingress"), ("gateway.networking.k8s.io/v1", "HTTPRoute")
 _PORT = 80
 
 
-def objects(service: InferenceService) -> list[tuple[Object, bool]]:
-    """Each kind that may be asked for, and whether it is."""
-    wanted = service.spec.router.expose
-    route = _route(service, wanted, wanted.gateway) if wanted.gateway else child(service, *ROUTE, service.name, COMPONENT)
-    return [(_ingress(service, wanted), wanted.type == "Ingress"), (route, wanted.type == "HTTPRoute")]
+def exposures(service: InferenceService) -> list[tuple[Object, bool]]:
+    """Returns the Ingress and the HTTPRoute, each with whether it is specified.
+
+    Streams may be long: the route sets no timeout, the Ingress needs annotations.
+    """
+    expose = service.spec.router.expose
+    route = _route(service, expose, expose.gateway) if expose.gateway else child(service, *ROUTE, service.name, COMPONENT)
+    return [(_ingress(service, expose), expose.type == "Ingress"), (route, expose.type == "HTTPRoute")]
 
 
-def _ingress(service: InferenceService, wanted: Expose) -> Object:
-    backend = {"service": {"name": names.front_door(service.name), "port": {"number": _PORT}}}
+def _ingress(service: InferenceService, expose: Expose) -> Object:
+    backend = {"service": {"name": names.client_service(service.name), "port": {"number": _PORT}}}
     paths = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
-    rules: list[Object] = [{"host": host, "http": paths} for host in wanted.hosts] or [{"http": paths}]
+    rules: list[Object] = [{"host": host, "http": paths} for host in expose.hosts] or [{"http": paths}]
     spec: Object = {"rules": rules}
-    if wanted.class_name:
-        spec["ingressClassName"] = wanted.class_name
-    if wanted.tls_secret_name:
-        spec["tls"] = [{"hosts": list(wanted.hosts), "secretName": wanted.tls_secret_name}]
-    return _noted(child(service, *INGRESS, service.name, COMPONENT, spec=spec), wanted)
+    if expose.class_name:
+        spec["ingressClassName"] = expose.class_name
+    if expose.tls_secret_name:
+        spec["tls"] = [{"hosts": list(expose.hosts), "secretName": expose.tls_secret_name}]
+    return _with_annotations(child(service, *INGRESS, service.name, COMPONENT, spec=spec), expose)
 
 
-def _route(service: InferenceService, wanted: Expose, gateway: Gateway) -> Object:
+def _route(service: InferenceService, expose: Expose, gateway: Gateway) -> Object:
     parent = {"name": gateway.name}
     parent |= {"namespace": gateway.namespace} if gateway.namespace else {}
     parent |= {"sectionName": gateway.section_name} if gateway.section_name else {}
     rule = {
         "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
-        "backendRefs": [{"name": names.front_door(service.name), "port": _PORT}],
+        "backendRefs": [{"name": names.client_service(service.name), "port": _PORT}],
         "timeouts": {"request": "0s"},
     }
-    spec = {"parentRefs": [parent], "rules": [rule]} | ({"hostnames": list(wanted.hosts)} if wanted.hosts else {})
-    return _noted(child(service, *ROUTE, service.name, COMPONENT, spec=spec), wanted)
+    spec = {"parentRefs": [parent], "rules": [rule]} | ({"hostnames": list(expose.hosts)} if expose.hosts else {})
+    return _with_annotations(child(service, *ROUTE, service.name, COMPONENT, spec=spec), expose)
 
 
-def _noted(body: Object, wanted: Expose) -> Object:
-    """The object with the annotations that its controller reads."""
-    if wanted.annotations:
-        body["metadata"]["annotations"] = dict(wanted.annotations)
+def _with_annotations(body: Object, expose: Expose) -> Object:
+    if expose.annotations:
+        body["metadata"]["annotations"] = dict(expose.annotations)
     return body

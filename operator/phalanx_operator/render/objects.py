@@ -1,4 +1,4 @@
-"""What all rendered objects have in common: type, metadata, owner, security."""
+"""Common parts of rendered objects, and their names."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from phalanx_api.spec import inference_service as api
 from phalanx_api.spec.inference_service import InferenceService
 
 Object = dict[str, Any]
-"""An object of the Kubernetes API, ready for JSON."""
+"""A Kubernetes object as JSON."""
 
 USER = 65532
-"""The images' user."""
+"""Of the images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images for services that do not name one."""
+    """Default images."""
 
     runtime: str
     router: str
 
 
 def child(service: InferenceService, api_version: str, kind: str, name: str, component: str, **fields: object) -> Object:
-    """An object that belongs to the service, and so goes with it."""
+    """Returns an object that the service owns."""
     metadata = {
         "name": name,
         "namespace": service.namespace,
@@ -35,12 +35,12 @@ def child(service: InferenceService, api_version: str, kind: str, name: str, com
 
 
 def child_labels(service: InferenceService, component: str) -> dict[str, str]:
-    """Labels of a child."""
+    """Returns the labels of a child."""
     return {labels.MANAGED_BY: labels.MANAGER, labels.SERVICE: service.name, labels.COMPONENT: component}
 
 
 def owner(service: InferenceService) -> Object:
-    """The owner reference to the service."""
+    """Returns the owner reference to the service."""
     return {
         "apiVersion": f"{api.GROUP}/{api.VERSION}",
         "kind": api.KIND,
@@ -52,7 +52,7 @@ def owner(service: InferenceService) -> Object:
 
 
 def pod_security() -> Object:
-    """Security context of a pod that the restricted Pod Security Standard admits."""
+    """Returns a restricted security context."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -63,12 +63,12 @@ def pod_security() -> Object:
 
 
 def container_security() -> Object:
-    """Security context of a container that the restricted Pod Security Standard admits."""
+    """Returns a restricted security context."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
 def http_probe(path: str, *, period_s: int, failures: int) -> Object:
-    """A probe of the HTTP process. The time-out is long, for a busy machine answers late."""
+    """Returns a probe of the HTTP process, with a long timeout for busy machines."""
     return {
         "httpGet": {"path": path, "port": labels.HTTP_PORT},
         "periodSeconds": period_s,
@@ -77,67 +77,65 @@ def http_probe(path: str, *, period_s: int, failures: int) -> Object:
     }
 
 
-# Every name that the operator gives to something. A service's name has at most 40 characters, so all of these fit.
-
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _SUFFIX = 5
 
 
 def groups_service(service: str) -> str:
-    """The headless Service that gives the pods of all groups their DNS names."""
+    """Headless Service of group pods."""
     return f"{service}-groups"
 
 
 def groups_budget(service: str) -> str:
-    """The disruption budget of all groups."""
+    """Disruption budget of groups."""
     return f"{service}-groups"
 
 
 def groups_network(service: str) -> str:
-    """The network policy of all groups."""
+    """Network policy of groups."""
     return f"{service}-groups"
 
 
 def policy(service: str) -> str:
-    """The ConfigMap with the policy that routers start with."""
+    """ConfigMap with the routers' first policy."""
     return f"{service}-policy"
 
 
-def former(service: str) -> str:
-    """The ConfigMap with the last revision that was rolled out whole."""
+def revision_record(service: str) -> str:
+    """ConfigMap with the last complete revision."""
     return f"{service}-former"
 
 
 def token_secret(service: str) -> str:
-    """The Secret with the token that routers, leaders and ranks prove to one another."""
+    """Secret with the service's token."""
     return f"{service}-token"
 
 
 def router(service: str) -> str:
-    """The router's Deployment, ServiceAccount, Role, RoleBinding, disruption budget and network policy."""
+    """Deployment, ServiceAccount, Role, RoleBinding, disruption budget and network policy of routers."""
     return f"{service}-router"
 
 
-def front_door(service: str) -> str:
-    """The Service that clients speak to."""
+def client_service(service: str) -> str:
+    """Service for clients."""
     return service
 
 
 def group_names(service: str, uid: str, revision: str, count: int) -> tuple[str, ...]:
-    """Names for groups of a revision, all different. They look random, yet are the same at every call."""
-    found: dict[str, None] = {}
-    turn = 0
-    while len(found) < count:
-        digest = int.from_bytes(hashlib.sha256(f"{uid}/{revision}/{turn}".encode()).digest()[:8], "big")
-        turn += 1
+    """Returns `count` different names: random letters, the same at every call."""
+    result: dict[str, None] = {}
+    attempt = 0
+    while len(result) < count:
+        digest = int.from_bytes(hashlib.sha256(f"{uid}/{revision}/{attempt}".encode()).digest()[:8], "big")
+        attempt += 1
         suffix = ""
         for _ in range(_SUFFIX):
             digest, letter = divmod(digest, len(_ALPHABET))
             suffix += _ALPHABET[letter]
-        found[f"{service}-g-{suffix}"] = None
-    return tuple(found)
+        result[f"{service}-g-{suffix}"] = None
+    return tuple(result)
 
 
 def leader_host(service: str, namespace: str, group: str) -> str:
-    """DNS name of a group's leader pod, known before the pod exists."""
+    """Returns the DNS name of a group's leader pod."""
     return f"{group}-0.{groups_service(service)}.{namespace}.svc"

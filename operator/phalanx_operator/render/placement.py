@@ -1,4 +1,4 @@
-"""Where the pods of a group may run: what a spec's placement adds to each of them."""
+"""Placement of a group's pods."""
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
@@ -9,25 +9,25 @@ PRODUCT = "nvidia.com/gpu.product"
 _WEIGHT = 100
 
 
-def of_pod(service: InferenceService, group: str, avoid: tuple[str, ...] = ()) -> Object:
-    """Fields of a pod's spec. `avoid`: nodes that it should not be placed on, where there are others."""
-    wanted = service.spec.placement
+def pod_placement(service: InferenceService, group: str, avoid_nodes: tuple[str, ...] = ()) -> Object:
+    """Returns fields of a pod's spec. `avoid_nodes` have lower preference."""
+    placement = service.spec.placement
     fields: Object = {}
-    if wanted.node_selector:
-        fields["nodeSelector"] = dict(wanted.node_selector)
-    if wanted.tolerations:
-        fields["tolerations"] = [one.model_dump(mode="json", by_alias=True, exclude_none=True) for one in wanted.tolerations]
+    if placement.node_selector:
+        fields["nodeSelector"] = dict(placement.node_selector)
+    if placement.tolerations:
+        fields["tolerations"] = [t.model_dump(mode="json", by_alias=True, exclude_none=True) for t in placement.tolerations]
     names = {
-        "priorityClassName": wanted.priority_class_name,
-        "runtimeClassName": wanted.runtime_class_name,
-        "schedulerName": wanted.scheduler_name,
+        "priorityClassName": placement.priority_class_name,
+        "runtimeClassName": placement.runtime_class_name,
+        "schedulerName": placement.scheduler_name,
     }
     fields |= {name: value for name, value in names.items() if value}
-    affinity = _affinity(service, group, avoid)
+    affinity = _affinity(service, group, avoid_nodes)
     return fields | ({"affinity": affinity} if affinity else {})
 
 
-def _affinity(service: InferenceService, group: str, avoid: tuple[str, ...]) -> Object:
+def _affinity(service: InferenceService, group: str, avoid_nodes: tuple[str, ...]) -> Object:
     placement = service.spec.placement
     own = {"matchLabels": {labels.SERVICE: service.name, labels.GROUP: group}}
     others = {
@@ -35,46 +35,46 @@ def _affinity(service: InferenceService, group: str, avoid: tuple[str, ...]) -> 
         "matchExpressions": [{"key": labels.GROUP, "operator": "NotIn", "values": [group]}],
     }
     parts = {
-        "nodeAffinity": _nodes(service.spec.resources.accelerator.product, avoid),
+        "nodeAffinity": _nodes(service.spec.resources.accelerator.product, avoid_nodes),
         "podAffinity": _terms(placement.topology.mode, own, placement.topology.key),
         "podAntiAffinity": _terms(placement.spread_groups, others, HOST),
     }
-    asked = placement.affinity.model_dump(mode="json", by_alias=True, exclude_none=True) if placement.affinity else {}
-    both = {kind: _joined(part, asked.get(kind, {})) for kind, part in parts.items()}
-    return {kind: part for kind, part in both.items() if part}
+    specified = placement.affinity.model_dump(mode="json", by_alias=True, exclude_none=True) if placement.affinity else {}
+    joined = {kind: _join(part, specified.get(kind, {})) for kind, part in parts.items()}
+    return {kind: part for kind, part in joined.items() if part}
 
 
-def _joined(ours: Object, theirs: Object) -> Object:
-    """What both ask for. Terms of nodes are alternatives, so what we require is added to each of theirs; lists are added up."""
-    joined = ours | theirs
-    for wish in ours.keys() & theirs.keys():
-        one, other = ours[wish], theirs[wish]
-        joined[wish] = _both_nodes(one, other) if isinstance(one, dict) else [*one, *other]
+def _join(rendered: Object, specified: Object) -> Object:
+    """Node terms are alternatives, so rendered ones are added to each."""
+    joined = rendered | specified
+    for rule in rendered.keys() & specified.keys():
+        left, right = rendered[rule], specified[rule]
+        joined[rule] = _join_node_terms(left, right) if isinstance(left, dict) else [*left, *right]
     return joined
 
 
-def _both_nodes(one: Object, other: Object) -> Object:
+def _join_node_terms(left: Object, right: Object) -> Object:
     terms = "nodeSelectorTerms"
-    pairs = [(ours, theirs) for ours in one[terms] for theirs in other[terms]]
+    pairs = [(a, b) for a in left[terms] for b in right[terms]]
     return {terms: [{"matchExpressions": [*a["matchExpressions"], *b["matchExpressions"]]} for a, b in pairs]}
 
 
-def _terms(wish: str, selector: Object, topology: str) -> Object:
-    """The first pod of a group that must be near its own is placed anywhere: the scheduler lets it match itself."""
+def _terms(mode: str, selector: Object, topology: str) -> Object:
+    """The first pod of a group may match itself."""
     term = {"labelSelector": selector, "topologyKey": topology}
-    if wish == "Required":
+    if mode == "Required":
         return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-    if wish == "Preferred":
+    if mode == "Preferred":
         return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": _WEIGHT, "podAffinityTerm": term}]}
     return {}
 
 
-def _nodes(product: str | None, avoid: tuple[str, ...]) -> Object:
-    found: Object = {}
+def _nodes(product: str | None, avoid_nodes: tuple[str, ...]) -> Object:
+    fields: Object = {}
     if product:
         has_it = {"matchExpressions": [{"key": PRODUCT, "operator": "In", "values": [product]}]}
-        found["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": [has_it]}
-    if avoid:
-        elsewhere = {"matchExpressions": [{"key": HOST, "operator": "NotIn", "values": list(avoid)}]}
-        found["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": _WEIGHT, "preference": elsewhere}]
-    return found
+        fields["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": [has_it]}
+    if avoid_nodes:
+        elsewhere = {"matchExpressions": [{"key": HOST, "operator": "NotIn", "values": list(avoid_nodes)}]}
+        fields["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": _WEIGHT, "preference": elsewhere}]
+    return fields

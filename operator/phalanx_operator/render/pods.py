@@ -1,4 +1,4 @@
-"""A group as a StatefulSet: one pod for each part of the ranks, started together, never re-templated."""
+"""A group as a StatefulSet, which is never changed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,9 @@ from phalanx_api.spec.inference_service import InferenceService, Resources
 from phalanx_api.spec.lifecycle import Drain
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement
-from phalanx_operator.render.gangs import Alone, Gang
+from phalanx_operator.render.gangs import Gang, NoGang
 from phalanx_operator.render.model import ModelSource, model_source, with_draft
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
-
-# The user's overlay, merged over a rendered pod spec as `kubectl patch` would: maps by key, lists by the key of their items.
 
 _LIST_KEYS = {
     "containers": "name",
@@ -29,56 +27,57 @@ _LIST_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
+"""Lists that are merged by a key of their items."""
 
 
-def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the overlay laid over it. Neither is changed; lists without a key are replaced."""
+def merge_overlay(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Merges as `kubectl patch` does: maps by key, lists by their items' key."""
     result = dict(base)
     for key, value in overlay.items():
         former = base.get(key)
         if isinstance(former, dict) and isinstance(value, dict):
-            result[key] = merged(former, value)
+            result[key] = merge_overlay(former, value)
         elif isinstance(former, list) and isinstance(value, list) and key in _LIST_KEYS:
-            result[key] = _merged_by(_LIST_KEYS[key], former, value)
+            result[key] = _merge_items(_LIST_KEYS[key], former, value)
         else:
             result[key] = value
     return result
 
 
-def _merged_by(key: str, base: list[dict[str, Any]], overlay: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of `base` in their order, each with the overlay's item of the same key over it; then the overlay's own."""
-    over = {item.get(key): item for item in overlay}
-    known = {item.get(key) for item in base}
-    result = [merged(item, over.get(item.get(key), {})) for item in base]
-    return result + [item for item in overlay if item.get(key) not in known]
+def _merge_items(key: str, base: list[dict[str, Any]], overlay: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    overlaid = {item.get(key): item for item in overlay}
+    existing = {item.get(key) for item in base}
+    result = [merge_overlay(item, overlaid.get(item.get(key), {})) for item in base]
+    return result + [item for item in overlay if item.get(key) not in existing]
 
 
 COMPONENT = "group"
 STARTUP_S, LIVENESS_S = 600, 60
-"""How long the HTTP process has to come up, and how long it may not answer; loading the model is part of neither."""
+"""Limits of the HTTP process. Loading the model counts for neither."""
 _LIVENESS_PROBES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBuild:
-    """What a group is made with beside its spec: its revision, the images, who places its pods, nodes to keep away from, a key
-    that its pods alone have."""
+    """Inputs other than the spec."""
 
     revision: str
     images: Images
-    gang: Gang = field(default_factory=Alone)
-    avoid: tuple[str, ...] = ()
+    gang: Gang = field(default_factory=NoGang)
+    avoid_nodes: tuple[str, ...] = ()
+    """Have lower preference."""
     key: str = ""
+    """Shared by its pods only."""
 
 
-def group(service: InferenceService, name: str, making: GroupBuild) -> Object:
-    """The StatefulSet of a group. Its pods come back under the same DNS names, and all of them start at once."""
-    revision, added = making.revision, making.gang.additions(service, name)
+def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
+    """Returns the StatefulSet. Its pods start in parallel and keep their DNS names."""
+    revision, additions = build.revision, build.gang.additions(service, name)
     identity = {labels.SERVICE: service.name, labels.GROUP: name}
     own = child_labels(service, COMPONENT) | {labels.GROUP: name, labels.REVISION: revision}
     overlay = service.spec.pod_template or pod_template.PodTemplate()
-    annotations = dict(overlay.metadata.annotations) | added.pod_annotations
-    pod = _pod(service, name, making) | placement.of_pod(service, name, making.avoid) | added.pod_spec
+    annotations = dict(overlay.metadata.annotations) | additions.pod_annotations
+    pod = _pod(service, name, build) | placement.pod_placement(service, name, build.avoid_nodes) | additions.pod_spec
     template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
     rendered = child(
         service,
@@ -93,14 +92,14 @@ def group(service: InferenceService, name: str, making: GroupBuild) -> Object:
             "updateStrategy": {"type": "OnDelete"},
             "revisionHistoryLimit": 0,
             "selector": {"matchLabels": identity},
-            "template": {"metadata": template_metadata, "spec": merged(pod, overlay.overlay())},
+            "template": {"metadata": template_metadata, "spec": merge_overlay(pod, overlay.overlay())},
         },
     )
-    rendered["metadata"]["labels"] = own | {labels.GANG: making.gang.kind} | added.labels
+    rendered["metadata"]["labels"] = own | {labels.GANG: build.gang.kind} | additions.labels
     return rendered
 
 
-def _pod(service: InferenceService, name: str, making: GroupBuild) -> Object:
+def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
     source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
@@ -108,7 +107,7 @@ def _pod(service: InferenceService, name: str, making: GroupBuild) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.grace_s,
         "securityContext": pod_security(),
-        "containers": [_container(service, name, making, source)],
+        "containers": [_container(service, name, build, source)],
         "volumes": [
             {
                 "name": pod_template.TOKEN_VOLUME,
@@ -122,19 +121,19 @@ def _pod(service: InferenceService, name: str, making: GroupBuild) -> Object:
     }
 
 
-def _container(service: InferenceService, name: str, making: GroupBuild, source: ModelSource) -> Object:
+def _container(service: InferenceService, name: str, build: GroupBuild, source: ModelSource) -> Object:
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.POD_INDEX}']"}}
     revision = {"fieldRef": {"fieldPath": f"metadata.labels['{labels.REVISION}']"}}
     return {
         "name": pod_template.RUNTIME_CONTAINER,
-        "image": service.spec.engine.image or making.images.runtime,
+        "image": service.spec.engine.image or build.images.runtime,
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": _arguments(service, name, source),
         "env": [
             {"name": labels.ENV_POD_INDEX, "valueFrom": index},
             {"name": labels.ENV_GROUP, "value": name},
-            *([{"name": labels.ENV_GROUP_KEY, "value": making.key}] if making.key else []),
+            *([{"name": labels.ENV_GROUP_KEY, "value": build.key}] if build.key else []),
             {"name": labels.ENV_REVISION, "valueFrom": revision},
             *source.env,
         ],
@@ -156,24 +155,23 @@ def _container(service: InferenceService, name: str, making: GroupBuild, source:
     }
 
 
-def _probes(wanted: Probes) -> Object:
-    """One probe a second until the process is up; then so many that the last one fails when its time is over."""
-    startup_s, liveness_s = wanted.startup_seconds or STARTUP_S, wanted.liveness_seconds or LIVENESS_S
-    every_s = liveness_s // _LIVENESS_PROBES
+def _probes(probes: Probes) -> Object:
+    """The last liveness probe fails when the time is over."""
+    startup_s, liveness_s = probes.startup_seconds or STARTUP_S, probes.liveness_seconds or LIVENESS_S
+    interval_s = liveness_s // _LIVENESS_PROBES
     return {
         "startupProbe": http_probe("/healthz", period_s=1, failures=startup_s),
-        "livenessProbe": http_probe("/healthz", period_s=every_s, failures=-(-liveness_s // every_s)),
+        "livenessProbe": http_probe("/healthz", period_s=interval_s, failures=-(-liveness_s // interval_s)),
         "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
     }
 
 
 def _lifecycle(drain: Drain) -> Object:
-    """A pause before the pod is asked to end. What follows waits for its streams: they move away, or finish."""
+    """Pauses before SIGTERM."""
     return {"lifecycle": {"preStop": {"sleep": {"seconds": drain.pre_stop_seconds}}}} if drain.pre_stop_seconds else {}
 
 
 def _arguments(service: InferenceService, name: str, source: ModelSource) -> list[str]:
-    """The command line of `phalanx-runtime`, which is the image's entry point."""
     return [
         *("serve", source.argument, *source.flags),
         *("--tensor-parallel-size", str(service.shape.tensor)),
@@ -190,13 +188,13 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
     ]
 
 
-def _resources(wanted: Resources, ranks: int) -> Object:
-    """Requests equal limits: threads of a rank follow the CPU limit, and memory is never overcommitted."""
+def _resources(resources: Resources, ranks: int) -> Object:
+    """Requests equal limits: threads follow the CPU limit, and memory is not overcommitted."""
     amounts: dict[str, str] = {}
-    if wanted.cpu:
-        amounts["cpu"] = wanted.cpu
-    if wanted.memory:
-        amounts["memory"] = wanted.memory
-    if wanted.accelerator.resource_name:
-        amounts[wanted.accelerator.resource_name] = str(ranks)
+    if resources.cpu:
+        amounts["cpu"] = resources.cpu
+    if resources.memory:
+        amounts["memory"] = resources.memory
+    if resources.accelerator.resource_name:
+        amounts[resources.accelerator.resource_name] = str(ranks)
     return {"requests": amounts, "limits": amounts} if amounts else {}

@@ -1,65 +1,58 @@
-"""The revision: a hash of what changes a pod, and of what asks for new ones."""
+"""The revision of pods, and the record of the last complete one."""
 
 import hashlib
 import json
 from typing import Any
 
-from phalanx_api.schema import read
+from phalanx_api.schema import parse_record
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Object, child
 
 PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement")
-"""Fields of a spec that change pods, with the served names."""
+"""Fields that change pods, with the served names."""
 _HASHED: dict[str, Any] = dict.fromkeys(PARTS, True) | {"rollout": {"restart_id"}}
 
 
 def revision(service: InferenceService) -> str:
-    """Ten hex digits that differ when the pods of a group would have to differ.
+    """Returns ten hex digits that change when groups need new pods.
 
-    Unset fields and defaults do not count, whether the API server wrote them down or not, so a later version of the API with more
-    fields gives the same revision; what this version of the operator would render does not count either, so that an upgrade of
-    the operator moves no pod.
+    Unset fields and defaults do not count, so neither new API fields nor an upgrade of the operator change it.
     """
     part = service.spec.model_dump(mode="json", by_alias=True, include=_HASHED, exclude_defaults=True, exclude_none=True)
     part.get("placement", {}).get("gang", {}).pop("timeoutSeconds", None)
-    overlay = part.pop("podTemplate", {})  # nothing of it is ours to leave out
-    part = _said(part) | ({"podTemplate": overlay} if overlay else {})
+    overlay = part.pop("podTemplate", {})  # every field counts, empty ones too
+    part = _without_empty(part) | ({"podTemplate": overlay} if overlay else {})
     part["servedNames"] = list(service.served_names)
     canonical = json.dumps(part, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
 
-def _said(part: dict[str, Any]) -> dict[str, Any]:
-    """The fields that say anything: an object in which nothing is set says what its absence says."""
-    inner = {name: _said(value) if isinstance(value, dict) else value for name, value in part.items()}
+def _without_empty(part: dict[str, Any]) -> dict[str, Any]:
+    """Drops empty objects, which equal their absence."""
+    inner = {name: _without_empty(value) if isinstance(value, dict) else value for name, value in part.items()}
     return {name: value for name, value in inner.items() if value != {}}
 
-
-# What the last revision was that was rolled out whole, in a ConfigMap: all that a service needs to go back to it.
 
 COMPONENT = "former"
 REVISION, SPEC = "revision", "spec"
 
 
-def record(service: InferenceService, revision: str) -> Object:
-    """The ConfigMap for this revision, which takes the place of the one for the revision before."""
-    kept = service.spec.model_copy(update={"served_names": service.served_names})
+def revision_record(service: InferenceService, revision: str) -> Object:
+    """Returns the ConfigMap with this revision."""
+    spec = service.spec.model_copy(update={"served_names": service.served_names})
     parts: dict[str, Any] = dict.fromkeys((*PARTS, "served_names"), True) | {"rollout": {"restart_id"}}
-    text = kept.model_dump_json(by_alias=True, include=parts, exclude_unset=True, exclude_none=True)
+    text = spec.model_dump_json(by_alias=True, include=parts, exclude_unset=True, exclude_none=True)
     data = {REVISION: revision, SPEC: text}
-    return child(service, "v1", "ConfigMap", names.former(service.name), COMPONENT, data=data)
+    return child(service, "v1", "ConfigMap", names.revision_record(service.name), COMPONENT, data=data)
 
 
-def recalled(service: InferenceService, found: Object, revision: str) -> InferenceService | None:
-    """The service as it was in this revision, in all that makes one; None when the ConfigMap is of another one.
-
-    Raises: ValueError when what it holds is no part of a spec.
-    """
-    data = found.get("data") or {}
+def recall(service: InferenceService, record: Object, revision: str) -> InferenceService | None:
+    """Returns the service with the spec in `record`, if it is of this revision. Raises ValueError."""
+    data = record.get("data") or {}
     if data.get(REVISION) != revision:
         return None
-    former = read(Spec, json.loads(data.get(SPEC, "")))
+    former = parse_record(Spec, json.loads(data.get(SPEC, "")))
     parts = {name: getattr(former, name) for name in (*PARTS, "served_names")}
     parts["rollout"] = service.spec.rollout.model_copy(update={"restart_id": former.rollout.restart_id})
     spec = service.spec.model_copy(update=parts)

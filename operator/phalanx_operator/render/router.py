@@ -1,13 +1,12 @@
-"""The front door of a service: the router's Deployment, its right to watch pods, its policy, and the Service for clients."""
+"""Routers: Deployment, permissions, policy, and the Service for clients."""
 
 import msgspec
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
-from phalanx_operator.decide.state.policy import policy_of
+from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.render import objects as names
-from phalanx_operator.render import placement
-from phalanx_operator.render import services as disruption
+from phalanx_operator.render import placement, services
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 from phalanx_operator.render.revision import revision
 
@@ -15,11 +14,11 @@ COMPONENT = "router"
 CONTAINER = "router"
 _KEYS = "api-keys"
 GRACE_S = 30
-"""What a pod's grace period has beside the time of its open streams."""
+"""Added to the drain timeout."""
 
 
 def router_objects(service: InferenceService, images: Images) -> list[Object]:
-    """The router and all that it needs, in the order in which they are best made."""
+    """Returns the routers and their objects, in order of creation."""
     name = names.router(service.name)
     rbac = "rbac.authorization.k8s.io"
     watch_pods = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
@@ -29,24 +28,24 @@ def router_objects(service: InferenceService, images: Images) -> list[Object]:
         child(service, "v1", "ServiceAccount", name, COMPONENT, automountServiceAccountToken=False),
         child(service, f"{rbac}/v1", "Role", name, COMPONENT, rules=watch_pods),
         child(service, f"{rbac}/v1", "RoleBinding", name, COMPONENT, roleRef=role, subjects=[subject]),
-        _front_door(service),
+        _client_service(service),
         _policy(service),
-        disruption.router_budget(service),
+        services.router_budget(service),
         _deployment(service, images),
     ]
 
 
 def _policy(service: InferenceService) -> Object:
-    """What routers follow until they hear the operator. It changes under running routers, and rolls none."""
-    policy = policy_of(service.spec, service.spec.router.replicas, revision=revision(service))
+    """In effect before the operator's first poll. Its changes restart no router."""
+    policy = router_policy(service.spec, PolicyInputs(routers=service.spec.router.replicas, revision=revision(service)))
     text = msgspec.json.encode(policy).decode()
     return child(service, "v1", "ConfigMap", names.policy(service.name), COMPONENT, data={labels.POLICY_KEY: text})
 
 
-def _front_door(service: InferenceService) -> Object:
+def _client_service(service: InferenceService) -> Object:
     ports = [{"name": "http", "port": 80, "targetPort": labels.HTTP_PORT, "protocol": "TCP"}]
     spec = {"type": "ClusterIP", "selector": _selector(service), "ports": ports}
-    return child(service, "v1", "Service", names.front_door(service.name), COMPONENT, spec=spec)
+    return child(service, "v1", "Service", names.client_service(service.name), COMPONENT, spec=spec)
 
 
 def _selector(service: InferenceService) -> dict[str, str]:
@@ -54,7 +53,7 @@ def _selector(service: InferenceService) -> dict[str, str]:
 
 
 def _deployment(service: InferenceService, images: Images) -> Object:
-    """One router more before one goes, so that a change never leaves the service without its door."""
+    """An update starts a router before it ends one."""
     spec = {
         "replicas": service.spec.router.replicas,
         "revisionHistoryLimit": 2,
@@ -85,10 +84,7 @@ def _pod(service: InferenceService, images: Images) -> Object:
 
 
 def _spread(service: InferenceService) -> Object:
-    """Routers keep from one another's nodes where they can; those that an update replaces do not count.
-
-    It is there for one router too, so that another number of them rolls none.
-    """
+    """Rendered for one router too, so that scaling restarts no router."""
     return {
         "maxSkew": 1,
         "topologyKey": placement.HOST,

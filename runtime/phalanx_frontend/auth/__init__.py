@@ -1,1 +1,1 @@
-"""API keys and callers: the sender of a request, and what its key permits."""
+"""API keys, and the callers that they authenticate."""

@@ -1,4 +1,4 @@
-"""API keys: tenant name, highest priority and quotas of each key."""
+"""API keys: tenant, highest priority and quotas."""
 
 import hashlib
 import hmac
@@ -14,12 +14,12 @@ QUOTAS = ("requests_per_minute", "tokens_per_minute", "concurrent")
 
 
 class KeysUnreadable(Exception):
-    """A keys file cannot be used. The message gives the place and the reason, and never contains a key."""
+    """A keys file is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of a tenant; None means unlimited. Each choice counts as a request: n = 4 counts four times."""
+    """Limits of a tenant; null is unlimited. Each choice counts."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output
@@ -32,34 +32,34 @@ class ApiKey:
 
     name: str  # tenant of its requests
     key: str = field(repr=False)
-    priority: int | None = None  # most urgent (lowest) priority that its requests may have; None allows any
+    priority: int | None = None  # most urgent (lowest) priority; null allows any
     quota: Quota | None = None
 
 
 class ApiKeys:
-    """All keys of an API server. Stores only digests; each look-up compares all of them in constant time."""
+    """All keys of an API server, as digests compared in constant time."""
 
-    def __init__(self, keys: Iterable[ApiKey]) -> None:
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys: list[tuple[bytes, ApiKey]] = []
         self._quotas: dict[str, Quota | None] = {}
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Replaces all keys. Requests already accepted continue."""
+        """Replaces all keys. Accepted requests continue."""
         self._keys = [(_digest(key.key.encode()), key) for key in keys]
         self._quotas = {key.name: key.quota for _, key in self._keys}
 
     def quota_of(self, name: str) -> Quota | None:
-        """Returns the quota of the key named `name`; None means unlimited."""
+        """Returns the quota of a tenant, if limited."""
         return self._quotas.get(name)
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """Returns the key of an Authorization header `Bearer <key>`, or None."""
-        scheme, _, offered = authorization.partition(b" ")
-        digest = _digest(offered.strip())
+        """Returns the key of an Authorization header."""
+        scheme, _, token = authorization.partition(b" ")
+        digest = _digest(token.strip())
         found: ApiKey | None = None
         for known, key in self._keys:
             if hmac.compare_digest(known, digest):
@@ -71,22 +71,22 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def gather_keys(given: Sequence[str], file: Path | None) -> list[ApiKey]:
-    """Returns the keys of the command line, named key-1, key-2, ..., then those of the file. Raises KeysUnreadable."""
-    keys = [ApiKey(f"key-{number}", key) for number, key in enumerate(given, 1)]
+def gather_keys(flag_keys: Sequence[str], file: Path | None) -> list[ApiKey]:
+    """Returns the keys of the flags, named key-1, key-2, ..., and of the file. Raises KeysUnreadable."""
+    keys = [ApiKey(f"key-{number}", key) for number, key in enumerate(flag_keys, 1)]
     keys += read_keys(file) if file is not None else []
     if any(not key.key or not key.key.isascii() or not key.key.isprintable() or " " in key.key for key in keys):
         raise KeysUnreadable(
             "a key must be printable ASCII without spaces, and not empty; generate one with openssl rand -hex 24"
         )
-    if any(not _is_whole(key.name) for key in keys):
+    if any(not _is_valid_name(key.name) for key in keys):
         raise KeysUnreadable("a name must be valid Unicode and not empty: it is the tenant of the key's requests")
     if len({key.name for key in keys}) < len(keys) or len({key.key for key in keys}) < len(keys):
         raise KeysUnreadable("two keys have the same name or the same value; make both unique")
     return keys
 
 
-def _is_whole(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     try:
         return bool(valid_text(name))
     except ValueError:
@@ -94,46 +94,42 @@ def _is_whole(name: str) -> bool:
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Reads a keys file: a JSON array of {"name", "key", ...}, or lines `name key [priority] [quota=number ...]` with # comments.
-
-    Quotas are `requests_per_minute`, `tokens_per_minute` and `concurrent`; in JSON they are further fields. Raises
-    KeysUnreadable.
-    """
+    """Reads a JSON array of {"name", "key", ...}, or lines `name key [priority] [quota=number ...]`. Raises KeysUnreadable."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise KeysUnreadable(f"{file}: {error}") from error
-    keys = _of_json(file, text) if text.lstrip().startswith(("[", "{")) else _of_lines(file, text)
+    keys = _parse_json(file, text) if text.lstrip().startswith(("[", "{")) else _parse_lines(file, text)
     if not keys:
         raise KeysUnreadable(f"{file}: the file contains no key; add one, or omit the file")
     return keys
 
 
-def _of_json(file: Path, text: str) -> list[ApiKey]:
+def _parse_json(file: Path, text: str) -> list[ApiKey]:
     try:
         entries = json.loads(text)
     except ValueError as error:
         raise KeysUnreadable(f"{file}: not valid JSON; expected an array of keys") from error
-    return [_of_entry(file, entry) for entry in (entries if isinstance(entries, list) else [entries])]
+    return [_parse_entry(file, entry) for entry in (entries if isinstance(entries, list) else [entries])]
 
 
-def _of_entry(file: Path, entry: object) -> ApiKey:
+def _parse_entry(file: Path, entry: object) -> ApiKey:
     if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority", *QUOTAS}:
         name, key, priority = entry.get("name"), entry.get("key"), entry.get("priority")
         if isinstance(name, str) and name and isinstance(key, str) and (priority is None or type(priority) is int):
-            return ApiKey(name, key, priority, _quota_of(file, {limit: entry[limit] for limit in QUOTAS if limit in entry}))
+            return ApiKey(name, key, priority, _parse_quota(file, {limit: entry[limit] for limit in QUOTAS if limit in entry}))
     fields = ", ".join(f'"{limit}"' for limit in QUOTAS)
     shape = f'{{"name": text, "key": text, "priority": whole number or null}}, optionally with {fields}'
     raise KeysUnreadable(f"{file}: every entry must be {shape}")
 
 
-def _quota_of(file: Path, limits: Mapping[str, object]) -> Quota | None:
+def _parse_quota(file: Path, limits: Mapping[str, object]) -> Quota | None:
     if not all(type(limit) is int and limit > 0 for limit in limits.values()):
         raise KeysUnreadable(f"{file}: {', '.join(QUOTAS)} must be whole numbers above 0")
     return Quota(**{name: limit for name, limit in limits.items() if isinstance(limit, int)}) if limits else None
 
 
-def _of_lines(file: Path, text: str) -> list[ApiKey]:
+def _parse_lines(file: Path, text: str) -> list[ApiKey]:
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -151,5 +147,5 @@ def _of_lines(file: Path, text: str) -> list[ApiKey]:
             raise KeysUnreadable(f"{file}: line {number} is not `name key [priority] [quota=number ...]`") from error
         if len(plain) > 3:
             raise KeysUnreadable(f"{file}: line {number} has more than name, key and priority; write quotas as quota=number")
-        keys.append(ApiKey(name, key, priority, _quota_of(file, limits)))
+        keys.append(ApiKey(name, key, priority, _parse_quota(file, limits)))
     return keys

@@ -1,4 +1,4 @@
-"""Follows the API key file: a changed Secret is read again, so that a key is rotated without a restart."""
+"""Reloads the API key file when it changes."""
 
 import asyncio
 import logging
@@ -11,33 +11,33 @@ from phalanx_frontend.auth.api_keys import ApiKeys, KeysUnreadable, gather_keys
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 2.0
-"""Polling interval; a kubelet updates a mounted Secret within about a minute."""
+"""A kubelet updates a mounted Secret within a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """Keys of the command line and of a file."""
+    """Keys of the flags and of a file."""
 
-    given: Sequence[str]
+    flag_keys: Sequence[str]
     file: Path
 
     async def follow(self, keys: ApiKeys, every_s: float = POLL_INTERVAL_S) -> None:
-        """Replaces the keys when the file changes, until cancelled. An unusable file changes nothing."""
-        seen = self._stamp()
+        """Replaces the keys when the file changes; an unusable file changes nothing."""
+        last_stamp = self._stamp()
         while True:
             await asyncio.sleep(every_s)
-            now = self._stamp()
-            if now == seen:
+            stamp = self._stamp()
+            if stamp == last_stamp:
                 continue
-            seen = now
+            last_stamp = stamp
             try:
-                keys.replace(gather_keys(self.given, self.file))
+                keys.replace(gather_keys(self.flag_keys, self.file))
                 log.info("API keys read again", extra={"file": str(self.file)})
             except KeysUnreadable as error:
                 log.error("API keys unchanged: the key file is unusable", extra={"why": str(error)})
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Returns values that change with the file: a mounted Secret is a link whose target changes."""
+        """Returns values that change with the file or the target of its link."""
         try:
             status = self.file.stat()
         except OSError:

@@ -1,4 +1,4 @@
-"""Responses of the native API. Streamed: an event per piece of text with its tokens, then one with the whole document."""
+"""Responses of the native API. A stream ends with the whole document."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 import orjson
 
 from phalanx_frontend.metrics import Clock
-from phalanx_frontend.stream.formats import Piece, Usage, event
+from phalanx_frontend.stream.formats import ChoiceFormat, Piece, Usage, event
 from phalanx_frontend.stream.reply import Echo, Reply, ShownFields
 
 TOKEN_IDS = ShownFields(token_ids=True)
-"""Token fields of every native response."""
+"""Token fields of every response."""
 
 
 class GenerationFormat:
-    """Format of one response, which has one choice."""
+    """Format of one response."""
 
     def __init__(self, id: str, arrived_s: float, clock: Clock) -> None:
         self.id = id
         self._arrived_s = arrived_s
         self._clock = clock
 
-    def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> "GenerationChoice":
-        """Returns the format of the choice. A generation has no echo."""
+    def choice(self, index: int, prompt: Sequence[int], echo: Echo, reply: Reply) -> "GenerationChoice":
+        """Returns the format of its single choice."""
         return GenerationChoice(self, len(prompt), reply)
 
     def latency_s(self) -> float:
@@ -30,16 +30,16 @@ class GenerationFormat:
         return self._clock() - self._arrived_s
 
     def counts(self, usage: Usage) -> bytes:
-        """Returns nothing: the document has the token counts."""
+        """Returns nothing: the document has the counts."""
         return b""
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """Returns the document of a response that is not streamed."""
+        """Returns the document."""
         return orjson.dumps(choices[0])
 
 
-class GenerationChoice:
-    """Format of the choice. It keeps all text and tokens for the document."""
+class GenerationChoice(ChoiceFormat):
+    """Format of the choice, which collects all text and tokens."""
 
     shows_empty_text = True
 
@@ -50,22 +50,13 @@ class GenerationChoice:
         self._texts: list[str] = []
         self._tokens: list[int] = []
 
-    @property
-    def is_holding(self) -> bool:
-        """False: every piece becomes an event."""
-        return False
-
     def skip(self, text: str, tokens: Sequence[int]) -> None:
-        """Adds text and tokens that the client already has to the document."""
+        """Adds delivered text and tokens to the document."""
         self._texts.append(text)
         self._tokens.extend(tokens)
 
-    def opening(self) -> bytes:
-        """Returns nothing: the first event has text."""
-        return b""
-
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """Returns the event of a piece of text and its tokens; empty if the piece has neither."""
+        """Returns the event of a piece, if not empty."""
         tokens = [token.id for token in piece.tokens]
         self.skip(piece.text, tokens)
         if not (piece.text or tokens):
@@ -73,13 +64,13 @@ class GenerationChoice:
         return event(orjson.dumps({"request_id": self._outer.id, "text": piece.text, "token_ids": tokens}))
 
     def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
-        """Returns the event of the last piece, if it has text or tokens, and the event with the whole document."""
+        """Returns the event of the last piece, if not empty, and that of the document."""
         last = self.piece(piece, usage)
         document = event(orjson.dumps(self._document()))
         return (last, document) if last else (document,)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Returns the whole document, which ends with `piece`."""
+        """Returns the document, which ends with `piece`."""
         self.skip(piece.text, [token.id for token in piece.tokens])
         return self._document()
 

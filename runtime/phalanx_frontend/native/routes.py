@@ -1,4 +1,4 @@
-"""The native API: /v1/generate with text and token ids, /v1/batch of such requests, /v1/metrics as one JSON document."""
+"""The native API, with the same `Answer` as the OpenAI routes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,14 +23,12 @@ from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens
 from phalanx_frontend.openai.schemas import CommonRequest, GenerationRequest
 from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice, run_while_connected
-from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.reply import NO_ECHO, Reply
 from phalanx_frontend.stream.resume import find_resumable, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
 
-# Schemas of /v1/generate and /v1/batch. Unknown fields are refused.
-
 MAX_BATCH = 256
-"""Entries of one batch: more would occupy one connection for long, and one client could fill the queue."""
+"""Maximum entries of a batch."""
 
 
 class GenerateRequest(CommonRequest):
@@ -42,7 +40,7 @@ class GenerateRequest(CommonRequest):
     prompt_tokens: TokenIds | None = None
 
     def generation(self) -> GenerationRequest:
-        """Returns the fields in common with the OpenAI routes."""
+        """Returns the fields that the OpenAI routes share."""
         return GenerationRequest.model_validate({name: getattr(self, name) for name in CommonRequest.model_fields})
 
 
@@ -72,7 +70,7 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
 
     @routes.post(BATCH, response_model=None)
     async def batch(body: BatchRequest, caller: CurrentCaller) -> BatchAnswer:
-        """Generates for all entries concurrently."""
+        """Generates for all entries concurrently. The response has their results in order."""
         arrived_s = server.seconds()
         await server.model()  # without a model the whole batch is refused
         ids = [f"{caller.request_id}-{position}" for position in range(len(body.requests))]
@@ -106,18 +104,26 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         raise invalid("prompt" if body.prompt is not None else "prompt_tokens", "the prompt has no tokens")
     max_tokens = max_output_tokens(fields, len(prompt), model.assets.max_model_len, model.defaults)
     id, stream, last = stream_identity(id, caller, bool(body.stream))
-    seed = stream_seed(stream, 0) if body.stream else server.draw_seed()
+    seed = stream_seed(stream, 0) if body.stream else server.random_seed()
     sampling = build_sampling(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
-    request, past = wire_request(stream, prompt, sampling, fields, caller), None
+    request, resume_point = wire_request(stream, prompt, sampling, fields, caller), None
     if last is not None:
-        [(request, past)] = await find_resumable(server.backend, last, [request])
-    reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or (), wants=TOKEN_IDS)
+        [(request, resume_point)] = await find_resumable(server.backend, last, [request])
+    reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or (), shown=TOKEN_IDS)
     meter = server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds)
     format = GenerationFormat(id, arrived_s, server.seconds)
     job = AnswerJob(
         id=id,
         stream=stream,
-        choices=[Choice(request=request, reply=reply, format=format.choice(0, prompt, None, reply), meter=meter, past=past)],
+        choices=[
+            Choice(
+                request=request,
+                reply=reply,
+                format=format.choice(0, prompt, NO_ECHO, reply),
+                meter=meter,
+                resume_point=resume_point,
+            )
+        ],
         per_prompt=1,
         format=format,
         is_streamed=bool(body.stream),
@@ -128,11 +134,11 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
 
 
 BatchEntry = Answer | ApiError
-"""One entry of a batch: its answer, or the error that refuses it."""
+"""Answer of an entry, or its error."""
 
 
 class BatchAnswer(Response):
-    """Response of /v1/batch: the entries' documents, in order. Entries run concurrently; the engine bounds their number."""
+    """Response of /v1/batch: the entries' documents, in order."""
 
     def __init__(self, server: ServerContext, ids: list[str], entries: Sequence[BatchEntry], arrived_s: float) -> None:
         super().__init__()
@@ -142,7 +148,7 @@ class BatchAnswer(Response):
         self._arrived_s = arrived_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response when every entry has ended; aborts all of them when the client disconnects."""
+        """Sends the response after all entries; a disconnect aborts them."""
 
         async def work() -> None:
             documents = map(_document_of, self._ids, self._entries)
@@ -158,7 +164,7 @@ class BatchAnswer(Response):
 
 
 async def _document_of(id: str, entry: BatchEntry) -> dict[str, Any]:
-    """Returns the document of one entry, or its error with the status that it would have as a single request."""
+    """Returns the document of an entry, or its error."""
     try:
         if isinstance(entry, ApiError):
             raise entry
@@ -171,7 +177,7 @@ async def _document_of(id: str, entry: BatchEntry) -> dict[str, Any]:
 async def _accept_entry(
     server: ServerContext, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float
 ) -> BatchEntry:
-    """Returns the answer of a batch entry, or the error that refuses it."""
+    """Returns the answer of an entry, or its error."""
     entry = entries[position]
     if not isinstance(entry, dict):
         return invalid(f"requests[{position}]", f"requests[{position}]: must be an object, as the body of {GENERATE}")
@@ -189,7 +195,7 @@ async def _accept_entry(
 
 
 def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_bytes_per_token: int | None) -> dict[str, Any]:
-    """Returns the body of /v1/metrics. Averages are null while their divisor is 0."""
+    """Returns the body of /v1/metrics. Averages are null without data."""
     return {
         "total_requests": totals.requests,
         "total_tokens_generated": totals.generated_tokens,

@@ -1,1 +1,1 @@
-"""The OpenAI API: routes, schemas, prompts, sampling parameters and response formats."""
+"""The OpenAI API: schemas, prompts, sampling parameters, response formats."""

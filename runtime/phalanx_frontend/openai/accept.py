@@ -1,4 +1,4 @@
-"""Converts a validated body to an answer job: prompts, sampling parameters, one backend request per choice."""
+"""Converts a validated body to an answer job."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation, Tree
-from phalanx_api.wire.router import mix
+from phalanx_api.wire.router import choice_seed
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
@@ -19,7 +19,7 @@ from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.prompt import bad_word_ids, chat_prompts, completion_prompts
-from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, requested_fields
+from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
@@ -27,8 +27,8 @@ from phalanx_frontend.openai.tools import forced_calls
 from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
 from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
-from phalanx_frontend.stream.reply import Echo, Reply, ShownFields
-from phalanx_frontend.stream.resume import DeliveredChoice, find_resumable, parse_last_event_id, stream_seed
+from phalanx_frontend.stream.reply import NO_ECHO, Echo, Reply, ShownFields
+from phalanx_frontend.stream.resume import ResumePoint, find_resumable, parse_last_event_id, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -36,7 +36,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """What differs between completions and chat: how prompts are made and how the answer is written."""
+    """Differences between completions and chat."""
 
     route: str
     id_prefix: str
@@ -60,32 +60,32 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     per_prompt = body.n or 1
     if len(prompts) * per_prompt > server.limits.max_choices:
         raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {server.limits.max_choices} choices")
-    wants = requested_fields(body)
+    shown = shown_fields(body)
     id, stream, last = stream_identity(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
-    draw_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.draw_seed()
-    requests = await backend_requests(draw_seed, body, caller, model, prompts, id=stream)
-    pasts: list[DeliveredChoice | None] = [None] * len(requests)
+    prompt_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.random_seed()
+    requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream)
+    resume_points: list[ResumePoint | None] = [None] * len(requests)
     if last is not None:
         resumed = await find_resumable(server.backend, last, requests)
-        requests, pasts = [request for request, _ in resumed], [past for _, past in resumed]
+        requests, resume_points = [request for request, _ in resumed], [resume_point for _, resume_point in resumed]
     head = ChunkHeader(
         id=id,
         created=int(server.unix_s()),
         model=name,
         has_usage=has_usage,
-        spelling=Spelling(model.tokenizer, wants.as_ids),
-        wants=wants,
+        spelling=Spelling(model.tokenizer, shown.as_ids),
+        shown=shown,
     )
     format = endpoint.format(head, body, model)
-    echoes = prompt_echoes(body, model, prompts, wants)
+    echoes = prompt_echoes(body, model, prompts, shown)
     choices = []
     for index, request in enumerate(requests):
-        reply = make_reply(body, model, request, wants)
+        reply = make_reply(body, model, request, shown)
         meter = server.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, server.seconds)
-        written = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
-        choices.append(Choice(request=request, reply=reply, format=written, meter=meter, past=pasts[index]))
+        choice_format = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
+        choices.append(Choice(request=request, reply=reply, format=choice_format, meter=meter, resume_point=resume_points[index]))
     job = AnswerJob(
         id=id,
         stream=stream,
@@ -100,10 +100,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
 
 
 def stream_identity(id: str, caller: Caller, is_streamed: bool) -> tuple[str, str, EventId | None]:
-    """Returns the answer's id, its stream name, and the client's position; a resumed stream keeps its id and name.
-
-    Raises ApiError 404 for a malformed Last-Event-ID.
-    """
+    """Returns the answer's id, its stream name and the client's position. Raises ApiError 404."""
     if not is_streamed:
         return id, id, None
     if not caller.last_event_id:
@@ -113,30 +110,30 @@ def stream_identity(id: str, caller: Caller, is_streamed: bool) -> tuple[str, st
 
 
 async def backend_requests(
-    draw_seed: Callable[[int], int],
+    prompt_seed: Callable[[int], int],
     body: GenerationRequest,
     caller: Caller,
     model: ServedModel,
     prompts: list[list[int]],
     id: str,
 ) -> list[wire.Request]:
-    """Returns the backend requests: for each prompt its choices, which differ in their seeds. Raises ApiError."""
+    """Returns one request per prompt and choice. Raises ApiError."""
     bad_words, grammar = await output_constraints(body, model)
-    wants, per_prompt = requested_fields(body), body.n or 1
+    shown, per_prompt = shown_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
         max_tokens = max_output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
-        eos, seed = model.assets.eos_token_ids, draw_seed(position)
-        sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, wants=wants)
+        eos, seed = model.assets.eos_token_ids, prompt_seed(position)
+        sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, shown=shown)
         for choice in range(per_prompt):
-            own = msgspec.structs.replace(sampling, seed=mix(sampling.seed, choice))
+            choice_sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
             name = id if len(prompts) * per_prompt == 1 else f"{id}-{len(requests)}"
-            requests.append(wire_request(name, prompt, own, body, caller))
+            requests.append(wire_request(name, prompt, choice_sampling, body, caller))
     return requests
 
 
 async def output_constraints(body: GenerationRequest, model: ServedModel) -> tuple[list[list[int]], wire.Grammar | None]:
-    """Checks all token ids and the grammar; returns the tokens of `bad_words` and the grammar. Raises ApiError 400."""
+    """Returns the tokens of `bad_words` and the grammar. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
     requested = single_grammar([grammar_of(body), tool_choice_grammar(body, model)])
@@ -146,16 +143,16 @@ async def output_constraints(body: GenerationRequest, model: ServedModel) -> tup
 
 
 def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGrammar | None:
-    """Returns the grammar that makes a chat call its tools, if `tool_choice` forces a call."""
-    if not isinstance(body, ChatRequest) or not body.tools or isinstance(model.template, str):
+    """Returns the grammar of a forced tool call."""
+    if not isinstance(body, ChatRequest) or not body.tools:
         return None
-    format, parallel = model.template.tool_format, body.parallel_tool_calls is not False
+    format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
     forced = forced_calls(format, body.tools, body.tool_choice, parallel) if format is not None else None
     return None if forced is None else ("tool_choice", forced)
 
 
 def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
-    """Builds a backend request with the caller's tenant and a priority that its key allows."""
+    """Builds a backend request. Raises ApiError 403 for its priority."""
     return wire.Request(
         id=id,
         epoch=0,
@@ -182,8 +179,8 @@ def speculation_of(body: GenerationRequest) -> Speculation:
     return Speculation(requested.method, requested.num_tokens, tree)
 
 
-def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Request, wants: ShownFields) -> Reply:
-    """Returns an empty reply with the request's stop conditions. The text of a completion continues that of its prompt."""
+def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Request, shown: ShownFields) -> Reply:
+    """Returns an empty reply. The text of a completion continues its prompt."""
     is_completion = isinstance(body, CompletionRequest)
     return Reply(
         make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, request.prompt if is_completion else ()),
@@ -191,27 +188,25 @@ def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Reques
         body.stop,
         body.stop_token_ids or (),
         include_stop=bool(body.include_stop_str_in_output),
-        wants=wants,
+        shown=shown,
         is_silent=body.max_tokens == 0,
     )
 
 
-def prompt_echoes(
-    body: GenerationRequest, model: ServedModel, prompts: Sequence[list[int]], wants: ShownFields
-) -> list[Echo | None]:
-    """Returns for each prompt the echo shown before its choices, or None without `echo`."""
+def prompt_echoes(body: GenerationRequest, model: ServedModel, prompts: Sequence[list[int]], shown: ShownFields) -> list[Echo]:
+    """Returns the echo of each prompt."""
     if not (isinstance(body, CompletionRequest) and body.echo):
-        return [None] * len(prompts)
+        return [NO_ECHO] * len(prompts)
     skip = body.skip_special_tokens is not False
-    return [_echo(written, prompt, model, skip, wants) for written, prompt in zip(body.prompt, prompts, strict=True)]
+    return [_echo(written, prompt, model, skip, shown) for written, prompt in zip(body.prompt, prompts, strict=True)]
 
 
-def _echo(written: Prompt, prompt: list[int], model: ServedModel, skip_special_tokens: bool, wants: ShownFields) -> Echo:
-    """Echoes the text as written, or the text of the token ids. Token positions are computed only for logprobs."""
-    if isinstance(written, str) and wants.logprobs is None:
+def _echo(written: Prompt, prompt: list[int], model: ServedModel, skip_special_tokens: bool, shown: ShownFields) -> Echo:
+    """Echoes the prompt, with token positions for logprobs."""
+    if isinstance(written, str) and shown.logprobs is None:
         return Echo(written)
     detokenizer = make_detokenizer(model.tokenizer, skip_special_tokens)
     pieces = [detokenizer.feed(token) for token in prompt]
     text = written if isinstance(written, str) else "".join(pieces) + detokenizer.end()
     starts = accumulate((len(piece) for piece in pieces[:-1]), initial=0)
-    return Echo(text, [min(start, len(text)) for start in starts] if wants.logprobs is not None else ())
+    return Echo(text, [min(start, len(text)) for start in starts] if shown.logprobs is not None else ())

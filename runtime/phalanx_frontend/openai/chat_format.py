@@ -1,4 +1,4 @@
-"""Responses of /v1/chat/completions in OpenAI's form, with reasoning, tool calls and content in separate fields."""
+"""Responses of /v1/chat/completions, with separate fields for reasoning and tool calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from phalanx_frontend.ids import draw_id
+from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import grammar_of
@@ -27,19 +27,17 @@ from phalanx_frontend.text.parts import (
 )
 from phalanx_frontend.text.tool_calls import PARSERS
 
-# Format of text without parts.
-
 
 class ChoiceFactory(Protocol):
-    """Factory of choice formats."""
+    """Creates choice formats."""
 
     def __call__(self, head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
-        """Returns the format of choice `index` of an answer to `prompt`."""
+        """Returns the format of choice `index`."""
         ...
 
 
 class ChatFormat:
-    """Format of one response. All choices have the same prompt, so prompt fields are outside the choices."""
+    """Format of one response. All choices have the same prompt."""
 
     def __init__(self, head: ChunkHeader, make_choice: ChoiceFactory) -> None:
         self._head = head
@@ -48,8 +46,8 @@ class ChatFormat:
         self._prompt: Sequence[int] = ()
         self._first: Reply | None = None
 
-    def choice(self, index: int, prompt: Sequence[int], echo: Echo | None, reply: Reply) -> ChoiceFormat:
-        """Returns the format of one choice. A chat has no echo."""
+    def choice(self, index: int, prompt: Sequence[int], echo: Echo, reply: Reply) -> ChoiceFormat:
+        """Returns the format of one choice."""
         if self._first is None:
             self._prompt, self._first = prompt, reply
         return self._make_choice(self._head, self._outer, index, prompt, reply)
@@ -59,18 +57,18 @@ class ChatFormat:
         return self._outer.counts(usage)
 
     def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-        """Returns the document of a response that is not streamed."""
-        wants, more = self._head.wants, {}
-        if wants.token_ids:
+        """Returns the document."""
+        shown, more = self._head.shown, {}
+        if shown.token_ids:
             more["prompt_token_ids"] = list(self._prompt)
-        if wants.prompt_logprobs is not None and self._first is not None:
+        if shown.prompt_logprobs is not None and self._first is not None:
             details = self._first.prompt_details
-            more["prompt_logprobs"] = prompt_logprobs(self._prompt, details, wants.prompt_logprobs, self._head.spelling)
+            more["prompt_logprobs"] = prompt_logprobs(self._prompt, details, shown.prompt_logprobs, self._head.spelling)
         return self._outer.whole("chat.completion", choices, usage, **more)
 
 
-class ChatChoice:
-    """Format of one choice: its message, or deltas."""
+class ChatChoice(ChoiceFormat):
+    """Format of one choice without parts."""
 
     def __init__(self, head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> None:
         self._head = head
@@ -80,66 +78,59 @@ class ChatChoice:
         self._reply = reply
         before = b'{"index":%d,"delta":{"content":' % index
         self._before, self._after = outer.around(before, b'},"logprobs":null,"finish_reason":null}')
-        self._is_plain = not head.wants.has_tokens
-
-    shows_empty_text = False
-
-    @property
-    def is_holding(self) -> bool:
-        """False: every piece becomes a chunk."""
-        return False
-
-    def skip(self, text: str, tokens: Sequence[int]) -> None:
-        """Ignores text that the client already has."""
+        self._is_plain = not head.shown.has_tokens
 
     def opening(self) -> bytes:
-        """Returns the event with the role, before any text."""
-        shown = {"prompt_token_ids": list(self._prompt)} if self._head.wants.token_ids else {}
+        """Returns the event with the role."""
+        shown = {"prompt_token_ids": list(self._prompt)} if self._head.shown.token_ids else {}
         delta = {"role": "assistant", "content": ""}
         return self._outer.chunk({"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None, **shown}, None)
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """Returns the event of a piece of text."""
+        """Returns the event of a piece."""
         if self._is_plain and usage is None:
             return self._before + orjson.dumps(piece.text) + self._after
         delta = {"content": piece.text}
-        return self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), "finish_reason": None}, usage)
+        return self._outer.chunk(
+            {"index": self._index, "delta": delta, **self.token_fields(piece.tokens), "finish_reason": None}, usage
+        )
 
     def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
-        """Returns the event of the last piece of text, with the finish reason."""
+        """Returns the event of the last piece."""
         delta = {"content": piece.text} if piece.text else {}
-        return (self._outer.chunk({"index": self._index, "delta": delta, **self.shown(piece.tokens), **self._end()}, usage),)
+        return (
+            self._outer.chunk({"index": self._index, "delta": delta, **self.token_fields(piece.tokens), **self._end()}, usage),
+        )
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Returns the choice of a response that is not streamed."""
+        """Returns the whole choice."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": self._index, "message": message, **self.shown(piece.tokens), **self._end()}
+        return {"index": self._index, "message": message, **self.token_fields(piece.tokens), **self._end()}
 
-    def shown(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
-        """Returns the requested token fields of `tokens`."""
-        wants = self._head.wants
+    def token_fields(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        """Returns the requested fields of `tokens`."""
+        shown = self._head.shown
         logprobs = None
-        if wants.logprobs is not None:
-            logprobs = chat_logprobs(tokens, wants, self._head.spelling)
-        return {"logprobs": logprobs, **token_fields(tokens, wants)}
+        if shown.logprobs is not None:
+            logprobs = chat_logprobs(tokens, shown, self._head.spelling)
+        return {"logprobs": logprobs, **token_fields(tokens, shown)}
 
     def _end(self) -> dict[str, Any]:
         return {"finish_reason": self._reply.finish, "stop_reason": self._reply.stop_reason}
 
 
 PROMPT_TAIL_TOKENS = 8
-"""Last tokens of the prompt that are decoded to detect whether the answer begins within reasoning."""
+"""Tail of the prompt that is searched for `<think>`."""
 
 
 def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> AnswerFormat:
-    """Returns the format of a chat response: with parts if the template handles reasoning or the request has callable tools."""
-    if isinstance(model.template, str):
-        return ChatFormat(head, ChatChoice)
+    """Returns the format of a chat, with parts for reasoning and tool calls if these are possible."""
+    template = model.chat_template()
     has_form = grammar_of(body) is not None
     is_forced = body.tool_choice not in (None, "none", "auto")
-    # A grammar applies from the first token on, so it excludes reasoning; a grammar other than that of calls excludes calls.
-    can_reason = model.template.can_reason and not has_form and not is_forced
-    calls = model.template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
+    # A grammar applies from the first token, so it excludes reasoning, and calls unless it is theirs.
+    can_reason = template.can_reason and not has_form and not is_forced
+    calls = template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
     if not can_reason and calls is None:
         return ChatFormat(head, ChatChoice)
     names = frozenset(tool.function.name for tool in body.tools or ())
@@ -160,14 +151,14 @@ def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> Ans
 
 @dataclass(frozen=True, slots=True)
 class ToolCallRules:
-    """How tool calls appear in a response."""
+    """Presentation of tool calls."""
 
-    ends_with_calls: bool  # finish_reason is "tool_calls" after calls; false if the function was named, as at OpenAI
-    several: bool  # shows calls after the first; false without `parallel_tool_calls`, as in vLLM
+    ends_with_calls: bool  # finish_reason is "tool_calls", unless a function was named, as at OpenAI
+    several: bool  # whether calls after the first are shown
 
 
-class PartsChoice:
-    """Format of one choice with a parser that splits its text into parts."""
+class PartsChoice(ChoiceFormat):
+    """Format of one choice, split into parts."""
 
     def __init__(
         self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: ToolCallRules
@@ -180,10 +171,7 @@ class PartsChoice:
         self._rules = rules
         self._has_calls = False
         self._tokens: list[ShownToken] = []
-        self._parts: list[Part] = []
-        """Parts of text that the parser partly holds back; a chunk contains only whole pieces."""
-
-    shows_empty_text = False
+        self._parts: list[Part] = []  # while the parser holds text back
 
     @property
     def is_holding(self) -> bool:
@@ -191,15 +179,15 @@ class PartsChoice:
         return self._parser.is_holding
 
     def skip(self, text: str, tokens: Sequence[int]) -> None:
-        """Feeds text that the client already has to the parser."""
+        """Feeds delivered text to the parser."""
         self._delta(self._parser.feed(text))
 
     def opening(self) -> bytes:
-        """Returns the event with the role, before any text."""
+        """Returns the event with the role."""
         return self._plain.opening()
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
-        """Returns the event of the certain parts; empty while the piece is held back, together with its tokens."""
+        """Returns the event of the certain parts; empty without parts, unless it reports usage."""
         self._tokens += piece.tokens
         self._parts += self._parser.feed(piece.text)
         if self._parser.is_holding:
@@ -210,33 +198,33 @@ class PartsChoice:
         return self._chunk(delta, {"finish_reason": None}, usage)
 
     def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
-        """Returns the event of the last parts, with the finish reason."""
+        """Returns the event of the last parts."""
         self._tokens += piece.tokens
         delta = self._delta([*self._take(), *self._parser.feed(piece.text), *self._parser.end()])
         return (self._chunk(delta, self._end(), usage),)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Returns the choice of a response that is not streamed."""
+        """Returns the whole choice."""
         message = self._delta([*self._parser.feed(piece.text), *self._parser.end()])
         for call in message.get("tool_calls", ()):
             del call["index"]
         empty = None if self._has_calls else ""
         message = {"role": "assistant", "content": empty, "refusal": None, **message}
-        return {"index": self._index, "message": message, **self._plain.shown(piece.tokens), **self._end()}
+        return {"index": self._index, "message": message, **self._plain.token_fields(piece.tokens), **self._end()}
 
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
 
     def _nothing(self) -> dict[str, Any]:
-        return {"index": self._index, "delta": {}, **self._plain.shown(())}
+        return {"index": self._index, "delta": {}, **self._plain.token_fields(())}
 
     def _chunk(self, delta: dict[str, Any], end: dict[str, Any], usage: Usage | None) -> bytes:
         tokens, self._tokens = self._tokens, []
-        return self._outer.chunk({"index": self._index, "delta": delta, **self._plain.shown(tokens), **end}, usage)
+        return self._outer.chunk({"index": self._index, "delta": delta, **self._plain.token_fields(tokens), **end}, usage)
 
     def _delta(self, parts: Iterable[Part]) -> dict[str, Any]:
-        """Returns the fields of a delta or message with these parts. Draws the id of a call at its first part."""
+        """Returns the fields of a delta or message. Generates the id of a call at its first part."""
         delta: dict[str, Any] = {}
         for part in parts:
             match part:
@@ -250,7 +238,7 @@ class PartsChoice:
                     self._has_calls = True
                     function = {"name": name, "arguments": ""}
                     calls = delta.setdefault("tool_calls", [])
-                    calls.append({"index": index, "id": draw_id("call_"), "type": "function", "function": function})
+                    calls.append({"index": index, "id": random_id("call_"), "type": "function", "function": function})
                 case Arguments(index, text):
                     calls = delta.setdefault("tool_calls", [])
                     if not calls or calls[-1]["index"] != index:

@@ -1,4 +1,4 @@
-"""Token ids of a request: of a prompt as text or ids, or of messages rendered by the chat template."""
+"""Token ids of prompts and of rendered conversations. Functions raise ApiError 400."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from phalanx_frontend.text.chat import ChatTemplateError
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Returns token ids per prompt. The tokenizer adds its special tokens to text, not to ids."""
+    """Returns token ids per prompt. Only text gets special tokens."""
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -25,7 +25,7 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]:
-    """Returns the token ids of a conversation as one prompt. The template writes special tokens; more only on request."""
+    """Returns a conversation as one prompt. The template writes the special tokens."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -39,16 +39,16 @@ async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]
 
 
 def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: ServedModel) -> dict[str, Any]:
-    """Returns the template variable `tools`. Raises ApiError 400 for tools that cannot be called."""
+    """Returns the template variable `tools`."""
     check_tools(tools, choice)
     shown = shown_tools(tools, choice)
-    if shown and not isinstance(model.template, str) and model.template.tool_format is None:
+    if shown and model.chat_template().tool_format is None:
         raise invalid("tools", "this model's chat template has no tool calls, or an unsupported format; leave tools out")
     return {"tools": shown} if shown else {}
 
 
 async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int]:
-    """Returns token ids of a prompt or of messages, as a completion or a chat would use them."""
+    """Returns the token ids as a completion or chat would use them."""
     if body.messages is not None and body.prompt is None:
         options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
@@ -61,30 +61,29 @@ async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int
 
 
 async def bad_word_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
-    """Returns token sequences of `words`: at the start of a text and, if the token differs, after a space."""
+    """Returns the token sequences of each word, at the start of a text and after a space."""
     sequences: list[list[int]] = []
     for word in words:
         bare = await model.encode(word.lstrip() or word, False, "bad_words")
         spaced = await model.encode(" " + word.lstrip(), False, "bad_words")
-        # If the space is its own token, the spaced sequence would only repeat the bare one.
+        # A space that is its own token would only repeat the bare sequence.
         is_other = len(spaced) == len(bare) and spaced[0] != bare[0] if bare and spaced else False
         sequences += [ids for ids in ([bare, spaced] if is_other else [bare]) if ids and ids not in sequences]
     return sequences
 
 
 def render(model: ServedModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
-    """Returns the text of a conversation. Raises ApiError 400 if there is no template or it fails."""
-    if isinstance(model.template, str):
-        raise invalid("messages", model.template, "no_chat_template")
+    """Returns the text of a conversation."""
+    template = model.chat_template()
     plain = [_plain(message, position) for position, message in enumerate(messages)]
     try:
-        return model.template.render(plain, add_generation_prompt, options)
+        return template.render(plain, add_generation_prompt, options)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 
 
 def _plain(message: Message, position: int) -> dict[str, object]:
-    """Returns the message as the template receives it. Raises ApiError 400 for tool calls with invalid JSON."""
+    """Returns the message as the template receives it."""
     if message.model_extra and message.model_extra.get("function_call"):
         raise invalid(
             f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"

@@ -18,7 +18,7 @@ CurrentCaller = Annotated[Caller, Depends(caller_of)]
 
 
 def openai_routes(server: ServerContext) -> APIRouter:
-    """Builds /v1/completions, /v1/chat/completions, /v1/models, /tokenize and /detokenize."""
+    """Builds the OpenAI routes, /tokenize and /detokenize."""
     routes = APIRouter(tags=["openai"])
 
     @routes.post(COMPLETIONS.route, response_model=None, responses=STREAMED)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: its own fields, else generation_config.json, else OpenAI's defaults."""
+"""Sampling parameters: from the request, else generation_config.json, else OpenAI's defaults."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,8 @@ from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.stream.reply import TEXT_ONLY, ShownFields
 
-# Fields that OpenAI or vLLM define and this server does not implement, with the values that have no effect.
-# Any other value is refused by name, since ignoring it would mislead the client. Hints and bookkeeping (`store`, `metadata`,
-# `prompt_cache_key`, ...) and undefined fields are ignored, as in vLLM.
+# Unimplemented fields of OpenAI and vLLM, with the values that have no effect; others are refused. Hints and undefined fields are
+# ignored, as in vLLM.
 
 _OFF = (None, False)
 _EMPTY_LIST: tuple[object, ...] = (None, [])
@@ -47,25 +46,25 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 
 def refuse_unsupported(extra: Mapping[str, object]) -> None:
-    """Raises ApiError 400 for the first unsupported field whose value would have an effect."""
+    """Raises ApiError 400 for an unsupported field with an effect."""
     for name, value in extra.items():
         neutral = NEUTRAL_VALUES.get(name)
-        if neutral is not None and not any(_is_same(value, known) for known in neutral):
+        if neutral is not None and not any(_is_equal(value, known) for known in neutral):
             raise invalid(name, f"{name} is not supported yet; leave it out", "unsupported_parameter")
 
 
-def _is_same(value: object, known: object) -> bool:
-    """Compares values, with False different from 0: `logprobs: 0` requests logprobs and `false` does not."""
+def _is_equal(value: object, known: object) -> bool:
+    """Compares values; False differs from 0, which requests logprobs."""
     return isinstance(value, bool) == isinstance(known, bool) and value == known
 
 
 COMPLETION_TOKENS = 16
-"""Default `max_tokens` of a completion. The default of a chat is the rest of the context."""
+"""Default `max_tokens` of a completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Defaults from generation_config.json. `max_tokens=None`: no bound except the context."""
+    """Defaults from generation_config.json."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -76,21 +75,21 @@ class Defaults:
 
 
 def read_defaults(generation_config: bytes | None) -> Defaults:
-    """Reads defaults from generation_config.json. Absent and null fields keep OpenAI's values."""
+    """Reads the defaults; missing fields keep OpenAI's values."""
     config: Mapping[str, Any] = json.loads(generation_config) if generation_config else {}
     plain = Defaults()
     return Defaults(
-        temperature=float(_first(config.get("temperature"), plain.temperature)),
-        top_p=float(_first(config.get("top_p"), plain.top_p)),
+        temperature=float(_or_default(config.get("temperature"), plain.temperature)),
+        top_p=float(_or_default(config.get("top_p"), plain.top_p)),
         top_k=_top_k(config.get("top_k")),
-        min_p=float(_first(config.get("min_p"), plain.min_p)),
+        min_p=float(_or_default(config.get("min_p"), plain.min_p)),
         max_tokens=config.get("max_new_tokens"),
-        repetition_penalty=float(_first(config.get("repetition_penalty"), plain.repetition_penalty)),
+        repetition_penalty=float(_or_default(config.get("repetition_penalty"), plain.repetition_penalty)),
     )
 
 
 def check_fields(body: GenerationRequest, limits: Limits) -> None:
-    """Raises ApiError 400 for fields that are contradictory, too many or not implemented."""
+    """Raises ApiError 400 for contradictory, excessive or unimplemented fields."""
     refuse_unsupported(body.model_extra or {})
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
@@ -107,26 +106,29 @@ def check_fields(body: GenerationRequest, limits: Limits) -> None:
 
 
 def max_output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, defaults: Defaults) -> int:
-    """Returns the maximum number of output tokens. Raises ApiError 400 if prompt and output do not fit the context."""
-    room = max_model_len - num_prompt_tokens
+    """Returns the maximum number of output tokens. Raises ApiError 400 if prompt and output exceed the context.
+
+    `core.admission.check_length` of the runtime checks again: a group may have a shorter context than the API server knows.
+    """
+    free_tokens = max_model_len - num_prompt_tokens
     is_chat = isinstance(body, ChatRequest)
     requested = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         requested = body.max_completion_tokens
-    if room < 1 or (requested is not None and requested > room):
+    if free_tokens < 1 or (requested is not None and requested > free_tokens):
         raise context_exceeded(max_model_len, num_prompt_tokens, requested, "messages" if is_chat else "prompt")
     if requested is not None:
-        return max(requested, 1)  # an echo with max_tokens 0 generates one token, which is not shown
-    bound = room if is_chat else min(room, COMPLETION_TOKENS)
+        return max(requested, 1)  # an echo with max_tokens 0 generates one token, not shown
+    bound = free_tokens if is_chat else min(free_tokens, COMPLETION_TOKENS)
     return bound if defaults.max_tokens is None else min(bound, defaults.max_tokens)
 
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, requested: int | None, param: str) -> ApiError:
-    """Returns the 400 with the code `context_length_exceeded`, which clients recognise."""
+    """Returns the 400 `context_length_exceeded`, which clients recognise."""
     request = f"{num_prompt_tokens} in the {param}, {requested or 'at least 1'} in the completion"
-    wanted = num_prompt_tokens + (requested or 1)
+    total = num_prompt_tokens + (requested or 1)
     message = (
-        f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens ({request})."
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {total} tokens ({request})."
         f" Please reduce the length of the {param} or the completion."
     )
     return invalid(param, message, "context_length_exceeded")
@@ -137,12 +139,12 @@ def build_sampling(
     max_tokens: int,
     defaults: Defaults,
     eos_token_ids: list[int],
-    drawn_seed: int,
+    default_seed: int,
     bad_words: Sequence[list[int]] = (),
     grammar: wire.Grammar | None = None,
-    wants: ShownFields = TEXT_ONLY,
+    shown: ShownFields = TEXT_ONLY,
 ) -> wire.Sampling:
-    """Builds the backend's sampling parameters. `drawn_seed` is used if the request has no seed."""
+    """Builds the sampling parameters."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens may be generated")
@@ -151,29 +153,29 @@ def build_sampling(
         stop_token_ids += [id for id in eos_token_ids if id not in stop_token_ids]
     return wire.Sampling(
         max_tokens=max_tokens,
-        # The wire has no negative seeds; the mask keeps 63 bits.
-        seed=drawn_seed if body.seed is None else body.seed & INT64_MAX,
-        temperature=_first(body.temperature, defaults.temperature),
-        top_p=_first(body.top_p, defaults.top_p),
+        # The mask keeps 63 bits.
+        seed=default_seed if body.seed is None else body.seed & INT64_MAX,
+        temperature=_or_default(body.temperature, defaults.temperature),
+        top_p=_or_default(body.top_p, defaults.top_p),
         top_k=defaults.top_k if body.top_k is None else _top_k(body.top_k),
-        min_p=_first(body.min_p, defaults.min_p),
+        min_p=_or_default(body.min_p, defaults.min_p),
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_first(body.presence_penalty, 0.0),
-        frequency_penalty=_first(body.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or_default(body.presence_penalty, 0.0),
+        frequency_penalty=_or_default(body.frequency_penalty, 0.0),
         logit_bias=body.logit_bias,
         allowed_token_ids=body.allowed_token_ids,
         bad_words=list(bad_words),
         grammar=grammar,
-        logprobs=0 if wants.logprobs is None and wants.gaps else wants.logprobs,
-        prompt_logprobs=num_prompt_logprobs(body, wants),
-        return_gaps=wants.gaps,
+        logprobs=0 if shown.logprobs is None and shown.gaps else shown.logprobs,
+        prompt_logprobs=num_prompt_logprobs(body, shown),
+        return_gaps=shown.gaps,
     )
 
 
-def requested_fields(body: GenerationRequest) -> ShownFields:
-    """Returns the token fields that the request shows."""
+def shown_fields(body: GenerationRequest) -> ShownFields:
+    """Returns the token fields that the response shows."""
     logprobs = None
     if isinstance(body, CompletionRequest):
         logprobs = body.logprobs
@@ -188,17 +190,17 @@ def requested_fields(body: GenerationRequest) -> ShownFields:
     )
 
 
-def num_prompt_logprobs(body: GenerationRequest, wants: ShownFields) -> int | None:
-    """Returns the number of logprobs that the backend returns per prompt token: an echo shows as many as the output."""
-    echoed = wants.logprobs if isinstance(body, CompletionRequest) and body.echo else None
-    requested = [count for count in (echoed, wants.prompt_logprobs) if count is not None]
+def num_prompt_logprobs(body: GenerationRequest, shown: ShownFields) -> int | None:
+    """Returns the number of logprobs per prompt token."""
+    echoed = shown.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    requested = [count for count in (echoed, shown.prompt_logprobs) if count is not None]
     return max(requested, default=None)
 
 
-def _first(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _top_k(value: int | None) -> int | None:
-    """Maps vLLM's -1 and 0, which keep every token, to None."""
+    """Maps vLLM's -1 and 0 to null."""
     return value if value is not None and value > 0 else None

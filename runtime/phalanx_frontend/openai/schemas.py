@@ -1,7 +1,4 @@
-"""Pydantic schemas of requests. Types are strict: "10" is not a number, 1 is not a boolean.
-
-None means the default, as OpenAI's clients send it. Unknown fields are in `model_extra` for `sampling.refuse_unsupported`.
-"""
+"""Pydantic schemas of requests, with strict types. Null is the default; unknown fields are in `model_extra`."""
 
 from typing import Annotated, Any, Literal
 
@@ -36,14 +33,14 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a streamed answer. `continuous_usage_stats` adds the token counts so far to each chunk."""
+    """Options of a stream. `continuous_usage_stats` adds the token counts so far to each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(_Strict):
-    """The `json_schema` of a response_format. Every schema is enforced strictly, whatever `strict` is."""
+    """The `json_schema` of a response_format. Every schema is enforced, whatever `strict` is."""
 
     name: ShortText
     description: Text | None = None
@@ -52,7 +49,7 @@ class JsonSchemaFormat(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The form that the output must have."""
+    """The form of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -69,7 +66,7 @@ class StructuredOutputs(_Strict):
 
 
 class SpeculativeTree(BaseModel):
-    """Shape of the draft token tree: `widths` is the maximum number of branches per level, `shape` how branches are chosen."""
+    """Tree of draft tokens: `widths` is the maximum number of branches per level, `shape` how branches are chosen."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -78,7 +75,7 @@ class SpeculativeTree(BaseModel):
 
 
 class Speculative(BaseModel):
-    """Speculation of a request: method and maximum draft tokens per step. It changes latency, never tokens."""
+    """Speculation settings: method and maximum draft tokens per step. They change latency, never tokens."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -88,7 +85,7 @@ class Speculative(BaseModel):
 
 
 class CommonRequest(_Strict):
-    """Fields of every generating request, including the native API. `deadline_ms` counts from the request's arrival."""
+    """Fields of every generating request. `deadline_ms` counts from its arrival."""
 
     model: Text | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -109,7 +106,7 @@ class CommonRequest(_Strict):
 
 
 class GenerationRequest(CommonRequest):
-    """Fields of completions and chat: sampling, output constraints, latency targets, form of the answer."""
+    """Fields of completions and chat: sampling, output constraints, latency targets, response form."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)

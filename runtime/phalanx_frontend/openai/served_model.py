@@ -1,4 +1,4 @@
-"""A model at the API server: tokenizer, chat template and defaults, built from `wire.Assets` and cached by content hash."""
+"""A model at the API server."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,13 +11,12 @@ from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_cha
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
 MAX_CACHED_MODELS = 4
-"""Number of models cached: the two revisions of a rollout and a reserve. Each costs the memory of its tokenizer."""
+"""Two revisions during a rollout, and a reserve."""
 NO_TEMPLATE = (
     "this model has no chat template (a chat_template.jinja, or chat_template in tokenizer_config.json); use /v1/completions"
 )
-"""Message to the client of a chat if the model has no template."""
 LONG_TEXT = 4096
-"""Characters from which a text is tokenised in a thread; a shorter text takes less time than the thread switch."""
+"""Characters from which a text is tokenized in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +25,18 @@ class ServedModel:
 
     assets: wire.Assets
     tokenizer: TextTokenizer
-    template: ChatTemplate | str  # a message for the client if there is no usable template
+    template: ChatTemplate | str  # or why there is no usable one
     defaults: Defaults
     grammars: GrammarCheck
 
+    def chat_template(self) -> ChatTemplate:
+        """Returns the chat template. Raises ApiError 400."""
+        if isinstance(self.template, str):
+            raise invalid("messages", self.template, "no_chat_template")
+        return self.template
+
     def name_for(self, requested: str | None) -> str:
-        """Returns the model name of the answer; None selects the first served name. Raises ApiError 404 for an unknown name."""
+        """Returns the model name of the response. Raises ApiError 404."""
         if requested is None:
             return self.assets.served_names[0]
         if requested not in self.assets.served_names:
@@ -48,7 +53,7 @@ class ServedModel:
         return ids
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        """Returns the token ids of `text`. Raises ApiError 400 for text that cannot be encoded."""
+        """Returns the token ids of `text`. Raises ApiError 400."""
         try:
             if len(text) < LONG_TEXT:
                 ids = self.tokenizer.encode(text, add_special_tokens)
@@ -60,7 +65,7 @@ class ServedModel:
 
 
 def load_model(assets: wire.Assets) -> ServedModel:
-    """Parses assets; takes about a second for a large vocabulary. Raises ApiError 500 without a tokenizer."""
+    """Parses assets, in up to a second. Raises ApiError 500 without a tokenizer."""
     if "tokenizer.json" not in assets.files:
         raise ApiError(500, "the model has no tokenizer.json; add it to the model's files", code="model_broken")
     try:
@@ -75,20 +80,20 @@ def load_model(assets: wire.Assets) -> ServedModel:
 
 
 class ModelCache:
-    """Least recently used cache of models by content hash."""
+    """LRU cache of models by content hash."""
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
         self._loading = asyncio.Lock()
 
     async def get(self, assets: wire.Assets) -> ServedModel:
-        """Returns the model of these assets. The first caller loads it in a thread, others wait for it."""
+        """Returns the model, loaded once, in a thread."""
         key = assets.content_hash
         if key not in self._models:
             async with self._loading:
                 if key not in self._models:
                     self._models[key] = await asyncio.to_thread(load_model, assets)
-        # The most recently used model is last, so the first is evicted.
+        # The most recently used model is last.
         model = self._models[key] = self._models.pop(key)
         while len(self._models) > MAX_CACHED_MODELS:
             del self._models[next(iter(self._models))]

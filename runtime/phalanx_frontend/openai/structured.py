@@ -1,8 +1,4 @@
-"""Structured outputs: converts the request's constraint to one grammar and compiles it, before a rank receives the request.
-
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` are equivalent; at most one may be set. A grammar
-that llguidance cannot parse, or whose start exceeds its limits, is a 400.
-"""
+"""Structured outputs: one grammar per request, from `response_format`, `structured_outputs` or `guided_*`."""
 
 import asyncio
 import json
@@ -18,22 +14,22 @@ from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, S
 from phalanx_frontend.text.grammar import GrammarError, grammar_source
 
 MAX_GRAMMAR_CHARS = 100_000
-"""Bound of a grammar's text. A schema of this size takes about a second to compile; larger ones are refused without parsing."""
+"""About a second to compile."""
 JSON_OBJECT = '{"type":"object"}'
 """The schema of `json_object`."""
 
 FieldGrammar = tuple[str, wire.Grammar]
-"""The field that sets a grammar, and the grammar."""
+"""A field, and the grammar that it sets."""
 
 
 def grammar_of(body: GenerationRequest) -> FieldGrammar | None:
-    """Returns the grammar of a request and its field. Raises ApiError 400 for several grammars or a malformed one."""
+    """Returns the grammar of a request. Raises ApiError 400."""
     return single_grammar(list(_requested_grammars(body)))
 
 
 def single_grammar(found: Sequence[FieldGrammar | None]) -> FieldGrammar | None:
-    """Returns the single grammar, or None. Raises ApiError 400 for several, a too large one, or invalid Unicode."""
-    requested = [one for one in found if one is not None]
+    """Returns the single grammar. Raises ApiError 400 for several, a too large one, or invalid Unicode."""
+    requested = [candidate for candidate in found if candidate is not None]
     if len(requested) > 1:
         raise invalid(
             requested[1][0], f"{requested[1][0]} cannot be used with {requested[0][0]}: the output can only have one form"
@@ -52,13 +48,13 @@ def single_grammar(found: Sequence[FieldGrammar | None]) -> FieldGrammar | None:
 
 def _requested_grammars(body: GenerationRequest) -> Iterator[FieldGrammar]:
     if body.response_format is not None:
-        yield from _of_response_format(body.response_format)
+        yield from _from_response_format(body.response_format)
     if body.structured_outputs is not None:
-        yield from _of_structured_outputs(body.structured_outputs)
-    yield from _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+        yield from _from_structured_outputs(body.structured_outputs)
+    yield from _from_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
-def _of_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:
+def _from_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:
     match requested.type:
         case "json_object":
             yield "response_format", wire.Grammar("json_schema", JSON_OBJECT)
@@ -72,11 +68,11 @@ def _of_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:
             pass
 
 
-def _of_structured_outputs(requested: StructuredOutputs) -> Iterator[FieldGrammar]:
+def _from_structured_outputs(requested: StructuredOutputs) -> Iterator[FieldGrammar]:
     for name, value in (requested.model_extra or {}).items():
         if value not in (None, False):
             raise invalid(f"structured_outputs.{name}", f"{name} is not supported yet; leave it out", "unsupported_parameter")
-    found = list(_of_parts("structured_outputs.", requested.json_, requested.regex, requested.choice, requested.grammar))
+    found = list(_from_parts("structured_outputs.", requested.json_, requested.regex, requested.choice, requested.grammar))
     if requested.json_object:
         found.append(("structured_outputs.json_object", wire.Grammar("json_schema", JSON_OBJECT)))
     if not found:
@@ -84,7 +80,7 @@ def _of_structured_outputs(requested: StructuredOutputs) -> Iterator[FieldGramma
     yield from found
 
 
-def _of_parts(
+def _from_parts(
     prefix: str, schema: dict[str, object] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[FieldGrammar]:
     if schema is not None:
@@ -99,7 +95,7 @@ def _of_parts(
 
 
 def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
-    """Returns a grammar with the schema as compact JSON. `schema`: an object, or its text."""
+    """Returns the grammar of a schema or its text."""
     try:
         document = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -109,30 +105,30 @@ def _json_schema(param: str, schema: dict[str, object] | str) -> wire.Grammar:
 
 
 def _lark(param: str, grammar: str) -> str:
-    """Returns a grammar in llguidance's Lark; GBNF, the format of llama.cpp, is translated."""
+    """Returns a grammar in llguidance's Lark, translated from GBNF of llama.cpp if necessary."""
     if "::=" not in grammar:
         return grammar
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # the library raises various types, each caused by the client's text
+    except Exception as error:  # of various types, caused by the client's text
         raise invalid(param, f"{param} cannot be read as GBNF: {error}") from error
 
 
 class GrammarCheck:
-    """Compiles grammars against one model's tokenizer, in a thread."""
+    """Compiles grammars against one model's tokenizer."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         self._tokenizer_json = tokenizer_json
         self._tokenizer: LLTokenizer | None = None
 
     async def check(self, param: str, grammar: wire.Grammar) -> None:
-        """Checks that a rank can apply the grammar from the first token on. Raises ApiError 400 that names the field."""
+        """Checks that a rank can apply the grammar. Raises ApiError 400."""
         problem = await asyncio.to_thread(self._problem, grammar)
         if problem:
             raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
 
     def _problem(self, grammar: wire.Grammar) -> str:
-        """Returns the problem, or "". Computes the first step's mask, because that is where a costly expression shows."""
+        """Returns the problem, or "". The first step's mask shows a costly expression."""
         if self._tokenizer is None:
             try:
                 self._tokenizer = LLTokenizer(self._tokenizer_json.decode())

@@ -1,8 +1,4 @@
-"""Tools of a chat: their schemas, what the template receives, and the grammar of a forced call.
-
-`tool_choice`: "none" hides the tools from the template; "auto" parses calls that the model writes; "required", or one function by
-name, applies a grammar that allows only calls in the model's own format.
-"""
+"""Tools of a chat: schemas, template variables, and the grammar of a forced call."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +20,7 @@ class _StrictModel(BaseModel):
 
 
 NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
-"""OpenAI's pattern of function names, plus the dot that MCP servers use."""
+"""OpenAI's pattern, plus the dot of MCP servers."""
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
@@ -38,7 +34,7 @@ class Function(_StrictModel):
 
 
 class Tool(_StrictModel):
-    """One tool. Only functions are supported, not OpenAI's other tool types."""
+    """One tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -58,7 +54,7 @@ class NamedChoice(_StrictModel):
 
 
 def parse_choice(value: object) -> str | NamedChoice:
-    """Parses `tool_choice`: "none", "auto", "required", or a function by name."""
+    """Parses `tool_choice`: a keyword, or a function by name."""
     if value in ("none", "auto", "required"):
         return str(value)
     try:
@@ -94,7 +90,7 @@ class PastCall(_StrictModel):
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises ApiError 400 for a choice without tools, an unknown function, or a duplicate one."""
+    """Raises ApiError 400 for a choice without tools, and unknown or duplicate functions."""
     names = [tool.function.name for tool in tools]
     for position, name in enumerate(names):
         if name in names[:position]:
@@ -106,27 +102,30 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 
 
 def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[str, Any]]:
-    """Returns the tools for the chat template: all, only the chosen one, or an empty list."""
+    """Returns the tools for the template: all, or the chosen one."""
     if choice == "none":
         return []
-    wanted = choice.function.name if isinstance(choice, NamedChoice) else None
-    return [tool.model_dump(exclude_none=True) for tool in tools if wanted in (None, tool.function.name)]
+    chosen_name = choice.function.name if isinstance(choice, NamedChoice) else None
+    return [tool.model_dump(exclude_none=True) for tool in tools if chosen_name in (None, tool.function.name)]
 
 
 def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> wire.Grammar | None:
-    """Returns the grammar of an answer that consists of calls only; None if no call is forced.
+    """Returns the grammar of an answer with calls only, if a call is forced.
 
-    It allows one call if a function was named or `parallel` is false, else one or more. In each call the name is first.
+    One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments.
     """
     if choice in (None, "none", "auto"):
         return None
-    called = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
+    callable_tools = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
     key = "parameters" if format == "llama" else "arguments"
-    calls = [_call_schema(tool.function.name, key) for tool in called]
-    # Each function's schema is stored under its name; references to the schema's root are redirected there.
-    own = {tool.function.name: _moved(tool.function.parameters or {"type": "object"}, tool.function.name) for tool in called}
+    calls = [_call_schema(tool.function.name, key) for tool in callable_tools]
+    # Schemas are stored under their functions' names, with redirected references.
+    definitions = {
+        tool.function.name: _redirected(tool.function.parameters or {"type": "object"}, tool.function.name)
+        for tool in callable_tools
+    }
     bounded = {"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}}
-    schema = json.dumps({**bounded, "anyOf": calls, "$defs": own}, ensure_ascii=False)
+    schema = json.dumps({**bounded, "anyOf": calls, "$defs": definitions}, ensure_ascii=False)
     call, between = ("body", '"; "') if format == "llama" else (r'"<tool_call>\n" body "\n</tool_call>"', r'"\n"')
     more = "" if isinstance(choice, NamedChoice) or not parallel else f" ({between} call)*"
     return wire.Grammar("lark", f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")
@@ -141,20 +140,20 @@ def _call_schema(name: str, key: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, name: str) -> Any:
-    """Returns the schema with its internal references redirected to `#/$defs/name`."""
+def _redirected(schema: Any, name: str) -> Any:
+    """Returns the schema with references redirected to `#/$defs/name`."""
     if isinstance(schema, list):
-        return [_moved(part, name) for part in schema]
+        return [_redirected(part, name) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part, name) for key, part in schema.items()}
+    moved = {key: _redirected(part, name) for key, part in schema.items()}
     if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#"):
         moved["$ref"] = f"#/$defs/{name}{pointer[1:]}"
     return moved
 
 
 def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:
-    """Returns earlier calls with arguments as objects, as templates read them. Raises ApiError 400 for invalid JSON."""
+    """Returns earlier calls with arguments as objects. Raises ApiError 400 for invalid JSON."""
     shown = []
     for position, call in enumerate(calls):
         try:

@@ -1,7 +1,7 @@
-"""Response to one generating request, streamed or whole. Plain ASGI: one call per token less than a framework's.
+"""Response to one generating request, in plain ASGI for speed.
 
-Each delta becomes one chunk, whatever its number of tokens. A disconnect of the client, a stop string, an error and a shutdown
-close the backend's iterators, which aborts their requests. A failure of one choice ends all.
+Each delta becomes one chunk. A disconnect, a stop string and an error close the backend's iterators, which aborts the requests. A
+failure of one choice ends all.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
-from phalanx_frontend.stream.resume import DeliveredChoice, Item, SiblingStreams, resume_answer
+from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +32,20 @@ class Choice:
     reply: Reply
     format: ChoiceFormat
     meter: RequestMeter
-    past: DeliveredChoice | None = None  # tokens that the client already has, if the stream is resumed
+    resume_point: ResumePoint | None = None  # if the stream is resumed
 
     @property
     def num_delivered(self) -> int:
-        """Number of tokens that the client already has."""
-        return 0 if self.past is None else self.past.num_delivered
+        """Number of tokens that the client has."""
+        return 0 if self.resume_point is None else self.resume_point.num_delivered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerJob:
-    """All choices of one answer, those of the first prompt first; each prompt has `per_prompt` choices."""
+    """All choices of one answer, grouped by prompt."""
 
     id: str
-    stream: str  # stream name in the event ids
+    stream: str  # in the event ids
     choices: Sequence[Choice]
     per_prompt: int
     format: AnswerFormat
@@ -54,7 +54,7 @@ class AnswerJob:
     has_running_usage: bool
 
     def usage(self) -> dict[str, Any]:
-        """Returns token counts: each prompt once, whatever its number of choices, and the output of all choices."""
+        """Returns token counts; each prompt counts once."""
         firsts = self.choices[:: self.per_prompt]
         prompt_tokens = sum(len(choice.request.prompt) for choice in firsts)
         completion_tokens = sum(choice.reply.completion_tokens for choice in self.choices)
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 
 class Answer(Response):
-    """Runs a job against the backend while the client is connected."""
+    """Runs a job while the client is connected."""
 
     def __init__(self, job: AnswerJob, backend: Backend, metrics: ApiMetrics, route: str) -> None:
         super().__init__()
@@ -82,20 +82,20 @@ class Answer(Response):
         self._ids = EventIds(job.stream, [choice.num_delivered for choice in job.choices])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole response, or stops when the client disconnects."""
+        """Sends the response, unless the client disconnects."""
         await run_while_connected(receive, self._send_answer(send))
 
     async def documents(self) -> list[dict[str, Any]]:
-        """Runs the job and returns the document of each choice. Raises ApiError. Cancellation aborts the requests."""
+        """Runs the job and returns the document of each choice. Raises ApiError."""
         async with self._streams() as siblings:
             choices = self._job.choices
             texts: list[list[str]] = [[] for _ in choices]
             async for index, item in siblings:
                 if isinstance(item, Delta):
-                    texts[index].append(_take(choices[index], item))
+                    texts[index].append(_feed(choices[index], item))
                     if choices[index].reply.finish is not None:
                         await siblings.end(index)
-            pieces = [Piece("".join(parts), choice.reply.shown()) for choice, parts in zip(choices, texts, strict=True)]
+            pieces = [Piece("".join(parts), choice.reply.take_shown()) for choice, parts in zip(choices, texts, strict=True)]
             return [choice.format.whole(piece) for choice, piece in zip(choices, pieces, strict=True)]
 
     async def _send_answer(self, send: Send) -> None:
@@ -106,7 +106,7 @@ class Answer(Response):
 
     @asynccontextmanager
     async def _streams(self) -> AsyncIterator[SiblingStreams]:
-        """Opens the backend's streams, then closes them and ends the meters. Raises ApiError for each failure."""
+        """Opens the backend's streams, and closes them and the meters. Raises ApiError."""
         outcome = "abort"
         siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
         for choice in self._job.choices:
@@ -117,7 +117,7 @@ class Answer(Response):
             outcome = "error"
             raise api_error_of_backend(error) from error
         except Exception as error:
-            # A bug in this server or the backend: the client gets an error, the log the cause.
+            # A bug: the log has the cause.
             outcome = "error"
             log.exception("request failed", extra={"request_id": self._job.id})
             raise internal_error() from error
@@ -129,9 +129,9 @@ class Answer(Response):
                     choice.meter.end(choice.reply.finish or outcome, choice.reply.cached_tokens)
 
     def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
-        if choice.past is None:
+        if choice.resume_point is None:
             return self._backend.generate(choice.request)
-        return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.past)
+        return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.resume_point)
 
     async def _send_stream(self, send: Send) -> None:
         async with self._streams() as siblings:
@@ -140,7 +140,7 @@ class Answer(Response):
     async def _send_events(self, siblings: SiblingStreams, send: Send) -> None:
         job, choices, has_running_usage = self._job, self._job.choices, self._job.has_running_usage
         openings = [b"" if choice.num_delivered else choice.format.opening() for choice in choices]
-        left, ids = len(openings), self._ids
+        num_open, ids = len(openings), self._ids
         async for index, item in siblings:
             if not self._has_started:
                 await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}, send)
@@ -148,17 +148,17 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 continue
             choice = choices[index]
-            text, reply = _take(choice, item), choice.reply
+            text, reply = _feed(choice, item), choice.reply
             if not text and reply.finish is None and not choice.format.shows_empty_text:
                 continue
-            piece, usage = Piece(text, reply.shown()), job.usage() if has_running_usage else None
+            piece, usage = Piece(text, reply.take_shown()), job.usage() if has_running_usage else None
             if reply.finish is None:
                 body = choice.format.piece(piece, usage)
                 events: Sequence[bytes] = (body,) if body else ()
             else:
                 events = choice.format.ending(piece, usage)
-                left -= 1
-                # Before the last byte: after it the server reports a disconnect, which cancels this task.
+                num_open -= 1
+                # Before the last byte, after which the server reports a disconnect.
                 await siblings.end(index)
             body = b""
             if events:
@@ -167,10 +167,10 @@ class Answer(Response):
                 body = b"".join(map(ids.prepend_to, events))
                 if openings[index]:
                     body, openings[index] = openings[index] + body, b""
-            if not left:
+            if not num_open:
                 body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
             if body:
-                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+                await send({"type": "http.response.body", "body": body, "more_body": num_open > 0})
 
     async def _send_whole(self, send: Send) -> None:
         documents = await self.documents()
@@ -194,8 +194,8 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def _take(choice: Choice, delta: Delta) -> str:
-    """Returns the text that a delta adds to a choice."""
+def _feed(choice: Choice, delta: Delta) -> str:
+    """Returns the text that a delta adds."""
     reply = choice.reply
     before = reply.completion_tokens
     text = reply.feed(delta)
@@ -205,7 +205,7 @@ def _take(choice: Choice, delta: Delta) -> str:
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work` to its end, or cancels it when the client disconnects. Leaves no task running."""
+    """Runs `work`, or cancels it when the client disconnects."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

@@ -1,7 +1,4 @@
-"""Response to a streamed request that arrives while no model is known: comments keep the connection open until it is accepted.
-
-The response has then started, so a later error becomes an error event.
-"""
+"""Response to a stream that arrives before a model is known: comments keep the connection open."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,17 +13,17 @@ from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 
 
 class HeldAnswer(Response):
-    """Waits for the response that `make` returns, then sends it. A disconnect of the client ends the wait."""
+    """Waits for the response of `make_response`, then sends it. Later errors become error events."""
 
-    def __init__(self, make: Callable[[], Awaitable[Response]], keep_alive_s: float) -> None:
+    def __init__(self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float) -> None:
         super().__init__()
-        self._make = make
+        self._make_response = make_response
         self._keep_alive_s = keep_alive_s
         self._has_started = False
-        self._made: Response | None = None
+        self._response: Response | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the whole response, or stops when the client disconnects."""
+        """Sends the response, unless the client disconnects."""
         try:
             await run_while_connected(receive, self._hold(send))
         except (ApiError, BackendError) as error:
@@ -35,27 +32,27 @@ class HeldAnswer(Response):
             api_error = api_error_of_backend(error) if isinstance(error, BackendError) else error
             await send({"type": "http.response.body", "body": event(error_body(api_error)), "more_body": False})
             return
-        if self._made is not None:
-            await self._made(scope, receive, self._continued_send(send) if self._has_started else send)
+        if self._response is not None:
+            await self._response(scope, receive, self._continued_send(send) if self._has_started else send)
 
     async def _hold(self, send: Send) -> None:
-        making = asyncio.ensure_future(self._make())
+        task = asyncio.ensure_future(self._make_response())
         try:
-            while not making.done():
-                await asyncio.wait((making,), timeout=self._keep_alive_s)
-                if making.done():
+            while not task.done():
+                await asyncio.wait((task,), timeout=self._keep_alive_s)
+                if task.done():
                     break
                 if not self._has_started:
                     self._has_started = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-            self._made = making.result()
+            self._response = task.result()
         finally:
-            making.cancel()
+            task.cancel()
 
     def _continued_send(self, send: Send) -> Send:
-        """Returns a `send` that continues the started response with the parts of another; an error document becomes an event."""
+        """Returns a `send` that continues the started response; an error document becomes an event."""
         is_error = False
 
         async def forward(message: Message) -> None:

@@ -1,9 +1,7 @@
-"""Text and finish reason of one choice, from its tokens; the same for streamed and whole responses.
+"""Text and finish reason of one choice, from its tokens.
 
-A token that ends the request (EOS, a stop token) is counted but adds no text. A stop string is removed from the text unless
-`include_stop_str_in_output` is set; tokens after the one that completes it are neither counted nor shown. Text is sent in whole
-tokens: while a part of a token's text is held back, so are its rest and all that follows. So sent text is the text of the first
-`num_whole` tokens, from which a stream can be resumed.
+A stop token is counted and adds no text. A stop string is removed unless `include_stop_str_in_output` is set; later tokens are
+not counted. Text is sent in whole tokens, where a stream can be resumed.
 """
 
 from collections import deque
@@ -15,22 +13,20 @@ from phalanx_frontend.backend import Delta
 from phalanx_frontend.text.detokenize import Detokenizer
 from phalanx_frontend.text.stop import StopStrings
 
-# Token fields that a client requested in addition to the text; each token is shown with its text.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFields:
-    """Fields shown of each token."""
+    """Fields that a client requested of each token."""
 
-    logprobs: int | None = None  # number of top logprobs in addition to the token's own; None shows no logprobs
+    logprobs: int | None = None  # number of top logprobs; null hides logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
     gaps: bool = False
     token_ids: bool = False
-    as_ids: bool = False  # writes a token as `token_id:7` in place of its text
+    as_ids: bool = False  # writes `token_id:7` in place of text
 
     @property
     def needs_details(self) -> bool:
-        """Whether the backend must return details of each token."""
+        """Whether the backend must return details."""
         return self.logprobs is not None or self.gaps
 
     @property
@@ -40,7 +36,6 @@ class ShownFields:
 
 
 TEXT_ONLY = ShownFields()
-"""Text only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +43,12 @@ class ShownToken:
     """One token with its fields."""
 
     id: int
-    start: int  # start of its text, in characters of its choice's output
-    detail: wire.TokenDetail | None = None  # from the backend
+    start: int  # of its text, in characters of the output
+    detail: wire.TokenDetail | None = None
 
 
-class ShownTokens:
-    """Tokens of one choice that were counted and not yet shown.
-
-    A token is shown with its text. If its text is held back (an incomplete character, a possible stop string), so is the token:
-    every counted token is shown exactly once, in order.
-    """
+class UnshownTokens:
+    """Tokens that were counted and not yet shown. A token is held back with its text."""
 
     def __init__(self) -> None:
         self._waiting: deque[ShownToken] = deque()
@@ -65,17 +56,17 @@ class ShownTokens:
         self._taken = 0
 
     def add(self, token: int, detail: wire.TokenDetail | None, num_chars: int) -> None:
-        """Adds a token that made `num_chars` more characters certain."""
+        """Adds a token with the length of its text."""
         self._waiting.append(ShownToken(token, self._made, detail))
         self._made += num_chars
 
     def skip(self, num_tokens: int, num_chars: int) -> None:
-        """Counts tokens that were shown before the stream was resumed, and their characters."""
+        """Skips tokens that were shown before a resumption."""
         self._taken += num_tokens
         self._made += num_chars
 
     def take(self, num_tokens: int) -> list[ShownToken]:
-        """Returns the tokens among the choice's first `num_tokens` that were not shown yet."""
+        """Returns the unshown tokens among the first `num_tokens`."""
         taken = [self._waiting.popleft() for _ in range(num_tokens - self._taken)]
         self._taken = num_tokens
         return taken
@@ -83,27 +74,28 @@ class ShownTokens:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt shown before the output. `starts`: start of each token in `text`; empty if no tokens are shown."""
+    """A prompt shown before the output."""
 
     text: str
-    starts: Sequence[int] = ()
+    starts: Sequence[int] = ()  # of each token in `text`, if tokens are shown
 
     def tokens(self, prompt: Sequence[int], details: Sequence[wire.TokenDetail]) -> list[ShownToken]:
-        """Returns the prompt's tokens, with starts below that of the output. The first has no detail: no token precedes it."""
+        """Returns the prompt's tokens, at negative positions. The first has no detail."""
+        if not self.starts:
+            return []
         rows = zip(prompt, self.starts, [None, *details], strict=True)
         return [ShownToken(id, start - len(self.text), detail) for id, start, detail in rows]
 
 
+NO_ECHO = Echo("")
+
+
 class StreamBroken(Exception):
-    """The backend violated its protocol: indices out of order, or an end without a finish reason."""
+    """The backend violated its protocol."""
 
 
 class Reply:
-    """State of one choice.
-
-    `finish`: None while it is in progress. `stop_reason`: stop string or stop token. `num_whole`: number of tokens whose text was
-    returned completely by the last `feed`. With `is_silent` (`max_tokens` 0) it ends at the first token and shows no token.
-    """
+    """State of one choice."""
 
     def __init__(
         self,
@@ -112,7 +104,7 @@ class Reply:
         stops: Sequence[str] = (),
         named_stop_ids: Sequence[int] = (),
         include_stop: bool = False,
-        wants: ShownFields = TEXT_ONLY,
+        shown: ShownFields = TEXT_ONLY,
         is_silent: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
@@ -121,15 +113,14 @@ class Reply:
         self._min_tokens = sampling.min_tokens
         self._stops = StopStrings(stops, include_stop) if stops else None
         self._include_stop = include_stop
-        self._shown = ShownTokens() if wants.has_tokens else None
-        self._needs_details = wants.needs_details
-        self._is_silent = is_silent
-        self._kept = ""
-        """Certain text of tokens after the whole ones."""
-        self.num_whole = 0
+        self._unshown = UnshownTokens() if shown.has_tokens else None
+        self._needs_details = shown.needs_details
+        self._is_silent = is_silent  # ends at the first token, without showing it
+        self._pending = ""  # text after the whole tokens
+        self.num_whole = 0  # tokens with completely returned text
         self.prompt_details: list[wire.TokenDetail] = []
         self.finish: wire.FinishReason | None = None
-        self.stop_reason: str | int | None = None
+        self.stop_reason: str | int | None = None  # stop string or stop token
         self.completion_tokens = 0
         self.cached_tokens = 0
 
@@ -144,38 +135,38 @@ class Reply:
             return ""
         if delta.tokens and delta.index != self.completion_tokens:
             raise StreamBroken(f"the backend sent token {delta.index}; expected {self.completion_tokens}")
-        detokenizer, stops, text, whole = self._detokenizer, self._stops, self._kept, 0
+        detokenizer, stops, text, whole = self._detokenizer, self._stops, self._pending, 0
         for position, token in enumerate(delta.tokens):
             made = self._feed_token(token)
-            if self._shown is not None:
-                self._shown.add(token, self._detail(delta, position), len(made))
+            if self._unshown is not None:
+                self._unshown.add(token, self._detail(delta, position), len(made))
             text += made if stops is None else self._through_stops(made)
             if self.finish is not None:
                 break
             if not detokenizer.is_holding and (stops is None or not stops.is_holding):
                 self.num_whole, whole = self.completion_tokens, len(text)
         if self.finish is None and delta.finish is None:
-            self._kept = text[whole:]
+            self._pending = text[whole:]
             return text[:whole]
         if self.finish is None:
             text += self._end()
             self.finish = self.finish or delta.finish
-        self._kept, self.num_whole = "", self.completion_tokens
+        self._pending, self.num_whole = "", self.completion_tokens
         return text
 
     def skip_delivered(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens that the client already has; the reply continues after them, or ended with them."""
-        wanted, shown = self._needs_details, self._shown
-        self._needs_details, self._shown = False, None
+        """Returns the text of delivered tokens."""
+        needs_details, unshown = self._needs_details, self._unshown
+        self._needs_details, self._unshown = False, None
         text = self.feed(Delta(index=self.completion_tokens, tokens=list(tokens)))
-        self._needs_details, self._shown = wanted, shown
-        if shown is not None:
-            shown.skip(len(tokens), len(text))
+        self._needs_details, self._unshown = needs_details, unshown
+        if unshown is not None:
+            unshown.skip(len(tokens), len(text))
         return text
 
-    def shown(self) -> Sequence[ShownToken]:
-        """Returns the tokens shown with the text of the last `feed`; empty if no token fields are requested."""
-        return () if self._shown is None else self._shown.take(self.num_whole)
+    def take_shown(self) -> Sequence[ShownToken]:
+        """Returns the tokens whose text `feed` returned since the last call."""
+        return () if self._unshown is None else self._unshown.take(self.num_whole)
 
     def _detail(self, delta: Delta, position: int) -> wire.TokenDetail | None:
         if not self._needs_details:
@@ -186,7 +177,7 @@ class Reply:
         return detail
 
     def _feed_token(self, token: int) -> str:
-        """Returns the text that this token makes certain, before the stop string search."""
+        """Returns the text of a token before the stop string search."""
         self.completion_tokens += 1
         if token in self._stop_ids and self.completion_tokens >= self._min_tokens:
             self.stop_reason = token if token in self._named_stop_ids else None
@@ -195,14 +186,14 @@ class Reply:
         return self._detokenizer.feed(token)
 
     def _end(self) -> str:
-        """Returns the text held back, after the backend's last delta."""
+        """Returns the text held back, at the end."""
         text = self._through_stops(self._detokenizer.end())
         if self._stops is not None and self._stops.found is None:
             text += self._stops.end()
         return text
 
     def _through_stops(self, text: str) -> str:
-        # Text of the first min_tokens tokens never ends a request.
+        # The first min_tokens tokens never end a request.
         if self._stops is None or not text or self.completion_tokens <= self._min_tokens:
             return text
         text = self._stops.feed(text)

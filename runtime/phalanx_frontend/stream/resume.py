@@ -1,8 +1,7 @@
 """Resumption of a stream: the client repeats its request with `Last-Event-ID` and receives the rest.
 
-The request is rebuilt from the body and must equal the original. The tokens that the client has are fed again without output,
-which restores the state of detokenizer, stop strings and parsers. Seeds of streams are derived from the stream name, so a choice
-whose state is lost is sampled again with the same tokens, as far as sampling is deterministic.
+Delivered tokens are fed again without output, which restores detokenizer, stop strings and parsers. Seeds derive from the stream
+name, so a lost choice is sampled again with the same tokens.
 """
 
 import asyncio
@@ -19,24 +18,19 @@ from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.ids import EventId, parse_event_id
 from phalanx_frontend.stream.reply import Reply, StreamBroken
 
-# Merging of the choices' streams. A single stream is passed through. Of several, each has at most one delta taken in advance, so
-# a
-# slow client makes deltas longer and never builds a queue.
-
 Item = Delta | KeepAlive
 
 
 class SiblingStreams:
-    """Merges streams into an iterator of items with their stream's position. Raises the first failure.
+    """Merges streams into (position, item). Raises the first failure.
 
-    `end` ends one stream, `close` all of them, which aborts their requests. The iterator ends when every stream was ended; a
-    stream that has no more items before that raises StreamBroken.
+    Of several streams at most one delta each is taken in advance, so a slow client never builds a queue.
     """
 
     def __init__(self, streams: Sequence[AsyncIterator[Item]]) -> None:
         self._streams = streams
         self._only = streams[0] if len(streams) == 1 else None
-        self._taking: dict[asyncio.Future[Item], int] = {}
+        self._tasks: dict[asyncio.Future[Item], int] = {}
         self._ready: deque[asyncio.Future[Item]] = deque()
         self._idle = list(range(len(streams)))
         self._ended: set[int] = set()
@@ -54,39 +48,39 @@ class SiblingStreams:
             raise StreamBroken("the backend's stream ended without a reason") from error
 
     async def end(self, index: int) -> None:
-        """Ends the stream of the last item, after its last item or early."""
+        """Ends one stream and aborts its request."""
         self._ended.add(index)
         await close(self._streams[index])
 
     async def close(self) -> None:
-        """Ends all streams; no effect on streams that ended."""
-        for taken in self._taking:
-            taken.cancel()
-        await asyncio.gather(*self._taking, return_exceptions=True)
-        self._taking = {}
+        """Ends all streams."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = {}
         for index in range(len(self._streams)):
             await self.end(index)
 
     async def _next_of_several(self) -> tuple[int, Item]:
         for index in self._idle:
             if index not in self._ended:
-                self._taking[asyncio.ensure_future(_take(self._streams[index]))] = index
+                self._tasks[asyncio.ensure_future(_next_item(self._streams[index]))] = index
         self._idle = []
         if not self._ready:
-            done, _ = await asyncio.wait(self._taking, return_when=asyncio.FIRST_COMPLETED)
-            self._ready.extend(sorted(done, key=lambda taken: self._taking[taken]))
-        taken = self._ready.popleft()
-        index = self._taking.pop(taken)
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._ready.extend(sorted(done, key=lambda task: self._tasks[task]))
+        task = self._ready.popleft()
+        index = self._tasks.pop(task)
         self._idle.append(index)
-        return index, taken.result()
+        return index, task.result()
 
 
-async def _take(stream: AsyncIterator[Item]) -> Item:
+async def _next_item(stream: AsyncIterator[Item]) -> Item:
     return await anext(stream)
 
 
 async def close(stream: AsyncIterator[Item]) -> None:
-    """Ends a stream early, which aborts its request; no effect on a stream that ended."""
+    """Ends a stream and aborts its request."""
     aclose = getattr(stream, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -96,21 +90,21 @@ SEED_BITS = 63
 
 
 def stream_seed(stream: str, prompt: int) -> int:
-    """Returns the seed of a stream's prompt for a request without `seed`; as random as the name, which has 128 random bits."""
+    """Returns the default seed of a prompt."""
     digest = hashlib.sha256(f"{stream}/{prompt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
 @dataclass(frozen=True, slots=True)
-class DeliveredChoice:
+class ResumePoint:
     """Position of a client in one choice."""
 
-    num_delivered: int  # number of tokens that the client has
-    finish: wire.FinishReason | None  # reason, if the choice ended
+    num_delivered: int  # tokens that the client has
+    finish: wire.FinishReason | None  # if the choice ended
 
 
 def parse_last_event_id(text: str) -> EventId:
-    """Parses a Last-Event-ID. Raises ApiError 404 for a malformed one."""
+    """Parses a Last-Event-ID. Raises ApiError 404."""
     event_id = parse_event_id(text)
     if event_id is None:
         raise unknown_stream()
@@ -118,15 +112,15 @@ def parse_last_event_id(text: str) -> EventId:
 
 
 def unknown_stream() -> ApiError:
-    """Returns a 404 that is equal for an unknown id and for another tenant's stream, so that it reveals nothing."""
+    """Returns a 404, equal for unknown streams and those of other tenants."""
     message = "unknown Last-Event-ID: its stream ended too long ago or belongs to another key; repeat the request without it"
     return ApiError(404, message, "Last-Event-ID", "unknown_stream")
 
 
 async def find_resumable(
     backend: Backend, event_id: EventId, requested: Sequence[wire.Request]
-) -> list[tuple[wire.Request, DeliveredChoice]]:
-    """Returns the requests to continue, each with the client's position. Raises ApiError 404 or 400."""
+) -> list[tuple[wire.Request, ResumePoint]]:
+    """Returns the requests to continue. Raises ApiError 404 or 400."""
     found = await backend.find([request.id for request in requested], requested[0].tenant)
     if not found or any(found[request.id].request.tenant != request.tenant for request in requested if request.id in found):
         raise unknown_stream()
@@ -139,7 +133,7 @@ async def find_resumable(
 
 def _continued(
     requested: wire.Request, resumable: ResumableStream | None, num_delivered: int
-) -> tuple[wire.Request, DeliveredChoice]:
+) -> tuple[wire.Request, ResumePoint]:
     if resumable is None:
         known, finish = msgspec.structs.replace(requested, epoch=1), None
     else:
@@ -152,9 +146,9 @@ def _continued(
     has_details = (
         sampling.logprobs is not None or sampling.return_gaps or (sampling.prompt_logprobs is not None and not num_delivered)
     )
-    if has_details and len(known.delivered) > num_delivered:  # journals have no logprobs, so these tokens are sampled again
+    if has_details and len(known.delivered) > num_delivered:  # journals lack logprobs
         known, finish = msgspec.structs.replace(known, delivered=known.delivered[:num_delivered]), None
-    return known, DeliveredChoice(num_delivered, finish)
+    return known, ResumePoint(num_delivered, finish)
 
 
 def _differs(what: str) -> ApiError:
@@ -162,22 +156,22 @@ def _differs(what: str) -> ApiError:
 
 
 async def resume_answer(
-    backend: Backend, request: wire.Request, reply: Reply, skip: Callable[[str, Sequence[int]], None], past: DeliveredChoice
+    backend: Backend, request: wire.Request, reply: Reply, skip: Callable[[str, Sequence[int]], None], resume_point: ResumePoint
 ) -> AsyncIterator[Delta | KeepAlive]:
-    """Yields what the client lacks of a choice. `reply` and `skip` receive what it has without output."""
+    """Yields what the client lacks; feeds the rest to `reply` and `skip`."""
     known = request.delivered
-    skipped = known[: past.num_delivered]
+    skipped = known[: resume_point.num_delivered]
     skip(reply.skip_delivered(skipped), skipped)
     if reply.finish is not None:
         yield Delta(index=reply.completion_tokens, tokens=[], finish=reply.finish)
-    elif past.finish is not None or len(known) > past.num_delivered:
-        yield Delta(index=past.num_delivered, tokens=known[past.num_delivered :], finish=past.finish)
+    elif resume_point.finish is not None or len(known) > resume_point.num_delivered:
+        yield Delta(index=resume_point.num_delivered, tokens=known[resume_point.num_delivered :], finish=resume_point.finish)
     if reply.finish is not None:
         return
     stream = backend.generate(request)
     try:
         async for item in stream:
-            missing = past.num_delivered - reply.completion_tokens
+            missing = resume_point.num_delivered - reply.completion_tokens
             if isinstance(item, Delta) and missing > 0:
                 skipped = item.tokens[:missing]
                 skip(reply.skip_delivered(skipped), skipped)
@@ -190,7 +184,7 @@ async def resume_answer(
 
 
 def _after(delta: Delta, missing: int, finish: wire.FinishReason | None) -> Delta:
-    """Returns the delta without its first `missing` tokens. `finish`: set if these ended the reply."""
+    """Returns the delta without its first `missing` tokens."""
     if finish is not None:
         return Delta(index=delta.index + missing, tokens=[], finish=finish)
     tokens, details = delta.tokens[missing:], delta.details[missing:]

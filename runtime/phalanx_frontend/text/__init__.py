@@ -1,1 +1,1 @@
-"""Text: tokenizer, chat template, incremental detokenizer, stop strings, tool call parsers. No I/O."""
+"""Tokenizer, chat template, detokenizer, stop strings, parsers. No I/O."""

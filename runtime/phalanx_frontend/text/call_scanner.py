@@ -1,8 +1,6 @@
-"""Reads one JSON tool call, `{"name": ..., "arguments": {...}}`, character by character, and streams its arguments.
+"""Scans one JSON tool call, `{"name": ..., "arguments": {...}}`, and streams its arguments.
 
-Arguments that are an object are passed on as the model wrote them, without parsing: re-encoding could lose text, and a mistake of
-the model inside them stays visible. Arguments written as a string must contain the text of an object. Keys may come in any order,
-once each; other keys are skipped.
+Object arguments are passed on as the model wrote them; string arguments must contain an object.
 """
 
 import json
@@ -10,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
-"""Hermes and Qwen write arguments, Llama 3 writes parameters."""
+"""Hermes and Qwen write arguments, Llama 3 parameters."""
 _SPACE: Final = " \t\r\n"
 
 
@@ -19,17 +17,13 @@ class _NotACallError(Exception):
 
 
 class CallScanner:
-    """Reads one object that calls one of `names`.
-
-    `is_certain`: the name is one of them, and the arguments are an object or absent. `is_done`: the closing brace was read.
-    `is_broken`: the text is not a call.
-    """
+    """Scans one object that calls one of `names`."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.name: str | None = None
-        self.is_certain = False
+        self.is_certain = False  # the name is callable, and the arguments are an object or absent
         self._names = names
-        self._seen: set[str] = set()
+        self._keys: set[str] = set()
         self._is_text = False
         self.is_done = self.is_broken = False
         self._step: Callable[[str], None] = self._open
@@ -40,14 +34,11 @@ class CallScanner:
         self._unsent: list[str] = []
 
     def feed(self, text: str) -> tuple[int, str]:
-        """Returns the number of characters taken, and argument text to send; that is empty until the call is certain.
-
-        Takes fewer than all characters if the object is done or broken; the first character not taken then breaks it.
-        """
+        """Returns the number of characters taken, fewer than all at the end, and argument text once the call is certain."""
         taken = 0
         try:
-            for letter in text:
-                self._step(letter)
+            for char in text:
+                self._step(char)
                 taken += 1
                 if self.is_done:
                     break
@@ -60,73 +51,73 @@ class CallScanner:
         self._unsent.clear()
         return taken, ready
 
-    def _open(self, letter: str) -> None:
-        if letter == "{":
+    def _open(self, char: str) -> None:
+        if char == "{":
             self._step = self._key_or_end
-        elif letter not in _SPACE:
-            raise _NotACallError(f"{letter!r} where an object must begin")
+        elif char not in _SPACE:
+            raise _NotACallError(f"{char!r} where an object must begin")
 
-    def _key_or_end(self, letter: str) -> None:
-        if letter == '"':
-            self._value = [letter]
+    def _key_or_end(self, char: str) -> None:
+        if char == '"':
+            self._value = [char]
             self._step = self._in_key
-        elif letter == "}":
+        elif char == "}":
             self._finish()
-        elif letter not in _SPACE and letter != ",":
-            raise _NotACallError(f"{letter!r} where a key must begin")
+        elif char not in _SPACE and char != ",":
+            raise _NotACallError(f"{char!r} where a key must begin")
 
-    def _in_key(self, letter: str) -> None:
-        if self._key_continues(letter):
+    def _in_key(self, char: str) -> None:
+        if self._key_continues(char):
             return
         self._key = _read_string("".join(self._value))
         self._step = self._colon
 
-    def _colon(self, letter: str) -> None:
-        if letter == ":":
+    def _colon(self, char: str) -> None:
+        if char == ":":
             self._value, self._depth = [], 0
             self._step = self._value_start
-        elif letter not in _SPACE:
-            raise _NotACallError(f"{letter!r} after a key")
+        elif char not in _SPACE:
+            raise _NotACallError(f"{char!r} after a key")
 
-    def _value_start(self, letter: str) -> None:
-        if letter in _SPACE:
+    def _value_start(self, char: str) -> None:
+        if char in _SPACE:
             return
         kind = "arguments" if self._key in ARGUMENT_KEYS else self._key
-        if kind in self._seen and kind in ("name", "arguments"):
+        if kind in self._keys and kind in ("name", "arguments"):
             raise _NotACallError(f"{kind} is given twice")
-        self._seen.add(kind)
-        self._is_text = kind == "arguments" and letter != "{"
-        if (kind == "name" and letter != '"') or (self._is_text and letter not in '"n') or letter in ",}]:":
-            raise _NotACallError(f"{letter!r} where the value of {self._key} must begin")
+        self._keys.add(kind)
+        self._is_text = kind == "arguments" and char != "{"
+        if (kind == "name" and char != '"') or (self._is_text and char not in '"n') or char in ",}]:":
+            raise _NotACallError(f"{char!r} where the value of {self._key} must begin")
         self._step = self._in_value
         self._in_string = False
-        self._in_value(letter)
+        self._in_value(char)
 
-    def _in_value(self, letter: str) -> None:
-        """Reads one character of a value, or the one after it."""
+    def _in_value(self, char: str) -> None:
+        """Reads a character of a value, or the one after it."""
         if self._in_string:
-            self._take(letter)
-            self._in_string = self._is_escaped or letter != '"'
-            self._is_escaped = letter == "\\" and not self._is_escaped
+            self._take(char)
+            self._in_string = self._is_escaped or char != '"'
+            self._is_escaped = char == "\\" and not self._is_escaped
             if not self._in_string and self._depth == 0:
                 self._end_value()
             return
-        if self._depth == 0 and self._value and letter in ",}" + _SPACE:
+        if self._depth == 0 and self._value and char in ",}" + _SPACE:
             self._end_value()
-            self._step(letter)
+            self._step(char)
             return
-        self._take(letter)
-        self._in_string = letter == '"'
-        self._depth += (letter in "{[") - (letter in "}]")
+        self._take(char)
+        self._in_string = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
         if self._depth < 0:
-            raise _NotACallError(f"{letter!r} closes nothing")
-        if letter in "}]" and self._depth == 0:
+            raise _NotACallError(f"{char!r} closes nothing")
+        if char in "}]" and self._depth == 0:
             self._end_value()
 
-    def _take(self, letter: str) -> None:
-        self._value.append(letter)
+    def _take(self, char: str) -> None:
+        self._value.append(char)
         if self._key in ARGUMENT_KEYS and not self._is_text:
-            self._unsent.append(letter)
+            self._unsent.append(char)
 
     def _end_value(self) -> None:
         if self._key == "name":
@@ -145,11 +136,11 @@ class CallScanner:
             raise _NotACallError("the object has no name")
         self.is_done = True
 
-    def _key_continues(self, letter: str) -> bool:
-        """Adds a character to a key; returns whether the key continues after it."""
-        self._value.append(letter)
-        ends = letter == '"' and not self._is_escaped
-        self._is_escaped = letter == "\\" and not self._is_escaped
+    def _key_continues(self, char: str) -> bool:
+        """Adds a character; returns whether the key continues."""
+        self._value.append(char)
+        ends = char == '"' and not self._is_escaped
+        self._is_escaped = char == "\\" and not self._is_escaped
         return not ends
 
 
@@ -164,7 +155,7 @@ def _read_string(text: str) -> str:
 
 
 def _read_object(text: str) -> str:
-    """Returns the text of an object that arguments contain as a string; null means an empty object."""
+    """Returns the object in string arguments; null is an empty one."""
     inner = "{}" if text == "null" else _read_string(text)
     try:
         is_object = isinstance(json.loads(inner), dict)

@@ -1,8 +1,4 @@
-"""Renders the prompt of a conversation with the model's own chat template.
-
-Templates are Jinja programs shipped with the model. They run in a sandbox with the environment that Transformers gives them:
-block trimming, loop controls, `raise_exception`, `strftime_now`, a `tojson` that keeps non-ASCII characters, `generation` blocks.
-"""
+"""Renders a conversation with the model's chat template, in a sandbox with the environment of Transformers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +18,11 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 
 class ChatTemplateError(Exception):
-    """The template refuses this conversation, or fails on it."""
+    """The template fails on this conversation."""
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the assistant's part for training; renders its content."""
+    """`{% generation %}...{% endgeneration %}`, which renders its content."""
 
     tags = {"generation"}
 
@@ -50,11 +46,7 @@ def utc_now() -> datetime:
 
 
 class ChatTemplate:
-    """One model's template, compiled once.
-
-    `tool_format`: format of tool calls that it requests from the model. `can_reason`: it handles reasoning between `<think>` and
-    `</think>`.
-    """
+    """One model's template, compiled once."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = utc_now) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -72,17 +64,17 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template is broken: {error}; fix chat_template") from error
 
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
-        """Returns the prompt. `options` are further variables of the template. Raises ChatTemplateError."""
+        """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""
         variables = {**self._tokens, **options, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        # A template is a program over the client's messages, so its failures are errors of the request.
+        # A template is a program over the client's messages.
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
 
 def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """Reads the template from a model's files: chat_template.jinja, else tokenizer_config.json. None if there is none."""
+    """Reads chat_template.jinja, else tokenizer_config.json."""
     config: dict[str, Any] = json.loads(files.get("tokenizer_config.json", b"{}"))
     source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
     if isinstance(source, list):
@@ -94,7 +86,7 @@ def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the texts of the named special tokens in a tokenizer_config.json."""
+    """Returns the special tokens of a tokenizer_config.json."""
     found: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         token = config.get(name)

@@ -1,8 +1,7 @@
-"""Incremental detokenizer: text of a token stream, never half a character.
+"""Incremental detokenizer.
 
-The joined pieces equal the tokenizer's own decode: always for byte-level decoders, and for byte-fallback decoders if every run of
-bytes is valid UTF-8. For a run with one invalid byte the library returns U+FFFD for the whole run; a stream cannot withdraw text
-that it sent, so the valid characters of the run remain here.
+The joined pieces equal the tokenizer's decode, except for byte-fallback runs with an invalid byte: the library replaces the whole
+run by U+FFFD, a stream only that byte.
 """
 
 import codecs
@@ -12,20 +11,20 @@ from typing import Protocol
 from phalanx_frontend.text.tokenizer import PieceRule, TextTokenizer
 
 CONTEXT_TOKENS = 8
-"""Preceding tokens decoded again as context: enough for any character and word start."""
+"""Enough context for any character and word start."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one request into text incrementally."""
+    """Turns the tokens of one request into text."""
 
     @property
     def is_holding(self) -> bool:
-        """Whether some text of the tokens fed so far is held back."""
+        """Whether text is held back."""
         ...
 
     def feed(self, token: int) -> str:
-        """Returns the text that is now certain; empty while a character is incomplete."""
+        """Returns the text that is now certain."""
         ...
 
     def end(self) -> str:
@@ -34,10 +33,7 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
-    """Returns the fastest detokenizer that this tokenizer allows, for one request.
-
-    `after`: tokens whose text precedes. With them the decoder keeps what it drops only at the start of a text.
-    """
+    """Returns the fastest detokenizer for a tokenizer. `after`: preceding tokens."""
     if tokenizer.rule is None:
         return WindowDetokenizer(tokenizer, skip_special_tokens, after)
     return PieceDetokenizer(tokenizer, tokenizer.rule, skip_special_tokens, bool(after))
@@ -56,7 +52,7 @@ class PieceDetokenizer:
         self._bare_first = rule.bare_first and not is_continued
 
     def feed(self, token: int) -> str:
-        """Returns the text that is now certain; empty while a character is incomplete."""
+        """Returns the text that is now certain."""
         if token in self._skipped:
             return ""
         piece = self._tokenizer.piece(token, self._rule)
@@ -68,11 +64,11 @@ class PieceDetokenizer:
         return piece
 
     def end(self) -> str:
-        """Returns the text held back, with U+FFFD for incomplete characters."""
+        """Returns the text held back."""
         return self._utf8.decode(b"", final=True)
 
     def _start(self, text: str) -> str:
-        """Returns `text` at the start of the output without what the rule drops there."""
+        """Returns `text` without what the rule drops at its start."""
         if self._bare_first:
             self._bare_first = False
             return text.replace(" ", "")
@@ -86,22 +82,22 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the tokens since the last certain text, with preceding tokens as context. For decoders without a piece rule."""
+    """Decodes a window of tokens, for decoders without a piece rule."""
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # _context was sent and is decoded again as context; _fresh is not sent yet.
+        # Sent tokens as context, and unsent ones.
         self._context: list[int] = list(after[-CONTEXT_TOKENS:])
         self._fresh: list[int] = []
 
     @property
     def is_holding(self) -> bool:
-        """Whether a token is held back until the following tokens."""
+        """Whether a token is held back."""
         return bool(self._fresh)
 
     def feed(self, token: int) -> str:
-        """Returns the text that is now certain; empty while a character is incomplete."""
+        """Returns the text that is now certain."""
         self._fresh.append(token)
         text = self._fresh_text()
         if not text or text.endswith(REPLACEMENT):
@@ -110,7 +106,7 @@ class WindowDetokenizer:
         return text
 
     def end(self) -> str:
-        """Returns the text held back, with U+FFFD for incomplete characters."""
+        """Returns the text held back."""
         return self._fresh_text()
 
     def _fresh_text(self) -> str:

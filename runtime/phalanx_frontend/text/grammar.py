@@ -1,6 +1,6 @@
-"""llguidance source of a grammar. The API server checks grammars and the sampling rank masks logits with the same source.
+"""llguidance source of a grammar, for API server and sampling rank.
 
-Between JSON tokens one space, or one newline with indentation, is allowed, so that a model cannot fill its output with blanks.
+Between JSON tokens one space or one indented newline is allowed, so that a model cannot fill its output with blanks.
 """
 
 from typing import assert_never
@@ -10,17 +10,16 @@ from llguidance import LLMatcher
 from phalanx_api import wire
 
 INDENTATION = 40
-"""Maximum number of spaces after a newline: ten levels of four."""
+"""Maximum spaces after a newline."""
 BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"
-"""Pattern of the white space between JSON tokens."""
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled or continued; the message gives the reason for the client."""
+    """A grammar cannot be compiled or continued."""
 
 
 def grammar_source(grammar: wire.Grammar) -> str:
-    """Returns the source that llguidance compiles. Raises GrammarError for an invalid JSON schema."""
+    """Returns the source that llguidance compiles. Raises GrammarError."""
     match grammar.kind:
         case "json_schema":
             try:

@@ -1,7 +1,4 @@
-"""Parts of the text of a chat answer: content, reasoning, tool calls.
-
-Parsers receive text in pieces and return parts as soon as they are certain. How the text is split never changes the joined parts.
-"""
+"""Parts of a chat answer, independent of how its text is split into pieces."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,14 +14,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning text, before the answer."""
+    """Text before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Start of a call of the function `name`. `index` numbers the calls of one answer from 0."""
+    """Start of a call; `index` counts from 0."""
 
     index: int
     name: str
@@ -32,7 +29,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More JSON text of the arguments of call `index`, as the model wrote it."""
+    """More JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -46,7 +43,7 @@ class PartParser(Protocol):
 
     @property
     def is_holding(self) -> bool:
-        """Whether some text fed so far is held back."""
+        """Whether text is held back."""
         ...
 
     def feed(self, text: str) -> list[Part]:
@@ -54,12 +51,12 @@ class PartParser(Protocol):
         ...
 
     def end(self) -> list[Part]:
-        """Returns the parts of the text held back, at the end of the text."""
+        """Returns the parts of the text held back."""
         ...
 
 
 class ParserChain:
-    """Feeds the content of a first parser to a second one: reasoning first, then tool calls."""
+    """Two parsers in sequence."""
 
     def __init__(self, first: PartParser, second: PartParser) -> None:
         self._first = first
@@ -71,7 +68,7 @@ class ParserChain:
         return self._first.is_holding or self._second.is_holding
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that `text` makes certain."""
+        """Returns the certain parts."""
         return self._through(self._first.feed(text))
 
     def end(self) -> list[Part]:
@@ -86,110 +83,109 @@ class ParserChain:
 
 
 class MarkerScanner:
-    """Searches for one marker in text that arrives in pieces. Holds back only what may become the marker."""
+    """Searches for a marker in text pieces."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
-        self._held = ""
+        self._pending = ""
 
     @property
     def is_holding(self) -> bool:
-        """Whether the text ends with a beginning of the marker."""
-        return bool(self._held)
+        """Whether the text ends with a possible marker."""
+        return bool(self._pending)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns certain text before the marker, and the text after it; None while the marker was not found."""
-        text = self._held + text
+        """Returns certain text before the marker, and text after it once found."""
+        text = self._pending + text
         at = text.find(self._marker)
         if at >= 0:
-            self._held = ""
+            self._pending = ""
             return text[:at], text[at + len(self._marker) :]
-        held = next(size for size in range(min(len(self._marker) - 1, len(text)), -1, -1) if text.endswith(self._marker[:size]))
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        pending = next(
+            size for size in range(min(len(self._marker) - 1, len(text)), -1, -1) if text.endswith(self._marker[:size])
+        )
+        self._pending = text[len(text) - pending :]
+        return text[: len(text) - pending], None
 
     def end(self) -> str:
         """Returns the text held back."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def text_part(make: Callable[[str], Part], text: str) -> list[Part]:
-    """Returns one part made of `text`, or an empty list if `text` is empty."""
+    """Returns one part, unless `text` is empty."""
     return [make(text)] if text else []
 
 
-# Reasoning between `<think>` and `</think>`, as Qwen3 and DeepSeek-R1 write it.
-# Newlines next to the marks belong to neither part. If text other than white space precedes `<think>`, the whole answer is
-# content.
-# Without `</think>` everything after `<think>` is reasoning.
+# Newlines next to the marks belong to neither part. Text before `<think>` makes the whole answer content.
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Splits reasoning from content. `inside`: the prompt ended with `<think>`, so the answer begins with reasoning."""
+    """Splits reasoning between `<think>` and `</think>` from content. `inside`: the prompt ended with `<think>`."""
 
     def __init__(self, inside: bool = False) -> None:
         self._is_inside = inside
-        self._is_over = False
-        self._before = ""
+        self._is_done = False
+        self._undecided = ""
         self._marker = MarkerScanner(THINK_END)
-        self._gap = ""
+        self._newlines = ""
         self._at_start = True
 
     @property
     def is_holding(self) -> bool:
-        """Whether a mark may have begun, or newlines are held back."""
-        if self._is_over:
+        """Whether a possible mark, or newlines, are held back."""
+        if self._is_done:
             return False
-        return bool(self._gap) or self._marker.is_holding if self._is_inside else bool(self._before)
+        return bool(self._newlines) or self._marker.is_holding if self._is_inside else bool(self._undecided)
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that `text` makes certain."""
-        if self._is_over:
-            return text_part(Content, self._without_lead(text))
-        return self._think(text) if self._is_inside else self._look(text)
+        """Returns the certain parts."""
+        if self._is_done:
+            return text_part(Content, self._strip_lead(text))
+        return self._feed_reasoning(text) if self._is_inside else self._detect_start(text)
 
     def end(self) -> list[Part]:
         """Returns the parts of the text held back."""
-        if self._is_over:
+        if self._is_done:
             return []
         if not self._is_inside:
-            held, self._before = self._before, ""
-            return text_part(Content, held)
-        return self._reason(self._marker.end(), last=True)
+            pending, self._undecided = self._undecided, ""
+            return text_part(Content, pending)
+        return self._reasoning(self._marker.end(), last=True)
 
-    def _look(self, text: str) -> list[Part]:
+    def _detect_start(self, text: str) -> list[Part]:
         """Decides whether the answer begins with `<think>`."""
-        self._before += text
-        bare = self._before.lstrip()
+        self._undecided += text
+        bare = self._undecided.lstrip()
         if bare.startswith(THINK_BEGIN):
             self._is_inside = True
-            return self._think(bare[len(THINK_BEGIN) :])
+            return self._feed_reasoning(bare[len(THINK_BEGIN) :])
         if THINK_BEGIN.startswith(bare):
             return []
-        self._is_over, self._at_start = True, False
-        held, self._before = self._before, ""
-        return text_part(Content, held)
+        self._is_done, self._at_start = True, False
+        pending, self._undecided = self._undecided, ""
+        return text_part(Content, pending)
 
-    def _think(self, text: str) -> list[Part]:
+    def _feed_reasoning(self, text: str) -> list[Part]:
         before, after = self._marker.feed(text)
-        parts = self._reason(before, last=after is not None)
+        parts = self._reasoning(before, last=after is not None)
         if after is None:
             return parts
-        self._is_over, self._at_start = True, True
-        return [*parts, *text_part(Content, self._without_lead(after))]
+        self._is_done, self._at_start = True, True
+        return [*parts, *text_part(Content, self._strip_lead(after))]
 
-    def _reason(self, text: str, last: bool) -> list[Part]:
-        """Returns reasoning without outer newlines; trailing ones are held back until other text follows."""
-        text = self._gap + self._without_lead(text)
+    def _reasoning(self, text: str, last: bool) -> list[Part]:
+        """Returns reasoning without outer newlines."""
+        text = self._newlines + self._strip_lead(text)
         bare = text.rstrip("\n")
-        self._gap = "" if last else text[len(bare) :]
+        self._newlines = "" if last else text[len(bare) :]
         return text_part(Reasoning, bare)
 
-    def _without_lead(self, text: str) -> str:
-        """Returns `text` without newlines at the start of a part."""
+    def _strip_lead(self, text: str) -> str:
+        """Removes newlines at the start of a part."""
         if self._at_start:
             text = text.lstrip("\n")
             self._at_start = not text

@@ -1,44 +1,40 @@
-"""Finds stop strings in a text stream, across any boundaries.
-
-The stop string that is complete first wins, and the longest of those complete at the same position, so the result does not depend
-on how the text is split into tokens. The longest suffix that may become a stop string is held back.
-"""
+"""Finds stop strings in streamed text. The first complete one wins, the longest of those that end together."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Stop string search of one request. `found`: the stop string that ended the text, or None."""
+    """Stop string search of one request."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.found: str | None = None  # the stop string that ended the text
 
     @property
     def is_holding(self) -> bool:
-        """Whether some text is held back because it may become a stop string."""
-        return bool(self._held)
+        """Whether a possible stop string is held back."""
+        return bool(self._pending)
 
     def feed(self, text: str) -> str:
-        """Returns the text to send. Must not be called after `found` is set."""
-        text = self._held + text
+        """Returns the text to send, until `found` is set."""
+        text = self._pending + text
         end = self._earliest_end(text)
         if self.found is None:
-            held = self._longest_beginning(text)
-            self._held = text[len(text) - held :]
-            return text[: len(text) - held]
-        self._held = ""
+            pending = self._longest_possible_stop(text)
+            self._pending = text[len(text) - pending :]
+            return text[: len(text) - pending]
+        self._pending = ""
         return text[:end] if self._include else text[: end - len(self.found)]
 
     def end(self) -> str:
-        """Returns the text held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        """Returns the text held back."""
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _earliest_end(self, text: str) -> int:
-        """Returns the end position of the winning stop string and sets `found`; meaningless while `found` is None."""
+        """Returns the end of the winning stop string, and sets `found`."""
         best = len(text) + 1
         for stop in self._stops:
             start = text.find(stop)
@@ -49,7 +45,7 @@ class StopStrings:
                 best, self.found = end, stop
         return best
 
-    def _longest_beginning(self, text: str) -> int:
+    def _longest_possible_stop(self, text: str) -> int:
         """Returns the length of the longest suffix that begins a stop string."""
         longest = 0
         for stop in self._stops:

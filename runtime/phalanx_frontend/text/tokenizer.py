@@ -1,4 +1,4 @@
-"""Tokenizer: token ids of a text, and the text that each token adds, from a tokenizer.json."""
+"""Token ids of a text, and the text of each token."""
 
 import json
 from collections.abc import Callable
@@ -7,14 +7,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Piece rules, read from the `decoder` of a tokenizer.json.
-# A rule exists if the text is the concatenation of pieces that depend on one token each: byte-level BPE (GPT-2, Llama 3, Qwen),
-# sentencepiece with byte fallback (Llama 2, Mistral, Gemma) and Metaspace. A stream then costs one look-up per token. Other
-# decoders
-# give None, and the detokenizer decodes windows of tokens.
+# A piece rule exists if text is the concatenation of pieces that depend on one token each. A stream then costs one look-up per
+# token.
 
 WORD_START = "▁"
-"""The character that sentencepiece writes for a space."""
+"""sentencepiece's spelling of a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +20,23 @@ class PieceRule:
 
     piece: Callable[[str], bytes]  # returns the bytes of a token
     strip_char: str = " "
-    strip_left: int = 0  # maximum number of leading `strip_char` to drop from the text
-    bare_first: bool = False  # drop every space that replaces WORD_START in the first token
+    strip_left: int = 0  # maximum leading `strip_char` to drop
+    bare_first: bool = False  # drops spaces for WORD_START in the first token
 
 
 def byte_of_character() -> dict[str, int]:
-    """Returns the byte of each character of byte-level BPE: printable Latin-1 is itself, the others follow from U+0100 on."""
+    """Returns the bytes of byte-level BPE: printable Latin-1 is itself, others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(0x100) if byte not in table.values()]
-    return table | {chr(0x100 + position): byte for position, byte in enumerate(others)}
+    remaining = [byte for byte in range(0x100) if byte not in table.values()]
+    return table | {chr(0x100 + position): byte for position, byte in enumerate(remaining)}
 
 
 _BYTE_OF_CHARACTER = byte_of_character()
 
 
 def byte_level_piece(token: str) -> bytes:
-    """Returns the bytes of a byte-level token. A token with a character outside the alphabet (an added token) is plain text."""
+    """Returns the bytes of a byte-level token; others are plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -47,7 +44,7 @@ def byte_level_piece(token: str) -> bytes:
 
 
 def fallback_byte(token: str) -> bytes | None:
-    """Returns the byte of a token spelled `<0xNN>`, or None for any other token."""
+    """Returns the byte of a token `<0xNN>`."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -57,7 +54,7 @@ def fallback_byte(token: str) -> bytes | None:
 
 
 def replacing_piece(replacements: list[tuple[str, str]], byte_fallback: bool) -> Callable[[str], bytes]:
-    """Returns a piece function that replaces strings in order, then reads `<0xNN>` as a byte if `byte_fallback`."""
+    """Returns a piece function that replaces strings in order, then reads `<0xNN>`."""
 
     def piece(token: str) -> bytes:
         for old, new in replacements:
@@ -70,7 +67,7 @@ def replacing_piece(replacements: list[tuple[str, str]], byte_fallback: bool) ->
 
 
 def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
-    """Returns the rule of a tokenizer.json's `decoder`, or None if the text is not a concatenation of pieces."""
+    """Returns the rule of a `decoder`, if it has one."""
     if decoder is None:
         return None
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -84,7 +81,7 @@ def piece_rule(decoder: dict[str, Any] | None) -> PieceRule | None:
 
 
 def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceRule | None:
-    """Accepts the steps Replace... ByteFallback? Fuse Strip? in this order, stripping only on the left; else returns None."""
+    """Accepts the steps Replace... ByteFallback? Fuse Strip?, stripping only on the left."""
     replacements: list[tuple[str, str]] = []
     position = 0
     while position < len(names) and names[position] == "Replace":
@@ -106,11 +103,11 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
 
 
 class TextTokenizer:
-    """A model's tokenizer. Encoding is thread-safe; pieces are cached by id on first use."""
+    """A model's tokenizer, thread-safe for encoding."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         document: dict[str, Any] = json.loads(tokenizer_json)
-        # A tokenizer saved after training may truncate or pad its input, which is wrong for prompts.
+        # Truncation and padding of training are wrong for prompts.
         document["truncation"] = None
         document["padding"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(document))
@@ -121,24 +118,24 @@ class TextTokenizer:
         self._pieces: dict[int, str | bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Returns token ids of `text`; special tokens in it are recognised. Raises UnicodeEncodeError on lone surrogates."""
-        text.encode()  # the library raises TypeError for a lone surrogate
+        """Returns token ids of `text`. Raises UnicodeEncodeError for lone surrogates."""
+        text.encode()  # the library raises TypeError for lone surrogates
         # The batch call releases the GIL, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Decodes with the library's own decoder: the incremental detokenizer's reference implementation and fallback."""
+        """Decodes with the library."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token(self, id: int) -> str | None:
-        """Returns a token as spelled in the vocabulary, or None for an unknown id."""
+        """Returns a token as spelled in the vocabulary."""
         token: str | None = self._tokenizer.id_to_token(id)
         return token
 
     def piece(self, id: int, rule: PieceRule) -> str | bytes:
-        """Returns what a token adds to the text: a string if it is whole characters, else bytes; empty for an unknown id."""
+        """Returns the text of a token: a string if it has whole characters only."""
         piece = self._pieces.get(id)
         if piece is None:
             token = self.token(id)
@@ -151,7 +148,7 @@ class TextTokenizer:
         return piece
 
     def token_bytes(self, id: int) -> bytes | None:
-        """Returns the bytes of one token, special tokens as they are written; None for an unknown id."""
+        """Returns the bytes of a token; special tokens as written."""
         token = self.token(id)
         if token is None:
             return None

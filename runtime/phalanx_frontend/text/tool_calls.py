@@ -1,10 +1,9 @@
-"""Parsers of tool calls in the text of an answer, one per format in which models write them.
+"""Parsers of tool calls in the text of an answer.
 
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them        Hermes, Qwen 2.5 and 3, SmolLM
     llama    {"name": "f", "parameters": {...}}, the whole answer, further ones after `;`        Llama 3.1 and later
 
-White space around calls is dropped. Text that looks like a call and is not one, or calls a function that the request does not
-offer, stays content unchanged.
+White space around calls is dropped. Calls of unknown functions stay content.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ LLAMA_MARK: Final = "<|python_tag|>"
 
 
 class _Calls:
-    """The calls of one answer: numbers them and reads the open one. `raw`: text of the open call so far."""
+    """Numbers the calls of one answer."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -29,7 +28,7 @@ class _Calls:
         self.raw = ""
 
     def open(self, raw: str) -> None:
-        """Starts reading a call; `raw` is the text that announced it."""
+        """Starts a call; `raw` is the text that announced it."""
         self.scanner = CallScanner(self._names)
         self.raw = raw
         self._has_arguments = False
@@ -40,7 +39,7 @@ class _Calls:
         return self.scanner.is_certain
 
     def read(self, text: str) -> tuple[list[Part], str]:
-        """Returns parts of the open call, and the remaining text after it (after its last valid character if it is broken)."""
+        """Returns parts of the open call, and the text after it."""
         was_reported = self.is_reported
         taken, arguments = self.scanner.feed(text)
         self.raw += text[:taken]
@@ -57,34 +56,34 @@ class _Calls:
 
 
 class HermesParser:
-    """Parses calls between `<tool_call>` and `</tool_call>`; the text around them is content."""
+    """Parses calls between `<tool_call>` and `</tool_call>`."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._marker = MarkerScanner(HERMES_BEGIN)
         self._calls = _Calls(names)
         self._is_inside = False
-        self._gap = ""
+        self._blanks = ""
         self._follows_call = False
         self._tail: str | None = None
 
     @property
     def is_holding(self) -> bool:
-        """Whether a call may have begun, or white space is held back."""
+        """Whether a possible call or white space is held back."""
         if not self._is_inside:
-            return bool(self._gap) or self._marker.is_holding
+            return bool(self._blanks) or self._marker.is_holding
         return bool(self._tail) or not self._calls.is_reported
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that `text` makes certain."""
+        """Returns the certain parts."""
         parts: list[Part] = []
         while text:
             if not self._is_inside:
-                more, text = self._outside(text)
+                new_parts, text = self._outside(text)
             elif self._tail is None:
-                more, text = self._inside(text)
+                new_parts, text = self._inside(text)
             else:
-                more, text = self._closing(text)
-            parts += more
+                new_parts, text = self._closing(text)
+            parts += new_parts
         return parts
 
     def end(self) -> list[Part]:
@@ -93,16 +92,16 @@ class HermesParser:
             unfinished = self._calls.raw + (self._tail or "")
             return [] if self._calls.is_reported else self._content(unfinished)
         parts = self._content(self._marker.end())
-        gap, self._gap = self._gap, ""
-        return parts if self._follows_call else parts + text_part(Content, gap)
+        blanks, self._blanks = self._blanks, ""
+        return parts if self._follows_call else parts + text_part(Content, blanks)
 
     def _outside(self, text: str) -> tuple[list[Part], str]:
         before, after = self._marker.feed(text)
         parts = self._content(before)
         if after is None:
             return parts, ""
-        # White space before a call is dropped, unless the text turns out not to be a call.
-        opened, self._gap = self._gap + HERMES_BEGIN, ""
+        # White space before a call is dropped, unless it is no call.
+        opened, self._blanks = self._blanks + HERMES_BEGIN, ""
         self._is_inside, self._tail = True, None
         self._calls.open(opened)
         return parts, after
@@ -119,7 +118,7 @@ class HermesParser:
         return parts, rest
 
     def _closing(self, text: str) -> tuple[list[Part], str]:
-        """Reads white space and `</tool_call>` after the object; other text is content again."""
+        """Reads white space and `</tool_call>` after the object."""
         assert self._tail is not None, "only after the object"
         seen = self._tail + text
         bare = seen.lstrip()
@@ -130,16 +129,16 @@ class HermesParser:
         return [], bare.removeprefix(HERMES_END)
 
     def _content(self, text: str) -> list[Part]:
-        """Returns content with the white space before it; trailing white space is held back."""
-        text = self._gap + text
+        """Returns content; trailing white space is held back."""
+        text = self._blanks + text
         bare = text.rstrip()
-        self._gap = text[len(bare) :]
+        self._blanks = text[len(bare) :]
         self._follows_call = self._follows_call and not bare
         return text_part(Content, bare)
 
 
 class LlamaParser:
-    """Parses calls that form the whole answer. An answer that does not begin with a call is content."""
+    """Parses calls that form the whole answer."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._calls = _Calls(names)
@@ -148,17 +147,17 @@ class LlamaParser:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a call may have begun, or text between two calls is held back."""
+        """Whether text of or between calls is held back."""
         return not self._calls.is_reported if self._state == "call" else bool(self._before)
 
     def feed(self, text: str) -> list[Part]:
-        """Returns the parts that `text` makes certain."""
+        """Returns the certain parts."""
         if self._state == "content":
             return text_part(Content, text)
         parts: list[Part] = []
         while text and self._state != "content":
-            more, text = self._inside(text) if self._state == "call" else self._between(text)
-            parts += more
+            new_parts, text = self._inside(text) if self._state == "call" else self._between(text)
+            parts += new_parts
         return parts + text_part(Content, text)
 
     def end(self) -> list[Part]:
@@ -169,7 +168,7 @@ class LlamaParser:
         return text_part(Content, held) if held.strip() or self._state == "start" else []
 
     def _between(self, text: str) -> tuple[list[Part], str]:
-        """Reads text before the first call or between two calls."""
+        """Reads text before and between calls."""
         seen, self._before = self._before + text, ""
         bare = seen.lstrip() if self._state == "start" else seen.lstrip(" \t\r\n;")
         if self._state == "start":
@@ -198,11 +197,11 @@ class LlamaParser:
 
 
 PARSERS: Final[dict[str, Callable[[frozenset[str]], PartParser]]] = {"hermes": HermesParser, "llama": LlamaParser}
-"""Parsers by format. Their argument is the set of function names that may be called."""
+"""Parsers by format, created with the names of functions."""
 
 
 def detect_tool_format(template: str) -> str | None:
-    """Returns the tool call format that a chat template requests from the model, or None if it handles no tools."""
+    """Returns the tool call format of a chat template."""
     if HERMES_BEGIN in template:
         return "hermes"
     if '"parameters"' in template and "tools" in template and ("ipython" in template or LLAMA_MARK in template):

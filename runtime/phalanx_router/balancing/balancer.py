@@ -1,4 +1,4 @@
-"""Decides one router's balancing on each tick: hotspots, moves within budgets, guards, shedding."""
+"""Decides one router's balancing on each tick: hotspots, moves, shedding."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from phalanx_api.summary import BalancePolicy, Hotspot
 from phalanx_router.balancing.budget import MoveBudget
 from phalanx_router.balancing.guards import AttractionGuard, PingPongGuard
-from phalanx_router.balancing.hotspots import HotGroup, HotspotBook, HotspotTargets, Transition
+from phalanx_router.balancing.hotspots import HotGroup, HotspotReport, HotspotTargets, HotspotTracker, Transition
 from phalanx_router.balancing.ladder import (
     PREFIX_COPY_INTERVAL_S,
     LadderInputs,
@@ -15,23 +15,21 @@ from phalanx_router.balancing.ladder import (
     evacuate,
     migrate,
     replicate,
+    reported_action,
     rescue,
     restrict_to_mode,
-    select_action,
 )
 from phalanx_router.balancing.projection import MovesInProgress
 from phalanx_router.balancing.records import NoMove, PlannedMove, RefusalCode, StreamView
 from phalanx_router.routing.view import GroupView
 
-# Shedding starts when the fleet is saturated and even its best group has missed the TTFT target for `PATIENCE_S`. Each further
-# second adds one priority band, the lowest first. Streams that have started are never shed.
-
 PATIENCE_S = 1.0
+"""Shedding starts when even the best group of a saturated fleet misses the TTFT target this long; each second adds one band."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """Refuse the waiting requests of the lowest `bands` priority bands, with `retry_after_s` in the response."""
+    """Refuse the queued requests of the lowest `bands` priority bands."""
 
     bands: int
     retry_after_s: float
@@ -45,9 +43,8 @@ class SheddingTimer:
         self._since: float | None = None
 
     def decide(self, is_saturated: bool, best_ttft_s: float | None, target_s: float | None, now: float) -> Shed | None:
-        """Returns what to refuse now. `best_ttft_s`: predicted for a new request at the best group; `None` without a group."""
-        is_due = is_saturated and best_ttft_s is not None and target_s is not None and best_ttft_s > target_s
-        if not is_due or best_ttft_s is None or target_s is None:
+        """Requests to refuse now. `best_ttft_s`: of the best group."""
+        if not is_saturated or best_ttft_s is None or target_s is None or best_ttft_s <= target_s:
             self._since = None
             return None
         self._since = self._since if self._since is not None else now
@@ -59,9 +56,10 @@ class SheddingTimer:
 
 
 StreamsOf = Callable[[str], Sequence[StreamView]]
-"""Returns this router's streams in the group with a key. Called for hotspots and groups to be emptied only."""
+"""This router's streams in a group, by key."""
 HoldersOf = Callable[[bytes], Collection[str]]
-"""Returns the keys of the groups that hold the page with a key. Called for prefix hotspots only."""
+"""Keys of the groups with a page, by page key."""
+DEFAULT_POLICY = BalancePolicy()
 
 
 def _no_holders(key: bytes) -> Collection[str]:
@@ -70,9 +68,9 @@ def _no_holders(key: bytes) -> Collection[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceDecision:
-    """The findings and orders of one tick."""
+    """Result of one tick."""
 
-    proposals: list[PlannedMove] = field(default_factory=list)
+    moves: list[PlannedMove] = field(default_factory=list)
     refusals: list[NoMove] = field(default_factory=list)
     hotspots: list[Hotspot] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
@@ -81,159 +79,154 @@ class BalanceDecision:
 
 
 class Balancer:
-    """Plans moves every 250 ms and when an engine requests a rescue. The owner replaces `policy` when a newer one arrives.
+    """Plans moves. The caller passes the end of each move to `record_end`."""
 
-    The caller must report the end of every returned move to `ended`.
-    """
-
-    def __init__(self, policy: BalancePolicy | None = None, holders_of: HoldersOf = _no_holders) -> None:
-        self.policy = policy or BalancePolicy()
-        self._holders_of = holders_of
-        self._copied: dict[bytes, float] = {}
-        """Time of the last copy of each prefix to another group."""
-        self.guard = AttractionGuard()
+    def __init__(self, policy: BalancePolicy = DEFAULT_POLICY, holders_of: HoldersOf = _no_holders) -> None:
+        self.policy = policy
+        self.attraction = AttractionGuard()
         self.pingpong = PingPongGuard()
-        self._book = HotspotBook()
+        self._holders_of = holders_of
+        self._copied_at: dict[bytes, float] = {}  # last copy of each prefix
+        self._tracker = HotspotTracker()
         self._budget = MoveBudget()
-        self._moving = MovesInProgress()
+        self._in_progress = MovesInProgress()
         self._shedding = SheddingTimer()
         self._hot: dict[str, HotGroup] = {}
 
     def tick(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> BalanceDecision:
-        """Returns the decision of this tick. `views`: every group with an open link, draining ones included."""
+        """Runs every 250 ms. `views`: every group with an open link."""
         policy = self.policy
-        staying = [view for view in views if not view.draining and view.group not in policy.empty]
-        seen = self._book.tick(staying, HotspotTargets(policy.ttft_target_s, policy.itl_target_s), now)
-        self._hot = seen.hot
-        self._begin(views, now)
+        staying = [view for view in views if not view.is_draining and view.group not in policy.empty]
+        report = self._tracker.tick(staying, HotspotTargets(policy.ttft_target_s, policy.itl_target_s), now)
+        self._hot = report.hot
+        self._refill(views, now)
         plans = self._evacuations(views, streams_of, now)
-        plans += self._replications(seen.hot, seen.is_saturated, views, streams_of, now)
-        plans += self._migrations(seen.hot, seen.is_saturated, views, streams_of, now)
+        plans += self._replications(report, views, streams_of, now)
+        plans += self._migrations(report, views, streams_of, now)
         best_ttft_s = min((view.backlog_s for view in staying if view.state == "fresh"), default=None)
         by_key = {view.key: view for view in views}
         return BalanceDecision(
-            proposals=[proposal for plan in plans for proposal in plan.proposals],
+            moves=[planned for plan in plans for planned in plan.moves],
             refusals=[plan.refusal for plan in plans if plan.refusal is not None],
-            hotspots=[self._hotspot(group, by_key[group.key], seen.is_saturated, now) for group in seen.hot.values()],
-            transitions=seen.transitions,
-            is_saturated=seen.is_saturated,
-            shed=self._shedding.decide(seen.is_saturated, best_ttft_s, policy.ttft_target_s, now),
+            hotspots=[self._hotspot(group, by_key[group.key], report.is_saturated, now) for group in report.hot.values()],
+            transitions=report.transitions,
+            is_saturated=report.is_saturated,
+            shed=self._shedding.decide(report.is_saturated, best_ttft_s, policy.ttft_target_s, now),
         )
 
     def rescue(self, source: str, stream: StreamView, views: Sequence[GroupView], now: float) -> PlannedMove | NoMove:
-        """Returns a target for a request that the group with key `source` is about to preempt."""
+        """Moves a request that group `source` will preempt."""
         view = next((view for view in views if view.key == source), None)
         if view is None:
             return NoMove(source, "rescue", "stale", "the group does not exist any more")
         if self.policy.mode != "Migrate":
             return NoMove(source, "rescue", "mode", f"the balancing mode is {self.policy.mode}; moves need Migrate")
-        self._begin(views, now)
-        plan = self._take(rescue(view, self._pin(stream, now), self._scene(views, now)), view)
-        if plan.proposals:
-            return plan.proposals[0]
+        self._refill(views, now)
+        plan = self._start_allowed(rescue(view, self._restrict(stream, now), self._inputs(views, now)), view)
+        if plan.moves:
+            return plan.moves[0]
         return plan.refusal or NoMove(source, "rescue", "no_target", "no group has room")
 
-    def ended(self, proposal: PlannedMove, is_moved: bool, now: float) -> bool:
-        """Records the end of a move; returns whether it was a return to a group that the stream had just left."""
-        if self._moving.end(proposal.stream, is_moved, now) is None:
+    def record_end(self, planned: PlannedMove, is_moved: bool, now: float) -> bool:
+        """Records the end of a move; returns whether it was a return."""
+        if self._in_progress.remove(planned.stream, is_moved, now) is None:
             return False
-        self._budget.end(proposal)
+        self._budget.record_end(planned)
         if not is_moved:
             return False
-        self.guard.left(proposal.source, proposal.context, now)
-        return self.pingpong.moved(proposal.stream, proposal.source, proposal.target, now)
+        self.attraction.record_departure(planned.source, planned.context, now)
+        return self.pingpong.record_move(planned.stream, planned.source, planned.target, now)
 
-    def _begin(self, views: Sequence[GroupView], now: float) -> None:
-        live_tokens = sum(view.context_tokens for view in views)
-        self._budget.begin(self.policy.budgets, live_tokens, [view.key for view in views], now)
+    def _refill(self, views: Sequence[GroupView], now: float) -> None:
+        live_tokens = sum(view.load.context_tokens for view in views)
+        self._budget.refill(self.policy.budgets, live_tokens, [view.key for view in views], now)
 
     def _evacuations(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> list[LadderPlan]:
-        """Empties the groups of `policy.empty` in that order, then the groups that report that they drain."""
-        order = {group: place for place, group in enumerate(self.policy.empty)}
-        leaving = [view for view in views if view.draining or view.group in order]
+        """Empties the groups of `policy.empty` in order, then draining ones."""
+        order = {group: position for position, group in enumerate(self.policy.empty)}
+        leaving = [view for view in views if view.is_draining or view.group in order]
         plans = []
         for view in sorted(leaving, key=lambda view: order.get(view.group, len(order))):
-            if streams := [self._pin(stream, now) for stream in streams_of(view.key)]:
-                plans.append(self._take(evacuate(view, streams, self._scene(views, now)), view))
+            if streams := [self._restrict(stream, now) for stream in streams_of(view.key)]:
+                plans.append(self._start_allowed(evacuate(view, streams, self._inputs(views, now)), view))
         return plans
 
     def _replications(
-        self, hot: dict[str, HotGroup], is_saturated: bool, views: Sequence[GroupView], streams_of: StreamsOf, now: float
+        self, report: HotspotReport, views: Sequence[GroupView], streams_of: StreamsOf, now: float
     ) -> list[LadderPlan]:
-        """Copies hot prefixes to further groups."""
-        self._copied = {prefix: at for prefix, at in self._copied.items() if now - at < PREFIX_COPY_INTERVAL_S}
-        by_key, plans = {view.key: view for view in views}, []
-        for group in hot.values():
+        self._copied_at = {prefix: at for prefix, at in self._copied_at.items() if now - at < PREFIX_COPY_INTERVAL_S}
+        by_key = {view.key: view for view in views}
+        plans = []
+        for group in report.hot.values():
             view = by_key[group.key]
-            if "prefix" not in group.causes or view.state != "fresh" or not view.prefix or view.prefix in self._copied:
+            prefix = view.load.hot_prefix.key
+            if "prefix" not in group.causes or view.state != "fresh" or not prefix or prefix in self._copied_at:
                 continue
-            if (why_not := self._why_not(is_saturated, now)) is not None:
-                plans.append(LadderPlan([], NoMove(group.key, "replicate", *why_not)))
+            if (obstacle := self._obstacle(report.is_saturated, now)) is not None:
+                plans.append(LadderPlan([], NoMove(group.key, "replicate", *obstacle)))
                 continue
-            streams = [self._pin(stream, now) for stream in streams_of(group.key)]
-            plan = self._take(replicate(group, streams, self._holders_of(view.prefix), self._scene(views, now)), view)
-            if plan.proposals:
-                self._copied[view.prefix] = now
+            streams = [self._restrict(stream, now) for stream in streams_of(group.key)]
+            plan = self._start_allowed(replicate(group, streams, self._holders_of(prefix), self._inputs(views, now)), view)
+            if plan.moves:
+                self._copied_at[prefix] = now
             plans.append(plan)
         return plans
 
     def _migrations(
-        self, hot: dict[str, HotGroup], is_saturated: bool, views: Sequence[GroupView], streams_of: StreamsOf, now: float
+        self, report: HotspotReport, views: Sequence[GroupView], streams_of: StreamsOf, now: float
     ) -> list[LadderPlan]:
         by_key = {view.key: view for view in views}
-        sources = [group for group in hot.values() if can_moves_relieve(group, by_key[group.key])]
-        why_not = self._why_not(is_saturated, now)
+        sources = [group for group in report.hot.values() if can_moves_relieve(group, by_key[group.key])]
+        obstacle = self._obstacle(report.is_saturated, now)
         plans = []
         for group in sorted(sources, key=lambda group: -max(group.causes.values())):
             view = by_key[group.key]
-            if why_not is not None:
-                plans.append(LadderPlan([], NoMove(group.key, "migrate", *why_not)))
+            if obstacle is not None:
+                plans.append(LadderPlan([], NoMove(group.key, "migrate", *obstacle)))
             elif view.state == "fresh":
-                streams = [self._pin(stream, now) for stream in streams_of(group.key)]
-                plans.append(self._take(migrate(group, streams, self._scene(views, now)), view))
+                streams = [self._restrict(stream, now) for stream in streams_of(group.key)]
+                plans.append(self._start_allowed(migrate(group, streams, self._inputs(views, now)), view))
         return plans
 
-    def _why_not(self, is_saturated: bool, now: float) -> tuple[RefusalCode, str] | None:
-        """Returns what forbids all balancing moves, or `None`."""
+    def _obstacle(self, is_saturated: bool, now: float) -> tuple[RefusalCode, str] | None:
         if self.policy.mode != "Migrate":
             return "mode", f"the balancing mode is {self.policy.mode}; moves need Migrate"
         if is_saturated:
             return "saturated", "most groups are loaded: only more groups help"
-        if self.pingpong.is_off(now):
+        if self.pingpong.is_paused(now):
             return "pingpong", "too many requests returned to a group that they had just left: moves are off for a minute"
         return None
 
-    def _scene(self, views: Sequence[GroupView], now: float) -> LadderInputs:
-        after = self._moving.projected(views)
-        closed = frozenset(view.key for view in views if view.group in self.policy.empty or view.draining)
+    def _inputs(self, views: Sequence[GroupView], now: float) -> LadderInputs:
         return LadderInputs(
-            views=after,
+            views=self._in_progress.projected(views),
             hot=self._hot,
-            closed=closed,
+            closed=frozenset(view.key for view in views if view.group in self.policy.empty or view.is_draining),
             budget=self._budget,
             itl_target_s=self.policy.itl_target_s,
             now=now,
         )
 
-    def _pin(self, stream: StreamView, now: float) -> StreamView:
-        """Returns the stream with `is_pinned` and `barred` set from the moves under way and the recent ones."""
-        is_kept, left = self._moving.keeps(stream.stream, now), self.pingpong.left(stream.stream, now)
-        return replace(stream, is_pinned=stream.is_pinned or is_kept, barred=left) if is_kept or left else stream
+    def _restrict(self, stream: StreamView, now: float) -> StreamView:
+        """Pins a stream with a current or failed move; bars its recent sources."""
+        is_blocked, sources = self._in_progress.blocks(stream.stream, now), self.pingpong.recent_sources(stream.stream, now)
+        if not is_blocked and not sources:
+            return stream
+        return replace(stream, is_pinned=stream.is_pinned or is_blocked, barred_targets=sources)
 
-    def _take(self, plan: LadderPlan, source: GroupView) -> LadderPlan:
-        """Starts the moves that the budgets allow; returns these with the refusal of the first other one."""
-        for place, proposal in enumerate(plan.proposals):
-            code = self._budget.forbids(proposal.source, proposal.target, proposal.rung)
+    def _start_allowed(self, plan: LadderPlan, source: GroupView) -> LadderPlan:
+        """Starts the moves within the budgets; refuses the next one."""
+        for index, planned in enumerate(plan.moves):
+            code = self._budget.exceeded_limit(planned.source, planned.target, planned.rung)
             if code is not None:
-                return LadderPlan(
-                    plan.proposals[:place], NoMove(source.key, proposal.rung, code, f"the budget for {code} is exhausted")
-                )
-            self._moving.begin(proposal)
-            self._budget.spend(proposal, proposal.context * source.page_bytes / source.page_size)
+                refusal = NoMove(source.key, planned.rung, code, f"the budget for {code} is exhausted")
+                return LadderPlan(plan.moves[:index], refusal)
+            self._in_progress.add(planned)
+            self._budget.record_start(planned, planned.context * source.capacity.page_bytes / source.capacity.page_size)
         return plan
 
     def _hotspot(self, group: HotGroup, view: GroupView, is_saturated: bool, now: float) -> Hotspot:
-        action = restrict_to_mode(select_action(group, view), self.policy.mode, is_saturated)
+        action = restrict_to_mode(reported_action(group, view), self.policy.mode, is_saturated)
         return Hotspot(
             group=group.group,
             cause=group.cause,

@@ -1,13 +1,8 @@
-"""Guards against oscillation: the attraction guard and the ping-pong alarm.
-
-Attraction guard: for `FADE_S` after a request leaves a group, routing adds a linearly falling share of its load to that group.
-Without it a relieved group attracts new prompts, becomes hot again and moves more requests away (balancing.md 3.4).
-"""
+"""Guards against oscillation: attraction guard and ping-pong alarm."""
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from phalanx_router.balancing.projection import pages_of
 from phalanx_router.routing.view import GroupView
 
 FADE_S = 2.0
@@ -16,86 +11,84 @@ FADE_S = 2.0
 @dataclass(frozen=True, slots=True)
 class _DepartedStream:
     context: int
-    at: float
+    left_at: float
 
 
 class AttractionGuard:
-    """Requests that left each group (by key) within `FADE_S`."""
+    """Adds a linearly falling share of the load of departed requests to their group, for `FADE_S`.
+
+    Otherwise a relieved group attracts new prompts and becomes hot again.
+    """
 
     def __init__(self) -> None:
         self._departed: dict[str, list[_DepartedStream]] = {}
 
-    def left(self, key: str, context: int, now: float) -> None:
+    def record_departure(self, key: str, context: int, now: float) -> None:
         """Records that a request left this group."""
         self._departed.setdefault(key, []).append(_DepartedStream(context, now))
 
     def with_departed_load(self, view: GroupView, now: float) -> GroupView:
-        """Returns the group with the load that routing should assume."""
+        """The group with the load that routing assumes."""
         departed = self._departed.get(view.key)
         if departed is None:
             return view
-        departed = self._departed[view.key] = [entry for entry in departed if now - entry.at < FADE_S]
+        departed = self._departed[view.key] = [stream for stream in departed if now - stream.left_at < FADE_S]
         if not departed:
             del self._departed[view.key]
             return view
-        shares = [1 - max(0.0, now - entry.at) / FADE_S for entry in departed]
-        context = round(sum(share * entry.context for share, entry in zip(shares, departed, strict=True)))
-        return replace(
-            view,
-            running=view.running + round(sum(shares)),
-            context_tokens=view.context_tokens + context,
-            used_pages=view.used_pages + pages_of(context, view),
-        )
+        shares = [1 - max(0.0, now - stream.left_at) / FADE_S for stream in departed]
+        context = round(sum(share * stream.context for share, stream in zip(shares, departed, strict=True)))
+        return view.plus(round(sum(shares)), context, view.pages_of(context))
 
-
-# Ping-pong alarm: a return is a move to a group that the stream left less than `RETURN_S` ago. If more than `MAX_RETURN_SHARE` of
-# the moves of the last `WINDOW_S`, and at least `MIN_RETURNS`, are returns, balancing moves are off for `OFF_S`.
 
 RETURN_S = 10.0
 WINDOW_S = 60.0
-OFF_S = 60.0
+PAUSE_S = 60.0
 MAX_RETURN_SHARE = 0.01
 MIN_RETURNS = 2
 
 
 class PingPongGuard:
-    """Counts moves and returns, by stream and group key."""
+    """Counts returns: moves to a group that the stream left less than `RETURN_S` ago.
+
+    Balancing moves pause when more than `MAX_RETURN_SHARE` of the moves of `WINDOW_S`, and at least `MIN_RETURNS`, are returns.
+    """
 
     def __init__(self) -> None:
-        self.total = 0
-        self._moves: deque[tuple[float, bool]] = deque()
-        self._left: deque[tuple[float, str, str]] = deque()
-        self._by_stream: dict[str, list[str]] = {}
-        self._off_until: float | None = None
+        self.num_returns = 0
+        self._moves: deque[tuple[float, bool]] = deque()  # time, whether a return
+        self._departures: deque[tuple[float, str, str]] = deque()  # time, stream, source
+        self._sources: dict[str, list[str]] = {}  # by stream, oldest first
+        self._paused_until: float | None = None
 
-    def moved(self, stream: str, source: str, target: str, now: float) -> bool:
+    def record_move(self, stream: str, source: str, target: str, now: float) -> bool:
         """Records a completed move; returns whether it is a return."""
-        is_return = target in self.left(stream, now)
-        self._left.append((now, stream, source))
-        self._by_stream.setdefault(stream, []).append(source)
+        is_return = target in self.recent_sources(stream, now)
+        self._departures.append((now, stream, source))
+        self._sources.setdefault(stream, []).append(source)
         self._moves.append((now, is_return))
-        self.total += is_return
-        self._judge(now)
+        self.num_returns += is_return
+        self._check(now)
         return is_return
 
-    def left(self, stream: str, now: float) -> frozenset[str]:
-        """Returns the keys of the groups that this stream left less than `RETURN_S` ago."""
-        while self._left and now - self._left[0][0] >= RETURN_S:
-            _, left_by, _ = self._left.popleft()
-            groups = self._by_stream[left_by]
-            del groups[0]
-            if not groups:
-                del self._by_stream[left_by]
-        return frozenset(self._by_stream.get(stream, ()))
+    def recent_sources(self, stream: str, now: float) -> frozenset[str]:
+        """Keys of the groups that this stream left recently."""
+        while self._departures and now - self._departures[0][0] >= RETURN_S:
+            _, expired, _ = self._departures.popleft()
+            sources = self._sources[expired]
+            del sources[0]
+            if not sources:
+                del self._sources[expired]
+        return frozenset(self._sources.get(stream, ()))
 
-    def _judge(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         while self._moves and now - self._moves[0][0] >= WINDOW_S:
             self._moves.popleft()
         returns = sum(is_return for _, is_return in self._moves)
         if returns >= MIN_RETURNS and returns > MAX_RETURN_SHARE * len(self._moves):
-            self._off_until = now + OFF_S
+            self._paused_until = now + PAUSE_S
             self._moves.clear()
 
-    def is_off(self, now: float) -> bool:
-        """Whether balancing moves are off."""
-        return self._off_until is not None and now < self._off_until
+    def is_paused(self, now: float) -> bool:
+        """Whether balancing moves are paused."""
+        return self._paused_until is not None and now < self._paused_until

@@ -1,12 +1,11 @@
-"""Finds hotspots: compares signals with thresholds and with the other groups, with hysteresis.
+"""Finds hotspots: compares signals with thresholds and other groups, with hysteresis.
 
     enter  z >= high  and  z >= median + max(delta, 3 * 1.4826 * MAD)      in 2 of the last 3 ticks
     exit   z < low    or   z < median + delta / 2                          in 4 ticks in a row
 
-With up to three groups the minimum replaces median and spread. `full` enters at once, a straggler after 10 s and 50 steps.
-The fleet is saturated if most groups exceed `high` for one load or all miss the TTFT target; moves between groups do not help
-then. A group without a fresh report keeps its state. So does an idle straggler, because its speed is not measured. Source:
-balancing.md 3.3.
+With up to three groups the minimum replaces median and spread. `full` enters at once, a straggler after 10 s and 50 steps. The
+fleet is saturated if most groups exceed `high` for one load or all miss the TTFT target. A group without a fresh report and an
+idle straggler keep their state. See docs/balancing.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,25 +16,16 @@ from phalanx_api.summary import Cause
 from phalanx_router.balancing.targets import copy_s
 from phalanx_router.routing.view import GroupView
 
-# Signal of each cause; 0 if its target is not set:
-#     kv         page pressure, or 1 after a preemption in the last second
-#     prefill    backlog_s / TTFT target
-#     decode     itl_s / ITL target
-#     prefix     share of the heaviest prefix, if one of the above reaches its `low`
-#     straggler  measured slowness
-#     full       twice the copy time of a mean request, over the time until the page pool is exhausted
-# Source: balancing.md 3.3.
-
 RESCUE_SLACK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Hysteresis of a signal: enters at `high`, leaves below `low`; `delta` is the minimum distance from the other groups."""
+    """Hysteresis of a signal."""
 
-    high: float
-    low: float
-    delta: float
+    high: float  # enters
+    low: float  # leaves below
+    delta: float  # minimum distance from the other groups
 
 
 THRESHOLDS: Mapping[Cause, Threshold] = {
@@ -46,72 +36,72 @@ THRESHOLDS: Mapping[Cause, Threshold] = {
     "straggler": Threshold(1.30, 1.15, 0.15),
     "full": Threshold(1.0, 1.0, 0.0),
 }
-LOADS: tuple[Cause, ...] = ("kv", "prefill", "decode")
-"""Causes that measure load. The fleet is saturated when most groups have one of them."""
+LOAD_CAUSES: tuple[Cause, ...] = ("kv", "prefill", "decode")
 PRECEDENCE: tuple[Cause, ...] = ("straggler", "prefix", "full")
-"""Causes that take precedence, in this order: the first two explain other causes, the last one is urgent."""
+"""The first two explain other causes, the last one is urgent."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotspotTargets:
-    """Latency targets; `None` is no target."""
+    """Latency targets."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
 
 def signals(view: GroupView, targets: HotspotTargets) -> dict[Cause, float]:
-    """Returns the signal of each cause in this group."""
-    found: dict[Cause, float] = {
-        "kv": max(view.pressure, 1.0 if view.recently_preempted else 0.0),
+    """Signal of each cause; 0 without its latency target."""
+    values: dict[Cause, float] = {
+        "kv": max(view.pressure, 1.0 if view.has_recent_preemption else 0.0),
         "prefill": view.backlog_s / targets.ttft_s if targets.ttft_s else 0.0,
-        "decode": view.itl_s / targets.itl_s if targets.itl_s and view.running else 0.0,
+        "decode": view.itl_s / targets.itl_s if targets.itl_s and view.load.running else 0.0,
         "straggler": view.speed,
-        "full": _urgency(view),
+        "full": _exhaustion_signal(view),
     }
-    is_loaded = any(found[cause] >= THRESHOLDS[cause].low for cause in LOADS)
-    return found | {"prefix": view.prefix_share if is_loaded else 0.0}
+    is_loaded = any(values[cause] >= THRESHOLDS[cause].low for cause in LOAD_CAUSES)
+    return values | {"prefix": view.load.hot_prefix.token_share if is_loaded else 0.0}
 
 
-def _urgency(view: GroupView) -> float:
-    """Returns 1 or more if there is just time left to move a mean request before the page pool is exhausted."""
-    if view.steps_to_full is None or not view.running:
+def _exhaustion_signal(view: GroupView) -> float:
+    """Time for two copies of a mean request / time until the page pool is exhausted."""
+    load = view.load
+    if load.steps_to_full is None or not load.running:
         return 0.0
-    needed_s = 2 * copy_s(view.context_tokens / view.running, view, view.copy_bytes_per_s) + RESCUE_SLACK_S
-    return needed_s / max(view.steps_to_full * view.itl_s, 1e-6)
+    needed_s = 2 * copy_s(load.context_tokens / load.running, view, view.copy_bytes_per_s) + RESCUE_SLACK_S
+    return needed_s / max(load.steps_to_full * view.itl_s, 1e-6)
 
 
-def select_primary(found: Mapping[Cause, float]) -> Cause:
-    """Returns the main cause in `found`. Raises ValueError if it is empty."""
+def select_primary(causes: Mapping[Cause, float]) -> Cause:
+    """Main cause. Raises ValueError if `causes` is empty."""
     for cause in PRECEDENCE:
-        if cause in found:
+        if cause in causes:
             return cause
-    return max(found, key=lambda cause: (found[cause] - THRESHOLDS[cause].high) / (1 - THRESHOLDS[cause].low))
+    return max(causes, key=lambda cause: (causes[cause] - THRESHOLDS[cause].high) / (1 - THRESHOLDS[cause].low))
 
 
-ENTER, OF_LAST, EXIT = 2, 3, 4
+ENTER_TICKS, ENTER_WINDOW, EXIT_TICKS = 2, 3, 4
 SIGMAS = 3 * 1.4826
 SMALL_FLEET = 3
-SLOW_S, SLOW_STEPS = 10.0, 50
-RISING = 0.15
+STRAGGLER_S, STRAGGLER_STEPS = 10.0, 50
+SPEED_RISE = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotGroup:
-    """A hotspot. `causes`: signal of each active cause. `speed_rises`: slower than when it became a straggler."""
+    """A hotspot."""
 
     key: str
     group: str
     cause: Cause
-    causes: dict[Cause, float]
+    causes: dict[Cause, float]  # signal of each active cause
     median: float
     since: float
-    speed_rises: bool = False
+    speed_rises: bool = False  # slower than when it became a straggler
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A group became a hotspot, changed its cause, or is no longer a hotspot (`cause=None`)."""
+    """A group became a hotspot, changed its cause, or recovered."""
 
     group: str
     cause: Cause | None
@@ -120,7 +110,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class HotspotReport:
-    """The result of one tick."""
+    """Result of one tick."""
 
     hot: dict[str, HotGroup]
     transitions: list[Transition]
@@ -128,134 +118,128 @@ class HotspotReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class _CauseTimer:
-    """The state of one cause in one group. `over_since`: start of the current uninterrupted excess of the signal."""
+class _CauseState:
+    recent: list[bool] = field(default_factory=list)  # whether high, in the last ticks
+    calm_ticks: int = 0
+    since: float | None = None  # when the cause became active
+    high_since: float | None = None
+    first_speed: float = 0.0  # when it became a straggler
 
-    recent: list[bool] = field(default_factory=list)
-    calm: int = 0
-    since: float | None = None
-    over_since: float | None = None
-    first: float = 0.0
-
-    def see(self, is_over: bool, is_calm: bool, now: float, is_urgent: bool = False) -> None:
+    def record(self, is_high: bool, is_calm: bool, now: float, is_urgent: bool = False) -> None:
         """Records one tick."""
-        self.recent = [*self.recent[1 - OF_LAST :], is_over]
-        self.calm = self.calm + 1 if is_calm else 0
-        self.over_since = (self.over_since if self.over_since is not None else now) if is_over else None
-        if self.since is None and (sum(self.recent) >= ENTER or (is_over and is_urgent)):
-            self.since, self.calm = now, 0
-        elif self.since is not None and self.calm >= EXIT:
+        self.recent = [*self.recent[1 - ENTER_WINDOW :], is_high]
+        self.calm_ticks = self.calm_ticks + 1 if is_calm else 0
+        self.high_since = (self.high_since if self.high_since is not None else now) if is_high else None
+        if self.since is None and (sum(self.recent) >= ENTER_TICKS or (is_high and is_urgent)):
+            self.since, self.calm_ticks = now, 0
+        elif self.since is not None and self.calm_ticks >= EXIT_TICKS:
             self.since, self.recent = None, []
 
 
 @dataclass(frozen=True, slots=True)
 class _SignalSpread:
-    """The distribution of one signal over the groups: values from `far` on are outliers, values below `close` are normal."""
-
     centre: float
-    far: float
-    close: float
+    outlier: float  # minimum of an outlier
+    normal: float  # upper bound of normal values
 
     @staticmethod
     def of(values: Sequence[float], threshold: Threshold) -> "_SignalSpread":
-        """Returns the distribution of `values`, which must not be empty."""
+        centre = median(values)
         if len(values) <= SMALL_FLEET:
             least = min(values)
-            return _SignalSpread(median(values), least + threshold.delta, least + threshold.delta / 2)
-        middle = median(values)
-        spread = median(abs(value - middle) for value in values)
-        return _SignalSpread(middle, middle + max(threshold.delta, SIGMAS * spread), middle + threshold.delta / 2)
+            return _SignalSpread(centre, least + threshold.delta, least + threshold.delta / 2)
+        deviation = median(abs(value - centre) for value in values)
+        return _SignalSpread(centre, centre + max(threshold.delta, SIGMAS * deviation), centre + threshold.delta / 2)
 
 
-class HotspotBook:
-    """Tracks all groups, by the keys of their views, from tick to tick."""
+class HotspotTracker:
+    """State of all groups, by key."""
 
     def __init__(self) -> None:
-        self._watches: dict[str, dict[Cause, _CauseTimer]] = {}
-        self._shown: dict[str, HotGroup] = {}
-        self._saturation = _CauseTimer()
+        self._states: dict[str, dict[Cause, _CauseState]] = {}
+        self._hot: dict[str, HotGroup] = {}
+        self._saturation = _CauseState()
 
     def tick(self, views: Sequence[GroupView], targets: HotspotTargets, now: float) -> HotspotReport:
-        """Evaluates all groups, every 250 ms. `views` must not contain groups that are being emptied."""
+        """Evaluates all groups that stay, every 250 ms."""
         fresh = [view for view in views if view.state == "fresh"]
-        found = {view.key: signals(view, targets) for view in fresh}
-        fields = (
-            {cause: _SignalSpread.of([z[cause] for z in found.values()], THRESHOLDS[cause]) for cause in THRESHOLDS}
-            if found
+        values = {view.key: signals(view, targets) for view in fresh}
+        spreads = (
+            {cause: _SignalSpread.of([z[cause] for z in values.values()], THRESHOLDS[cause]) for cause in THRESHOLDS}
+            if values
             else {}
         )
-        self._watches = {view.key: self._watches.get(view.key) or _watches() for view in views}
+        self._states = {view.key: self._states.get(view.key) or _new_states() for view in views}
         for view in fresh:
-            for cause, watch in self._watches[view.key].items():
-                _see(view, cause, watch, found[view.key][cause], spread=fields[cause], now=now)
-        self._see_saturation(fresh, found, targets, now)
-        hot = {view.key: group for view in views if (group := self._hot(view, found, fields)) is not None}
-        transitions = self._changes(hot)
-        self._shown = hot
+            for cause, state in self._states[view.key].items():
+                _record_signal(view, cause, state, values[view.key][cause], spread=spreads[cause], now=now)
+        self._record_saturation(fresh, values, targets, now)
+        hot = {view.key: group for view in views if (group := self._hot_group(view, values, spreads)) is not None}
+        transitions = self._transitions(hot)
+        self._hot = hot
         return HotspotReport(hot, transitions, self._saturation.since is not None)
 
-    def _see_saturation(
-        self, fresh: Sequence[GroupView], found: dict[str, dict[Cause, float]], targets: HotspotTargets, now: float
+    def _record_saturation(
+        self, fresh: Sequence[GroupView], values: dict[str, dict[Cause, float]], targets: HotspotTargets, now: float
     ) -> None:
-        most = max((sum(z[cause] >= THRESHOLDS[cause].high for z in found.values()) for cause in LOADS), default=0)
+        num_high = max((sum(z[cause] >= THRESHOLDS[cause].high for z in values.values()) for cause in LOAD_CAUSES), default=0)
         all_late = bool(targets.ttft_s) and all(view.backlog_s > (targets.ttft_s or 0.0) for view in fresh)
-        is_over = bool(fresh) and (2 * most > len(fresh) or all_late)
-        self._saturation.see(is_over, not is_over, now)
+        is_saturated = bool(fresh) and (2 * num_high > len(fresh) or all_late)
+        self._saturation.record(is_saturated, not is_saturated, now)
 
-    def _hot(self, view: GroupView, found: dict[str, dict[Cause, float]], fields: dict[Cause, _SignalSpread]) -> HotGroup | None:
-        watches = self._watches[view.key]
-        before = self._shown.get(view.key)
-        if view.key not in found:
-            return before
-        causes = {cause: found[view.key][cause] for cause, watch in watches.items() if watch.since is not None}
+    def _hot_group(
+        self, view: GroupView, values: dict[str, dict[Cause, float]], spreads: dict[Cause, _SignalSpread]
+    ) -> HotGroup | None:
+        if view.key not in values:
+            return self._hot.get(view.key)
+        states = self._states[view.key]
+        causes = {cause: values[view.key][cause] for cause, state in states.items() if state.since is not None}
         if not causes:
             return None
         cause = select_primary(causes)
-        since = min(watch.since for watch in watches.values() if watch.since is not None)
-        slow = watches["straggler"]
-        rises = slow.since is not None and view.speed >= slow.first + RISING
+        straggler = states["straggler"]
         return HotGroup(
             key=view.key,
             group=view.group or view.key,
             cause=cause,
             causes=causes,
-            median=fields[cause].centre,
-            since=since,
-            speed_rises=rises,
+            median=spreads[cause].centre,
+            since=min(state.since for state in states.values() if state.since is not None),
+            speed_rises=straggler.since is not None and view.speed >= straggler.first_speed + SPEED_RISE,
         )
 
-    def _changes(self, hot: dict[str, HotGroup]) -> list[Transition]:
+    def _transitions(self, hot: dict[str, HotGroup]) -> list[Transition]:
         transitions = []
         for key, group in hot.items():
-            before = self._shown.get(key)
+            before = self._hot.get(key)
             if before is None or before.cause != group.cause:
                 signal = group.causes[group.cause]
                 transitions.append(Transition(group.group, group.cause, f"{group.cause} {signal:.2f}, median {group.median:.2f}"))
-        for key, group in self._shown.items():
+        for key, group in self._hot.items():
             if key not in hot:
-                left = "has left the hotspot range" if key in self._watches else "was removed or is being emptied"
-                transitions.append(Transition(group.group, None, f"the group {left}"))
+                why = "has left the hotspot range" if key in self._states else "was removed or is being emptied"
+                transitions.append(Transition(group.group, None, f"the group {why}"))
         return transitions
 
 
-def _watches() -> dict[Cause, _CauseTimer]:
-    return {cause: _CauseTimer() for cause in THRESHOLDS}
+def _new_states() -> dict[Cause, _CauseState]:
+    return {cause: _CauseState() for cause in THRESHOLDS}
 
 
-def _see(view: GroupView, cause: Cause, watch: _CauseTimer, signal: float, spread: _SignalSpread, now: float) -> None:
+def _record_signal(view: GroupView, cause: Cause, state: _CauseState, signal: float, spread: _SignalSpread, now: float) -> None:
     threshold = THRESHOLDS[cause]
     if cause == "full":
-        watch.see(signal >= threshold.high, signal < threshold.low, now, is_urgent=True)
+        state.record(signal >= threshold.high, signal < threshold.low, now, is_urgent=True)
         return
-    if cause == "straggler" and not view.running:
+    if cause == "straggler" and not view.load.running:
         return
-    is_calm = signal < threshold.low or signal < spread.close
-    is_over = signal >= threshold.high and signal >= spread.far
-    if cause != "straggler" or watch.since is not None:
-        watch.see(is_over, is_calm, now)
+    is_calm = signal < threshold.low or signal < spread.normal
+    is_high = signal >= threshold.high and signal >= spread.outlier
+    if cause != "straggler" or state.since is not None:
+        state.record(is_high, is_calm, now)
         return
-    began = watch.over_since if watch.over_since is not None else now
-    lasts = now - began >= max(SLOW_S, SLOW_STEPS * view.step_s)
-    watch.see(is_over and lasts, is_calm, now)
-    watch.over_since = began if is_over else None
-    watch.first = view.speed
+    high_since = state.high_since if state.high_since is not None else now
+    is_lasting = now - high_since >= max(STRAGGLER_S, STRAGGLER_STEPS * view.step_s)
+    state.record(is_high and is_lasting, is_calm, now)
+    state.high_since = high_since if is_high else None
+    state.first_speed = view.speed

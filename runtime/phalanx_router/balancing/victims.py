@@ -2,8 +2,8 @@
 
     move_value = E[remaining] * sqrt(context) / (T_copy + 20 ms)         E[remaining] = max(mean output, generated) / 2
 
-Excluded: requests without an output token, with `MAX_MOVES` moves, moved less than `DWELL_S` ago, or likely to end before the
-transfer pays off (E[remaining] * itl_s < 2 T_copy). Source: balancing.md 3.4 rung 5.
+Excluded: requests without an output token, with `MAX_MOVES` moves, moved less than `DWELL_S` ago, or with E[remaining] * itl_s <
+2 T_copy. See docs/balancing.md.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ class VictimScales:
 
     itl_s: float | None  # step time that equals strain 1
     bytes_per_s: float | None  # transfer cap
-    rest: float  # strain below which the source gives no more requests away
+    relieved_strain: float  # at which the source keeps its other requests
 
 
 def expected_remaining_tokens(stream: StreamView, source: GroupView) -> float:
-    """Estimates the output tokens still to come: half of the group's mean, or of the tokens generated if those are more."""
+    """E[remaining]."""
     return max(source.mean_output_tokens, stream.generated) / 2
 
 
 def move_value(stream: StreamView, source: GroupView, bytes_per_s: float | None) -> float:
-    """Returns the sort key of victims, highest first."""
+    """Rank of a victim; the highest leaves first."""
     return (
         expected_remaining_tokens(stream, source)
         * sqrt(stream.context)
@@ -45,9 +45,9 @@ def move_value(stream: StreamView, source: GroupView, bytes_per_s: float | None)
 
 def is_movable(stream: StreamView, source: GroupView, bytes_per_s: float | None, now: float) -> bool:
     """Whether balancing may move this request."""
-    if stream.is_pinned or stream.generated < 1 or stream.moves >= MAX_MOVES:
+    if stream.is_pinned or stream.generated < 1 or stream.num_moves >= MAX_MOVES:
         return False
-    if stream.moved_s is not None and now - stream.moved_s < DWELL_S:
+    if stream.moved_at is not None and now - stream.moved_at < DWELL_S:
         return False
     return expected_remaining_tokens(stream, source) * source.itl_s >= 2 * copy_s(stream.context, source, bytes_per_s)
 
@@ -55,22 +55,21 @@ def is_movable(stream: StreamView, source: GroupView, bytes_per_s: float | None,
 def select_victims(
     source: GroupView, target: GroupView, streams: Sequence[StreamView], scales: VictimScales, now: float
 ) -> list[StreamView]:
-    """Returns the requests to move, best first. The list is empty unless they pass `projection.is_improvement` together."""
+    """Requests to move, if they pass `projection.is_improvement` together."""
     fit = [s for s in streams if is_movable(s, source, scales.bytes_per_s, now) and can_take(s, source, target, now)]
     fit.sort(key=lambda stream: (-move_value(stream, source, scales.bytes_per_s), stream.stream))
-    chosen: list[StreamView] = []
-    here, there = source, target
+    victims: list[StreamView] = []
+    relieved, loaded = source, target
     for stream in fit:
-        if strain(here, scales.itl_s) < scales.rest:
+        if strain(relieved, scales.itl_s) < scales.relieved_strain:
             break
-        next_here, next_there = without_request(here, stream.context), with_request(there, stream.context)
-        if strain(next_there, scales.itl_s) <= strain(next_here, scales.itl_s) and not _is_hot(next_there):
-            here, there = next_here, next_there
-            chosen.append(stream)
+        next_source, next_target = without_request(relieved, stream.context), with_request(loaded, stream.context)
+        if strain(next_target, scales.itl_s) <= strain(next_source, scales.itl_s) and not _is_full(next_target):
+            relieved, loaded = next_source, next_target
+            victims.append(stream)
     before = strain(source, scales.itl_s), strain(target, scales.itl_s)
-    return chosen if is_improvement(before, (strain(here, scales.itl_s), strain(there, scales.itl_s))) else []
+    return victims if is_improvement(before, (strain(relieved, scales.itl_s), strain(loaded, scales.itl_s))) else []
 
 
-def _is_hot(view: GroupView) -> bool:
-    """Whether the page pressure makes this group a hotspot."""
+def _is_full(view: GroupView) -> bool:
     return view.pressure >= THRESHOLDS["kv"].high

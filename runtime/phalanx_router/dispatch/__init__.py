@@ -1,1 +1,1 @@
-"""Dispatching of queued requests to groups, holds during a cold start, and tenant quotas."""
+"""Dispatch of queued streams to groups."""

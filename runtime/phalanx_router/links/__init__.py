@@ -1,1 +1,1 @@
-"""Links to group leaders: discovery of leader pods, one WebSocket per leader, and the pool of all links."""
+"""Links to group leaders: discovery of leader pods, one WebSocket per leader, the pool of all links."""

@@ -1,4 +1,4 @@
-"""WebSocket connection from a router to a leader: dialing, handshake, close reasons, and the receiver interface of a request."""
+"""WebSocket connection to a leader: dialing, handshake, close reasons, receiver of a request's frames."""
 
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
@@ -11,18 +11,18 @@ from websockets.frames import CloseCode
 from phalanx_api import wire
 
 MAX_FRAME_BYTES = 1 << 28
-"""A tokenizer with 250,000 entries has 30 MB; a frame over this limit is an error."""
+"""A tokenizer with 250,000 entries has 30 MB."""
 
 
 class Connection(Protocol):
-    """Open connection. Both methods raise websockets' ConnectionClosed after its end."""
+    """Open connection. Methods raise websockets' ConnectionClosed after its end."""
 
     async def send(self, message: bytes, /) -> None:
-        """Sends one message; waits while the send buffer is full."""
+        """Sends one message, when the buffer has space."""
         ...
 
     async def recv(self, decode: Literal[False]) -> bytes:
-        """Returns the next message as bytes."""
+        """Next message."""
         ...
 
 
@@ -30,7 +30,7 @@ class Dial(Protocol):
     """Opens a connection to a leader."""
 
     def __call__(self, address: str, token: str, timeout_s: float, /) -> AbstractAsyncContextManager[Connection]:
-        """Returns the connection to `host:port`. Raises OSError (also TimeoutError) or a handshake error of websockets."""
+        """Connects to `host:port`. Raises OSError or a handshake error."""
         ...
 
 
@@ -42,28 +42,26 @@ def dial(address: str, token: str, timeout_s: float, /) -> AbstractAsyncContextM
         proxy=None,
         compression=None,
         open_timeout=timeout_s,
-        ping_interval=None,  # a leader sends a frame every second and the router's watchdog checks for it
+        ping_interval=None,  # `LeaderLink` checks for frames
         close_timeout=1,
         max_size=MAX_FRAME_BYTES,
     )
 
 
-# Close reasons.
-
-PROPER_ENDS = frozenset({CloseCode.NORMAL_CLOSURE, CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART})
+NORMAL_CLOSE_CODES = frozenset({CloseCode.NORMAL_CLOSURE, CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART})
 
 
 class LinkBroken(Exception):
-    """The link is unusable, with what the leader did wrong."""
+    """The leader violated the protocol."""
 
 
-def is_proper_end(error: Exception) -> bool:
-    """Returns whether the leader closed the link in a normal server shutdown."""
-    return isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code in PROPER_ENDS
+def is_normal_close(error: Exception) -> bool:
+    """Whether the leader shut down normally."""
+    return isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code in NORMAL_CLOSE_CODES
 
 
-def explain_end(error: Exception) -> str:
-    """Returns one sentence on why the link ended or could not be opened."""
+def explain_close(error: Exception) -> str:
+    """Why the link ended or could not be opened."""
     match error:
         case InvalidStatus() if error.response.status_code in (401, 403):
             return f"the leader refused the service token (HTTP {error.response.status_code})"
@@ -82,49 +80,46 @@ def explain_end(error: Exception) -> str:
 
 
 class Handshake:
-    """Performs the handshake with one leader on each connection."""
+    """Performs the handshake on each connection to one leader."""
 
     def __init__(self, router: str, instance: str) -> None:
-        self.unknown = ""
-        """Why the leader and this router have different link versions; empty if they agree or before the first handshake."""
+        self.version_error = ""
         self._router = router
         self._instance = instance
 
-    async def greet(self, connection: Connection) -> wire.Welcome:
+    async def run(self, connection: Connection) -> wire.Welcome:
         """Returns the leader's first frame. Raises LinkBroken, ConnectionClosed, msgspec.DecodeError."""
         await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._router, self._instance)))
         try:
             welcome = wire.decode_from_leader(await connection.recv(decode=False))
         except ConnectionClosed as error:
             if error.rcvd is not None and error.rcvd.code == wire.CLOSE_WRONG_VERSION:
-                self.unknown = f"{explain_end(error)}; this router supports {wire.PROTOCOL_VERSION}"
-                raise LinkBroken(self.unknown) from error
+                self.version_error = f"{explain_close(error)}; this router supports {wire.PROTOCOL_VERSION}"
+                raise LinkBroken(self.version_error) from error
             raise
         if not isinstance(welcome, wire.Welcome):
             raise LinkBroken(f"the leader sent {type(welcome).__name__} before Welcome")
         if welcome.protocol_version != wire.PROTOCOL_VERSION:
-            self.unknown = f"the leader supports link version {welcome.protocol_version}, this router {wire.PROTOCOL_VERSION}"
-            raise LinkBroken(self.unknown)
-        self.unknown = ""
+            versions = f"{welcome.protocol_version}, this router {wire.PROTOCOL_VERSION}"
+            self.version_error = f"the leader supports link version {versions}"
+            raise LinkBroken(self.version_error)
+        self.version_error = ""
         return welcome
 
 
-# Receiver of the frames of one request.
-
-
 class Sink(Protocol):
-    """Receives a group's frames about one request. Called on the event loop; must not block."""
+    """Receives a group's frames about one request. Must not block."""
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """Receives one token, with log probabilities if requested."""
+        """One token."""
         ...
 
-    def prompt_details_received(self, details: wire.PromptDetails) -> None:
-        """Receives log probabilities of prompt tokens, before the first token."""
+    def prompt_details(self, details: wire.PromptDetails) -> None:
+        """Details of prompt tokens."""
         ...
 
-    def cached(self, found: wire.Cached) -> None:
-        """Receives the number of prompt tokens found in the prefix cache, before the first token."""
+    def cached(self, frame: wire.Cached) -> None:
+        """Number of cached prompt tokens."""
         ...
 
     def finished(self, end: wire.Finished) -> None:
@@ -135,6 +130,6 @@ class Sink(Protocol):
         """The group rejected the request."""
         ...
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """The group no longer runs the request. `is_leave`: it drained as planned. `cause`: why the group failed, if known."""
+    def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
+        """The group no longer runs the request. `is_drain`: it drained."""
         ...

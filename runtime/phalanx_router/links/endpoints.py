@@ -1,8 +1,4 @@
-"""Leaders of a service, read from its pods, or from a fixed list for tests and a single machine.
-
-The key of a leader is the UID of its pod: a recreated pod with the same name and address is another leader. `links.leader_watch`
-lists and watches the pods.
-"""
+"""Leaders of a service, from its pods or from a fixed list."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -16,27 +12,24 @@ from phalanx_api import labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Address of one leader."""
+    """One leader."""
 
-    key: str
-    # host:port.
-    address: str
+    key: str  # UID of the pod: a recreated pod is another leader
+    address: str  # host:port
     group: str
-    # Creation time (RFC 3339), which orders leaders by age; "" when unknown.
-    created: str = ""
-    # Gets no new requests: its pod is being deleted or its group is draining.
-    leaving: bool = False
+    created: str = ""  # RFC 3339; orders leaders by age
+    is_leaving: bool = False  # its pod is being deleted or its group drains
 
 
 Leaders = Mapping[str, Endpoint]
-"""All leaders of the service, by key."""
+"""By key."""
 
 
 class LeaderSource(Protocol):
     """Source of the list of leaders."""
 
-    async def run(self, found: Callable[[Leaders], None]) -> None:
-        """Calls `found` with the first list and after each change, until cancelled."""
+    async def run(self, on_change: Callable[[Leaders], None]) -> None:
+        """Calls `on_change` with the first list and after each change."""
         ...
 
 
@@ -46,14 +39,14 @@ class StaticLeaders:
     def __init__(self, addresses: Iterable[str]) -> None:
         self._leaders = {address: Endpoint(key=address, address=address, group=address) for address in addresses}
 
-    async def run(self, found: Callable[[Leaders], None]) -> None:
-        """Calls `found` once and waits until cancelled."""
-        found(self._leaders)
+    async def run(self, on_change: Callable[[Leaders], None]) -> None:
+        """Calls `on_change` once."""
+        on_change(self._leaders)
         await asyncio.Event().wait()
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
-    """Fields of a pod's `metadata` that the router reads."""
+    """Fields of a pod's `metadata`."""
 
     uid: str = ""
     name: str = ""
@@ -65,42 +58,42 @@ class Metadata(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True):
-    """Fields of a pod's `status` that the router reads."""
+    """Fields of a pod's `status`."""
 
     phase: str = ""
     pod_ip: str = msgspec.field(default="", name="podIP")
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """Fields of a pod that the router reads."""
+    """Fields of a pod."""
 
     metadata: Metadata = Metadata()
     status: PodStatus = PodStatus()
 
 
 def leader_selector(service: str) -> str:
-    """Returns the label selector of the service's leader pods."""
+    """Label selector of the service's leader pods."""
     return _selector({labels.SERVICE: service, labels.POD_INDEX: "0", labels.COMPONENT: "group"})
 
 
 def router_selector(service: str) -> str:
-    """Returns the label selector of the service's router pods."""
+    """Label selector of the service's router pods."""
     return _selector({labels.SERVICE: service, labels.COMPONENT: "router"})
 
 
-def _selector(wanted: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={value}" for key, value in wanted.items())
+def _selector(match_labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in match_labels.items())
 
 
 def leaders_of(pods: Iterable[Pod]) -> dict[str, Endpoint]:
-    """Returns the leaders by pod UID: pods that have an IP and have not terminated."""
+    """Leaders by pod UID, from running pods with an IP."""
     return {
         pod.metadata.uid: Endpoint(
             key=pod.metadata.uid,
             address=f"{_host(pod.status.pod_ip)}:{labels.HTTP_PORT}",
             group=pod.metadata.labels.get(labels.GROUP, pod.metadata.name),
             created=pod.metadata.creation_timestamp,
-            leaving=pod.metadata.deletion_timestamp is not None or labels.DRAINING in pod.metadata.annotations,
+            is_leaving=pod.metadata.deletion_timestamp is not None or labels.DRAINING in pod.metadata.annotations,
         )
         for pod in pods
         if pod.status.pod_ip and pod.status.phase not in ("Succeeded", "Failed")

@@ -1,9 +1,7 @@
-"""Router side of the link: a `LeaderLink` per leader, which connects, reconnects and passes frames to streams.
+"""Link to one leader: connects, reconnects, passes frames to streams.
 
-A link is lost when the connection ends, when no frame arrives within `heartbeat_timeout_s` (a leader sends one at least every
-second), or when the leader violates the protocol. Each stream of the group is notified of a lost link, a group that stops serving
-and a new incarnation. A draining group keeps its streams and gets no more requests. The router sends at least an empty Abort as a
-heartbeat, so that the leader detects a lost router.
+A link is lost when the connection ends, no frame arrives within `heartbeat_timeout_s`, or the leader violates the protocol.
+Streams are notified of a lost link, a group that stops serving and a new incarnation. A draining group keeps its streams.
 """
 
 import asyncio
@@ -18,26 +16,25 @@ import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import moves, wire
-from phalanx_router.links.connection import Connection, Dial, Handshake, LinkBroken, Sink, dial, explain_end, is_proper_end
+from phalanx_router.links.connection import Connection, Dial, Handshake, LinkBroken, Sink, dial, explain_close, is_normal_close
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.routing.ledger import make_sent_request
-from phalanx_router.routing.look import GroupReport
 from phalanx_router.routing.prefixes import PageFeed
+from phalanx_router.routing.view_builder import GroupReport
 from phalanx_router.streams.stream import AdoptedStream
 
 log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 CHECKS_PER_TIMEOUT = 4
-"""Checks per heartbeat timeout, at least one per second. All must find silence, in case this router's own event loop was
-blocked."""
+"""All must find silence: this router's own event loop may have been blocked."""
 
 
-MoveFrame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.AskRescue
+MoveFrame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.RescueRequest
 
 
 class LinkListener(Protocol):
-    """Receives changes of a link. Called on the event loop; must not block."""
+    """Receives changes of a link. Must not block."""
 
     def link_changed(self, link: "LeaderLink") -> None:
         """The link opened or was lost, or the group's state changed."""
@@ -52,11 +49,11 @@ class LinkListener(Protocol):
         ...
 
     def pages_received(self, link: "LeaderLink", changes: wire.PageChanges) -> None:
-        """The group's prefix cache changed: `changes` is a snapshot or follows the previous changes."""
+        """The group's prefix cache changed."""
         ...
 
     def move_frame_received(self, link: "LeaderLink", frame: MoveFrame) -> None:
-        """The leader sent a frame of a move, or requests a rescue."""
+        """The leader sent a frame of a move or a rescue request."""
         ...
 
 
@@ -65,50 +62,45 @@ class LinkSettings:
     """Settings of links."""
 
     token: str
-    # Name of this router in the handshake.
-    router: str
+    router: str  # name of this router in the handshake
     heartbeat_timeout_s: float = 3.0
     open_timeout_s: float = 5.0
-    # Replaces the heartbeat timeout while assets are transferred.
-    assets_timeout_s: float = 30.0
+    assets_timeout_s: float = 30.0  # heartbeat timeout while assets are transferred
     first_retry_s: float = 0.1
     last_retry_s: float = 1.0
-    # Time to adopt a disowned request before it is aborted.
-    # Differs with each start of the router.
-    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # differs with each start of the router
     dial: Dial = dial
 
 
 class LeaderLink:
-    """Link to one leader. `run` connects and reconnects until cancelled; the other methods do not wait."""
+    """Link to one leader. Only `run` waits."""
 
     def __init__(self, endpoint: Endpoint, settings: LinkSettings, listener: LinkListener, draw: Callable[[], float]) -> None:
         self.endpoint = endpoint
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
-        self.group_report = GroupReport(key="")
-        """Reports and dispatch ledger of this incarnation on this connection, in event loop time."""
-        self._feed = PageFeed()
-        self._greeter = Handshake(settings.router, settings.instance)
+        self.group_report = GroupReport(key="")  # of this incarnation and connection
+        self.is_open = False
+        self.is_fetching = False  # assets
         self._settings = settings
         self._listener = listener
         self._draw = draw
-        self.is_open = False
-        self._connections = 0
+        self._handshake = Handshake(settings.router, settings.instance)
+        self._page_feed = PageFeed()
+        self._num_connections = 0
         self._next_handle = 0
-        self._sinks: dict[int, tuple[Sink, int]] = {}
-        self._alone: set[int] = set()
+        self._sinks: dict[int, tuple[Sink, int]] = {}  # sink and epoch, by handle
+        self._alone: set[int] = set()  # handles
         self._outbox: deque[bytes] = deque()
-        self._wake = asyncio.Event()
-        self._frames_seen = 0
+        self._has_output = asyncio.Event()
+        self._frames_received = 0
         self._frames_sent = 0
-        self.is_fetching = False
 
     @property
     def key(self) -> str:
-        """Leader, connection and incarnation; a failure under one key says nothing about the next."""
-        return f"{self.endpoint.key}/{self._connections}/{self.state.incarnation}"
+        """Identity of leader, connection and incarnation."""
+        return f"{self.endpoint.key}/{self._num_connections}/{self.state.incarnation}"
 
     @property
     def is_serving(self) -> bool:
@@ -116,20 +108,17 @@ class LeaderLink:
         return self.state.serving
 
     @property
-    def unknown_version(self) -> str:
-        """Why the leader and this router have different link versions; empty if they agree or before the first handshake."""
-        return self._greeter.unknown
+    def version_error(self) -> str:
+        """Why both ends have different link versions, if so."""
+        return self._handshake.version_error
 
     @property
-    def running(self) -> int:
-        """Number of requests of this router in the group."""
+    def num_requests(self) -> int:
+        """Number of this router's requests in the group."""
         return len(self._sinks)
 
     def submit(self, request: wire.Request, sink: Sink, move: str = "", hit_tokens: int = 0) -> int:
-        """Sends a request to the group and returns its handle. `sink` gets its frames until it ends or is aborted.
-
-        `hit_tokens`: prompt and delivered tokens that the group's pages are expected to hold.
-        """
+        """Sends a request and returns its handle. `sink` gets its frames until it ends or is aborted."""
         self._next_handle += 1
         handle = self._next_handle
         self._send(wire.Submit(handle, request, move))  # first: an encoding error must leave no entry
@@ -140,28 +129,28 @@ class LeaderLink:
         self.group_report.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
 
-    def adopt(self, request_id: str, tenant: str, adopting: AdoptedStream) -> int:
-        """Requests adoption of an orphan and returns its handle; `adopting` receives the answer."""
+    def adopt(self, request_id: str, tenant: str, adopted: AdoptedStream) -> int:
+        """Requests adoption of an orphan and returns its handle."""
         self._next_handle += 1
-        self._sinks[self._next_handle] = (adopting, 0)
+        self._sinks[self._next_handle] = (adopted, 0)
         self._send(wire.Adopt(self._next_handle, request_id, tenant))
         return self._next_handle
 
     def abort(self, handle: int) -> None:
-        """Aborts a request. One that has ended or was lost is ignored."""
+        """Aborts a request, unless it has ended."""
         if self._sinks.pop(handle, None) is not None:
-            self.group_report.ledger.ended(handle)
+            self.group_report.ledger.end(handle)
             self._send(wire.Abort([handle]))
 
     def disown(self, handle: int) -> None:
-        """Releases a request that continues at the leader and may be adopted again. One that has ended or was lost is ignored."""
+        """Releases a request for another adoption."""
         if self._sinks.pop(handle, None) is None:
             return
-        self.group_report.ledger.ended(handle)
+        self.group_report.ledger.end(handle)
         self._send(wire.Disown([handle]))
 
     def set_sink(self, handle: int, sink: Sink) -> None:
-        """Replaces the sink of a request. One that has ended is ignored."""
+        """Replaces the sink of a request."""
         if handle in self._sinks:
             self._sinks[handle] = (sink, self._sinks[handle][1])
 
@@ -170,52 +159,49 @@ class LeaderLink:
         self._send(frame)
 
     def fetch(self, assets_hash: str) -> None:
-        """Requests assets from the leader, which the listener receives."""
+        """Requests assets, which the listener receives."""
         self.is_fetching = True
         self._send(wire.Fetch(assets_hash))
 
     def _send(self, frame: wire.ToLeader) -> None:
-        """Queues a frame if the link is open."""
         if self.is_open:
             self._outbox.append(wire.encode(frame))
-            self._wake.set()
+            self._has_output.set()
 
     async def run(self) -> None:
         """Connects and reconnects with jittered exponential backoff, until cancelled."""
-        failures = 0
-        said = ""
+        num_failures = 0
+        logged_why = ""
         while True:
-            connections = self._connections
-            why = await self._connect_once()
-            failures = 0 if self._connections > connections else failures + 1
-            if why != said or not failures:
+            num_connections = self._num_connections
+            why = await self._connect()
+            num_failures = 0 if self._num_connections > num_connections else num_failures + 1
+            if why != logged_why or not num_failures:
                 log.warning("no link", extra={"leader": self.endpoint.address, "group": self.endpoint.group, "why": why})
-                said = why
+                logged_why = why
             settings = self._settings
-            wait_s = min(settings.last_retry_s, settings.first_retry_s * 2.0 ** min(failures, 16))
+            wait_s = min(settings.last_retry_s, settings.first_retry_s * 2.0 ** min(num_failures, 16))
             await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))
 
-    async def _connect_once(self) -> str:
-        """Runs one connection; returns why it ended or could not be opened."""
+    async def _connect(self) -> str:
         settings = self._settings
         try:
             async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s) as connection:
-                why, is_leave, is_outside = "this router closes the link", False, True
+                why, is_drain, is_outside = "this router closes the link", False, True
                 try:
-                    why = await self._converse(connection)
+                    why = await self._run_connection(connection)
                 except (LinkBroken, msgspec.DecodeError, ConnectionClosed, TimeoutError) as error:
-                    why = explain_end(error)
-                    is_leave, is_outside = self.state.draining and is_proper_end(error), self.endpoint.leaving
+                    why = explain_close(error)
+                    is_drain, is_outside = self.state.draining and is_normal_close(error), self.endpoint.is_leaving
                 finally:
-                    self._lose(why, is_leave, is_outside)
+                    self._mark_lost(why, is_drain, is_outside)
                 return why
         except (OSError, InvalidHandshake, InvalidURI, ConnectionClosed) as error:  # OSError includes TimeoutError
-            return explain_end(error)
+            return explain_close(error)
 
-    async def _converse(self, connection: Connection) -> str:
-        """Opens the link after the handshake and runs it; returns why it ended."""
+    async def _run_connection(self, connection: Connection) -> str:
         async with asyncio.timeout(self._settings.open_timeout_s):
-            welcome = await self._greeter.greet(connection)
+            welcome = await self._handshake.run(connection)
         self._open(welcome)
         tasks = [asyncio.create_task(part) for part in (self._read(connection), self._write(connection), self._watch())]
         try:
@@ -227,20 +213,20 @@ class LeaderLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open(self, welcome: wire.Welcome) -> None:
-        self._connections += 1
+        self._num_connections += 1
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
         self.group_report = GroupReport(
             key=self.key, group=self.endpoint.group, revision=welcome.revision, page_size=welcome.page_size
         )
-        self._feed = PageFeed()
+        self._page_feed = PageFeed()
         self._send(wire.SendPages())
         self.is_fetching = False
         log.info("link open", extra={"leader": self.endpoint.address, "group": welcome.group})
 
-    def _lose(self, why: str, is_leave: bool, is_outside: bool) -> None:
-        """Notifies each stream once, before the connection is closed, which may take a second."""
+    def _mark_lost(self, why: str, is_drain: bool, is_outside: bool) -> None:
+        """Notifies each stream before the connection is closed, which may take a second."""
         if not self.is_open:
             return
         self.is_open = False
@@ -248,42 +234,42 @@ class LeaderLink:
             serving=False, incarnation=self.state.incarnation, reason=why, deaths=self.state.deaths, death=self.state.death
         )
         self._outbox.clear()
-        self._drop_streams(f"group {self.endpoint.group}: {why}", is_leave, "outside" if is_outside else "")
+        self._drop_streams(f"group {self.endpoint.group}: {why}", is_drain, "outside" if is_outside else "")
         self._listener.link_changed(self)
 
-    def _drop_streams(self, why: str, is_leave: bool, cause: wire.Cause) -> None:
-        lost, self._sinks = self._sinks, {}
-        if not cause and self._alone & lost.keys():
+    def _drop_streams(self, why: str, is_drain: bool, cause: wire.EndCause) -> None:
+        dropped, self._sinks = self._sinks, {}
+        if not cause and self._alone & dropped.keys():
             cause = "alone"
         self._alone.clear()
-        if lost:
-            self._send(wire.Abort(list(lost)))
-        for handle, (sink, epoch) in lost.items():
-            self.group_report.ledger.ended(handle)
-            sink.lost(epoch, why, is_leave, cause)
+        if dropped:
+            self._send(wire.Abort(list(dropped)))
+        for handle, (sink, epoch) in dropped.items():
+            self.group_report.ledger.end(handle)
+            sink.lost(epoch, why, is_drain, cause)
 
     async def _read(self, connection: Connection) -> str:
         while True:
             frame = wire.decode_from_leader(await connection.recv(decode=False))
-            self._frames_seen += 1
+            self._frames_received += 1
             match frame:
                 case wire.Tokens():
-                    self._give_tokens(frame)
+                    self._deliver_tokens(frame)
                 case wire.Load():
-                    self.group_report.report(frame, asyncio.get_running_loop().time())
+                    self.group_report.record(frame, asyncio.get_running_loop().time())
                     self._listener.load_received(self)
                 case wire.PageChanges():
-                    self._take_pages(frame)
+                    self._receive_pages(frame)
                 case wire.Refused():
                     sink, _ = self._sinks.pop(frame.handle, (None, 0))
                     if sink is not None:
-                        self.group_report.ledger.ended(frame.handle)
+                        self.group_report.ledger.end(frame.handle)
                         sink.refused(frame)
                 case wire.Adopted():
-                    self._adopted(frame)
+                    self._receive_adopted(frame)
                 case wire.State():
-                    self._take_state(frame)
-                case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.AskRescue():
+                    self._receive_state(frame)
+                case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.RescueRequest():
                     self._listener.move_frame_received(self, frame)
                 case wire.Assets():
                     self.is_fetching = False
@@ -292,24 +278,24 @@ class LeaderLink:
                 case wire.Welcome():
                     raise LinkBroken("the leader sent Welcome twice")
 
-    def _adopted(self, frame: wire.Adopted) -> None:
-        """Connects an adopted stream to its handle. A stream that no longer waits was disowned before."""
-        adopting, _ = self._sinks.pop(frame.handle, (None, 0))
-        stream = adopting.adopted(frame) if isinstance(adopting, AdoptedStream) else None
+    def _receive_adopted(self, frame: wire.Adopted) -> None:
+        """Connects an adopted stream to its handle, unless it was disowned."""
+        adopted, _ = self._sinks.pop(frame.handle, (None, 0))
+        stream = adopted.adopted(frame) if isinstance(adopted, AdoptedStream) else None
         if stream is not None:
             self._sinks[frame.handle] = (stream, frame.request.epoch)
             if frame.request.alone:
                 self._alone.add(frame.handle)
             context = len(frame.request.prompt) + len(frame.request.delivered)
-            self.group_report.ledger.found(frame.handle, make_sent_request(frame.request, self.group_report.page_size, context))
+            self.group_report.ledger.adopt(frame.handle, make_sent_request(frame.request, self.group_report.page_size, context))
 
-    def _give_tokens(self, frame: wire.Tokens) -> None:
-        """Passes tokens to their sinks. The hot loop of the router: it runs per token of all streams."""
+    def _deliver_tokens(self, frame: wire.Tokens) -> None:
+        """The hot loop of the router."""
         sinks = self._sinks
         for prompt in frame.prompt_details:
             entry = sinks.get(prompt.handle)
             if entry is not None:
-                entry[0].prompt_details_received(prompt)
+                entry[0].prompt_details(prompt)
         for cached in frame.cached:
             entry = sinks.get(cached.handle)
             if entry is not None:
@@ -326,26 +312,26 @@ class LeaderLink:
         for end in frame.finished:
             sink, _ = sinks.pop(end.handle, (None, 0))
             if sink is not None:
-                self.group_report.ledger.ended(end.handle)
+                self.group_report.ledger.end(end.handle)
                 sink.finished(end)
 
-    def _take_pages(self, changes: wire.PageChanges) -> None:
-        match self._feed.take(changes):
-            case "use":
+    def _receive_pages(self, changes: wire.PageChanges) -> None:
+        match self._page_feed.check(changes):
+            case "apply":
                 self._listener.pages_received(self, changes)
-            case "ask":
+            case "resync":
                 self._send(wire.SendPages())
             case "drop":
                 pass
 
-    def _take_state(self, state: wire.State) -> None:
+    def _receive_state(self, state: wire.State) -> None:
         before, self.state = self.state, state
         is_new = state.incarnation != before.incarnation
         if is_new:
             self.group_report = GroupReport(
                 key=self.key, group=self.endpoint.group, revision=self.revision, page_size=self.group_report.page_size
             )
-            self._feed.restart()
+            self._page_feed.restart()
             self._listener.pages_received(self, wire.PageChanges(0, [], is_snapshot=True))
         self.group_report.served = state.served or self.group_report.served
         if is_new or not (state.serving or state.draining):
@@ -355,27 +341,27 @@ class LeaderLink:
 
     async def _write(self, connection: Connection) -> str:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._has_output.wait()
+            self._has_output.clear()
             while self._outbox:
                 await connection.send(self._outbox[0])
                 self._outbox.popleft()
                 self._frames_sent += 1
 
     async def _watch(self) -> str:
-        """Returns when the leader sent no frame, or accepted no queued frame, in all of the last checks."""
+        """Returns when all of the last checks found no frame, or an unsent one."""
         settings = self._settings
-        look_s = min(1.0, settings.heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
-        silent = stuck = 0
+        interval_s = min(1.0, settings.heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
+        num_silent = num_stuck = 0
         while True:
-            seen, sent, waits = self._frames_seen, self._frames_sent, bool(self._outbox)
-            await asyncio.sleep(look_s)
+            received, sent, has_output = self._frames_received, self._frames_sent, bool(self._outbox)
+            await asyncio.sleep(interval_s)
             if self._frames_sent == sent and not self._outbox:
                 self._send(wire.Abort([]))  # heartbeat: a silent router counts as lost
-            silent = silent + 1 if self._frames_seen == seen else 0
-            stuck = stuck + 1 if waits and self._frames_sent == sent else 0
+            num_silent = num_silent + 1 if self._frames_received == received else 0
+            num_stuck = num_stuck + 1 if has_output and self._frames_sent == sent else 0
             timeout_s = settings.assets_timeout_s if self.is_fetching else settings.heartbeat_timeout_s
-            if silent * look_s >= timeout_s:
+            if num_silent * interval_s >= timeout_s:
                 return f"no frame arrived for {timeout_s:g} s"
-            if stuck * look_s >= settings.heartbeat_timeout_s:
+            if num_stuck * interval_s >= settings.heartbeat_timeout_s:
                 return f"the leader accepted no frame for {settings.heartbeat_timeout_s:g} s"

@@ -1,7 +1,7 @@
 """Watches the leader pods of one service through the Kubernetes API.
 
-A list replaces all known pods; a watch with bookmarks continues from its resource version and is cancelled when the server keeps
-it open too long. While the API server is unavailable, the last list remains in use.
+A list replaces all known pods; a watch with bookmarks continues from its resource version. While the API server is unavailable,
+the last list remains in use.
 """
 
 import asyncio
@@ -18,20 +18,19 @@ from phalanx_router.links.endpoints import Leaders, Metadata, Pod, leaders_of
 
 log = logging.getLogger(__name__)
 
-PAGE = 500
-"""Pods per list page."""
+PAGE_SIZE = 500
 
 
-class Gone(Exception):
-    """The server no longer has the resource version (HTTP 410): list again."""
+class ResourceExpired(Exception):
+    """HTTP 410: the resource version is too old."""
 
 
-class ApiError(Exception):
-    """The API server returned an error: its status and the beginning of the body."""
+class KubernetesError(Exception):
+    """The API server returned an error."""
 
 
 class NoCluster(Exception):
-    """No in-cluster service account and no kubeconfig was found."""
+    """No service account and no kubeconfig was found."""
 
 
 class _ListMetadata(msgspec.Struct, frozen=True, rename="camel"):
@@ -59,24 +58,22 @@ class _Bookmark(msgspec.Struct, frozen=True):
 
 
 async def make_api() -> client.CoreV1Api:
-    """Returns an API client from the pod's service account, else from the kubeconfig. Raises NoCluster."""
+    """API client from the service account or the kubeconfig. Raises NoCluster."""
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-    except config.ConfigException as outside:
+    except config.ConfigException as in_cluster_error:
         try:
             await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except config.ConfigException as error:
-            raise NoCluster(f"cannot watch leader pods, provide a service account or a kubeconfig: {outside} {error}") from error
+            raise NoCluster(
+                f"cannot watch leader pods, provide a service account or a kubeconfig: {in_cluster_error} {error}"
+            ) from error
     return client.CoreV1Api(client.ApiClient(settings))
 
 
 class WatchedLeaders:
-    """Implements `phalanx_router.links.endpoints.LeaderSource` with the pods that match a label selector.
-
-    `watch_s`: timeout requested for one watch; a watch open `slack_s` longer is cancelled.
-    `first_retry_s`, `last_retry_s`: bounds of the jittered exponential backoff after an error.
-    """
+    """Pods that match a label selector. A watch is requested for `watch_s` and cancelled `slack_s` later."""
 
     def __init__(
         self,
@@ -97,45 +94,46 @@ class WatchedLeaders:
         self._last_retry_s = last_retry_s
         self._draw = draw
         self._pods: dict[str, Pod] = {}
-        self._told: Leaders | None = None
+        self._published: Leaders | None = None
 
-    async def run(self, found: Callable[[Leaders], None]) -> None:
-        """Calls `found` with the first list and after each change, until cancelled; then closes the API client."""
+    async def run(self, on_change: Callable[[Leaders], None]) -> None:
+        """Calls `on_change` with the first list and after each change; closes the API client at the end."""
         failures = 0
         try:
             while True:
                 try:
                     version = await self._list()
-                    self._tell(found)
+                    self._publish(on_change)
                     failures = 0
                     while True:
                         async with asyncio.timeout(self._watch_s + self._slack_s):
-                            version = await self._watch(version, found)
-                except Gone:
+                            version = await self._watch(version, on_change)
+                except ResourceExpired:
                     log.info("listing pods again", extra={"why": "the server no longer has the resource version"})
                 except Exception as error:  # the client library raises many types, and the last list must survive all of them
-                    expected = isinstance(error, ApiError | aiohttp.ClientError | OSError | msgspec.DecodeError)
+                    is_expected = isinstance(error, KubernetesError | aiohttp.ClientError | OSError | msgspec.DecodeError)
                     why = {"why": str(error) or type(error).__name__}
-                    log.warning("cannot list or watch pods; using the last list", extra=why, exc_info=None if expected else error)
+                    log.warning(
+                        "cannot list or watch pods; using the last list", extra=why, exc_info=None if is_expected else error
+                    )
                     wait_s = min(self._last_retry_s, self._first_retry_s * 2.0 ** min(failures, 16))
                     failures += 1
                     await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))
         finally:
             await self._api.api_client.close()
 
-    def _tell(self, found: Callable[[Leaders], None]) -> None:
+    def _publish(self, on_change: Callable[[Leaders], None]) -> None:
         leaders = leaders_of(self._pods.values())
-        if leaders != self._told:
-            self._told = leaders
-            found(leaders)
+        if leaders != self._published:
+            self._published = leaders
+            on_change(leaders)
 
     async def _list(self) -> str:
-        """Replaces all known pods; returns the resource version from which to watch."""
         pods: list[Pod] = []
         continue_: str | None = None
         while True:
             async with asyncio.timeout(self._slack_s):
-                response = await self._get(limit=PAGE, _continue=continue_)
+                response = await self._get(limit=PAGE_SIZE, _continue=continue_)
                 page = msgspec.json.decode(await response.read(), type=_PodList)
             pods += page.items
             continue_ = page.metadata.continue_ or None
@@ -143,8 +141,7 @@ class WatchedLeaders:
                 self._pods = {pod.metadata.uid: pod for pod in pods}
                 return page.metadata.resource_version
 
-    async def _watch(self, version: str, found: Callable[[Leaders], None]) -> str:
-        """Applies changes until the server ends the watch; returns the resource version for the next one."""
+    async def _watch(self, version: str, on_change: Callable[[Leaders], None]) -> str:
         response = await self._get(
             watch=True, resource_version=version, allow_watch_bookmarks=True, timeout_seconds=self._watch_s
         )
@@ -153,7 +150,7 @@ class WatchedLeaders:
                 event = msgspec.json.decode(line, type=_Event)
                 if event.type == "ERROR":
                     status = msgspec.json.decode(event.object, type=_Status)
-                    raise Gone if status.code == 410 else ApiError(f"watch: {status.code} {status.message}")
+                    raise ResourceExpired if status.code == 410 else KubernetesError(f"watch: {status.code} {status.message}")
                 version = msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
                 if event.type == "BOOKMARK":
                     continue
@@ -162,13 +159,13 @@ class WatchedLeaders:
                     self._pods.pop(pod.metadata.uid, None)
                 else:
                     self._pods[pod.metadata.uid] = pod
-                self._tell(found)
+                self._publish(on_change)
         finally:
             response.close()
         return version
 
     async def _get(self, **parameters: Any) -> aiohttp.ClientResponse:
-        """Returns the raw response of a list or watch: the client's own objects cost milliseconds per pod."""
+        """Raw response: the client's own objects cost milliseconds per pod."""
         response: aiohttp.ClientResponse = await self._api.list_namespaced_pod_without_preload_content(
             **self._query, **parameters
         )
@@ -176,12 +173,11 @@ class WatchedLeaders:
             return response
         text = (await response.text())[:300]
         if response.status == 410:
-            raise Gone
-        raise ApiError(f"HTTP {response.status}: {text}")
+            raise ResourceExpired
+        raise KubernetesError(f"HTTP {response.status}: {text}")
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the lines of a response, of any length."""
     rest = b""
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,1 +1,1 @@
-"""Execution of balancing: the periodic balance loop, and the mover that executes moves over the links."""
+"""Execution of balancing: the balance loop, and the mover that executes moves over the links."""

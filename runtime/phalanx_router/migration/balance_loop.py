@@ -1,16 +1,14 @@
-"""The balance loop: every `tick_s` it builds the group views, runs `Balancer.tick` and starts the planned moves with `Mover`.
-
-It also handles rescue requests of engines and stores the policy that the operator sends.
-"""
+"""The balance loop: builds the group views every `tick_s`, runs `Balancer.tick`, starts the planned moves and answers rescue
+requests."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
-from phalanx_router.balancing.guards import OFF_S
+from phalanx_router.balancing.guards import PAUSE_S
 from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedMove, Rung, StreamView
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
@@ -25,45 +23,45 @@ log = logging.getLogger(__name__)
 
 MOVE_REASONS: dict[Rung, MoveReason] = {"rescue": "rescue", "replicate": "hotspot", "migrate": "hotspot", "evacuate": "drain"}
 MIN_MEASURED_BYTES = 1 << 20
-"""Copies below this size are ignored in the bandwidth measurement."""
+"""Smaller copies do not measure the bandwidth."""
 BANDWIDTH_SMOOTHING = 0.2
 
 
 @dataclass(slots=True)
 class MoveCounts:
-    """Ended moves of this router since its start, for any reason."""
+    """Ended moves of this router."""
 
     moved: int = 0
     failed: int = 0
 
 
 class BalanceLoop:
-    """One router's balancing, on one event loop. `last`: result of the last tick. `ticked`: callbacks after each tick."""
+    """One router's balancing, on one event loop."""
 
     def __init__(
         self,
         links: LinkPool,
-        runs: set[StreamSession],
-        moving: Mover,
+        sessions: Collection[StreamSession],
+        mover: Mover,
         metrics: BalanceMetrics,
         settings: FleetSettings,
         clock: Callable[[], float],
     ) -> None:
         self.balancer = Balancer(holders_of=self._holders_of)
-        self.last = BalanceDecision()
-        self.count = MoveCounts()
-        self.ticked: list[Callable[[], None]] = []
+        self.decision = BalanceDecision()  # of the last tick
+        self.counts = MoveCounts()
+        self.tick_listeners: list[Callable[[], None]] = []
         self._links = links
-        self._runs = runs
-        self._moving = moving
+        self._sessions = sessions
+        self._mover = mover
         self._metrics = metrics
         self._clock = clock
-        self._begun: dict[StreamSession, tuple[PlannedMove, float]] = {}
+        self._started: dict[StreamSession, tuple[PlannedMove, float]] = {}  # open moves and their start times
         self._bytes_per_s: float | None = None
         self._tick_s = settings.tick_s
-        self._follow(settings.policy)
-        moving.ended.append(self._move_ended)
-        moving.asked_rescue.append(self._rescue)
+        self._apply(settings.policy)
+        mover.end_listeners.append(self._move_ended)
+        mover.rescue_listeners.append(self._rescue)
 
     @property
     def policy(self) -> BalancePolicy:
@@ -74,25 +72,25 @@ class BalanceLoop:
         """Stores a policy unless the current one has a higher number."""
         if policy.number >= self.policy.number and policy != self.policy:
             log.info("policy", extra={"number": policy.number, "mode": policy.mode, "empty": policy.empty})
-            self._follow(policy)
+            self._apply(policy)
 
-    def _follow(self, policy: BalancePolicy) -> None:
+    def _apply(self, policy: BalancePolicy) -> None:
         self.balancer.policy = policy
-        self._links.fleet_view.emptied = frozenset(policy.empty)
+        self._links.fleet_view.evacuated = frozenset(policy.empty)
 
     def with_departed_load(self, view: GroupView) -> GroupView:
-        """Returns the view that routing should use: a group that just gave streams away does not look free immediately."""
-        return self.balancer.guard.with_departed_load(view, self._clock())
+        """View for routing; see `AttractionGuard`."""
+        return self.balancer.attraction.with_departed_load(view, self._clock())
 
     def views(self) -> list[GroupView]:
-        """Returns a view of every group that serves or drains."""
+        """Views of all groups that serve or drain."""
         links = [link for link in self._links.all() if link.is_open and (link.is_serving or link.state.draining)]
         views = self._links.fleet_view.views(links)
         measured = self._bytes_per_s
         return views if measured is None else [replace(view, copy_bytes_per_s=measured) for view in views]
 
     async def run(self) -> None:
-        """Ticks until cancelled. An exception in a tick is logged and affects no stream."""
+        """Ticks until cancelled. An exception in a tick is logged."""
         while True:
             await asyncio.sleep(self._tick_s)
             try:
@@ -102,103 +100,106 @@ class BalanceLoop:
 
     def tick(self) -> None:
         """Runs one tick and starts its moves."""
-        found: dict[str, list[StreamSession]] | None = None
+        by_group: dict[str, list[StreamSession]] | None = None
 
         def streams_of(key: str) -> Sequence[StreamView]:
-            nonlocal found
-            found = found if found is not None else self._by_group()
-            return [_view_of(run, by_key.get(key)) for run in found.get(key, [])]
+            nonlocal by_group
+            by_group = by_group if by_group is not None else self._by_group()
+            return [_view_of(session, by_key.get(key)) for session in by_group.get(key, [])]
 
         views = self.views()
         by_key = {view.key: view for view in views}
-        self.last = self.balancer.tick(views, streams_of, self._clock())
-        named = {str(run.number): run for runs in (found or {}).values() for run in runs}
-        for proposal in self.last.proposals:
-            self._begin(named[proposal.stream], proposal)
-        for refusal in self.last.refusals:
+        self.decision = self.balancer.tick(views, streams_of, self._clock())
+        by_name = {str(session.number): session for sessions in (by_group or {}).values() for session in sessions}
+        for planned in self.decision.moves:
+            self._start(by_name[planned.stream], planned)
+        for refusal in self.decision.refusals:
             self._metrics.refused(refusal.rung, refusal.code)
-        for transition in self.last.transitions:
+        for transition in self.decision.transitions:
             fields = {"group": transition.group, "cause": transition.cause, "why": transition.why}
             log.info("hotspot" if transition.cause else "hotspot over", extra=fields)
-        self._metrics.show(self.last.hotspots, self.last.is_saturated)
-        for callback in self.ticked:
-            callback()
+        self._metrics.show(self.decision.hotspots, self.decision.is_saturated)
+        for listener in self.tick_listeners:
+            listener()
 
     def _holders_of(self, prefix: bytes) -> list[str]:
-        """Returns the keys of the groups that hold the page with key `prefix`."""
         holders = frozenset(self._links.fleet_view.prefixes.holders(prefix))
         return [link.key for link in self._links.all() if link.endpoint.key in holders]
 
     def _by_group(self) -> dict[str, list[StreamSession]]:
-        found: dict[str, list[StreamSession]] = {}
-        for run in self._runs:
-            if run.link is not None:
-                found.setdefault(run.group, []).append(run)
-        return found
+        by_group: dict[str, list[StreamSession]] = {}
+        for session in self._sessions:
+            if session.assignment is not None:
+                by_group.setdefault(session.assignment.key, []).append(session)
+        return by_group
 
-    def _begin(self, run: StreamSession, proposal: PlannedMove) -> None:
-        log.debug("proposed", extra={"rung": proposal.rung, "way": proposal.way, "why": proposal.why})
-        self._begun[run] = proposal, self._clock()
-        why_not = self._moving.move(run, proposal.target, proposal.way, MOVE_REASONS[proposal.rung], proposal.bytes_per_s)
-        if why_not is None:
-            self._metrics.proposed(proposal.rung)
+    def _start(self, session: StreamSession, planned: PlannedMove) -> None:
+        log.debug("planned", extra={"rung": planned.rung, "transfer": planned.transfer, "why": planned.why})
+        self._started[session] = planned, self._clock()
+        reason = MOVE_REASONS[planned.rung]
+        obstacle = self._mover.move(session, planned.target, planned.transfer, reason, planned.bytes_per_s)
+        if obstacle is None:
+            self._metrics.proposed(planned.rung)
             return
-        log.debug("not moved", extra={"why": why_not})
-        del self._begun[run]
-        self.balancer.ended(proposal, False, self._clock())
-        self._metrics.refused(proposal.rung, "router")
+        log.debug("not moved", extra={"why": obstacle})
+        del self._started[session]
+        self.balancer.record_end(planned, False, self._clock())
+        self._metrics.refused(planned.rung, "router")
 
-    def _rescue(self, link: LeaderLink, runs: list[StreamSession], within_s: float) -> None:
-        """Moves the streams that the group of `link` is about to preempt, as far as other groups have room."""
-        for run in runs:
-            found = self.balancer.rescue(link.key, _view_of(run), self.views(), self._clock())
-            if isinstance(found, NoMove):
-                log.debug("not rescued", extra={"code": found.code, "why": found.why})
-                self._metrics.refused(found.rung, found.code)
+    def _rescue(self, link: LeaderLink, sessions: list[StreamSession], within_s: float) -> None:
+        """Moves streams that a group will preempt, if other groups have room."""
+        for session in sessions:
+            planned = self.balancer.rescue(link.key, _view_of(session), self.views(), self._clock())
+            if isinstance(planned, NoMove):
+                log.debug("not rescued", extra={"code": planned.code, "why": planned.why})
+                self._metrics.refused(planned.rung, planned.code)
             else:
-                self._begin(run, found)
+                self._start(session, planned)
 
-    def _move_ended(self, run: StreamSession, move: MoveRequest, over: MoveEnded) -> None:
-        is_moved = over.outcome == "moved"
-        self.count.moved += is_moved
-        self.count.failed += not is_moved
-        proposal, began = self._begun.pop(run, (None, 0.0))
-        if proposal is None:
+    def _move_ended(self, session: StreamSession, request: MoveRequest, ended: MoveEnded) -> None:
+        is_moved = ended.outcome == "moved"
+        self.counts.moved += is_moved
+        self.counts.failed += not is_moved
+        planned, started_at = self._started.pop(session, (None, 0.0))
+        if planned is None:
             return
         now = self._clock()
-        run.balanced += is_moved and proposal.rung in OPTIONAL_RUNGS
-        if over.num_bytes >= MIN_MEASURED_BYTES and now > began:
-            measured = over.num_bytes / (now - began)
-            before = self._bytes_per_s if self._bytes_per_s is not None else measured
-            self._bytes_per_s = before + BANDWIDTH_SMOOTHING * (measured - before)
-        was_off = self.balancer.pingpong.is_off(now)
-        if self.balancer.ended(proposal, is_moved, now):
+        session.moves.num_balanced += is_moved and planned.rung in OPTIONAL_RUNGS
+        self._measure_bandwidth(ended.num_bytes, now - started_at)
+        pingpong = self.balancer.pingpong
+        was_paused = pingpong.is_paused(now)
+        if self.balancer.record_end(planned, is_moved, now):
             self._metrics.returned()
-            if not was_off and self.balancer.pingpong.is_off(now):
+            if not was_paused and pingpong.is_paused(now):
                 log.warning(
                     "balancing moves paused: streams returned to groups that they had just left",
-                    extra={"returns": self.balancer.pingpong.total, "off_s": OFF_S},
+                    extra={"returns": pingpong.num_returns, "pause_s": PAUSE_S},
                 )
 
+    def _measure_bandwidth(self, num_bytes: int, duration_s: float) -> None:
+        if num_bytes >= MIN_MEASURED_BYTES and duration_s > 0:
+            measured = num_bytes / duration_s
+            before = self._bytes_per_s if self._bytes_per_s is not None else measured
+            self._bytes_per_s = before + BANDWIDTH_SMOOTHING * (measured - before)
 
-def _view_of(run: StreamSession, view: GroupView | None = None) -> StreamView:
-    """Returns the stream as balancing sees it. Without `view`, the view of its group, `has_prefix` is false."""
-    journal = run.stream.journal
+
+def _view_of(session: StreamSession, view: GroupView | None = None) -> StreamView:
+    """The stream for balancing. `view`: of its group."""
+    journal = session.stream.journal
     return StreamView(
-        stream=str(run.number),
-        key=run.group,
+        stream=str(session.number),
+        key=session.last_key,
         context=journal.num_tokens,
         generated=len(journal.delivered),
-        moves=run.balanced,
-        moved_s=run.moved_at,
-        left=run.left,
-        is_pinned=bool(run.move),
-        has_prefix=view is not None and _has_prefix(run, view),
+        num_moves=session.moves.num_balanced,
+        moved_at=session.moves.last_at,
+        last_source=session.moves.last_source,
+        is_pinned=bool(session.moves.open_move),
+        has_hot_prefix=view is not None and _has_hot_prefix(session, view),
     )
 
 
-def _has_prefix(run: StreamSession, view: GroupView) -> bool:
-    """Whether the prompt begins with the heaviest prefix of its group."""
-    place = view.prefix_tokens // view.page_size - 1
-    keys = run.keys.keys(KeySpace(view.model_hash, view.page_size)) if view.prefix else ()
-    return 0 <= place < len(keys) and keys[place] == view.prefix
+def _has_hot_prefix(session: StreamSession, view: GroupView) -> bool:
+    prefix = view.load.hot_prefix
+    keys = session.keys.keys(KeySpace(view.model_hash, view.capacity.page_size)) if prefix.key else ()
+    return 0 < prefix.pages <= len(keys) and keys[prefix.pages - 1] == prefix.key

@@ -1,15 +1,14 @@
-"""State machine of one move. The router is the commit authority: the source owns the stream before the commit, the target after
-it.
+"""State machine of one move. The router is the commit authority: the source owns the stream before the commit, the target
+after.
 
     PREPARING -> COPYING -> FROZEN -> COMMITTED -> OVER           with pages
     WARMING -----------------------> COMMITTED -> OVER            without pages: the target first computes the prefix
 
-    commit  iff  Frozen and Arrived were received, and the stream is unchanged since the proposal: same group, handle and epoch,
+    commit  iff  Frozen and Arrived were received, and the stream is unchanged since the request: same group, handle and epoch,
                  and no delivered token that the source had not computed when it froze
 
-Any other event before the commit gives the move up: Thaw to the source, Cancel to the target; the source continues. A target lost
-after the commit causes a replay of the journal. Late and repeated frames have no effect, but a source that resumes after the
-commit gets another Release.
+Any other event before the commit gives the move up: Thaw to the source, Cancel to the target. A target lost after the commit
+causes a replay. Late and repeated frames have no effect, but a source that resumes after the commit gets another Release.
 """
 
 from enum import Enum
@@ -18,13 +17,13 @@ from phalanx_api import moves, wire
 from phalanx_router.moves.records import (
     Action,
     Commit,
+    CommitNotAccepted,
     EndSource,
     MoveEnded,
     MoveRequest,
     MoveSettings,
     Outcome,
     StreamPosition,
-    TargetLost,
     ToSource,
     ToTarget,
     Warm,
@@ -44,10 +43,10 @@ class MoveState(Enum):
 
 
 class Move:
-    """One move of one stream. Times are arguments."""
+    """One move of one stream. `position`: of the stream, absent after its end."""
 
-    def __init__(self, proposal: MoveRequest, settings: MoveSettings) -> None:
-        self.proposal = proposal
+    def __init__(self, request: MoveRequest, settings: MoveSettings) -> None:
+        self.request = request
         self.state = MoveState.NEW
         self.deadline: float | None = None
         self._settings = settings
@@ -55,7 +54,7 @@ class Move:
         self._arrived: moves.Arrived | None = None
         self._is_committed = False
         self._target_handle: int | None = None
-        self._last_token = 0.0
+        self._last_token_at = 0.0  # of the source
 
     @property
     def is_committed(self) -> bool:
@@ -67,67 +66,65 @@ class Move:
         """Whether the move has ended."""
         return self.state is MoveState.OVER
 
-    def start(self, request: wire.Request, now: float) -> list[Action]:
-        """Returns the first actions. `request`: the current replay of the journal."""
-        proposal = self.proposal
-        if proposal.how == "recompute":
+    def start(self, replay: wire.Request, now: float) -> list[Action]:
+        """First actions. `replay`: replay of the journal."""
+        request = self.request
+        if request.transfer == "recompute":
             self._enter(MoveState.WARMING, now, self._settings.copy_s)
-            return [Warm(proposal.move, f"{proposal.why}: recompute")]
+            return [Warm(request.move, f"{request.reason}: recompute")]
         self._enter(MoveState.PREPARING, now, self._settings.prepare_s)
-        frame_out = wire.Prepare(proposal.move, request, self._settings.lease_s)
-        return [ToTarget(frame_out, f"{proposal.why}: {proposal.how}")]
+        return [ToTarget(wire.Prepare(request.move, replay, self._settings.lease_s), f"{request.reason}: {request.transfer}")]
 
-    def prepared(self, frame: moves.Prepared, at: StreamPosition | None, now: float) -> list[Action]:
-        """Handles Prepared: the target has allocated pages."""
+    def prepared(self, frame: moves.Prepared, position: StreamPosition | None, now: float) -> list[Action]:
+        """The target has allocated pages."""
         if self.state is not MoveState.PREPARING:
             return self._answer_late_target(frame.move)
-        proposal = self.proposal
-        if not self._is_unchanged(at):
+        request = self.request
+        if not self._is_unchanged(position):
             return self._give_up("stream", "ended", "the stream has left its group or ended", now)
-        mode: moves.MoveMode = "stop" if proposal.how == "stop" else "precopy"
-        frame_out = moves.MoveOut(
-            move=proposal.move,
-            handle=proposal.at.handle,
-            epoch=proposal.at.epoch,
+        order = moves.MoveOut(
+            move=request.move,
+            handle=request.position.handle,
+            epoch=request.position.epoch,
             prepared=frame,
-            mode=mode,
-            bytes_per_s=proposal.bytes_per_s,
+            mode="stop" if request.transfer == "stop" else "precopy",
+            bytes_per_s=request.bytes_per_s,
         )
         self._enter(MoveState.COPYING, now, self._settings.copy_s)
-        return [ToSource(frame_out, f"the target already has {frame.held_tokens} tokens")]
+        return [ToSource(order, f"the target has {frame.cached_tokens} tokens cached")]
 
-    def frozen(self, frame: moves.Frozen, at: StreamPosition | None, now: float) -> list[Action]:
-        """Handles Frozen: the source has stopped computing."""
+    def frozen(self, frame: moves.Frozen, position: StreamPosition | None, now: float) -> list[Action]:
+        """The source has stopped computing."""
         if self.state is not MoveState.COPYING:
-            return self._end_source() if self._is_committed else self._answer_late_frozen()
-        self._frozen, self._last_token = frame, now
+            return self._end_source() if self._is_committed else self._answer_late_source()
+        self._frozen, self._last_token_at = frame, now
         self._enter(MoveState.FROZEN, now, self._settings.ready_s + 2 * frame.tail_s)
-        return self._commit_if_ready(at, now)
+        return self._commit_if_ready(position, now)
 
-    def arrived(self, frame: moves.Arrived, at: StreamPosition | None, now: float) -> list[Action]:
-        """Handles Arrived: the target has all pages."""
+    def arrived(self, frame: moves.Arrived, position: StreamPosition | None, now: float) -> list[Action]:
+        """The target has all pages."""
         if self.state not in (MoveState.COPYING, MoveState.FROZEN):
             return self._answer_late_target(frame.move)
         self._arrived = frame
-        return self._commit_if_ready(at, now)
+        return self._commit_if_ready(position, now)
 
-    def warmed(self, why: str, at: StreamPosition | None, now: float) -> list[Action]:
-        """Handles the end of the prefix computation at the target, successful or not."""
+    def warmed(self, why: str, position: StreamPosition | None, now: float) -> list[Action]:
+        """The target has computed the prefix."""
         if self.state is not MoveState.WARMING:
             return []
-        if not self._is_unchanged(at):
+        if not self._is_unchanged(position):
             return self._give_up("stream", "ended", "the stream has left its group or ended", now)
         return self._commit("", why, now)
 
     def refused_by_target(self, code: str, why: str, now: float) -> list[Action]:
-        """Handles a move that the target gave up; the target has freed its pages."""
+        """The target has given up and freed its pages."""
         if self._is_committed or self.state is MoveState.OVER:
             return []
         outcome: Outcome = "refused" if self.state in (MoveState.PREPARING, MoveState.WARMING) else "target"
         return self._give_up(outcome, code, why, now)
 
     def refused_by_source(self, code: str, why: str, now: float) -> list[Action]:
-        """Handles a move that the source gave up; the source continues the request."""
+        """The source has given up and continues the request."""
         if self._is_committed:
             return self._end_source()
         if self.state is MoveState.OVER:
@@ -135,41 +132,41 @@ class Move:
         return self._give_up("source", code, why, now)
 
     def target_lost(self, why: str, now: float) -> list[Action]:
-        """Handles the loss of the target's link or incarnation. After the commit the stream handles it itself."""
+        """The target's link or incarnation is lost."""
         if self.state is MoveState.OVER:
             return []
         if self._is_committed:
-            return self._over("moved", "target_lost", why, now)
+            return self._end("moved", "target_lost", why, now)
         return self._give_up("target", "target_lost", why, now)
 
     def source_lost(self, why: str, now: float) -> list[Action]:
-        """Handles the loss of the source's link or incarnation, which before the commit causes a replay."""
+        """The source's link or incarnation is lost."""
         if self.state is MoveState.OVER or self._is_committed:
             return []
         return self._give_up("source", "source_lost", why, now)
 
-    def stream_over(self, why: str, now: float) -> list[Action]:
-        """Handles a stream that ended or left its group for another reason."""
+    def stream_ended(self, why: str, now: float) -> list[Action]:
+        """The stream ended or left its group."""
         if self.state is MoveState.OVER:
             return []
         if self._is_committed:
-            return self._over("moved", "ended", why, now)
+            return self._end("moved", "ended", why, now)
         return self._give_up("stream", "ended", why, now)
 
     def submitted(self, handle: int) -> None:
-        """Records the target's handle of the stream after the commit."""
+        """Records the target's handle of the committed stream."""
         self._target_handle = handle
 
     def first_token(self, now: float) -> list[Action]:
-        """Handles the delivery of the target's first token."""
-        return self._over("moved", "", "the target goes on", now, now - self._last_token) if self._is_awaiting_token else []
-
-    def reported(self, last_handle: int, now: float) -> list[Action]:
-        """Handles a load report of the target that covers handles up to `last_handle`."""
-        if not self._is_awaiting_token or self._target_handle is None or last_handle < self._target_handle:
+        """The target's first token is delivered."""
+        if not self._is_awaiting_token:
             return []
-        self.deadline = None
-        return []
+        return self._end("moved", "", "the target continues the stream", now, now - self._last_token_at)
+
+    def load_reported(self, last_handle: int) -> None:
+        """A load report of the target covers `last_handle`."""
+        if self._is_awaiting_token and self._target_handle is not None and last_handle >= self._target_handle:
+            self.deadline = None
 
     def tick(self, now: float) -> list[Action]:
         """Handles an expired deadline."""
@@ -177,64 +174,66 @@ class Move:
             return []
         if self._is_awaiting_token:
             why = "the target did not accept the request in time"
-            return [TargetLost(self.proposal.at.epoch + 1, why), *self._over("moved", "unheard", why, now)]
+            return [CommitNotAccepted(self.request.position.epoch + 1, why), *self._end("moved", "not_accepted", why, now)]
         return self._give_up("timeout", self.state.value, f"no answer in state {self.state.value}", now)
 
     @property
     def _is_awaiting_token(self) -> bool:
-        """Whether the move is committed and no token of the target has been delivered."""
         return self.state is MoveState.COMMITTED
 
-    def _commit_if_ready(self, at: StreamPosition | None, now: float) -> list[Action]:
+    def _commit_if_ready(self, position: StreamPosition | None, now: float) -> list[Action]:
         if self._frozen is None or self._arrived is None:
             return []
-        if not self._is_unchanged(at):
+        if not self._is_unchanged(position):
             return self._give_up("stream", "ended", "the stream has left its group or ended", now)
-        assert at is not None, "`_is_unchanged` returned true"
-        if at.num_delivered > self._frozen.num_output:
+        assert position is not None, "`_is_unchanged` returned true"
+        if position.num_delivered > self._frozen.num_output:
             return self._give_up("source", "lease", "the source resumed after its lease expired", now)
-        return self._commit(self.proposal.move, f"{self._arrived.num_computed} tokens are at the target", now)
+        return self._commit(self.request.move, f"{self._arrived.num_computed} tokens are at the target", now)
 
-    def _is_unchanged(self, at: StreamPosition | None) -> bool:
-        """Whether group, handle and epoch still equal those of the proposal: the compare of a compare-and-set."""
-        was = self.proposal.at
-        return at is not None and (at.key, at.handle, at.epoch) == (was.key, was.handle, was.epoch)
+    def _is_unchanged(self, position: StreamPosition | None) -> bool:
+        """Compare-and-set on group, handle and epoch."""
+        before = self.request.position
+        return position is not None and (position.key, position.handle, position.epoch) == (
+            before.key,
+            before.handle,
+            before.epoch,
+        )
 
     def _commit(self, move: str, why: str, now: float) -> list[Action]:
         if self._frozen is None:
-            self._last_token = now
+            self._last_token_at = now
         self._is_committed = True
         self._enter(MoveState.COMMITTED, now, self._settings.start_s)
         return [Commit(move, why), *self._end_source()]
 
     def _end_source(self) -> list[Action]:
-        return [EndSource(self.proposal.move, self.proposal.at.handle, "the stream runs at the target")]
+        return [EndSource(self.request.move, self.request.position.handle, "the stream runs at the target")]
 
-    def _answer_late_frozen(self) -> list[Action]:
+    def _answer_late_source(self) -> list[Action]:
         if self.state is not MoveState.OVER:
             return []  # a repeated Frozen
-        return [ToSource(moves.Thaw(self.proposal.move), "the move is over")]
+        return [ToSource(moves.Thaw(self.request.move), "the move is over")]
 
     def _answer_late_target(self, move: str) -> list[Action]:
-        """Returns the answer to a target's late frame about a move that was given up."""
         if self.state is not MoveState.OVER or self._is_committed:
             return []
         return [ToTarget(moves.Cancel(move), "the move is over")]
 
     def _give_up(self, outcome: Outcome, code: str, why: str, now: float) -> list[Action]:
-        """Ends the move and reverts it; the source keeps the stream."""
-        move = self.proposal.move
+        """Ends and reverts the move; the source keeps the stream."""
+        move = self.request.move
         undo: list[Action] = []
-        if self.proposal.how != "recompute":
+        if self.request.transfer != "recompute":
             if self.state in (MoveState.COPYING, MoveState.FROZEN):
                 undo.append(ToSource(moves.Thaw(move), why))
             undo.append(ToTarget(moves.Cancel(move), why))
-        return undo + self._over(outcome, code, why, now)
+        return undo + self._end(outcome, code, why, now)
 
-    def _over(self, outcome: Outcome, code: str, why: str, now: float, stall_s: float | None = None) -> list[Action]:
+    def _end(self, outcome: Outcome, code: str, why: str, now: float, stall_s: float | None = None) -> list[Action]:
         self._enter(MoveState.OVER, now, self._settings.linger_s)
         num_bytes = 0 if self._arrived is None else self._arrived.num_bytes
-        return [MoveEnded(move=self.proposal.move, outcome=outcome, code=code, why=why, num_bytes=num_bytes, stall_s=stall_s)]
+        return [MoveEnded(move=self.request.move, outcome=outcome, code=code, why=why, num_bytes=num_bytes, stall_s=stall_s)]
 
-    def _enter(self, state: MoveState, now: float, at_most_s: float) -> None:
-        self.state, self.deadline = state, now + at_most_s
+    def _enter(self, state: MoveState, now: float, timeout_s: float) -> None:
+        self.state, self.deadline = state, now + timeout_s

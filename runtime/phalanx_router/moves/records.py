@@ -1,55 +1,59 @@
-"""Inputs, actions and outcomes of a move at the router."""
+"""Inputs and actions of a move."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from phalanx_api import moves, wire
+from phalanx_api.moves import MoveMode
 
-TransferMode = Literal["stop", "precopy", "recompute"]
-"""With pages, frozen before the copy or copied while the source computes; or without pages: the target recomputes all tokens."""
-MoveReason = Literal["rescue", "drain", "hotspot", "asked"]
+TransferMode = MoveMode | Literal["recompute"]
+"""Frozen before the copy of pages; copied while the source computes; without pages: the target computes all tokens."""
+MoveReason = Literal["rescue", "drain", "hotspot", "manual"]
 Outcome = Literal["moved", "refused", "timeout", "source", "target", "stream"]
-"""End of a move: the target has the stream; the target refused; a timeout; the source or the target gave up or was lost; the
-stream ended or left its group during the move."""
+"""The target has the stream; it refused; a timeout; the source or target gave up or was lost; the stream ended or left its
+group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """Time limits of moves at a router, in seconds."""
+    """Time limits of moves."""
 
     prepare_s: float = 1.0  # until Prepared
     copy_s: float = 60.0  # until Frozen
-    ready_s: float = 0.2  # from Frozen until Arrived, plus twice `tail_s`; the stream stalls meanwhile
+    ready_s: float = 0.2  # from Frozen until Arrived, plus twice `tail_s`
     start_s: float = 3.0  # from the commit until a load report of the target covers the request
-    lease_s: float = 10.0  # the target keeps the pages this long without a frame of the move
-    linger_s: float = 30.0  # an ended move is remembered to answer late frames
+    lease_s: float = 10.0  # of the target's pages without a frame of the move
+    linger_s: float = 30.0  # memory of an ended move
+
+
+DEFAULT_MOVE_SETTINGS = MoveSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """Location of a stream: link key, handle on that link, epoch, and number of tokens delivered to the client."""
+    """Location of a stream."""
 
-    key: str
-    handle: int
+    key: str  # of the link
+    handle: int  # on that link
     epoch: int
-    num_delivered: int
+    num_delivered: int  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequest:
-    """An order to move a stream from `at` to the group with key `target`. `bytes_per_s` caps the copy; `None` is unlimited."""
+    """An order to move a stream."""
 
-    move: str
-    at: StreamPosition
-    target: str
-    how: TransferMode
-    why: MoveReason
-    bytes_per_s: float | None = None
+    move: str  # id
+    position: StreamPosition  # at the source
+    target: str  # group key
+    transfer: TransferMode
+    reason: MoveReason
+    bytes_per_s: float | None = None  # transfer cap
 
 
 @dataclass(frozen=True, slots=True)
 class ToSource:
-    """Send this frame on the link to the source."""
+    """Send a frame to the source."""
 
     frame: moves.MoveOut | moves.Thaw
     why: str
@@ -57,7 +61,7 @@ class ToSource:
 
 @dataclass(frozen=True, slots=True)
 class ToTarget:
-    """Send this frame on the link to the target."""
+    """Send a frame to the target."""
 
     frame: wire.Prepare | moves.Cancel
     why: str
@@ -65,7 +69,7 @@ class ToTarget:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Submit prompt and output tokens to the target for its prefix cache; report the end with `warmed` or `refused`."""
+    """Submit all tokens to the target for its prefix cache."""
 
     move: str
     why: str
@@ -73,16 +77,15 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Increment the epoch and submit the request with all delivered tokens to the target, on the pages of `move` unless it is
-    empty. `EndSource` follows."""
+    """Submit the request to the target in the next epoch."""
 
-    move: str
+    move: str  # its pages; empty without
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndSource:
-    """Send Release of the move and Abort of the handle to the source: the target has the request."""
+    """Send Release and Abort to the source."""
 
     move: str
     handle: int
@@ -90,8 +93,8 @@ class EndSource:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLost:
-    """The target did not accept the request after the commit: the stream has lost its group."""
+class CommitNotAccepted:
+    """The target did not accept the committed request."""
 
     epoch: int
     why: str
@@ -99,15 +102,14 @@ class TargetLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEnded:
-    """The move has ended. `stall_s`: after a completed move, time between the last token of the source and the first of the
-    target."""
+    """The move has ended."""
 
     move: str
     outcome: Outcome
     code: str
     why: str
     num_bytes: int = 0
-    stall_s: float | None = None
+    stall_s: float | None = None  # from the last token of the source to the first of the target
 
 
-Action = ToSource | ToTarget | Warm | Commit | EndSource | TargetLost | MoveEnded
+Action = ToSource | ToTarget | Warm | Commit | EndSource | CommitNotAccepted | MoveEnded

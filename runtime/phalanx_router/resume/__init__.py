@@ -1,1 +1,1 @@
-"""Resuming a stream by `Last-Event-ID`: the registry of open streams, journal copies, and the protocol between routers."""
+"""Resuming streams by `Last-Event-ID`, also at another router."""

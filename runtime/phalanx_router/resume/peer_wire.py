@@ -1,10 +1,9 @@
-"""Frames between routers: journal copies go to one peer, and every router can be queried for a stream.
+"""Frames between routers: journal copies to one peer, queries to all.
 
-    Greeting -> JournalChanges, every 20 ms in which a journal changed to the peer, while both run
-    Greeting -> JournalQuery -> JournalAnswer                          to all routers, when a client resumes an unknown stream
+    Greeting -> JournalChanges ...                     every 20 ms in which a journal changed
+    Greeting -> JournalQuery -> JournalAnswer          when a client resumes an unknown stream
 
-Msgpack frames on one WebSocket at `PEER_PATH` of a router's HTTP port, authenticated with the service token. Structs are arrays
-on the wire: new fields go at the end and have a default.
+Msgpack on one WebSocket, authenticated with the service token. Structs are arrays: new fields go at the end and have a default.
 """
 
 import msgspec
@@ -18,14 +17,10 @@ PEER_PATH = "/phalanx/peer"
 class JournalCopy(msgspec.Struct, frozen=True, array_like=True):
     """Journal of a stream, complete enough to continue it."""
 
-    # With the tokens delivered so far.
-    request: wire.Request
-    # Weights that computed them.
-    model_hash: str = ""
-    # Set when the stream has ended.
-    finish: wire.FinishReason | None = None
-    # Number of groups that died while they computed the stream.
-    deaths: int = 0
+    request: wire.Request  # with the tokens delivered so far
+    model_hash: str = ""  # weights that computed them
+    finish: wire.FinishReason | None = None  # of an ended stream
+    deaths: int = 0  # groups that died while they computed the stream
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
@@ -37,41 +32,36 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
 
 
 class JournalEnd(msgspec.Struct, frozen=True, array_like=True):
-    """End of a stream; a `forgotten` one cannot be resumed."""
+    """End of a stream."""
 
     number: int
     finish: wire.FinishReason | None = None
-    forgotten: bool = False
+    is_forgotten: bool = False  # cannot be resumed
 
 
 class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes", kw_only=True):
-    """Changes of journals since the last frame: new journals, then tokens, then ends. The sender numbers its streams.
+    """Changes since the last frame. The sender numbers its streams."""
 
-    `numbers` and `counts` are parallel: the next `counts[i]` of `tokens` belong to stream `numbers[i]`.
-    """
-
-    begun: list[tuple[int, JournalCopy]]
+    opened: list[tuple[int, JournalCopy]]
     numbers: list[int]
-    counts: list[int]
+    counts: list[int]  # the next `counts[i]` of `tokens` belong to stream `numbers[i]`
     tokens: list[int]
-    ended: list[JournalEnd]
+    closed: list[JournalEnd]
 
 
 class JournalQuery(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
-    """Queries the streams with these request ids."""
+    """Queries streams by request id."""
 
     ids: list[str]
 
 
 class JournalAnswer(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """Answer to a JournalQuery: the known copies."""
+    """Known copies."""
 
     copies: list[JournalCopy]
 
 
 encode = msgspec.msgpack.Encoder().encode
-"""Encodes any frame."""
 decode = msgspec.msgpack.Decoder(Greeting | JournalChanges | JournalQuery | JournalAnswer).decode
-"""Decodes a frame of another router. Raises msgspec.DecodeError."""
+"""Raises msgspec.DecodeError."""
 decode_copy = msgspec.msgpack.Decoder(JournalCopy).decode
-"""Decodes a copy that was encoded alone."""

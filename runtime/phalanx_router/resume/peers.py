@@ -1,22 +1,28 @@
-"""Replicates journals to one other router every 20 ms, and queries all routers for streams.
+"""Replicates journals to one other router every 20 ms, queries all routers for streams, and serves both to the others.
 
-The peer is the next router by name, wrapping around, so that each router is the peer of another. A peer that is unreachable or
-unlisted is replaced by the next, which receives all open journals. A slow peer causes no queue: the next frame is built from the
-journals after the previous one was sent.
+The peer is the next router by name. A lost peer is replaced by the next, which receives all open journals. A slow peer causes no
+queue: each frame is built after the previous one was sent.
 """
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+from starlette.responses import PlainTextResponse
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import wire
+from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.resume import peer_wire
+from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
 from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd
 from phalanx_router.resume.registry import make_copy
 from phalanx_router.session import StreamSession
@@ -24,115 +30,119 @@ from phalanx_router.session import StreamSession
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
-MAX_BEGUN = 64
-"""New journals per frame, since a new peer gets many at once."""
+MAX_OPENED = 64
+"""New journals per frame: a new peer gets many at once."""
 QUERY_TIMEOUT_S = 1.0
 RETRY_S = 0.5
-NO_PEER = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
+CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
+CLOSE_BAD_FRAME = 4400
+GREETING_TIMEOUT_S = 5.0
 
 
 def peer_order(own: str, others: Iterable[Endpoint]) -> list[Endpoint]:
-    """Returns the other routers, nearest peer first: in order of names from `own`, wrapping around; leaving ones last."""
-    named = sorted((peer for peer in others if peer.group != own), key=lambda peer: peer.group)
-    around = [peer for peer in named if peer.group > own] + [peer for peer in named if peer.group < own]
-    return sorted(around, key=lambda peer: peer.leaving)
+    """Other routers by name from `own`, wrapping around; leaving ones last."""
+    by_name = sorted((peer for peer in others if peer.group != own), key=lambda peer: peer.group)
+    around = [peer for peer in by_name if peer.group > own] + [peer for peer in by_name if peer.group < own]
+    return sorted(around, key=lambda peer: peer.is_leaving)
 
 
 class PeerBacklog:
-    """Journal changes that a peer has not received, per connection: a new connection starts with all open journals."""
+    """Journal changes for a peer; at first all open journals."""
 
-    def __init__(self, open_runs: Iterable[StreamSession]) -> None:
-        self._new = dict.fromkeys(open_runs)
+    def __init__(self, open_sessions: Iterable[StreamSession]) -> None:
+        self._new = dict.fromkeys(open_sessions)
         self._sent: dict[StreamSession, list[int]] = {}  # number, tokens sent
-        self._grown: set[StreamSession] = set()
-        self._over: list[JournalEnd] = []
-        self._tails: list[tuple[int, Sequence[int]]] = []
-        self._numbers = 0
+        self._extended: set[StreamSession] = set()
+        self._closed: list[JournalEnd] = []
+        self._last_tokens: list[tuple[int, Sequence[int]]] = []  # of closed streams, by number
+        self._last_number = 0
 
-    def opened(self, run: StreamSession) -> None:
+    def opened(self, session: StreamSession) -> None:
         """Records a new stream."""
-        self._new[run] = None
+        self._new[session] = None
 
-    def grown(self, run: StreamSession) -> None:
-        """Records that a stream has more tokens."""
-        self._grown.add(run)
+    def extended(self, session: StreamSession) -> None:
+        """Records new tokens."""
+        self._extended.add(session)
 
-    def closed(self, run: StreamSession, finish: wire.FinishReason | None, forgotten: bool) -> None:
-        """Records the end of a stream. A stream that was never sent is skipped."""
-        self._new.pop(run, None)
-        self._grown.discard(run)
-        if (sent := self._sent.pop(run, None)) is not None:
-            self._tails.append((sent[0], run.stream.journal.delivered[sent[1] :]))
-            self._over.append(JournalEnd(sent[0], finish, forgotten))
+    def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
+        """Records the end of a stream, if it was sent."""
+        self._new.pop(session, None)
+        self._extended.discard(session)
+        if (sent := self._sent.pop(session, None)) is not None:
+            self._last_tokens.append((sent[0], session.stream.journal.delivered[sent[1] :]))
+            self._closed.append(JournalEnd(sent[0], finish, is_forgotten))
 
     def take(self) -> JournalChanges | None:
-        """Returns the next frame if a journal changed."""
-        tails, self._tails = self._tails, []
-        over, self._over = self._over, []
-        grown, self._grown = self._grown, set()
-        for run in grown:
-            if (sent := self._sent.get(run)) is not None:
-                delivered = run.stream.journal.delivered
+        """Next frame, if a journal changed."""
+        tails, self._last_tokens = self._last_tokens, []
+        closed, self._closed = self._closed, []
+        extended, self._extended = self._extended, set()
+        for session in extended:
+            if (sent := self._sent.get(session)) is not None:
+                delivered = session.stream.journal.delivered
                 tails.append((sent[0], delivered[sent[1] :]))
                 sent[1] = len(delivered)
-        begun: list[tuple[int, JournalCopy]] = []
-        for run in list(self._new)[:MAX_BEGUN]:
-            del self._new[run]
-            self._numbers += 1
-            begun.append((self._numbers, make_copy(run)))
-            self._sent[run] = [self._numbers, len(run.stream.journal.delivered)]
-        if not (begun or tails or over):
+        opened: list[tuple[int, JournalCopy]] = []
+        for session in list(self._new)[:MAX_OPENED]:
+            del self._new[session]
+            self._last_number += 1
+            opened.append((self._last_number, make_copy(session)))
+            self._sent[session] = [self._last_number, len(session.stream.journal.delivered)]
+        if not (opened or tails or closed):
             return None
-        numbers, counts = [number for number, _ in tails], [len(tail) for _, tail in tails]
         return JournalChanges(
-            begun=begun, numbers=numbers, counts=counts, tokens=[token for _, tail in tails for token in tail], ended=over
+            opened=opened,
+            numbers=[number for number, _ in tails],
+            counts=[len(tail) for _, tail in tails],
+            tokens=[token for _, tail in tails for token in tail],
+            closed=closed,
         )
 
 
 class Peers:
-    """Replicates to one peer and queries all. Implements `phalanx_router.resume.registry.JournalReplication`."""
+    """Implements `resume.registry.JournalReplication`."""
 
-    def __init__(self, settings: LinkSettings, open_runs: Callable[[], Iterable[StreamSession]]) -> None:
-        self.peer: Endpoint | None = None
-        """The router that receives this router's journals."""
+    def __init__(self, settings: LinkSettings, open_sessions: Callable[[], Iterable[StreamSession]]) -> None:
+        self.peer: Endpoint | None = None  # receives this router's journals
         self._settings = settings
-        self._open_runs = open_runs
+        self._open_sessions = open_sessions
         self._others: list[Endpoint] = []
-        self._outgoing: PeerBacklog | None = None
+        self._backlog: PeerBacklog | None = None
         self._listed = asyncio.Event()
 
-    def opened(self, run: StreamSession) -> None:
+    def opened(self, session: StreamSession) -> None:
         """Records a new stream."""
-        if self._outgoing is not None:
-            self._outgoing.opened(run)
+        if self._backlog is not None:
+            self._backlog.opened(session)
 
-    def grown(self, run: StreamSession) -> None:
-        """Records that a stream has more tokens."""
-        if self._outgoing is not None:
-            self._outgoing.grown(run)
+    def extended(self, session: StreamSession) -> None:
+        """Records new tokens."""
+        if self._backlog is not None:
+            self._backlog.extended(session)
 
-    def closed(self, run: StreamSession, finish: wire.FinishReason | None, forgotten: bool) -> None:
+    def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
         """Records the end of a stream."""
-        if self._outgoing is not None:
-            self._outgoing.closed(run, finish, forgotten)
+        if self._backlog is not None:
+            self._backlog.closed(session, finish, is_forgotten)
 
-    async def ask(self, ids: Sequence[str]) -> list[JournalCopy]:
-        """Returns the copies of these streams that the other routers have."""
-        answer = await asyncio.gather(*(self._ask(peer, ids) for peer in self._others))
-        return [copy for copies in answer for copy in copies]
+    async def query(self, ids: Sequence[str]) -> list[JournalCopy]:
+        """Copies of these streams at the other routers."""
+        answers = await asyncio.gather(*(self._query_peer(peer, ids) for peer in self._others))
+        return [copy for copies in answers for copy in copies]
 
     async def run(self, source: LeaderSource) -> None:
-        """Follows the list of routers and replicates to one of them, until cancelled."""
+        """Replicates to one router of the list, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(source.run(self._found))
-            tasks.create_task(self._keep())
+            tasks.create_task(source.run(self._set_routers))
+            tasks.create_task(self._follow_peer())
 
-    def _found(self, routers: Leaders) -> None:
+    def _set_routers(self, routers: Leaders) -> None:
         self._others = peer_order(self._settings.router, routers.values())
         self._listed.set()
 
-    async def _keep(self) -> None:
-        """Tries the routers in order; starts again at the first after an established peer is lost."""
+    async def _follow_peer(self) -> None:
+        """Tries the routers in order, again from the first after a lost peer."""
         while True:
             if not self._others:
                 self._listed.clear()
@@ -140,38 +150,39 @@ class Peers:
             for peer in list(self._others):
                 try:
                     async with self._dial(peer) as connection:
-                        await self._supply(peer, connection)
+                        await self._replicate(peer, connection)
                         break
-                except NO_PEER as error:
-                    had, self.peer, self._outgoing = self.peer, None, None
-                    if had is not None:
+                except CONNECTION_ERRORS as error:
+                    had_peer = self.peer is not None
+                    self.peer, self._backlog = None, None
+                    if had_peer:
                         log.warning("lost the peer", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
                         break
-            self.peer, self._outgoing = None, None
+            self.peer, self._backlog = None, None
             await asyncio.sleep(RETRY_S)
 
-    async def _supply(self, peer: Endpoint, connection: ClientConnection) -> None:
-        """Sends changes until the peer leaves the list. Raises one of NO_PEER if it fails."""
+    async def _replicate(self, peer: Endpoint, connection: ClientConnection) -> None:
+        """Sends changes until the peer leaves the list. Raises `CONNECTION_ERRORS`."""
         await connection.send(peer_wire.encode(self._greeting()))
-        outgoing = self._outgoing = PeerBacklog(self._open_runs())
+        backlog = self._backlog = PeerBacklog(self._open_sessions())
         self.peer = peer
         log.info("replicating journals to a peer", extra={"peer": peer.address})
-        while any(other.key == peer.key and not other.leaving for other in self._others):
+        while any(other.key == peer.key and not other.is_leaving for other in self._others):
             await asyncio.sleep(PERIOD_S)
-            changes = outgoing.take()
+            changes = backlog.take()
             if changes is not None:
                 async with asyncio.timeout(self._settings.heartbeat_timeout_s):
                     await connection.send(peer_wire.encode(changes))
             elif connection.close_code is not None:
                 raise ConnectionClosed(connection.protocol.close_rcvd, None)
 
-    async def _ask(self, peer: Endpoint, ids: Sequence[str]) -> list[JournalCopy]:
+    async def _query_peer(self, peer: Endpoint, ids: Sequence[str]) -> list[JournalCopy]:
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S), self._dial(peer) as connection:
                 await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(peer_wire.JournalQuery(list(ids))))
                 answer = peer_wire.decode(await connection.recv(decode=False))
-        except NO_PEER as error:
+        except CONNECTION_ERRORS as error:
             log.info("no answer from a router", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
             return []
         return answer.copies if isinstance(answer, peer_wire.JournalAnswer) else []
@@ -191,3 +202,56 @@ class Peers:
             close_timeout=0.5,
             max_size=None,
         )
+
+
+class UnknownVersion(Exception):
+    """The routers share no protocol version."""
+
+
+class PeerEndpoint:
+    """Endpoint at `peer_wire.PEER_PATH`; requires the service token."""
+
+    def __init__(self, token: str, copies: PeerCopies) -> None:
+        self._expected = b"Bearer " + token.encode()
+        self._copies = copies
+
+    def route(self) -> WebSocketRoute:
+        """Route for the router's application."""
+        return WebSocketRoute(peer_wire.PEER_PATH, self.serve)
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Serves one router."""
+        authorization = websocket.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(authorization, self._expected):
+            await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
+            return
+        await websocket.accept()
+        receiver = self._copies.receiver()
+        try:
+            await self._receive(websocket, receiver)
+        except msgspec.DecodeError as error:
+            log.warning("invalid frame from another router", extra={"why": str(error)})
+            await websocket.close(CLOSE_BAD_FRAME, "invalid frame between routers")
+        except UnknownVersion as error:
+            log.warning("rejected another router", extra={"why": str(error)})
+            await websocket.close(CLOSE_WRONG_VERSION, str(error)[:120])
+        except (WebSocketDisconnect, TimeoutError):
+            pass
+        finally:
+            receiver.close()
+
+    async def _receive(self, websocket: WebSocket, receiver: CopyReceiver) -> None:
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            greeting = peer_wire.decode(await receive_binary(websocket))
+        if not isinstance(greeting, peer_wire.Greeting):
+            raise msgspec.DecodeError("expected a Greeting")
+        if greeting.version != PROTOCOL_VERSION:
+            raise UnknownVersion(f"this router supports peer version {PROTOCOL_VERSION}, {greeting.router} {greeting.version}")
+        while True:
+            match peer_wire.decode(await receive_binary(websocket)):
+                case peer_wire.JournalChanges() as changes:
+                    receiver.apply(changes)
+                case peer_wire.JournalQuery(ids):
+                    await websocket.send_bytes(peer_wire.encode(peer_wire.JournalAnswer(self._copies.find(ids))))
+                case frame:
+                    raise msgspec.DecodeError(f"expected JournalChanges or JournalQuery, got {type(frame).__name__}")

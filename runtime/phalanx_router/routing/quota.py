@@ -1,10 +1,7 @@
-"""Enforces the quotas of a tenant: requests per minute, tokens per minute, and concurrent requests.
+"""Quotas of a tenant: requests per minute, tokens per minute, concurrent requests.
 
-    A bucket holds one minute's quota and refills steadily; n is granted when level >= min(n, capacity).
-    A request reserves its prompt plus min(max_tokens, usual output), and settles the difference at its end.
-
-A rejection carries the time until the bucket holds enough; for concurrent requests it is estimated from the tenant's mean
-request duration. Each router grants 1 / (number of routers) of every quota.
+A bucket has the capacity of one minute's quota and refills steadily; n is granted when level >= min(n, capacity).
+A request reserves its prompt plus min(max_tokens, default output tokens), and settles the difference at its end.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +11,8 @@ from phalanx_frontend.auth.api_keys import Quota
 from phalanx_router.routing.cost import DEFAULT_OUTPUT_TOKENS
 
 MINUTE_S = 60.0
-FOLLOW = 0.2
-Limit = Literal["requests", "tokens", "concurrent"]
+DURATION_SMOOTHING = 0.2
+QuotaLimit = Literal["requests", "tokens", "concurrent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,73 +24,76 @@ class QuotaGrant:
 
 @dataclass(frozen=True, slots=True)
 class QuotaExceeded:
-    """The request exceeds `limit` and may be retried after `retry_after_s`."""
+    """The request exceeds `limit`."""
 
-    limit: Limit
+    limit: QuotaLimit
     why: str
-    retry_after_s: float
+    retry_after_s: float  # of concurrent requests from the tenant's mean request duration
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _QuotaBucket:
     level: float
-    at: float
+    filled_at: float
 
     def fill(self, capacity: float, now: float) -> None:
-        self.level = min(capacity, self.level + max(0.0, now - self.at) * capacity / MINUTE_S)
-        self.at = now
+        self.level = min(capacity, self.level + max(0.0, now - self.filled_at) * capacity / MINUTE_S)
+        self.filled_at = now
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantUsage:
     running: int = 0
-    usual_s: float = 1.0
-    buckets: dict[Limit, _Bucket] = field(default_factory=dict)
+    mean_duration_s: float = 1.0
+    buckets: dict[QuotaLimit, _QuotaBucket] = field(default_factory=dict)
 
 
 class Quotas:
     """Buckets and running requests of every tenant."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantUsage] = {}
 
     def take(
         self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, share: float = 1.0
     ) -> QuotaGrant | QuotaExceeded:
-        """Reserves quota for one request. Each `QuotaGrant` must be passed to `end`."""
-        tenant = self._tenants.setdefault(name, _Tenant())
+        """Reserves quota for one request, which `end` settles. `share`: of this router."""
+        tenant = self._tenants.setdefault(name, _TenantUsage())
         tokens = prompt_tokens + int(min(max_tokens, DEFAULT_OUTPUT_TOKENS))
         if quota.concurrent is not None:
-            most = max(1, int(quota.concurrent * share))
-            if tenant.running >= most:
-                return QuotaExceeded("concurrent", f"all {most} concurrent requests are running", tenant.usual_s / most)
-        wanted: list[tuple[Limit, int | None, int]] = [
+            max_running = max(1, int(quota.concurrent * share))
+            if tenant.running >= max_running:
+                return QuotaExceeded(
+                    "concurrent", f"all {max_running} concurrent requests are running", tenant.mean_duration_s / max_running
+                )
+        amounts: list[tuple[QuotaLimit, int | None, int]] = [
             ("requests", quota.requests_per_minute, 1),
             ("tokens", quota.tokens_per_minute, tokens),
         ]
-        for limit, per_minute, amount in wanted:
+        for limit, per_minute, amount in amounts:
             wait_s = self._wait_s(tenant, limit, per_minute, share, amount=amount, now=now)
             if wait_s > 0:
                 return QuotaExceeded(limit, f"{per_minute} {limit} per minute are allowed", wait_s)
-        for limit, per_minute, amount in wanted:
+        for limit, per_minute, amount in amounts:
             if per_minute is not None:
                 tenant.buckets[limit].level -= amount
         tenant.running += 1
         return QuotaGrant(tokens)
 
-    def end(self, name: str, granted: QuotaGrant, used_tokens: int, lasted_s: float) -> None:
-        """Settles a finished request: returns the reserved tokens that it did not use, or takes those used beyond."""
+    def end(self, name: str, grant: QuotaGrant, used_tokens: int, duration_s: float) -> None:
+        """Settles the reserved tokens."""
         tenant = self._tenants[name]
         tenant.running -= 1
-        tenant.usual_s += FOLLOW * (lasted_s - tenant.usual_s)
+        tenant.mean_duration_s += DURATION_SMOOTHING * (duration_s - tenant.mean_duration_s)
         if "tokens" in tenant.buckets:
-            tenant.buckets["tokens"].level += granted.tokens - used_tokens
+            tenant.buckets["tokens"].level += grant.tokens - used_tokens
 
-    def _wait_s(self, tenant: _Tenant, limit: Limit, per_minute: int | None, share: float, amount: int, now: float) -> float:
-        """Returns the seconds until the bucket holds enough."""
+    def _wait_s(
+        self, tenant: _TenantUsage, limit: QuotaLimit, per_minute: int | None, share: float, amount: int, now: float
+    ) -> float:
         if per_minute is None:
             return 0.0
         capacity = max(1.0, per_minute * share)
-        bucket = tenant.buckets.setdefault(limit, _Bucket(capacity, now))
+        bucket = tenant.buckets.setdefault(limit, _QuotaBucket(capacity, now))
         bucket.fill(capacity, now)
         return (min(amount, capacity) - bucket.level) * MINUTE_S / capacity

@@ -1,1 +1,1 @@
-"""Client streams: the token stream of a request, its journal, and traffic windows."""
+"""Client streams: journal, token stream, traffic statistics."""

@@ -1,9 +1,9 @@
-"""Journal of a stream: the request, the delivered tokens and the epoch, which is all that a replay on another group needs.
+"""Journal of a stream: all that a replay on another group needs.
 
     A token is delivered iff its epoch is current and its index is the next.
 
-So the client gets each index once and in order, although groups may compute tokens twice, late or out of order. A token of the
-current epoch that skips an index is a gap: a token was lost and the stream must be replayed.
+So the client gets each index once and in order, although groups may compute tokens twice or late. A token of the current epoch
+that skips an index requires a replay.
 """
 
 from enum import Enum
@@ -15,7 +15,7 @@ from phalanx_router.routing.cost import RequestDemand
 
 
 class TokenVerdict(Enum):
-    """What to do with a received token: deliver it, drop it, or replay because of a gap."""
+    """Handling of a received token."""
 
     DELIVER = "deliver"
     DROP = "drop"
@@ -23,17 +23,15 @@ class TokenVerdict(Enum):
 
 
 class Journal:
-    """Journal of one stream. `epoch` increases by one each time the stream leaves a group."""
+    """Journal of one stream."""
 
     def __init__(self, request: wire.Request) -> None:
         self.epoch = request.epoch
         self.delivered = list(request.delivered)
+        self.is_alone = request.alone  # in steps without other requests
         self._request = request
-        self._fresh = True
-        """Whether no token of this epoch was delivered."""
+        self._is_fresh = True
         self._num_prompt_details = 0
-        self.is_alone = request.alone
-        """Whether the request runs in steps without other requests."""
 
     @property
     def id(self) -> str:
@@ -42,7 +40,7 @@ class Journal:
 
     @property
     def tenant(self) -> str:
-        """Tenant of the request."""
+        """Tenant."""
         return self._request.tenant
 
     @property
@@ -52,7 +50,7 @@ class Journal:
 
     @property
     def priority(self) -> int:
-        """Priority of the request; a lower number is served first."""
+        """Lower numbers are served first."""
         return self._request.priority
 
     @property
@@ -63,41 +61,36 @@ class Journal:
     @property
     def is_fresh(self) -> bool:
         """Whether no token of the current epoch was delivered."""
-        return self._fresh
+        return self._is_fresh
 
     def accept(self, epoch: int, index: int, token: int) -> TokenVerdict:
-        """Returns the verdict on a token and records a delivered one."""
+        """Judges a token and records a delivered one."""
         if epoch != self.epoch or index < len(self.delivered):
             return TokenVerdict.DROP
         if index > len(self.delivered):
             return TokenVerdict.GAP
         self.delivered.append(token)
-        self._fresh = False
+        self._is_fresh = False
         return TokenVerdict.DELIVER
 
     def accept_prompt(self, details: wire.PromptDetails) -> list[wire.TokenDetail] | None:
-        """Returns the details not yet delivered, so that each prompt token's are sent once, or `None` if earlier ones are
-        missing."""
+        """Details not yet delivered; `None` if earlier ones are missing."""
         if details.epoch != self.epoch:
             return []
-        known = self._num_prompt_details + 1 - details.start
-        if known < 0:
+        num_known = self._num_prompt_details + 1 - details.start
+        if num_known < 0:
             return None
-        new = details.details[known:]
+        new = details.details[num_known:]
         self._num_prompt_details += len(new)
         return new
 
     def next_epoch(self) -> None:
-        """Starts the next epoch: frames of the previous one are dropped from now on."""
+        """Starts the next epoch, which drops frames of this one."""
         self.epoch += 1
-        self._fresh = True
+        self._is_fresh = True
 
     def replay(self) -> wire.Request:
-        """Returns the request for the next group: generation continues after the delivered tokens.
-
-        Its options are unchanged, so that a client can resume the stream from any holder: a group sends no details of a prompt
-        that is followed by delivered tokens.
-        """
+        """Request that continues after the delivered tokens, with its original options: a client can resume from any holder."""
         return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), alone=self.is_alone)
 
     @property
@@ -106,17 +99,15 @@ class Journal:
         return len(self._request.prompt) + len(self.delivered)
 
     def demand(self) -> RequestDemand:
-        """Returns the stream as a request to be assigned to a group."""
+        """Demand on a group."""
         request, count = self._request, len(self.delivered)
         target_s = None if request.ttft_target_ms is None else request.ttft_target_ms / 1000
         return RequestDemand(len(request.prompt) + count, max(0, request.sampling.max_tokens - count), target_s)
 
-    def end(self) -> wire.FinishReason | None:
-        """Returns why the delivered tokens already end the request, else `None`: its group can be lost between last token and
-        end.
+    def finish_reason(self) -> wire.FinishReason | None:
+        """Why the delivered tokens end the request, if they do: a group can be lost between last token and end.
 
-        Same rule as in the engine, without the limit on prompt and output together, which the router does not know: the engine
-        answers a replay beyond that limit with the end.
+        The limit on prompt and output together is left to the engine, which answers such a replay with the end.
         """
         sampling = self._request.sampling
         count = len(self.delivered)

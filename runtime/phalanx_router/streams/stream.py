@@ -1,7 +1,6 @@
 """One client's stream: receives frames of its group and returns deltas for the client.
 
-A group sends once per step and the client may be slower. Tokens that wait are taken together, so a wake-up costs per delta and
-not per token. Tokens that arrived before a setback are delivered before it.
+Waiting tokens are taken together, so a wake-up costs per delta and not per token.
 """
 
 import asyncio
@@ -14,20 +13,18 @@ from phalanx_router.streams.journal import Journal, TokenVerdict
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The stream's group no longer runs it; the journal has the prompt and the delivered tokens."""
+    """The stream's group no longer runs it."""
 
     why: str
-    # The group announced that it stops, and drained as planned.
-    is_leave: bool = False
-    # Why the group failed, if known.
-    cause: wire.Cause = ""
+    is_drain: bool = False  # the group drained as planned
+    cause: wire.EndCause = ""  # of a failed group, if known
 
 
 Setback = GroupLost | wire.Refused
 
 
 class Stream:
-    """Implements `phalanx_router.links.connection.Sink`. One reader calls `wait`, then `take` until it returns `None`."""
+    """Implements `links.connection.Sink`. One reader alternates `wait` and `take`."""
 
     def __init__(self, request: wire.Request) -> None:
         self.journal = Journal(request)
@@ -39,90 +36,86 @@ class Stream:
         self._cached_tokens = 0
         self._end: wire.Finished | None = None
         self._setback: Setback | None = None
-        self._has_news = False
+        self._has_data = False
         self._reader: asyncio.Future[None] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the group still runs it as far as known: neither an end nor an untaken setback."""
+        """Whether neither an end nor a setback was received."""
         return self._end is None and self._setback is None
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """Records one token, with log probabilities if requested."""
+        """Records one token."""
         verdict = self.journal.accept(epoch, index, token)
         if verdict is TokenVerdict.DELIVER:
             if self._has_details:
                 self._details.append(detail)
-            self._wake()
+            self.wake()
         elif verdict is TokenVerdict.GAP:
             self.lost(epoch, f"token {len(self.journal.delivered)} is missing before token {index}", cause="outside")
 
-    def prompt_details_received(self, details: wire.PromptDetails) -> None:
-        """Records log probabilities of prompt tokens. They are sent with the next token, so the reader is not woken."""
+    def prompt_details(self, details: wire.PromptDetails) -> None:
+        """Records details of prompt tokens for the next delta."""
         new = self.journal.accept_prompt(details)
         if new is None:
             self.lost(details.epoch, f"details of the prompt before token {details.start} are missing", cause="outside")
         else:
             self._prompt_details += new
 
-    def cached(self, found: wire.Cached) -> None:
-        """Records the number of cached prompt tokens; of several groups the maximum counts."""
-        if found.epoch == self.journal.epoch:
-            self._cached_tokens = max(self._cached_tokens, found.cached_tokens)
+    def cached(self, frame: wire.Cached) -> None:
+        """Records the number of cached prompt tokens."""
+        if frame.epoch == self.journal.epoch:
+            self._cached_tokens = max(self._cached_tokens, frame.cached_tokens)
 
     def finished(self, end: wire.Finished) -> None:
         """Records the end of the request."""
         if end.epoch == self.journal.epoch and self._setback is None:
             self._end = end
             self._cached_tokens = max(self._cached_tokens, end.cached_tokens)
-            self._wake()
+            self.wake()
 
     def refused(self, refused: wire.Refused) -> None:
-        """Records that the group rejected the request or stopped it."""
+        """Records a refusal."""
         if refused.epoch == self.journal.epoch:
-            self._set_back(refused)
+            self._record_setback(refused)
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """Records that the group that had the stream in this epoch failed or left."""
+    def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
+        """Records the loss of the group."""
         if epoch == self.journal.epoch:
-            self._set_back(GroupLost(why, is_leave, cause))
+            self._record_setback(GroupLost(why, is_drain, cause))
 
-    def _set_back(self, setback: Setback) -> None:
+    def _record_setback(self, setback: Setback) -> None:
         if self._setback is None and self._end is None:
             self._setback = setback
-            self._wake()
+            self.wake()
 
-    def nudge(self) -> None:
-        """Wakes the reader without new data."""
-        self._wake()
-
-    def _wake(self) -> None:
-        self._has_news = True
+    def wake(self) -> None:
+        """Wakes the reader, also without new data."""
+        self._has_data = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def wait(self) -> None:
-        """Waits for data since the last `take`, or for `nudge`. A future costs half as much as an asyncio.Event."""
-        if not self._has_news:
+        """Waits for data or `wake`. A future costs half as much as an Event."""
+        if not self._has_data:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        self._has_news = False
+        self._has_data = False
 
     def take(self) -> Delta | Setback | None:
-        """Returns new tokens, else a setback (once), if any."""
+        """New tokens, else a setback (once), if any."""
         delivered = self.journal.delivered
         start, self._start = self._start, len(delivered)
         if self._end is not None:
             return self._delta(start, self._end.reason)
         if len(delivered) > start:
             if self._setback is not None:
-                self._wake()
+                self.wake()
             return self._delta(start)
         setback, self._setback = self._setback, None
         return setback
 
     def _delta(self, start: int, reason: wire.FinishReason | None = None) -> Delta:
-        """Returns the tokens from index `start`, with the details received since the last delta."""
         delta = Delta(
             index=start,
             tokens=self.journal.delivered[start:],
@@ -136,47 +129,40 @@ class Stream:
         return delta
 
 
-# Orphans: streams of lost routers, which their leaders continue until a router adopts them by request id.
-
-
 class AdoptedStream:
-    """Receives the answer to one Adopt, then is replaced by the stream. Implements `phalanx_router.links.connection.Sink`.
-
-    `answer` is the answer: Refused when the leader does not have the stream, `None` when the link was lost before.
-    `stream` receives the tokens that follow.
-    """
+    """Sink for the answer to one Adopt, then replaced by `stream`."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[wire.Adopted | wire.Refused | None] = asyncio.get_running_loop().create_future()
         self.stream: Stream | None = None
 
     def adopted(self, frame: wire.Adopted) -> Stream | None:
-        """Returns the sink of the stream, `None` if it does not run there or the answer is too late."""
+        """Sink of the stream, if it runs there and the answer is in time."""
         if self.answer.done():
             return None
-        if frame.runs:
+        if frame.is_running:
             self.stream = Stream(frame.request)
         self.answer.set_result(frame)
         return self.stream
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """Ignored: tokens follow the answer."""
+        """Ignored."""
 
-    def prompt_details_received(self, details: wire.PromptDetails) -> None:
-        """Ignored: details follow the answer."""
+    def prompt_details(self, details: wire.PromptDetails) -> None:
+        """Ignored."""
 
-    def cached(self, found: wire.Cached) -> None:
-        """Ignored: it follows the answer."""
+    def cached(self, frame: wire.Cached) -> None:
+        """Ignored."""
 
     def finished(self, end: wire.Finished) -> None:
-        """Ignored: the end follows the answer."""
+        """Ignored."""
 
     def refused(self, refused: wire.Refused) -> None:
         """The leader does not have the stream."""
         if not self.answer.done():
             self.answer.set_result(refused)
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
-        """The link was lost; a leader that has the stream continues it without a router."""
+    def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
+        """The link was lost before the answer."""
         if not self.answer.done():
             self.answer.set_result(None)

@@ -1,28 +1,26 @@
-"""Traffic statistics of one router over the windows that the operator requests: arrivals, token counts, latencies.
+"""Traffic statistics: arrivals, token counts, latencies.
 
 Sums are stored per second of the last five minutes and latencies per ten seconds of the last minute, so a token costs a few
-additions and the sums over a window are computed on request. The caller passes the time.
+additions.
 """
 
 from dataclasses import dataclass, field
 
-from phalanx_api.summary import LATENCY_BOUNDS_S, Histogram, Traffic, bucket_of
+from phalanx_api.summary import LATENCY_BOUNDS_S, Histogram, Traffic, bucket_index
 
 WINDOWS_S = (6, 60, 300)
 LATENCY_WINDOW_S, LATENCY_SLOT_S = 60, 10
 
 
 @dataclass(slots=True, kw_only=True)
-class _Second:
-    """Sums of one second; `gap`, `gap_squared`: sums over interarrival times."""
-
+class _SecondSums:
     at: int = 0
     arrivals: int = 0
     prompt: float = 0.0
     prompt_squared: float = 0.0
     gaps: int = 0
-    gap: float = 0.0
-    gap_squared: float = 0.0
+    interarrival_s: float = 0.0
+    interarrival_squared_s: float = 0.0
     started: int = 0
     missed: float = 0.0
     ended: int = 0
@@ -30,8 +28,6 @@ class _Second:
 
 
 class _Latencies:
-    """Histogram of the last minute in slots of ten seconds."""
-
     def __init__(self) -> None:
         self._slots: dict[int, list[int]] = {}
 
@@ -42,7 +38,7 @@ class _Latencies:
             first = number - LATENCY_WINDOW_S // LATENCY_SLOT_S
             self._slots = {n: kept for n, kept in self._slots.items() if n > first}
             slot = self._slots[number] = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        slot[bucket_of(value_s)] += count
+        slot[bucket_index(value_s)] += count
 
     def histogram(self, now: float) -> Histogram:
         first = int(now / LATENCY_SLOT_S) - LATENCY_WINDOW_S // LATENCY_SLOT_S
@@ -51,16 +47,15 @@ class _Latencies:
 
 
 class TrafficStats:
-    """Statistics of all requests of one router; `begin` returns the meter of a request."""
+    """Statistics of all requests of one router."""
 
     def __init__(self) -> None:
-        self._seconds = [_Second() for _ in range(WINDOWS_S[-1])]
+        self._seconds = [_SecondSums() for _ in range(WINDOWS_S[-1])]
         self._ttft, self._itl = _Latencies(), _Latencies()
         self._last_arrival: float | None = None
-        self.last_s: float | None = None
-        """When a request last arrived or ended; unset before the first."""
+        self.last_active_at: float | None = None  # last arrival or end of a request
 
-    def begin(self, prompt_tokens: int, now: float) -> "RequestMeter":
+    def start_request(self, prompt_tokens: int, now: float) -> "RequestMeter":
         """Records an arrival."""
         second = self._second(now)
         second.arrivals += 1
@@ -69,12 +64,12 @@ class TrafficStats:
         if self._last_arrival is not None:
             gap_s = now - self._last_arrival
             second.gaps += 1
-            second.gap += gap_s
-            second.gap_squared += gap_s * gap_s
-        self._last_arrival = self.last_s = now
+            second.interarrival_s += gap_s
+            second.interarrival_squared_s += gap_s * gap_s
+        self._last_arrival = self.last_active_at = now
         return RequestMeter(self, prompt_tokens, now)
 
-    def started(self, ttft_s: float, missed_tokens: int, now: float) -> None:
+    def record_first_tokens(self, ttft_s: float, missed_tokens: int, now: float) -> None:
         """Records the first tokens of a request."""
         second = self._second(now)
         second.started += 1
@@ -82,26 +77,26 @@ class TrafficStats:
         self._ttft.add(ttft_s, 1, now)
 
     def record_gap(self, gap_s: float, tokens: int, now: float) -> None:
-        """Records `tokens` further tokens that arrived together, `gap_s` after the previous ones."""
+        """Records tokens that arrived `gap_s` after the previous ones."""
         self._itl.add(gap_s / tokens, tokens, now)
 
-    def ended(self, output_tokens: int, now: float) -> None:
+    def record_end(self, output_tokens: int, now: float) -> None:
         """Records the end of a request."""
         second = self._second(now)
-        self.last_s = now
+        self.last_active_at = now
         second.ended += 1
         second.output += output_tokens
 
-    def _second(self, now: float) -> _Second:
+    def _second(self, now: float) -> _SecondSums:
         at = int(now)
-        place = at % len(self._seconds)
-        second = self._seconds[place]
+        slot = at % len(self._seconds)
+        second = self._seconds[slot]
         if second.at != at:
-            second = self._seconds[place] = _Second(at=at)
+            second = self._seconds[slot] = _SecondSums(at=at)
         return second
 
     def windows(self, now: float) -> list[Traffic]:
-        """Returns each window up to now; the current second is its last."""
+        """Each window up to now."""
         return [self._window(window_s, now) for window_s in WINDOWS_S]
 
     def _window(self, window_s: int, now: float) -> Traffic:
@@ -118,12 +113,11 @@ class TrafficStats:
         )
 
     def ttft(self, now: float) -> Histogram:
-        """Returns the times to first token of the last minute."""
+        """Times to first token of the last minute."""
         return self._ttft.histogram(now)
 
     def itl(self, now: float) -> Histogram:
-        """Returns the inter-token times of the last minute. Tokens that arrived together share the time since the previous
-        ones."""
+        """Inter-token times of the last minute."""
         return self._itl.histogram(now)
 
 
@@ -131,35 +125,35 @@ def _mean(total: float, count: int) -> float:
     return total / count if count else 0.0
 
 
-def _scv(seconds: list[_Second]) -> float:
-    """Returns the squared coefficient of variation of the interarrival times; 1 (Poisson) for fewer than three."""
+def _scv(seconds: list[_SecondSums]) -> float:
+    """Squared coefficient of variation of the interarrival times."""
     count = sum(second.gaps for second in seconds)
-    mean = _mean(sum(second.gap for second in seconds), count)
+    mean = _mean(sum(second.interarrival_s for second in seconds), count)
     if count < 3 or mean <= 0:
         return 1.0
-    return max(0.0, sum(second.gap_squared for second in seconds) / count / (mean * mean) - 1)
+    return max(0.0, sum(second.interarrival_squared_s for second in seconds) / count / (mean * mean) - 1)
 
 
 @dataclass(slots=True)
 class RequestMeter:
     """Records the tokens of one request."""
 
-    book: TrafficStats
+    stats: TrafficStats
     prompt_tokens: int
     last: float
     tokens: int = field(default=0)
 
     def record(self, tokens: int, cached_tokens: int, now: float) -> None:
-        """Records `tokens` tokens that arrived together."""
+        """Records tokens that arrived together."""
         if not tokens:
             return
         if self.tokens:
-            self.book.record_gap(now - self.last, tokens, now)
+            self.stats.record_gap(now - self.last, tokens, now)
         else:
-            self.book.started(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
+            self.stats.record_first_tokens(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
         self.tokens += tokens
         self.last = now
 
     def end(self, now: float) -> None:
         """Records the end of the request."""
-        self.book.ended(self.tokens, now)
+        self.stats.record_end(self.tokens, now)

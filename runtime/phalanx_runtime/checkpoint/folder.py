@@ -1,4 +1,4 @@
-"""Atomic folders: one process at a time fills a temporary folder, then renames it."""
+"""Creates folders atomically; checks model folders."""
 
 import errno
 import fcntl
@@ -17,10 +17,9 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def make_once(target: Path, make: Callable[[Path], None], stop: threading.Event) -> Path:
-    """Returns the complete folder `target`; if absent, fills `<target>.part` with `make` and renames it.
+    """Returns `target`; if absent, one process fills `<target>.part` with `make` and renames it, while others wait.
 
-    Processes with the same target wait for the one that makes it. The kernel releases the lock of a killed process; the next
-    `make` receives its partial folder and may resume it. Setting `stop` ends the wait. Raises ModelError.
+    After a killed process, `make` receives its partial folder and may resume it. Setting `stop` ends the wait. Raises ModelError.
     """
     if target.is_dir():
         return target
@@ -54,15 +53,15 @@ def _reason(error: OSError, target: Path) -> str:
     return f"cannot write {target}: {error.strerror or error}"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically, by a rename."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_bytes(content)
-    beside.replace(path)
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    part.replace(path)
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ModelError that names the file if it is missing or has other content."""
+    """Returns the JSON object in a file. Raises ModelError."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -75,7 +74,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ModelError, with all missing parts, unless the folder has a configuration, weights and a tokenizer."""
+    """Raises ModelError if configuration, weights or tokenizer are missing."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()] + _missing_weights(folder)
@@ -84,7 +83,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """All weight files sorted by name: those in the index, else every *.safetensors. Raises ModelError."""
+    """Returns the weight files sorted by name: those in the index, else all *.safetensors. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

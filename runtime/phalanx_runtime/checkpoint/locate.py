@@ -1,13 +1,13 @@
-"""Resolves a configured model to a folder on this machine.
+"""Resolves a configured model to a local folder.
 
 | configured | result |
 |---|---|
-| a folder, `file:///folder` | the folder |
-| `x.gguf`, `file:///x.gguf` | converted once into the cache, named by the file's content |
-| `hf://org/name`, `org/name` without such a path | downloaded once into the cache, named by the commit |
-| `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded once into the cache, named by the listing |
-| `oci://registry/repository:tag`, `@sha256:...` | downloaded once into the cache, named by the manifest's digest |
-| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | this file downloaded, then converted |
+| folder, `file:///folder` | the folder |
+| `x.gguf`, `file:///x.gguf` | converted, cached by content |
+| `hf://org/name`, `org/name` without such a path | downloaded, cached by commit |
+| `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded, cached by listing |
+| `oci://registry/repository:tag`, `@sha256:...` | downloaded, cached by digest |
+| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | downloaded and converted |
 """
 
 import hashlib
@@ -23,14 +23,12 @@ from phalanx_runtime.checkpoint.folder import check_model_folder
 from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
-from phalanx_runtime.checkpoint.sources.oci import credentials_of
 from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl
 from phalanx_runtime.errors import ModelError
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _SAMPLE_BYTES = 1 << 20
 DEFAULT_ENDPOINT = "https://huggingface.co"
-"""Hugging Face Hub, unless the environment variable HF_ENDPOINT is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,11 @@ class LocalModel:
     source: str
     """Origin, for logs."""
     version: str = ""
-    """Commit of a hub, digest of a manifest or of a bucket's listing; empty for a local model."""
+    """Commit, manifest digest or listing version; empty for a local model."""
 
 
 def ignore_progress(message: str) -> None:
-    """Drops a progress message."""
+    """Drops the message."""
 
 
 def locate(
@@ -58,21 +56,20 @@ def locate(
     stop: threading.Event | None = None,
     cached_only: bool = False,
 ) -> LocalModel:
-    """Returns the folder of `model`, after a download or conversion into `cache_dir` if necessary. Blocks, possibly for minutes.
+    """Returns the folder of `model`, downloaded or converted into `cache_dir` if necessary. Blocks, possibly for minutes.
 
-    `progress` receives occasional messages. Setting `stop` aborts. `cached_only`: uses `cache_dir` without downloads.
-    Raises ModelError.
+    Setting `stop` aborts. `cached_only` disables downloads. Raises ModelError.
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    work = DownloadControl(progress=progress, stop=stop, cached_only=cached_only)
+    control = DownloadControl(progress=progress, stop=stop, cached_only=cached_only)
     if separator and scheme == "hf":
-        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work)
+        hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, control)
         return _from_hub(hub, rest, revision, cache_dir)
     if separator and scheme in ("s3", "gs", "oci"):
         if revision is not None:
             raise ModelError(f"model {model!r}: --revision goes with hf:// only")
-        return _from_registry(rest, cache_dir, work) if scheme == "oci" else _from_bucket(scheme, rest, cache_dir, work)
+        return _from_registry(rest, cache_dir, control) if scheme == "oci" else _from_bucket(scheme, rest, cache_dir, control)
     if separator and scheme != "file":
         forms = "a path, or a URI of file, hf, s3, gs or oci"
         raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give {forms}")
@@ -116,7 +113,7 @@ def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str
 
 
 def _content_key(path: Path) -> str:
-    """Identifies a file's content by its size, modification time, and first and last MiB."""
+    """Hashes size, modification time, first and last MiB."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -132,45 +129,44 @@ def _content_key(path: Path) -> str:
 def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> LocalModel:
     parts = rest.strip("/").split("/", 2)
     repository = "/".join(parts[:2])
-    gguf = parts[2] if len(parts) == 3 else None
-    if not _REPOSITORY.fullmatch(repository) or (gguf is not None and not gguf.endswith(".gguf")):
+    file = parts[2] if len(parts) == 3 else None
+    if not _REPOSITORY.fullmatch(repository) or (file is not None and not file.endswith(".gguf")):
         raise ModelError(f"model 'hf://{rest}': hf://org/name or hf://org/name/file.gguf is expected")
-    snapshot = download(hub, repository, revision, cache_dir / "hub", gguf)
+    snapshot = download(hub, repository, revision, cache_dir / "hub", file)
     source = f"hf://{repository}@{snapshot.version}"
-    if gguf is not None:
-        path, work = snapshot.dir / gguf, hub.work
-        return replace(_from_gguf(path, f"{source}/{gguf}", cache_dir, work.progress, work.stop), version=snapshot.version)
+    if file is not None:
+        path, control = snapshot.dir / file, hub.control
+        return replace(_from_gguf(path, f"{source}/{file}", cache_dir, control.progress, control.stop), version=snapshot.version)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source, snapshot.version)
 
 
-def _from_bucket(scheme: str, rest: str, cache_dir: Path, work: DownloadControl) -> LocalModel:
-    address = bucket.address(scheme, rest)
+def _from_bucket(scheme: str, rest: str, cache_dir: Path, control: DownloadControl) -> LocalModel:
+    address = bucket.parse_address(scheme, rest)
     if scheme == "s3":
-        snapshot = s3.download(s3.store_of(os.environ), address, cache_dir, work)
+        snapshot = s3.download(s3.read_store(os.environ), address, cache_dir, control)
     else:
-        snapshot = gcs.download(gcs.store_of(os.environ), address, cache_dir, work)
+        snapshot = gcs.download(gcs.read_store(os.environ), address, cache_dir, control)
     source = f"{address.uri}@{snapshot.version}"
     if address.file is not None:
         path = snapshot.dir / address.file
-        local = _from_gguf(path, f"{source}/{address.file}", cache_dir, work.progress, work.stop)
+        local = _from_gguf(path, f"{source}/{address.file}", cache_dir, control.progress, control.stop)
         return replace(local, version=snapshot.version)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source, snapshot.version)
 
 
-def _from_registry(rest: str, cache_dir: Path, work: DownloadControl) -> LocalModel:
-    address = oci.address(rest)
-    snapshot = oci.download(address, credentials_of(os.environ, address.registry), cache_dir, work)
+def _from_registry(rest: str, cache_dir: Path, control: DownloadControl) -> LocalModel:
+    address = oci.parse_address(rest)
+    snapshot = oci.download(address, oci.read_credentials(os.environ, address.registry), cache_dir, control)
     check_model_folder(snapshot.dir)
     version = f"sha256:{snapshot.version}"
     return LocalModel(snapshot.dir, f"{address.uri}@{version}", version)
 
 
-# Exits: a file (local, `hf://org/name/exit.safetensors`, `s3://...`, `gs://...`), or the one *.safetensors of a folder
-# (local, `s3://bucket/prefix`, `gs://...`, `oci://...`, `hf://org/name`). Remote ones are downloaded once.
+# Exits: a *.safetensors file, or the only one in a folder, prefix, repository or image.
 
-SUFFIX = ".safetensors"
+EXIT_SUFFIX = ".safetensors"
 
 
 def locate_exit(
@@ -182,21 +178,25 @@ def locate_exit(
     stop: threading.Event | None = None,
     cached_only: bool = False,
 ) -> Path:
-    """Returns the exit's file, after a download into `cache_dir` if necessary. Blocks. Raises ModelError."""
+    """Returns the exit's file, downloaded into `cache_dir` if necessary. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    work = DownloadControl(progress=progress, stop=stop or threading.Event(), cached_only=cached_only)
+    control = DownloadControl(progress=progress, stop=stop or threading.Event(), cached_only=cached_only)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:
         case "hf":
-            folder = _exit_from_hub(Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, work), rest, cache_dir)
+            folder = _exit_from_hub(Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, control), rest, cache_dir)
         case "s3":
-            folder = s3.download(s3.store_of(os.environ), bucket.address(scheme, rest, SUFFIX), cache_dir, work).dir
+            folder = s3.download(
+                s3.read_store(os.environ), bucket.parse_address(scheme, rest, EXIT_SUFFIX), cache_dir, control
+            ).dir
         case "gs":
-            folder = gcs.download(gcs.store_of(os.environ), bucket.address(scheme, rest, SUFFIX), cache_dir, work).dir
+            folder = gcs.download(
+                gcs.read_store(os.environ), bucket.parse_address(scheme, rest, EXIT_SUFFIX), cache_dir, control
+            ).dir
         case "oci":
-            address = oci.address(rest)
-            folder = oci.download(address, credentials_of(os.environ, address.registry), cache_dir, work).dir
+            address = oci.parse_address(rest)
+            folder = oci.download(address, oci.read_credentials(os.environ, address.registry), cache_dir, control).dir
         case _:
             raise ModelError(f"exit {uri!r}: {scheme}:// cannot be opened here; give a path, or a URI of file, hf, s3, gs or oci")
     return _only_file(folder)
@@ -205,16 +205,18 @@ def locate_exit(
 def _exit_from_hub(hub: Hub, rest: str, cache_dir: Path) -> Path:
     parts = rest.strip("/").split("/", 2)
     file = parts[2] if len(parts) == 3 else None
-    if len(parts) < 2 or (file is not None and not file.endswith(SUFFIX)):
-        raise ModelError(f"exit 'hf://{rest}': hf://org/name or hf://org/name/file{SUFFIX} is expected")
+    if len(parts) < 2 or (file is not None and not file.endswith(EXIT_SUFFIX)):
+        raise ModelError(f"exit 'hf://{rest}': hf://org/name or hf://org/name/file{EXIT_SUFFIX} is expected")
     return download(hub, "/".join(parts[:2]), None, cache_dir / "hub", file).dir
 
 
 def _only_file(path: Path) -> Path:
-    """The file, or the only exit of a folder. Raises ModelError."""
+    """Raises ModelError unless there is exactly one exit."""
     if path.is_file():
         return path
-    found = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []
-    if len(found) != 1:
-        raise ModelError(f"exit {path}: {'no such file' if not path.is_dir() else f'it holds {len(found)} *{SUFFIX}, not one'}")
-    return found[0]
+    exits = sorted(path.rglob(f"*{EXIT_SUFFIX}")) if path.is_dir() else []
+    if len(exits) != 1:
+        raise ModelError(
+            f"exit {path}: {'no such file' if not path.is_dir() else f'it has {len(exits)} *{EXIT_SUFFIX}, expected one'}"
+        )
+    return exits[0]

@@ -1,12 +1,10 @@
-"""Hashes of a model. Streams continue, and pages are shared, only between groups with equal model hashes.
+"""Model hash: only groups with equal hashes exchange streams and pages.
 
-    SHA-256 of: dtype, quantisation · config.json without irrelevant keys · tokenizer.json · for each weight file, sorted by name:
-    its name, size and header (names, dtypes and shapes of tensors), and a sample of its content
+    SHA-256 of: dtype, quantisation · config.json without irrelevant keys · tokenizer.json · for each weight file, by name:
+    name, size, header (names, dtypes and shapes of tensors), and a sample of its content
 
-The sample is every k-th 8-byte word, with the smallest odd k for which all files give at most `SAMPLE_BYTES`: the whole content
-up to 64 MiB, else words spread evenly over every tensor. A training step on any tensor therefore changes the hash; a change of
-single rows in a model of tens of gigabytes may not. Copies of the same files have equal hashes on every node; the same tensors in
-other files do not. Parallelism, page size and KV cache dtype are not included.
+The sample is every k-th 8-byte word, with the smallest odd k for at most `SAMPLE_BYTES` in total. It detects a training step on
+any tensor, but not every change of single rows.
 """
 
 import hashlib
@@ -18,18 +16,18 @@ from phalanx_runtime.checkpoint.folder import read_json, weight_files
 from phalanx_runtime.errors import ModelError
 
 SAMPLE_BYTES = 64 << 20
-"""Bound of the hashed weights, in bytes: about 0.25 s."""
+"""Takes about 0.25 s."""
 _WORD_BYTES = 8
 _PIECE_BYTES = 256 << 20
-"""Bytes sampled at once. This holds the GIL, for long on a slow disk."""
-_IDLE_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version")
-"""Keys of config.json that libraries write and that do not affect the computation."""
+"""Bytes sampled at once, with the GIL held."""
+_IRRELEVANT_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version")
+"""Keys of config.json that do not affect the computation."""
 
 
 def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
-    """The hash, in hex. Blocks on file reads. Raises ModelError when a file is missing or invalid."""
+    """Returns the hash in hex. Blocks on file reads. Raises ModelError."""
     hasher = hashlib.sha256(f"phalanx model 1 {dtype} {quantization or 'none'}".encode())
-    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _IDLE_KEYS}
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _IRRELEVANT_KEYS}
     hasher.update(json.dumps(config, sort_keys=True).encode())
     try:
         hasher.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
@@ -46,12 +44,12 @@ def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
 
 
 def weights_hash(folder: Path) -> str:
-    """Hash of the weights whatever their compute dtype, in hex; identifies the model of a fitted exit. Raises ModelError."""
+    """Returns the hash for any dtype. Raises ModelError."""
     return model_hash(folder, "any", None)
 
 
 def _add_words(hasher: "hashlib._Hash", path: Path, size: int, step: int) -> None:
-    """Hashes the header, every `step`-th word of the file, and the bytes after its last whole word."""
+    """Hashes header, sampled words, and the bytes after the last whole word."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         header_end = min(size, 8 + int.from_bytes(content[:8], "little"))
         hasher.update(content[:header_end])

@@ -1,1 +1,1 @@
-"""Collective operations between the ranks of a group, behind one Protocol."""
+"""Collective operations between the ranks of a group."""

@@ -1,8 +1,6 @@
-"""Connects a rank to all others of its group; each peer proves the group's token.
+"""Connects a rank to all others of its group, authenticated by the group's token.
 
-A rank dials the lower ranks of other pods and accepts the higher ones. The dialler sends its rank and a nonce, the listener
-answers with a nonce and its proof, the dialler sends its own proof. A connection without a proof occupies a thread for at most
-`HANDSHAKE_S` and does not reach the exchange.
+Ranks dial lower ranks and accept higher ones. Handshake: rank and nonce; nonce and proof; proof.
 """
 
 import queue
@@ -13,13 +11,14 @@ import time
 from dataclasses import dataclass
 
 from phalanx_runtime.collective import proof
-from phalanx_runtime.collective.links import Links
-from phalanx_runtime.collective.own import DirectCollective
+from phalanx_runtime.collective.direct import DirectCollective
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
-from phalanx_runtime.collective.shared import SharedMemory, SharedPod, has_futex
+from phalanx_runtime.collective.shared import SharedPod, has_futex, open_pod_memory
+from phalanx_runtime.collective.sockets import PeerSockets
 from phalanx_runtime.errors import PeerLost
 
 HANDSHAKE_S = 5.0
+"""Bound on an unauthenticated connection."""
 RETRY_S = 0.05
 _HELLO = struct.Struct("<8sI16s")
 _MAGIC = b"phalanx1"
@@ -27,71 +26,70 @@ _MAGIC = b"phalanx1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Identity of a rank and the addresses of its group."""
+    """A rank and the addresses of its group."""
 
     rank: int
     world_size: int
-    near: range
-    """Ranks of this pod."""
+    pod_ranks: range
     addresses: list[tuple[str, int]]
     """Listening address of each rank."""
     token: bytes
     incarnation: int
     pod_name: str
-    """Equal for the ranks of one pod and of no other."""
+    """Unique to the ranks of one pod."""
 
 
 def connect(place: RankPlace, timeout_s: float, listener: socket.socket | None = None) -> Collective:
-    """Collective over all ranks. Raises PeerLost when one of them has not connected after `timeout_s`."""
+    """Joins the direct collective of all ranks. Raises PeerLost after `timeout_s`."""
     if place.world_size == 1:
         return SoloCollective()
-    near = place.near if has_futex() else range(place.rank, place.rank + 1)
-    far = [rank for rank in range(place.world_size) if rank not in near]
+    local = place.pod_ranks if has_futex() else range(place.rank, place.rank + 1)
+    remote = [rank for rank in range(place.world_size) if rank not in local]
     deadline = time.monotonic() + timeout_s
-    links = Links(_meet(place, far, deadline, listener)) if far else None
+    sockets = PeerSockets(_connect_remote(place, remote, deadline, listener) if remote else {})
     try:
-        pod = SharedPod(ranks=near, rank=place.rank, name=place.pod_name, token=place.token, incarnation=place.incarnation)
-        shared = SharedMemory(pod, max(deadline - time.monotonic(), 0.0)) if len(near) > 1 else None
+        pod = SharedPod(ranks=local, rank=place.rank, name=place.pod_name, token=place.token, incarnation=place.incarnation)
+        memory = open_pod_memory(pod, max(deadline - time.monotonic(), 0.0))
     except BaseException:
-        if links:
-            links.close()
+        sockets.close()
         raise
-    return DirectCollective(range(place.world_size), place.rank, shared, links)
+    return DirectCollective(range(place.world_size), place.rank, memory, sockets)
 
 
 def listen(port: int) -> socket.socket:
-    """Listening socket on every address of this pod, IPv6 included where available. Port 0 selects a free port."""
+    """Listens on all addresses, with IPv6 where available. Port 0: any free port."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
-        except OSError:  # IPv6 is compiled in but disabled on this machine
+        except OSError:  # IPv6 is disabled on this machine
             pass
     return socket.create_server(("", port), backlog=64)
 
 
-def _meet(place: RankPlace, far: list[int], deadline: float, listener: socket.socket | None) -> dict[int, socket.socket]:
-    """Proven connections to the ranks in `far`."""
-    found: dict[int, socket.socket] = {}
-    own = listener or listen(place.addresses[place.rank][1])
-    listening = _Listener(place, own, {rank for rank in far if rank > place.rank})
+def _connect_remote(
+    place: RankPlace, remote: list[int], deadline: float, listener: socket.socket | None
+) -> dict[int, socket.socket]:
+    connections: dict[int, socket.socket] = {}
+    own_listener = listener or listen(place.addresses[place.rank][1])
+    acceptor = _Acceptor(place, own_listener, {rank for rank in remote if rank > place.rank})
     try:
-        for rank in far:
+        for rank in remote:
             if rank < place.rank:
-                found[rank] = _dial(place, rank, deadline)
-        while len(found) < len(far):
-            rank, link = listening.next_connection(deadline)
-            found[rank] = link
+                connections[rank] = _dial(place, rank, deadline)
+        while len(connections) < len(remote):
+            rank, connection = acceptor.next_connection(deadline)
+            connections[rank] = connection
     except BaseException:
-        for link in found.values():
-            link.close()
+        for connection in connections.values():
+            connection.close()
         raise
     finally:
-        listening.close()
-    return found
+        acceptor.close()
+    return connections
 
 
-class _Listener:
-    """Accepts the expected ranks, each in its own thread so that a silent connection delays no other."""
+class _Acceptor:
+    """Accepts ranks, each in a thread."""
 
     def __init__(self, place: RankPlace, listener: socket.socket, expected: set[int]) -> None:
         self._place = place
@@ -104,19 +102,17 @@ class _Listener:
         self._thread.start()
 
     def next_connection(self, deadline: float) -> tuple[int, socket.socket]:
-        """The next rank that has proved the token. Raises PeerLost at the deadline."""
         try:
-            rank, link = self._connections.get(timeout=max(deadline - time.monotonic(), 0.001))
+            rank, connection = self._connections.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty:
             raise PeerLost(f"ranks {sorted(self._expected)} have not connected to rank {self._place.rank}") from None
         if rank not in self._expected:
-            link.close()
+            connection.close()
             return self.next_connection(deadline)
         self._expected.discard(rank)
-        return rank, link
+        return rank, connection
 
     def close(self) -> None:
-        """Stops accepting."""
         self._closed = True
         self._thread.join()
         self._listener.close()
@@ -124,70 +120,71 @@ class _Listener:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                link, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:
-                # The caller closed, or no file descriptor is free: try the next. Missing ranks show at the deadline.
+                # The peer closed, or no file descriptor is free.
                 time.sleep(RETRY_S)
                 continue
-            threading.Thread(target=self._greet, args=(link,), name="collective-greet", daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(connection,), name="collective-authenticate", daemon=True).start()
 
-    def _greet(self, link: socket.socket) -> None:
-        link.settimeout(HANDSHAKE_S)
+    def _authenticate(self, connection: socket.socket) -> None:
+        connection.settimeout(HANDSHAKE_S)
         try:
-            magic, rank, theirs = _HELLO.unpack(_read(link, _HELLO.size))
-            ranks, mine = (self._place.rank, rank), proof.make_nonce()
+            magic, rank, peer_nonce = _HELLO.unpack(_read(connection, _HELLO.size))
+            ranks, nonce = (self._place.rank, rank), proof.make_nonce()
             if magic != _MAGIC or rank not in self._expected:
                 raise ConnectionRefusedError(f"not one of the ranks expected: {rank}")
-            link.sendall(mine + _proof(self._place, "listen", ranks, theirs + mine))
-            if not proof.is_equal_proof(_read(link, proof.PROOF_BYTES), _proof(self._place, "dial", ranks, theirs + mine)):
+            nonces = peer_nonce + nonce
+            connection.sendall(nonce + _proof(self._place, "listen", ranks, nonces))
+            received = _read(connection, proof.PROOF_BYTES)
+            if not proof.is_equal_proof(received, _proof(self._place, "dial", ranks, nonces)):
                 raise ConnectionRefusedError(f"rank {rank} did not prove the token")
-            link.sendall(_MAGIC)
+            connection.sendall(_MAGIC)
         except OSError:
-            # No proof, or a peer that died: reject it. Missing ranks show at the deadline.
-            link.close()
+            connection.close()
             return
-        self._connections.put((rank, link))
+        self._connections.put((rank, connection))
 
 
 def _dial(place: RankPlace, rank: int, deadline: float) -> socket.socket:
-    """Proven connection to a lower rank, retried until it succeeds. Raises PeerLost at the deadline."""
+    """Connects with retries. Raises PeerLost at the deadline."""
     while True:
-        link = None
+        connection = None
         try:
-            link = socket.create_connection(place.addresses[rank], timeout=HANDSHAKE_S)
-            _introduce(place, rank, link)
-            return link
+            connection = socket.create_connection(place.addresses[rank], timeout=HANDSHAKE_S)
+            _prove_rank(place, rank, connection)
+            return connection
         except OSError as error:
-            if link is not None:
-                link.close()
+            if connection is not None:
+                connection.close()
             if time.monotonic() >= deadline:
                 host, port = place.addresses[rank]
-                raise PeerLost(f"rank {rank} at {host}:{port} does not let rank {place.rank} in: {error}") from error
+                raise PeerLost(f"rank {rank} at {host}:{port} does not admit rank {place.rank}: {error}") from error
         time.sleep(RETRY_S)
 
 
-def _introduce(place: RankPlace, rank: int, link: socket.socket) -> None:
-    ranks, mine = (rank, place.rank), proof.make_nonce()
-    link.sendall(_HELLO.pack(_MAGIC, place.rank, mine))
-    answer = _read(link, proof.NONCE_BYTES + proof.PROOF_BYTES)
-    nonces = mine + answer[: proof.NONCE_BYTES]
-    if not proof.is_equal_proof(answer[proof.NONCE_BYTES :], _proof(place, "listen", ranks, nonces)):
+def _prove_rank(place: RankPlace, rank: int, connection: socket.socket) -> None:
+    ranks, nonce = (rank, place.rank), proof.make_nonce()
+    connection.sendall(_HELLO.pack(_MAGIC, place.rank, nonce))
+    response = _read(connection, proof.NONCE_BYTES + proof.PROOF_BYTES)
+    nonces = nonce + response[: proof.NONCE_BYTES]
+    if not proof.is_equal_proof(response[proof.NONCE_BYTES :], _proof(place, "listen", ranks, nonces)):
         raise ConnectionRefusedError(f"the listener of rank {rank} did not prove the token")
-    link.sendall(_proof(place, "dial", ranks, nonces))
-    _read(link, len(_MAGIC))  # admitted
+    connection.sendall(_proof(place, "dial", ranks, nonces))
+    _read(connection, len(_MAGIC))
 
 
 def _proof(place: RankPlace, role: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
     return proof.proof(place.token, role, place.incarnation, ranks, nonces)
 
 
-def _read(link: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        got = link.recv(size - len(data))
-        if not got:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
             raise ConnectionResetError("closed during the handshake")
-        data += got
+        data += chunk
     return data

@@ -1,7 +1,4 @@
-"""gloo and NCCL as a `Collective`. gloo is the reference for `DirectCollective`; NCCL moves tensors between GPUs.
-
-Step plans still use `DirectCollective`, where a waiting rank sleeps.
-"""
+"""torch.distributed backends as a `Collective`: NCCL for GPUs, gloo as the reference for `DirectCollective`."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,18 +12,18 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
 
 TIMEOUT = timedelta(minutes=5)
-"""Longest operation. Only tensors within a step use the library, so a longer one means a lost peer."""
+"""Operations within a step that take longer mean a lost peer."""
 
 
-class Backend(Protocol):
-    """Methods used of a torch.distributed backend; torch's stubs omit them."""
+class ProcessGroup(Protocol):
+    """The part of torch.distributed that its stubs omit."""
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
         """Sums in place."""
         ...
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
-        """Fills one output per rank."""
+        """Gathers one output per rank."""
         ...
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
@@ -39,12 +36,12 @@ class Backend(Protocol):
 
 
 class LibraryCollective:
-    """`Collective` with tensors over a torch.distributed backend and messages over `messages`."""
+    """Exchanges tensors by a torch.distributed backend, and messages by `messages`."""
 
     def __init__(self, name: str, store: Store, messages: Collective) -> None:
         self._name = name
         self._store = store
-        self._backend = _backend(name, store, messages)
+        self._group = _make_process_group(name, store, messages)
         self._messages = messages
 
     @property
@@ -58,12 +55,12 @@ class LibraryCollective:
         return self._messages.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over the ranks, in place."""
-        self._finish(self._backend.allreduce([tensor]))
+        """See `Collective`."""
+        self._wait(self._group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenates along `dim` in rank order. The library requires equal sizes: shorter tensors are padded."""
+        """See `Collective`. Pads to equal sizes, as the library requires."""
         axis = dim % tensor.dim()
         sizes = self._gather_equal(torch.tensor([tensor.shape[axis]], device=tensor.device))
         lengths = [int(size) for size in sizes]
@@ -75,39 +72,39 @@ class LibraryCollective:
         return torch.cat([part.narrow(axis, 0, length) for part, length in zip(parts, lengths, strict=True)], axis)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
-        """Like all_gather; the result is only returned on rank 0."""
-        joined = self.all_gather(tensor, dim)
-        return joined if self.rank == 0 else None
+        """See `Collective`."""
+        gathered = self.all_gather(tensor, dim)
+        return gathered if self.rank == 0 else None
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Rank 0's bytes, over `messages`."""
+        """See `Collective`."""
         return self._messages.broadcast(message)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends the tensor to one other rank."""
-        self._finish(self._backend.send([tensor.contiguous()], to, 0))
+        """See `Collective`."""
+        self._wait(self._group.send([tensor.contiguous()], to, 0))
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills the tensor with the next one from `source`."""
-        self._finish(self._backend.recv([tensor], source, 0))
+        """See `Collective`."""
+        self._wait(self._group.recv([tensor], source, 0))
         return tensor
 
     def subgroup(self, ranks: Sequence[int]) -> "LibraryCollective":
-        """A library group of these ranks."""
+        """See `Collective`."""
         store = PrefixStore("-".join(map(str, ranks)), self._store)
         return LibraryCollective(self._name, store, self._messages.subgroup(ranks))
 
     def close(self) -> None:
-        """Closes `messages`; the library closes its connections when the object is deleted."""
+        """See `Collective`. The library closes its connections on deletion."""
         self._messages.close()
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._finish(self._backend.allgather([parts], [tensor]))
+        self._wait(self._group.allgather([parts], [tensor]))
         return parts
 
     @staticmethod
-    def _finish(work: Work) -> None:
+    def _wait(work: Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:
@@ -115,7 +112,7 @@ class LibraryCollective:
 
 
 def join_library(name: str, messages: Collective, host: str) -> LibraryCollective:
-    """gloo or nccl group of the ranks of `messages`. `host`: address of rank 0, which selects a free port."""
+    """Joins the gloo or nccl group of all ranks. `host`: address of rank 0."""
     if messages.rank == 0:
         store = TCPStore(host, 0, messages.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         messages.broadcast(str(store.port).encode())
@@ -125,10 +122,9 @@ def join_library(name: str, messages: Collective, host: str) -> LibraryCollectiv
     return LibraryCollective(name, store, messages)
 
 
-def _backend(name: str, store: Store, messages: Collective) -> Backend:
+def _make_process_group(name: str, store: Store, messages: Collective) -> ProcessGroup:
     if name == "gloo":
-        return cast(Backend, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
-    # Present only in CUDA builds.
-    from torch._C._distributed_c10d import ProcessGroupNCCL
+        return cast(ProcessGroup, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only in CUDA builds
 
-    return cast(Backend, ProcessGroupNCCL(store, messages.rank, messages.world_size, ProcessGroupNCCL.Options()))
+    return cast(ProcessGroup, ProcessGroupNCCL(store, messages.rank, messages.world_size, ProcessGroupNCCL.Options()))

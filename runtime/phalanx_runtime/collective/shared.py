@@ -1,8 +1,7 @@
-"""Fragments between the ranks of one pod, through one file in shared memory.
+"""Exchanges fragments within a pod through a file in shared memory.
 
-Each rank has one outbox for all others and one per other rank: a ring of slots that it alone writes, a counter of posted
-fragments, and per reader a counter of read fragments. A writer sleeps on the counter while its ring is full, a reader while it is
-empty. The creator unlinks the file when all ranks have joined, so no file remains after any kind of exit.
+Each rank has an outbox for all others and one per other rank: a ring of slots, and counters of posted and read fragments. The
+creator unlinks the file when all ranks have joined.
 """
 
 import ctypes
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +25,14 @@ from torch import Tensor
 from phalanx_runtime.collective import proof
 from phalanx_runtime.errors import PeerLost
 
-# Waits on a word of shared memory with the kernel's futex. x86 only: its memory model keeps stores in order.
+# Futex waits. x86 only: its memory model keeps stores in order.
 
 _WAIT = 0
 _WAKE = 1
 _SYSCALL = {"x86_64": 202}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.syscall.restype = ctypes.c_long
-EVERYONE = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 
 
 class _Timespec(ctypes.Structure):
@@ -40,12 +40,12 @@ class _Timespec(ctypes.Structure):
 
 
 def has_futex() -> bool:
-    """Whether this machine supports waits on shared memory."""
+    """Whether this machine supports `Word`."""
     return platform.system() == "Linux" and platform.machine() in _SYSCALL
 
 
 class Word:
-    """Unsigned 32-bit counter in shared memory with one writer; it wraps around."""
+    """Unsigned 32-bit counter with one writer; wraps around."""
 
     __slots__ = ("_address", "_cell", "_number")
 
@@ -60,34 +60,34 @@ class Word:
         return self._cell.value
 
     def advance(self) -> None:
-        """Adds one and wakes waiters. Only the writer may call it, after writing the data."""
+        """Adds one and wakes waiters."""
         self._cell.value = (self._cell.value + 1) & 0xFFFFFFFF
-        _LIBC.syscall(*(self._number, self._address, _WAKE, EVERYONE, None, None, 0))
+        _LIBC.syscall(*(self._number, self._address, _WAKE, _ALL_WAITERS, None, None, 0))
 
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Returns when the counter differs from `seen`, after `timeout_s`, or spuriously: check the value again."""
+    def wait(self, value: int, timeout_s: float) -> None:
+        """Waits while the counter equals `value`; may return early."""
         limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        if _LIBC.syscall(*(self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)) == -1:
+        if _LIBC.syscall(*(self._number, self._address, _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)) == -1:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(code, f"futex: {os.strerror(code)}")
 
 
 FRAGMENT_BYTES = 1 << 20
-"""Longest fragment; larger tensors are split."""
+"""Maximum length of a fragment."""
 SLOTS = 2
 LINE = 64
 SPINS = 200
-"""Polls of a counter before sleeping, about 20 us: within a step the peer usually arrives in that time."""
-SLICE_S = 0.1
-"""Longest sleep before a check that the peer is alive, in seconds."""
-_HEAD = struct.Struct("<II")
+"""Polls of a counter before sleeping, about 20 us."""
+POLL_S = 0.1
+"""Interval of liveness checks."""
+_HEADER = struct.Struct("<II")
 _CARD = struct.Struct("<16s32s32sI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPod:
-    """Ranks of this pod in order, this rank, and the name, token and incarnation that identify the file."""
+    """Ranks of this pod and identity of their file."""
 
     ranks: Sequence[int]
     rank: int
@@ -98,15 +98,12 @@ class SharedPod:
 
     @property
     def path(self) -> Path:
-        """Path of the file until it is unlinked."""
+        """Path until unlinked."""
         return self.folder / f"phalanx-{self.name}"
 
 
 class _Layout:
-    """Offsets in the file: nonce, a card per rank, counters, slots. The kernel allocates only used slots.
-
-    Channel 0 of a writer is for all, channel 1 + r for member r.
-    """
+    """Offsets in the file. Channel 0 of a writer is for all, 1 + r for member r."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -117,31 +114,85 @@ class _Layout:
         self.total = self._slots + size * (size + 1) * SLOTS * self._slot_bytes
 
     def card(self, member: int) -> int:
-        """Offset of the member's identity and proof."""
+        """Nonce, proofs and process id."""
         return LINE + member * 128
 
     def counter(self, writer: int, channel: int, reader: int | None) -> int:
-        """Offset of the count of fragments that the writer posted (reader None) or the reader has read."""
+        """Counts posted fragments, or those that `reader` has read."""
         column = 0 if reader is None else 1 + reader
         return self._counters + ((writer * len(self.channels) + channel) * (self.size + 1) + column) * LINE
 
     def slot(self, writer: int, channel: int, number: int) -> int:
-        """Offset of a fragment."""
         return self._slots + ((writer * len(self.channels) + channel) * SLOTS + number % SLOTS) * self._slot_bytes
 
 
+class PodMemory(Protocol):
+    """Exchange with other ranks of the pod. Operations raise PeerLost."""
+
+    @property
+    def peers(self) -> list[int]:
+        """Other ranks of this pod."""
+        ...
+
+    def subgroup(self, ranks: Sequence[int], timeout_s: float) -> "PodMemory":
+        """Returns separate memory for `ranks` of this pod."""
+        ...
+
+    def post(self, to: int | None, fragment: Tensor, has_more: bool) -> None:
+        """Sends a uint8 fragment to one or all ranks. Blocks on a full ring."""
+        ...
+
+    def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
+        """Returns a peer's next fragment, valid until `release`, and whether more follows. `private`: not sent to all."""
+        ...
+
+    def release(self, rank: int, private: bool = False) -> None:
+        """Frees the last taken fragment's slot."""
+        ...
+
+    def close(self) -> None:
+        """Stops monitoring the peers."""
+        ...
+
+
+class EmptyPodMemory:
+    """`PodMemory` of a rank alone in its pod."""
+
+    @property
+    def peers(self) -> list[int]:
+        """Empty."""
+        return []
+
+    def subgroup(self, ranks: Sequence[int], timeout_s: float) -> PodMemory:
+        """Returns itself."""
+        return self
+
+    def post(self, to: int | None, fragment: Tensor, has_more: bool) -> None:
+        """Does nothing."""
+
+    def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
+        """Raises ValueError."""
+        raise ValueError(f"rank {rank} is not in this pod")
+
+    def release(self, rank: int, private: bool = False) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class SharedMemory:
-    """This rank's view of the pod's shared memory. Peers are identified by their rank in the group."""
+    """`PodMemory` of several ranks, freed with its last view."""
 
     def __init__(self, pod: SharedPod, timeout_s: float) -> None:
         self._pod = pod
         self._layout = _Layout(len(pod.ranks))
         self._index = {rank: index for index, rank in enumerate(pod.ranks)}
-        self._me = self._index[pod.rank]
-        self._memory, pids = _join(pod, self._layout, self._me, time.monotonic() + timeout_s)
+        self._own = self._index[pod.rank]
+        self._memory, pids = _join(pod, self._layout, self._own, time.monotonic() + timeout_s)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._alive: dict[int, int] = {}
-        self._poll, self._polling = select.poll(), threading.Lock()
+        self._pidfds: dict[int, int] = {}
+        self._poll, self._poll_lock = select.poll(), threading.Lock()
         for rank, pid in zip(pod.ranks, pids, strict=True):
             if rank != pod.rank:
                 self.watch(rank, pid)
@@ -151,125 +202,120 @@ class SharedMemory:
 
     @property
     def peers(self) -> list[int]:
-        """Other ranks of this pod."""
-        return list(self._alive)
+        """See `PodMemory`."""
+        return list(self._pidfds)
 
-    def part(self, ranks: Sequence[int], timeout_s: float) -> "SharedMemory | None":
-        """Separate memory for the given ranks that are in this pod; None if this is the only one. Raises PeerLost."""
-        near = [rank for rank in self._pod.ranks if rank in ranks]
-        if len(near) == 1:
-            return None
-        name = "-".join([self._pod.name, *map(str, near)])
-        return SharedMemory(replace(self._pod, ranks=near, name=name), timeout_s)
+    def subgroup(self, ranks: Sequence[int], timeout_s: float) -> PodMemory:
+        """See `PodMemory`."""
+        local = [rank for rank in self._pod.ranks if rank in ranks]
+        name = "-".join([self._pod.name, *map(str, local)])
+        return open_pod_memory(replace(self._pod, ranks=local, name=name), timeout_s)
 
-    def post(self, to: int | None, fragment: Tensor, more: bool) -> None:
-        """Writes a fragment, uint8 of at most FRAGMENT_BYTES, to the outbox for one rank or for all (None).
-
-        Blocks while the ring is full.
-        """
+    def post(self, to: int | None, fragment: Tensor, has_more: bool) -> None:
+        """See `PodMemory`."""
         channel = 0 if to is None else 1 + self._index[to]
-        posted = self._posted[self._me][channel]
+        posted = self._posted[self._own][channel]
         number = posted.value
         readers = self._index.values() if to is None else [self._index[to]]
         for reader in readers:
-            if reader != self._me:
-                counter = self._read[self._me][channel][reader]
-                while (number - (read := counter.value)) & 0xFFFFFFFF >= SLOTS:
-                    self._sleep(counter, read)
-        at = self._layout.slot(self._me, channel, number)
-        _HEAD.pack_into(self._memory, at, fragment.numel(), more)
-        start = at + LINE
+            if reader != self._own:
+                counter = self._read[self._own][channel][reader]
+                while (number - (num_read := counter.value)) & 0xFFFFFFFF >= SLOTS:
+                    self._sleep(counter, num_read)
+        offset = self._layout.slot(self._own, channel, number)
+        _HEADER.pack_into(self._memory, offset, fragment.numel(), has_more)
+        start = offset + LINE
         self._bytes[start : start + fragment.numel()].copy_(fragment)
         posted.advance()
 
     def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
-        """Next fragment of this peer, in place, and whether more of its message follows. `private`: sent to this rank only.
-
-        Valid until `release`.
-        """
-        writer, channel = self._index[rank], 1 + self._me if private else 0
-        posted, seen = self._posted[writer][channel], self._read[writer][channel][self._me].value
+        """See `PodMemory`."""
+        writer, channel = self._index[rank], 1 + self._own if private else 0
+        posted, num_read = self._posted[writer][channel], self._read[writer][channel][self._own].value
         for _ in range(SPINS):
-            if posted.value != seen:
+            if posted.value != num_read:
                 break
-        while posted.value == seen:
-            self._sleep(posted, seen)
-        at = self._layout.slot(writer, channel, seen)
-        length, more = _HEAD.unpack_from(self._memory, at)
-        start = at + LINE
-        return self._bytes[start : start + length], bool(more)
+        while posted.value == num_read:
+            self._sleep(posted, num_read)
+        offset = self._layout.slot(writer, channel, num_read)
+        length, has_more = _HEADER.unpack_from(self._memory, offset)
+        start = offset + LINE
+        return self._bytes[start : start + length], bool(has_more)
 
     def release(self, rank: int, private: bool = False) -> None:
-        """Returns the slot of the last taken fragment to its writer."""
-        self._read[self._index[rank]][1 + self._me if private else 0][self._me].advance()
+        """See `PodMemory`."""
+        self._read[self._index[rank]][1 + self._own if private else 0][self._own].advance()
 
     def close(self) -> None:
-        """Closes the peers' descriptors; the memory is freed with the last view of it."""
-        for descriptor in self._alive.values():
+        """See `PodMemory`."""
+        for descriptor in self._pidfds.values():
             os.close(descriptor)
-        self._alive.clear()
+        self._pidfds.clear()
 
     def watch(self, rank: int, pid: int) -> None:
-        """Monitors a peer's process: its exit means a lost peer."""
-        if rank in self._alive:
-            self._poll.unregister(self._alive[rank])
-            os.close(self._alive[rank])
+        """Monitors a peer's process. Raises PeerLost."""
+        if rank in self._pidfds:
+            self._poll.unregister(self._pidfds[rank])
+            os.close(self._pidfds[rank])
         try:
-            self._alive[rank] = os.pidfd_open(pid)
+            self._pidfds[rank] = os.pidfd_open(pid)
         except ProcessLookupError:
-            raise PeerLost(f"rank {rank} of this pod has ended") from None
-        self._poll.register(self._alive[rank], select.POLLIN)
+            raise PeerLost(f"rank {rank} of this pod has exited") from None
+        self._poll.register(self._pidfds[rank], select.POLLIN)
 
     def check_alive(self) -> None:
-        """Raises PeerLost if a rank of this pod has exited, also as a zombie."""
-        with self._polling:
-            gone = {descriptor for descriptor, _ in self._poll.poll(0)}
-        for rank, descriptor in self._alive.items():
-            if descriptor in gone:
-                raise PeerLost(f"rank {rank} of this pod has ended")
+        """Raises PeerLost if a rank has exited, even as a zombie."""
+        with self._poll_lock:
+            exited = {descriptor for descriptor, _ in self._poll.poll(0)}
+        for rank, descriptor in self._pidfds.items():
+            if descriptor in exited:
+                raise PeerLost(f"rank {rank} of this pod has exited")
 
-    def _sleep(self, word: Word, seen: int) -> None:
-        word.wait(seen, SLICE_S)
-        if word.value == seen:
+    def _sleep(self, word: Word, value: int) -> None:
+        word.wait(value, POLL_S)
+        if word.value == value:
             self.check_alive()
 
     def _word(self, writer: int, channel: int, reader: int | None) -> Word:
         return Word(self._memory, self._layout.counter(writer, channel, reader))
 
 
-def _join(pod: SharedPod, layout: _Layout, me: int, deadline: float) -> tuple[mmap.mmap, list[int]]:
-    """Shared memory and process ids of all members, once all have proved the token. Raises PeerLost at the deadline."""
-    if me == 0:
+def open_pod_memory(pod: SharedPod, timeout_s: float) -> PodMemory:
+    """Joins the pod's ranks. Raises PeerLost after `timeout_s`."""
+    return SharedMemory(pod, timeout_s) if len(pod.ranks) > 1 else EmptyPodMemory()
+
+
+def _join(pod: SharedPod, layout: _Layout, own: int, deadline: float) -> tuple[mmap.mmap, list[int]]:
+    """Returns memory and process ids of all members. Raises PeerLost at the deadline."""
+    if own == 0:
         return _create(pod, layout, deadline)
     while True:
         try:
             descriptor = os.open(pod.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            _pause(deadline, f"rank {pod.ranks[0]} made no shared memory")
+            _pause(deadline, f"rank {pod.ranks[0]} has not created shared memory")
             continue
         try:
             memory = _map(descriptor, layout)
             admitted = memory is not None and _enter(
-                pod, layout, me=me, memory=memory, deadline=deadline, inode=os.fstat(descriptor).st_ino
+                pod, layout, own=own, memory=memory, deadline=deadline, inode=os.fstat(descriptor).st_ino
             )
         finally:
             os.close(descriptor)
         if memory is not None and admitted:
             return memory, [_CARD.unpack_from(memory, layout.card(member))[3] for member in range(layout.size)]
-        _pause(deadline, f"rank {pod.ranks[0]} did not let rank {pod.rank} in")
+        _pause(deadline, f"rank {pod.ranks[0]} did not admit rank {pod.rank}")
 
 
 def _map(descriptor: int, layout: _Layout) -> mmap.mmap | None:
-    """The mapped file; None before its creator has set its size."""
     if os.fstat(descriptor).st_size < layout.total:
         return None
     return mmap.mmap(descriptor, layout.total)
 
 
 def _create(pod: SharedPod, layout: _Layout, deadline: float) -> tuple[mmap.mmap, list[int]]:
-    """Creates the file, admits every member that proves the token, and unlinks the file."""
     with suppress(FileNotFoundError):
-        os.unlink(pod.path)  # left by an earlier process with the same name
+        os.unlink(pod.path)  # left by an earlier process
     descriptor = os.open(pod.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         nonce = proof.make_nonce()
@@ -277,11 +323,11 @@ def _create(pod: SharedPod, layout: _Layout, deadline: float) -> tuple[mmap.mmap
         os.ftruncate(descriptor, layout.total)
         memory = mmap.mmap(descriptor, layout.total)
         _CARD.pack_into(*(memory, layout.card(0), b"", b"", b"", os.getpid()))
-        waiting = set(range(1, layout.size))
-        while waiting:
-            waiting -= {member for member in waiting if _admit(pod, layout, member, memory, nonce)}
-            if waiting:
-                _pause(deadline, f"ranks {[pod.ranks[member] for member in sorted(waiting)]} did not join the shared memory")
+        pending = set(range(1, layout.size))
+        while pending:
+            pending -= {member for member in pending if _admit(pod, layout, member, memory, nonce)}
+            if pending:
+                _pause(deadline, f"ranks {[pod.ranks[member] for member in sorted(pending)]} did not join the shared memory")
         memory[NONCE_END : NONCE_END + 1] = b"\1"
     finally:
         os.close(descriptor)
@@ -294,43 +340,42 @@ NONCE_END = proof.NONCE_BYTES
 
 
 def _admit(pod: SharedPod, layout: _Layout, member: int, memory: mmap.mmap, nonce: bytes) -> bool:
-    """Answers a valid proof of the member with the creator's proof; returns false while there is no valid one."""
-    at = layout.card(member)
-    theirs, given, _, pid = _CARD.unpack_from(memory, at)
+    """Answers a member's proof, if valid."""
+    card = layout.card(member)
+    member_nonce, received, _, pid = _CARD.unpack_from(memory, card)
     ranks = (pod.ranks[0], pod.ranks[member])
-    if not pid or not proof.is_equal_proof(given, proof.proof(pod.token, "join", pod.incarnation, ranks, nonce + theirs)):
+    nonces = nonce + member_nonce
+    if not pid or not proof.is_equal_proof(received, proof.proof(pod.token, "join", pod.incarnation, ranks, nonces)):
         return False
-    answer = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonce + theirs)
-    memory[at + 48 : at + 80] = answer
+    memory[card + 48 : card + 80] = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonces)
     return True
 
 
-def _enter(pod: SharedPod, layout: _Layout, me: int, memory: mmap.mmap, deadline: float, inode: int) -> bool:
-    """Proves the token to the creator. Returns false if the file belongs to a dead creator: its name refers to another file."""
-    at, ranks, mine = layout.card(me), (pod.ranks[0], pod.rank), proof.make_nonce()
-    nonces = memory[:NONCE_END] + mine
-    memory[at : at + 16] = mine
-    memory[at + 16 : at + 48] = proof.proof(pod.token, "join", pod.incarnation, ranks, nonces)
-    struct.pack_into("<I", memory, at + 80, os.getpid())
+def _enter(pod: SharedPod, layout: _Layout, own: int, memory: mmap.mmap, deadline: float, inode: int) -> bool:
+    """Authenticates to the creator; false if the file is stale."""
+    card, ranks, nonce = layout.card(own), (pod.ranks[0], pod.rank), proof.make_nonce()
+    nonces = memory[:NONCE_END] + nonce
+    memory[card : card + 16] = nonce
+    memory[card + 16 : card + 48] = proof.proof(pod.token, "join", pod.incarnation, ranks, nonces)
+    struct.pack_into("<I", memory, card + 80, os.getpid())
     expected = proof.proof(pod.token, "admit", pod.incarnation, ranks, nonces)
-    while not (proof.is_equal_proof(memory[at + 48 : at + 80], expected) and memory[NONCE_END]):
+    while not (proof.is_equal_proof(memory[card + 48 : card + 80], expected) and memory[NONCE_END]):
         if time.monotonic() >= deadline:
             return False
-        if not _still_named(pod.path, inode) and not proof.is_equal_proof(memory[at + 48 : at + 80], expected):
+        if not _is_current(pod.path, inode) and not proof.is_equal_proof(memory[card + 48 : card + 80], expected):
             return False
         time.sleep(0.002)
     return True
 
 
-def _still_named(path: Path, inode: int) -> bool:
+def _is_current(path: Path, inode: int) -> bool:
     try:
         return os.stat(path).st_ino == inode
     except FileNotFoundError:
         return False
 
 
-def _pause(deadline: float, why: str) -> None:
-    """Sleeps briefly. Raises PeerLost after the deadline."""
+def _pause(deadline: float, reason: str) -> None:
     if time.monotonic() >= deadline:
-        raise PeerLost(why)
+        raise PeerLost(reason)
     time.sleep(0.002)

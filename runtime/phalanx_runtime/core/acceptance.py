@@ -1,84 +1,86 @@
 """Acceptance rates of draft tokens by grade, per request, with the engine's rates as prior.
 
-A draft token counts once all before it in its branch were accepted. Its grade is its origin: for an n-gram match the number of
-agreeing tokens before it, for a draft model its level; and its rank among its siblings.
+    rate(grade) = (accepted + PRIOR * engine's rate) / (verified + PRIOR)       counts decay
 
-    rate(grade) = (accepted + PRIOR * rate of the engine) / (verified + PRIOR)       recent counts weigh more
+A token is verified if its parent was accepted. Its grade: its rank among siblings with the level of a draft or the length of an
+n-gram match.
 """
 
 from collections.abc import Callable, Collection, Sequence
 
 from phalanx_api.speculation import MAX_DEPTH
-from phalanx_runtime.core.draft_tree import OWN, levels, places
+from phalanx_runtime.core.draft_tree import ROOT, levels, sibling_ranks
 
 PRIOR = 4.0
-"""Weight of the engine's rate in a request's own, in verified tokens."""
-FIRST_SHARE = 0.5
-"""Rate of an unknown grade for the first sibling; each further sibling has half of it."""
-FADE_OF_REQUEST, FADE_OF_ENGINE = 0.9, 0.99
-"""Weight of a verified token relative to the next one."""
+"""Weight of the engine's rate, in verified tokens."""
+DEFAULT_RATE = 0.5
+"""Initial rate of the first sibling; halved for each further one."""
+REQUEST_DECAY, ENGINE_DECAY = 0.9, 0.99
+"""Decay of counts per verified token."""
 
 
 class AcceptanceRates:
-    """Accepted and verified tokens, by grade."""
+    """Counts by grade."""
 
-    __slots__ = ("_accepted", "_fade", "_looked")
+    __slots__ = ("_accepted", "_decay", "_verified")
 
-    def __init__(self, fade: float) -> None:
-        self._fade = fade
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
         self._accepted: dict[int, float] = {}
-        self._looked: dict[int, float] = {}
+        self._verified: dict[int, float] = {}
 
-    def add(self, grade: int, accepted: bool) -> None:
-        """Records one verified token."""
-        self._looked[grade] = self._fade * self._looked.get(grade, 0.0) + 1.0
-        self._accepted[grade] = self._fade * self._accepted.get(grade, 0.0) + accepted
+    def add(self, grade: int, is_accepted: bool) -> None:
+        """Counts one verified token."""
+        self._verified[grade] = self._decay * self._verified.get(grade, 0.0) + 1.0
+        self._accepted[grade] = self._decay * self._accepted.get(grade, 0.0) + is_accepted
 
-    def of(self, grade: int, before: float) -> float:
-        """Returns the rate of a grade, with `before` as prior."""
-        return (self._accepted.get(grade, 0.0) + PRIOR * before) / (self._looked.get(grade, 0.0) + PRIOR)
+    def rate(self, grade: int, prior_rate: float) -> float:
+        """Returns a grade's acceptance rate."""
+        return (self._accepted.get(grade, 0.0) + PRIOR * prior_rate) / (self._verified.get(grade, 0.0) + PRIOR)
 
 
 _MAGNITUDES = 8
-"""Above the largest number of agreeing tokens."""
+"""More than the bit length of `MAX_MATCH` plus levels."""
 
 
-def ngram_grade(agreed: int, place: int = 0) -> int:
-    """Returns the grade of an n-gram token: the magnitude of the number of agreeing tokens before it."""
-    return min(agreed.bit_length(), _MAGNITUDES - 1) + _MAGNITUDES * place
+def ngram_grade(num_matching: int, sibling_rank: int = 0) -> int:
+    """Returns the grade of an n-gram token, by the bit length of the match."""
+    return min(num_matching.bit_length(), _MAGNITUDES - 1) + _MAGNITUDES * sibling_rank
 
 
-def draft_grade(level: int, place: int = 0) -> int:
-    """Returns the grade of a drafted token: negative, to differ from n-gram grades."""
-    return -1 - level - MAX_DEPTH * place
+def draft_grade(level: int, sibling_rank: int = 0) -> int:
+    """Returns the grade of a drafted token, a negative number."""
+    return -1 - level - MAX_DEPTH * sibling_rank
 
 
-def _first_share(grade: int) -> float:
-    place = (-1 - grade) // MAX_DEPTH if grade < 0 else grade // _MAGNITUDES
-    return FIRST_SHARE / 2.0**place
+def _default_rate(grade: int) -> float:
+    sibling_rank = (-1 - grade) // MAX_DEPTH if grade < 0 else grade // _MAGNITUDES
+    return DEFAULT_RATE / 2.0**sibling_rank
 
 
-Share = Callable[[int], float]
-"""Acceptance rate by grade."""
+RateByGrade = Callable[[int], float]
 
 
-def acceptance_rate_of(own: AcceptanceRates, engine: AcceptanceRates) -> Share:
-    """Returns a request's rates with its engine's as prior."""
-    return lambda grade: own.of(grade, engine.of(grade, _first_share(grade)))
+def acceptance_rate_of(own: AcceptanceRates, engine: AcceptanceRates) -> RateByGrade:
+    """Returns a request's rates with the engine's as prior."""
+    return lambda grade: own.rate(grade, engine.rate(grade, _default_rate(grade)))
 
 
 def add_tree(
-    shares: AcceptanceRates, parents: Sequence[int], grades: Sequence[int], accepted: Sequence[int], unasked: Collection[int] = ()
+    rates: AcceptanceRates,
+    parents: Sequence[int],
+    grades: Sequence[int],
+    accepted: Sequence[int],
+    unverified: Collection[int] = (),
 ) -> None:
-    """Updates the rates: `accepted` succeeded, their rejected siblings and those of the request's own token failed, `unasked` are
-    ignored."""
-    taken = {OWN, *accepted}
+    """Counts `accepted` nodes and their rejected siblings, except `unverified` ones."""
+    verified_parents = {ROOT, *accepted}
     for node, (parent, grade) in enumerate(zip(parents, grades, strict=True)):
-        if parent in taken and node not in unasked:
-            shares.add(grade, node in taken)
+        if parent in verified_parents and node not in unverified:
+            rates.add(grade, node in verified_parents)
 
 
 def draft_grades(parents: Sequence[int]) -> list[int]:
-    """Returns the grades of drafted tokens of this shape."""
+    """Returns the grades of a drafted tree."""
     shape = tuple(parents)
-    return [draft_grade(level, place) for level, place in zip(levels(shape), places(shape), strict=True)]
+    return [draft_grade(level, rank) for level, rank in zip(levels(shape), sibling_ranks(shape), strict=True)]

@@ -1,18 +1,16 @@
-"""Admission of requests: on arrival (never fits, queue full) and at each step (a free row, and pages for the whole context).
+"""Admission: length and queue are checked on arrival, rows and pages at each step.
 
-    fits ever: prompt < max_model_len, and max_model_len never exceeds the pool (see `Limits.within`)
-    fits now:  free_rows > 0  and  free_pages >= pages(context) + running
+    starts if   free_rows > 0  and  free_pages >= pages(context) + running
 
-The last term leaves every running request one page to grow, so an admission forces no preemption in the next steps. Without other
-requests a request that fits ever fits now, which guarantees progress. Output length is not reserved.
+Each running request keeps a page to grow, so an admission forces no immediate preemption. Output is not reserved.
 """
 
 from dataclasses import dataclass, replace
 
 from phalanx_runtime.core.step_plan import PoolShape
 
-MORE_DRAWS = 32
-"""Logits rows of a step beyond one per request, for draft tokens."""
+EXTRA_LOGITS_ROWS = 32
+"""Logits rows of a step for draft tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +21,15 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int = 1024
-    """Requests in the queue."""
+    """Maximum queued requests."""
     long_prefill_tokens: int = 0
-    """Most tokens of one prompt in a step; 0: half of the prefill budget while other prompts need it, else all."""
+    """Maximum tokens of a prompt per step; 0: half of the prefill budget while prompts compete."""
     itl_target_s: float | None = None
-    """Longest step with running streams; without it prompts get all that fits."""
+    """Target time of a step with decodes; without it prefill fills each step."""
     plans_in_flight: int = 1
-    """Plans made before the first of them is committed."""
+    """Maximum plans in flight."""
     max_waiting_tokens: int | None = None
-    """Bound of the queue in uncomputed tokens, see `Scheduler.backlog_tokens`."""
+    """Maximum `Scheduler.backlog_tokens`."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "plans_in_flight"):
@@ -44,59 +42,52 @@ class Limits:
             )
 
     @property
-    def max_draws(self) -> int:
+    def max_logits_rows(self) -> int:
         """Maximum logits rows per step; sizes the logits buffer."""
-        return self.max_num_seqs + MORE_DRAWS
+        return self.max_num_seqs + EXTRA_LOGITS_ROWS
 
     def within(self, pool: PoolShape) -> "Limits":
-        """Returns these limits with max_model_len reduced to the whole pool, so that one request alone always fits."""
+        """Reduces `max_model_len` to the tokens of the pool."""
         return replace(self, max_model_len=min(self.max_model_len, pool.num_pages * pool.page_size))
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
-    """The request starts now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The request fits, but not now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """The request is rejected: HTTP status and code, and the tokens queued before a later try."""
+class Refusal:
+    """Rejection of a request."""
 
     status: int
+
     code: str
     message: str
     backlog_tokens: int | None = None
+    """Tokens to compute before a retry can succeed, if one can."""
 
 
-def fits_ever(num_prompt: int, limits: Limits) -> Admit | Refuse:
-    """Returns whether an empty engine could serve this prompt. The API server checks lengths too, but a router may know less."""
+def check_length(num_prompt: int, limits: Limits) -> Refusal | None:
+    """Returns a refusal if the prompt is empty or leaves no room for an output token.
+
+    The API server checks first (`openai.sampling.max_output_tokens`).
+    """
     if num_prompt == 0:
-        return Refuse(400, "empty_prompt", "the prompt has no tokens; at least one is needed")
+        return Refusal(400, "empty_prompt", "the prompt has no tokens; at least one is needed")
     if num_prompt >= limits.max_model_len:
-        return Refuse(
+        return Refusal(
             400,
             "context_length_exceeded",
             f"the prompt has {num_prompt} tokens; with one output token the limit is {limits.max_model_len}",
         )
-    return Admit()
+    return None
 
 
-def may_wait(waiting: int, backlog_tokens: int, limits: Limits) -> Wait | Refuse:
-    """Returns whether one more request may join the queue. An empty queue accepts a request of any length."""
-    if waiting >= limits.max_waiting:
-        return Refuse(429, "queue_full", f"{waiting} requests wait already", backlog_tokens)
-    if waiting and limits.max_waiting_tokens is not None and backlog_tokens >= limits.max_waiting_tokens:
-        return Refuse(429, "queue_full", f"requests with {backlog_tokens} tokens to compute wait already", backlog_tokens)
-    return Wait()
+def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusal | None:
+    """Returns a refusal if the queue is full. An empty queue accepts any length."""
+    if num_waiting >= limits.max_waiting:
+        return Refusal(429, "queue_full", f"{num_waiting} requests wait already", backlog_tokens)
+    if num_waiting and limits.max_waiting_tokens is not None and backlog_tokens >= limits.max_waiting_tokens:
+        return Refusal(429, "queue_full", f"requests with {backlog_tokens} tokens to compute wait already", backlog_tokens)
+    return None
 
 
-def fits_now(context_pages: int, free_pages: int, free_rows: int, running: int) -> Admit | Wait:
-    """Returns whether the first request of the queue may start in this step."""
-    if free_rows and free_pages >= context_pages + running:
-        return Admit()
-    return Wait()
+def can_start(context_pages: int, free_pages: int, free_rows: int, num_running: int) -> bool:
+    """Returns whether a waiting request may start."""
+    return free_rows > 0 and free_pages >= context_pages + num_running

@@ -1,49 +1,49 @@
-"""Shapes of draft trees: each draft token follows its parent, another draft token or the request's last own token.
+"""Shapes of draft trees: the parent of each draft token.
 
-    parents  -1  0  1  -1  3          own - 0 - 1 - 2
+    parents  -1  0  1  -1  3          root - 0 - 1 - 2
                                           \\ 3 - 4
 
-Parents precede their children; siblings are in order of probability. A chain is a tree with one child per node.
+Parents precede children; siblings are in order of probability.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-OWN = -1
-"""Parent of draft tokens right after the request's last own token."""
+ROOT = -1
+"""The request's last own token."""
 
 
 def chain(count: int) -> list[int]:
-    """Returns the parents of a chain of `count` tokens."""
-    return list(range(OWN, count - 1))
+    """Returns the parents of a chain."""
+    return list(range(ROOT, count - 1))
 
 
 def is_chain(parents: Sequence[int]) -> bool:
-    """Returns whether each token follows the one before."""
-    return all(parent == at - 1 for at, parent in enumerate(parents))
+    """Returns whether each token follows the previous one."""
+    return all(parent == node - 1 for node, parent in enumerate(parents))
 
 
 @lru_cache(maxsize=1024)
 def levels(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the depth of each token in its branch, from 0."""
+    """Returns the depth of each token, from 0."""
     found: list[int] = []
     for parent in parents:
-        found.append(0 if parent == OWN else found[parent] + 1)
+        found.append(0 if parent == ROOT else found[parent] + 1)
     return tuple(found)
 
 
 @lru_cache(maxsize=1024)
-def places(parents: tuple[int, ...]) -> tuple[int, ...]:
+def sibling_ranks(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the index of each token among its siblings."""
-    seen: dict[int, int] = {}
-    found = []
+    num_children: dict[int, int] = {}
+    ranks = []
     for parent in parents:
-        found.append(seen.get(parent, 0))
-        seen[parent] = found[-1] + 1
-    return tuple(found)
+        ranks.append(num_children.get(parent, 0))
+        num_children[parent] = ranks[-1] + 1
+    return tuple(ranks)
 
 
-def part(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Returns the parents of the kept tokens among themselves. kept: ascending, each with its parent."""
-    place_of = {OWN: OWN} | {node: place for place, node in enumerate(kept)}
-    return [place_of[parents[node]] for node in kept]
+def restrict_tree(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Returns the parents of the `kept` nodes, renumbered. `kept` is ascending and contains all parents."""
+    number_of = {ROOT: ROOT} | {node: number for number, node in enumerate(kept)}
+    return [number_of[parents[node]] for node in kept]

@@ -1,146 +1,208 @@
-"""State of one request in the engine: its tokens, and how many of them are computed.
+"""State of one request in the engine, divided by owner.
 
-There are no phases: a request has `len(tokens)` tokens, of which `computed` are in its pages. New, preempted, partly prefilled
-and decoding requests differ only in that difference; a sampled token is appended and makes it one again.
-
-    [0, num_prompt) prompt · [num_prompt, len(tokens)) output, tokens delivered by another group first
-    output index = position - num_prompt
+There are no phases: new, preempted, partly prefilled and decoding requests differ only in `len(tokens)` and `num_computed`.
 """
 
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys
-from phalanx_runtime.core.ngram import RequestSpeculation
+from phalanx_api.speculation import CHAIN, Method, Tree
+from phalanx_runtime.core.acceptance import REQUEST_DECAY, AcceptanceRates
+from phalanx_runtime.core.ngram import NgramProposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingHints:
-    """Inputs of the scheduling policy, in seconds. `arrived_s`: arrival at the router, or here."""
+    """Inputs of the scheduling policy."""
 
     priority: int = 0
     tenant: str = ""
     arrived_s: float = 0.0
+    """Arrival at the router, or here."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """State of one request.
-
-    tokens   |------- prompt -------|-- output --|        num_prompt <= len(tokens) <= max_len
-    computed |==============>             |               tokens in the pages; `farthest` (|): before a preemption
-    pages    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]               one for each page_size tokens
-    keyed    |=======>                                    pages offered to the prefix cache
-    sent     |================>                           pages that the ranks know
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParams:
+    """Parameters that are fixed on arrival."""
 
     handle: int
     epoch: int
     order: int
+    """Number of its arrival here."""
     sampling: wire.Sampling
     num_prompt: int
-    tokens: list[int]
     max_len: int
+    """Maximum number of tokens, prompt included."""
     stop_token_ids: frozenset[int]
-    computed: int = 0
-    row: int | None = None
-    pages: list[int] = field(default_factory=list)
-    """The ranks know [0, sent) of them; [0, keyed) are in the prefix cache, or were offered to it."""
-    gone: bool = False
-    """It ended or was aborted."""
-    wishes: SchedulingHints = SchedulingHints()
-    keys: PrefixKeys | None = None
-    keyed: int = 0
-    is_chained: bool = True
-    """All pages in [0, keyed) have a key; false once another page had the key."""
-    sent: int = 0
-    in_flight: bool = False
-    farthest: int = 0
-    """Highest value of `computed`: tokens before it are recomputed after a preemption."""
-    cached_tokens: int = 0
-    lapsed_s: float | None = None
-    """When its deadline passed."""
-    told: int = 0
-    """Prompt tokens whose logprobs were sent; they are not sent again after a preemption."""
-    has_drawn: bool = False
-    """A token was sampled here; `cached_tokens` is final."""
-    is_frozen: bool = False
-    """It gets no further step for now, and keeps pages and row."""
-    is_held: bool = False
-    """Arrived by a move and waits for its grammar: frozen until `release`."""
-    alone: bool = False
+    runs_alone: bool
     """It shares no step with other requests."""
-    num_losses: int = 0
-    """Number of preemptions."""
-    found: int = 0
+    hints: SchedulingHints
+    seniority: tuple[float, int] = field(init=False)
+    """Sorts by arrival; unique."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seniority", (self.hints.arrived_s, self.order))
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestPages:
+    """Pages, written by `PrefixSharing` and the writers named below.
+
+    ids    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]
+    keyed  |=======>                             offered to the prefix cache
+    sent   |================>                    known to the ranks
+    """
+
+    keys: PrefixKeys
+    ids: list[int] = field(default_factory=list)
+    """`Composer` and `Speculator` append, `Speculator` removes."""
+    num_keyed: int = 0
+    is_chained: bool = True
+    """All keyed pages have their key; false once another page had one already."""
+    found_tokens: int = 0
     """Tokens in pages found by key."""
+    cached_tokens: int = 0
+    """Prompt tokens that others computed; final once `has_sampled`."""
+    num_sent: int = 0
+    """`StepBuilder` advances, `Speculator` reduces it."""
+    must_truncate: bool = False
+    """The ranks must drop pages after `num_sent`. Same writers."""
+    misplaced: list[int] = field(default_factory=list)
+    """Slots of the last computed tokens, accepted in a tree, until the next step copies them into place. `Scheduler` writes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulingState:
+    """Written by the package `scheduling`."""
+
     waits_since_s: float = 0.0
-    """Start of its last wait for a row."""
-    proposing: RequestSpeculation | None = None
-    """State of its speculation."""
-    is_cut: bool = False
-    """Pages known to the ranks were freed: the ranks must drop those after `sent`."""
-    strays: list[int] = field(default_factory=list)
-    """Slots of the last `computed` tokens, accepted branches of a tree; the next step copies them to their positions."""
+    """Start of the last wait for a row."""
+    deadline_missed_s: float | None = None
+    """Set by the `Deadline` policy."""
+    awaits_grammar: bool = False
+    """A moved request stays frozen until its grammar is compiled."""
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class DeliveryState:
+    """Written by `Scheduler.commit`."""
+
+    num_prompt_details: int = 0
+    """Prompt tokens with delivered logprobs."""
+    has_sampled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSpeculation:
+    """Written by the package `speculation`. The default is no speculation."""
+
+    method: Method = "none"
+    max_tokens: int = 0
+    """Per step."""
+    tree: Tree = CHAIN
+    ngrams: NgramProposer = field(default_factory=NgramProposer)
+    rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(REQUEST_DECAY))
+    num_drafted_pages: int = 0
+    """Leading pages with the draft model's KV in all slots."""
+    last_step: int = 0
+    """Last one with draft tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One request: the fields that every step uses, and a record per owner.
+
+    tokens        |------- prompt -------|-- output --|        num_prompt <= len(tokens) <= max_len
+    num_computed  |==============>      |                      `max_computed` (|): before a preemption
+    """
+
+    params: RequestParams
+    tokens: list[int]
+    """`Scheduler` appends."""
+    num_computed: int = 0
+    """`Scheduler` and, for found tokens, `PrefixSharing` advance it."""
+    max_computed: int = 0
+    """Highest `num_computed` so far: below it tokens are recomputed."""
+    row: int | None = None
+    """`RunningSet` assigns it while the request runs."""
+    in_flight: bool = False
+    """`StepBuilder` sets, `Scheduler` clears it."""
+    has_ended: bool = False
+    """Finished or aborted; `Scheduler` sets it."""
+    is_frozen: bool = False
+    """In no step, but keeps pages and row; `Scheduler` sets it."""
+    pages: RequestPages
+    scheduling: SchedulingState = field(default_factory=SchedulingState)
+    delivery: DeliveryState = field(default_factory=DeliveryState)
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
 
     @property
-    def seniority(self) -> tuple[float, int]:
-        """Order of arrival, here or at an earlier group: the smallest came first. All differ."""
-        return self.wishes.arrived_s, self.order
+    def num_in_place(self) -> int:
+        """Computed tokens in their own slots, so they can be shared and moved."""
+        return self.num_computed - len(self.pages.misplaced)
 
     @property
-    def placed(self) -> int:
-        """Tokens in their own slots: others may read them, and they may move."""
-        return self.computed - len(self.strays)
-
-    @property
-    def missing(self) -> int:
-        """Tokens not computed yet."""
-        return len(self.tokens) - self.computed
+    def num_uncomputed(self) -> int:
+        """Tokens still to compute."""
+        return len(self.tokens) - self.num_computed
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far, also those delivered by another group; also the index of the next one."""
-        return len(self.tokens) - self.num_prompt
+        """Output tokens, those of other groups included; index of the next one."""
+        return len(self.tokens) - self.params.num_prompt
 
     @property
     def outstanding_tokens(self) -> int:
         """Uncomputed tokens plus output tokens still allowed."""
-        return self.max_len - self.computed
+        return self.params.max_len - self.num_computed
 
-    def finish(self) -> wire.FinishReason | None:
-        """Returns why the request ends after its last output token, if it does."""
-        output = len(self.tokens) - self.num_prompt
-        if output and output >= self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
+    @property
+    def remaining_output(self) -> int:
+        """Output tokens still allowed."""
+        return self.params.max_len - len(self.tokens)
+
+    def finish_reason(self) -> wire.FinishReason | None:
+        """Returns the reason if the last token ends the request."""
+        tokens, params = self.tokens, self.params
+        num_output = len(tokens) - params.num_prompt
+        if num_output and num_output >= params.sampling.min_tokens and tokens[-1] in params.stop_token_ids:
             return "stop"
-        return "length" if len(self.tokens) >= self.max_len else None
+        return "length" if len(tokens) >= params.max_len else None
 
 
-def make_request(handle: int, order: int, asked: wire.Request, max_model_len: int, now: float = 0.0) -> Request:
-    """Returns the state of a new request. Its length ends at max_tokens or at the model's limit."""
-    sampling = asked.sampling
-    return Request(
+def make_request(
+    handle: int, order: int, submitted: wire.Request, max_model_len: int, *, keys: PrefixKeys, now: float = 0.0
+) -> Request:
+    """Returns the state of a new request."""
+    sampling = submitted.sampling
+    params = RequestParams(
         handle=handle,
-        epoch=asked.epoch,
+        epoch=submitted.epoch,
         order=order,
         sampling=sampling,
-        num_prompt=len(asked.prompt),
-        tokens=asked.prompt + asked.delivered,
-        max_len=min(len(asked.prompt) + sampling.max_tokens, max_model_len),
+        num_prompt=len(submitted.prompt),
+        max_len=min(len(submitted.prompt) + sampling.max_tokens, max_model_len),
         stop_token_ids=frozenset(sampling.stop_token_ids),
-        alone=asked.alone,
-        wishes=SchedulingHints(
-            priority=asked.priority,
-            tenant=asked.tenant,
-            arrived_s=now - asked.waited_ms / 1e3,
-            ttft_s=_seconds(asked.ttft_target_ms),
-            tpot_s=_seconds(asked.tpot_target_ms),
-            deadline_s=_seconds(asked.deadline_ms),
+        runs_alone=submitted.alone,
+        hints=SchedulingHints(
+            priority=submitted.priority,
+            tenant=submitted.tenant,
+            arrived_s=now - submitted.waited_ms / 1e3,
+            ttft_s=_seconds(submitted.ttft_target_ms),
+            tpot_s=_seconds(submitted.tpot_target_ms),
+            deadline_s=_seconds(submitted.deadline_ms),
         ),
-        waits_since_s=now,
+    )
+    return Request(
+        params=params,
+        tokens=submitted.prompt + submitted.delivered,
+        pages=RequestPages(keys=keys),
+        scheduling=SchedulingState(waits_since_s=now),
     )
 
 
@@ -148,12 +210,12 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def is_penalised(sampling: wire.Sampling) -> bool:
+def has_penalties(sampling: wire.Sampling) -> bool:
     """Returns whether any penalty changes logits."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def needs_history(sampling: wire.Sampling) -> bool:
-    """Returns whether sampling depends on earlier tokens other than through the model, or their logprobs are requested."""
-    told = sampling.prompt_logprobs is not None
-    return is_penalised(sampling) or told or bool(sampling.bad_words) or sampling.grammar is not None
+    """Returns whether the sampling rank needs earlier tokens, for sampling or prompt logprobs."""
+    has_prompt_logprobs = sampling.prompt_logprobs is not None
+    return has_penalties(sampling) or has_prompt_logprobs or bool(sampling.bad_words) or sampling.grammar is not None

@@ -1,7 +1,6 @@
-"""The contract between the scheduler and the ranks: the work of one step and its result.
+"""The contract between scheduler and ranks: the work of one step and its result.
 
-A rank keeps the page table and the sampling parameters of each row; a plan has differences only. The sampling rank samples the
-tokens, rank 0 receives them, and a later plan carries them.
+A rank keeps page table and sampling parameters of each row; a plan contains changes.
 """
 
 import msgspec
@@ -10,48 +9,46 @@ from phalanx_api import wire
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row starts with a new request; its former state is dropped."""
+    """Assigns a row to a new request, and drops the row's state."""
 
     row: int
     sampling: wire.Sampling
     num_prompt: int = 0
     history: list[int] = []
-    """All tokens of the request, prompt first, if sampling depends on them (penalties, bad words, grammar) or prompt logprobs are
-    requested; else empty. The sampling rank adds later tokens itself."""
+    """All tokens so far, if `core.request.needs_history`; else empty. The sampling rank appends later ones."""
 
 
-class Growth(msgspec.Struct, frozen=True, array_like=True):
-    """Bounds of a tree whose shape the proposer chooses, most probable draft tokens first."""
+class TreeBounds(msgspec.Struct, frozen=True, array_like=True):
+    """Bounds of a draft tree with a shape that the proposer chooses."""
 
     widths: list[int]
-    """Most children per node, by level from the request's own token; deeper levels have one."""
+    """Maximum children per node, by level; 1 at deeper levels."""
     levels: int
-    """Most draft tokens in a branch, which is the number of draft passes."""
+    """Maximum branch length; the number of draft passes."""
 
 
-class Path(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Draft tokens of one request: the last `depth` of the tokens that it computes in this step.
+class DraftPath(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Draft tokens of one request: the last `depth` tokens that it computes.
 
-    Draft token p has the slot of position q + p, where the request's own tokens end before q, and the position q + its level; it
-    attends to the request's own tokens and to its branch.
+    With own tokens before q, draft token p has the slot of position q + p and the position q + its level, and attends to the own
+    tokens and its branch.
     """
 
     request: int
     """Index into `rows`."""
     depth: int
     is_drafted: bool = False
-    """The plan has a 0 for each draft token; the proposer of the first stage fills them in."""
+    """The plan has zeros, which the proposer of the first stage replaces."""
     parents: list[int] = []
-    """Shape of the tree, see `core.draft_tree`; empty for a chain."""
-    growth: Growth | None = None
-    """The proposer also fills in the shape."""
+    """See `core.draft_tree`; empty for a chain."""
+    tree_bounds: TreeBounds | None = None
+    """Set if the proposer also chooses the shape."""
 
 
-class CatchUp(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request that a draft model backfills in this step, from position `start` on; it has all before.
+class DraftBackfill(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one request that a draft model lacks and computes in this step; it has all before `start`.
 
-    For a request with a drafted path they end before its own tokens, which the draft model computes as well; else they may end
-    anywhere up to the end of these.
+    They may include the request's tokens of this step, except those of a drafted path, which the draft model computes anyway.
     """
 
     request: int
@@ -61,87 +58,83 @@ class CatchUp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only=True):
-    """One forward pass over packed tokens. rows, starts, counts and pages are parallel; a row appears at most once."""
+    """One forward pass over packed tokens. `rows`, which are unique, `starts`, `counts` and `pages` are parallel."""
 
     step: int
     admitted: list[NewRow]
     rows: list[int]
     starts: list[int]
-    """Tokens in the row's pages."""
+    """Computed tokens of each row."""
     counts: list[int]
-    """Tokens that the row computes."""
+    """Tokens to compute."""
     pages: list[list[int]]
-    """Pages appended to the row's page table before the pass."""
+    """Pages to append to the row's page table before the pass."""
     tokens: list[int]
-    """Packed ids, sum(counts) of them."""
+    """Packed, sum(counts) of them."""
     draws: list[tuple[int, int]]
-    """Pairs (i, j): sample output index j of request i (an index into `rows`) from the logits of its last computed token."""
+    """(i, j): sample output index j of request i from the logits of its last computed token."""
     copies: list[tuple[int, int]] = []
-    """Pairs (from, to) of pages, copied in this order before the pass."""
-    paths: list[Path] = []
-    """Requests with draft tokens, each with a draw (i, j), in the order of the draws. Index j is sampled at the last own token, j
-    + 1 at the draft token that equals the sampled one, and so on, until no draft token matches."""
-    cuts: list[tuple[int, int]] = []
-    """Pairs (i, n): the row keeps the first n pages of its table before `pages[i]` are appended; the others were for rejected
+    """(source, target): pages to copy in this order before the pass."""
+    paths: list[DraftPath] = []
+    """In the order of their draws (i, j): index j is sampled at the last own token, j + 1 at the draft token equal to that
+    sample, and so on until no draft token matches."""
+    truncations: list[tuple[int, int]] = []
+    """(i, n): before `pages[i]` are appended, request i keeps the first n pages of its table; the rest was for rejected
     tokens."""
-    strays: list[tuple[int, list[int]]] = []
-    """Pairs (i, positions): the contents of these slots of row i belong right before `starts[i]`, in this order, and are copied
-    there before the pass: accepted tokens of a tree."""
-    catch_ups: list[CatchUp] = []
-    """At most one per request. A draft model computes these tokens and those of drafted paths, and no others."""
+    relocations: list[tuple[int, list[int]]] = []
+    """(i, positions): slots of accepted tree tokens, copied to those right before `starts[i]` before the pass."""
+    backfills: list[DraftBackfill] = []
+    """At most one per request. A draft model computes only these and drafted paths."""
 
     @property
     def depths(self) -> list[int]:
-        """Number of draft tokens of each draw, parallel to `draws`."""
+        """Number of draft tokens of each draw."""
         depth_of = {path.request: path.depth for path in self.paths}
         return [depth_of.get(request, 0) for request, _ in self.draws]
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_only=True):
-    """Sampled tokens and the results of draft tokens. `tokens` is parallel to the plan's `draws`."""
+    """Sampled tokens and verified draft tokens. A draw is an index into the plan's `draws`."""
 
     step: int
     tokens: list[int]
+    """Of all draws, in order."""
     details: list[wire.TokenDetail | None] = []
-    """Logprobs, parallel to `tokens`; empty if no request asked for them."""
-    ended: list[int] = []
-    """Positions in `draws` whose request is complete by its grammar."""
+    """Logprobs, parallel to `tokens`; empty if not requested."""
+    complete: list[int] = []
+    """Draws that complete their request's grammar with the last token."""
     prompt_details: list[tuple[int, int, list[wire.TokenDetail]]] = []
-    """(i, start, details of the prompt tokens from `start` on) for request i of the plan."""
+    """(i, start, logprobs of prompt tokens from `start` on) of request i."""
     failed: list[tuple[int, str]] = []
-    """Positions in `draws` where no token could be sampled (the value in `tokens` is invalid), with the reason for the client.
-    Only such a request ends."""
-    over: list[int] = []
-    """Positions whose request was complete by its grammar before this step; no token was sampled."""
-    runs: list[int] = []
-    """With paths: draw d gave `runs[d]` tokens, at least one, at consecutive output indexes; tokens and details are concatenated.
-    Empty if each draw gave one. `ended`, `failed` and `over` then refer to the last token of the draw."""
+    """(draw, reason for the client): no token could be sampled, so the request ends; the value is invalid."""
+    already_complete: list[int] = []
+    """Draws with a grammar that was complete before; the value is invalid."""
+    run_lengths: list[int] = []
+    """Number of tokens of each draw, at consecutive output indices; empty if one each."""
     draft_s: float = 0.0
-    """Time of the draft passes."""
-    lost: str = ""
-    """Why the ranks can no longer draft."""
-    taken: list[tuple[int, list[int]]] = []
-    """Pairs (d, accepted draft tokens) where they are not the first ones."""
+    """Time of draft passes."""
+    draft_failure: str = ""
+    """Reason if the ranks can no longer draft."""
+    accepted: list[tuple[int, list[int]]] = []
+    """(draw, accepted nodes), if they are not the first nodes."""
     shapes: list[list[int]] = []
-    """Parents of the draft tokens of each path with `growth`, in order."""
+    """Parents of each path with `tree_bounds`, in order."""
     undrafted: list[tuple[int, list[int]]] = []
-    """(p, draft positions) of the p-th drafted path for which there was no token."""
+    """(p, nodes without a token) of drafted path p."""
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):
-    """Page pool as measured by rank 0 at its start."""
+    """Size of the page pool."""
 
     num_pages: int
     page_size: int
 
 
-# Grammar compilation on the sampling rank, where that is not rank 0, so that no step compiles a grammar.
-#     CompileOrder    rank 0 -> sampling rank    among the plans; compiled in a thread
-#     CompileResult   sampling rank -> rank 0    among the results; the grammar is kept until its number is dropped
+# Grammar compilation in a thread of a sampling rank that is not rank 0.
 
 
 class CompileOrder(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
-    """Compile and keep this grammar; drop those of the numbers in `dropped`."""
+    """Compile and keep this grammar; drop those in `dropped`."""
 
     number: int
     grammar: wire.Grammar
@@ -149,8 +142,9 @@ class CompileOrder(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
 
 
 class CompileResult(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
-    """The grammar is compiled; or `why` it is not. `is_bug`: an internal error; see the log of the sampling rank."""
+    """Result of a compilation; `why` is empty on success."""
 
     number: int
     why: str = ""
     is_bug: bool = False
+    """An internal error, logged by the sampling rank."""

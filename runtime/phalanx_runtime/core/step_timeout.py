@@ -1,25 +1,23 @@
-"""Bounds the time of a step before it counts as hung.
+"""Time after which a step counts as hung.
 
-    bound = max(10 s, 5 x expected)      expected: by the fitted step-time function (`phalanx_api.cost`), before the fit the
-                                         longest of recent steps of the same form
+    timeout = max(10 s, 5 x expected)      expected: by the cost model; before its fit, the longest recent step of the form
 
-Steps of one form have a similar number of tokens and a similar context. The first steps of a form may compile kernels or touch
-memory for the first time, so their bound is at least `FIRST_BOUND_S`, or `NEW_FORM_BOUND_S` after the fit. Pure: times are
-arguments.
+A form is a magnitude of tokens and context. Its first steps may compile kernels, so they have a minimum.
 """
 
 from dataclasses import dataclass
 
-from phalanx_api.cost import hung_after_s
+from phalanx_api.cost import hang_timeout_s
 from phalanx_runtime.core.step_plan import StepPlan
 
 FIRST_BOUND_S = 300.0
-"""Bound of a form's first steps before the fit: a hang is detected late, a compilation is not taken for a hang."""
+"""Minimum before the fit."""
 NEW_FORM_BOUND_S = 60.0
-"""The same after the fit: the process and its libraries are warm."""
+"""Minimum after the fit."""
 ENOUGH_STEPS = 3
-FADE = 0.95
-"""Decay per step of a form's longest time: one slow step is forgotten after some dozens."""
+"""Steps after which the minimum ends."""
+DECAY = 0.95
+"""Decay of a form's longest time per step."""
 
 Form = tuple[int, int]
 
@@ -31,29 +29,29 @@ def form_of(plan: StepPlan) -> Form:
 
 
 @dataclass(slots=True)
-class _Seen:
-    steps: int = 0
+class _FormTimes:
+    num_steps: int = 0
     longest_s: float = 0.0
 
 
 class StepTimes:
-    """Times of past steps, by form."""
+    """Times of past steps by form."""
 
     def __init__(self) -> None:
-        self._seen: dict[Form, _Seen] = {}
+        self._times: dict[Form, _FormTimes] = {}
 
     def bound_s(self, form: Form, expected_s: float | None = None) -> float:
-        """Returns the seconds after which a step of this form counts as hung. `expected_s`: by the fitted function, if fitted."""
-        seen = self._seen.get(form)
+        """Returns the timeout of a step. `expected_s`: time by the cost model, once fitted."""
+        times = self._times.get(form)
         first_s = FIRST_BOUND_S if expected_s is None else NEW_FORM_BOUND_S
-        if expected_s is None and seen is not None:
-            expected_s = seen.longest_s
-        bound_s = hung_after_s(expected_s)
-        is_known = seen is not None and seen.steps >= ENOUGH_STEPS
+        if expected_s is None and times is not None:
+            expected_s = times.longest_s
+        bound_s = hang_timeout_s(expected_s)
+        is_known = times is not None and times.num_steps >= ENOUGH_STEPS
         return bound_s if is_known else max(first_s, bound_s)
 
-    def took(self, form: Form, wall_s: float) -> None:
-        """Records the time of a step of this form."""
-        seen = self._seen.setdefault(form, _Seen())
-        seen.steps += 1
-        seen.longest_s = max(wall_s, FADE * seen.longest_s)
+    def record(self, form: Form, wall_s: float) -> None:
+        """Records the time of a finished step."""
+        times = self._times.setdefault(form, _FormTimes())
+        times.num_steps += 1
+        times.longest_s = max(wall_s, DECAY * times.longest_s)

@@ -1,1 +1,1 @@
-"""The engine loop of rank 0, and its client in the HTTP process."""
+"""Engine loop of rank 0, and its client."""

@@ -1,4 +1,4 @@
-"""Backend of the API server over the local engine: one mailbox per request, filled by the engine client.
+"""Backend of the API server over the local engine.
 
 Queued tokens leave as one delta: a slow reader gets longer deltas, not a longer queue.
 """
@@ -12,13 +12,11 @@ from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableSt
 from phalanx_runtime.engine.client import RESTART_RETRY_S, EngineClient
 
 KEEP_ALIVE_S = 10.0
-"""Seconds of silence after which a stream gets a keep-alive. Proxies commonly disconnect after 30 s or 60 s."""
+"""Proxies commonly disconnect after 30 s or 60 s of silence."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Mailbox:
-    """Events of one request that its reader has not taken yet."""
-
     index: int
     tokens: list[int] = field(default_factory=list)
     details: list[wire.TokenDetail | None] = field(default_factory=list)
@@ -36,7 +34,6 @@ class _Mailbox:
             self.reader.set_result(None)
 
     def take(self) -> Delta:
-        """Takes all queued tokens as one delta."""
         reason = None if self.finished is None else self.finished.reason
         delta = Delta(
             index=self.index,
@@ -53,7 +50,6 @@ class _Mailbox:
         return delta
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns on a wake-up or after the timeout."""
         loop = asyncio.get_running_loop()
         self.reader = loop.create_future()
         timer = loop.call_later(timeout_s, self.wake)
@@ -65,7 +61,7 @@ class _Mailbox:
 
 
 class LocalBackend:
-    """Implements `phalanx_frontend.backend.Backend`, and is a sink of the engine client."""
+    """Implements `Backend` and `RequestSink`."""
 
     def __init__(self, client: EngineClient, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self._client = client
@@ -74,7 +70,7 @@ class LocalBackend:
         client.subscribe(self._state_changed)
 
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
-        """Deltas in index order; the last has `finish`. Closing the generator early aborts the request."""
+        """Yields deltas in index order; closing the generator aborts the request."""
         mailbox = _Mailbox(index=len(request.delivered))
         handle = self._client.submit(request, self)
         self._mailboxes[handle] = mailbox
@@ -96,23 +92,23 @@ class LocalBackend:
             self._client.abort([handle])
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
-        """Returns no streams: local streams end with their connection; only routers have journals."""
+        """Returns no streams: only routers have journals."""
         return {}
 
     async def wait_for_assets(self) -> None:
-        """Returns at once: the local backend has no cold start."""
+        """Returns at once: no cold start."""
 
     def assets(self) -> wire.Assets:
-        """Model assets for the API server."""
+        """Model assets."""
         return self._client.assets()
 
     def not_ready(self) -> str | None:
-        """Reason no request can be served now, or None."""
+        """Reason, if no request can be served."""
         state = self._client.state()
         return None if state.serving else state.reason
 
     def tokens(self, frame: wire.Tokens) -> None:
-        """Adds each token to its request's mailbox."""
+        """Queues tokens."""
         mailboxes = self._mailboxes
         for handle, token in zip(frame.handles, frame.tokens, strict=True):
             mailbox = mailboxes[handle]
@@ -120,10 +116,10 @@ class LocalBackend:
             mailbox.wake()
         if frame.details:
             for handle, detail in zip(frame.handles, frame.details, strict=True):
-                if detail is not None:  # either all tokens of a request have details or no token has
+                if detail is not None:
                     mailboxes[handle].details.append(detail)
-        for told in frame.prompt_details:  # no wake-up: they leave with the first token
-            mailboxes[told.handle].prompt_details.extend(told.details)
+        for prompt in frame.prompt_details:  # they leave with the first token
+            mailboxes[prompt.handle].prompt_details.extend(prompt.details)
         for cached in frame.cached:
             mailboxes[cached.handle].cached_tokens = cached.cached_tokens
         for finished in frame.finished:
@@ -133,19 +129,19 @@ class LocalBackend:
             mailbox.wake()
 
     def refused(self, frame: wire.Refused) -> None:
-        """Ends one request with the engine's error."""
+        """Ends a request with an error."""
         self._fail(self._mailboxes[frame.handle], frame.status, frame.code, frame.message, frame.retry_after_s)
 
     def _state_changed(self) -> None:
-        """Fails the requests that the engine has dropped. While the group drains, running ones continue."""
+        """Fails the requests that the client has dropped."""
         state = self._client.state()
         if state.serving:
             return
-        stops = self._client.stops
-        if stops is None:
+        stop_reason = self._client.stop_reason
+        if stop_reason is None:
             code, message = "group_restarting", f"the group lost its engine: {state.reason}"
         else:
-            code, message = "shutting_down", stops if stops == state.reason else f"{stops}: {state.reason}"
+            code, message = "shutting_down", stop_reason if stop_reason == state.reason else f"{stop_reason}: {state.reason}"
         for handle, mailbox in self._mailboxes.items():
             if not self._client.has(handle):
                 self._fail(mailbox, 503, code, message, RESTART_RETRY_S)

@@ -1,4 +1,4 @@
-"""Relay of move frames between links and engine: each report goes to the link that ordered the move.
+"""Relay of move frames between links and engine.
 
 A move is registered from Prepare or MoveOut until MoveFailed, or until its router sends Submit, Cancel, Release or Thaw.
 """
@@ -9,71 +9,70 @@ from phalanx_api import moves, wire
 
 MoveOrder = wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
 MoveReport = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed
-Hear = Callable[[MoveReport], None]
-HearRescue = Callable[[moves.AskRescue], None]
+ReportHandler = Callable[[MoveReport], None]
+RescueHandler = Callable[[moves.RescueRequest], None]
 
 
 class MoveRelay:
-    """Relay of one engine client. `send` passes a frame to the engine, if there is one. Handles are the engine's.
+    """Passes each report to the link that ordered the move."""
 
-    let_go: ends a request that now runs in another group, whatever the state of its move.
-    """
-
-    def __init__(self, send: Callable[[MoveOrder], None], let_go: Callable[[int], None]) -> None:
+    def __init__(self, send: Callable[[MoveOrder], None], end_request: Callable[[int], None]) -> None:
+        """`end_request` is called when another group runs the request."""
         self._send = send
-        self._let_go = let_go
-        self._leaving: dict[str, int] = {}
+        self._end_request = end_request
+        self._outgoing: dict[str, int] = {}
         """Request of each outgoing move."""
-        self._hears: dict[str, Hear] = {}
-        self._rescues: list[HearRescue] = []
+        self._handlers: dict[str, ReportHandler] = {}
+        self._rescue_handlers: list[RescueHandler] = []
 
-    def order(self, frame: MoveOrder, hear: Hear) -> None:
-        """Sends a router's frame to the engine; `hear` receives the reports of a move that the frame starts."""
+    def order(self, frame: MoveOrder, on_report: ReportHandler) -> None:
+        """Sends a router's order; registers a started move."""
         if isinstance(frame, wire.Prepare | moves.MoveOut):
-            self._hears.setdefault(frame.move, hear)
+            self._handlers.setdefault(frame.move, on_report)
         if isinstance(frame, moves.MoveOut):
-            self._leaving[frame.move] = frame.handle
+            self._outgoing[frame.move] = frame.handle
         self._send(frame)
-        if isinstance(frame, moves.Release) and frame.move in self._leaving:
-            self._let_go(self._leaving[frame.move])
+        if isinstance(frame, moves.Release) and frame.move in self._outgoing:
+            self._end_request(self._outgoing[frame.move])
         if isinstance(frame, moves.Thaw | moves.Release | moves.Cancel):
-            self.over(frame.move)
+            self.unregister(frame.move)
 
-    def stay(self, handle: int) -> None:
-        """Cancels the moves of a request that another router has adopted; a late Release does not end the request."""
-        for move in [move for move, leaving in self._leaving.items() if leaving == handle]:
+    def cancel_outgoing(self, handle: int) -> None:
+        """Cancels the moves of an adopted request; a late Release does not end it."""
+        for move in [move for move, outgoing in self._outgoing.items() if outgoing == handle]:
             self._send(moves.Thaw(move))
-            self.over(move)
+            self.unregister(move)
 
-    def over(self, move: str) -> None:
-        """Unregisters a move."""
-        self._hears.pop(move, None)
-        self._leaving.pop(move, None)
+    def unregister(self, move: str) -> None:
+        """Drops a move."""
+        self._handlers.pop(move, None)
+        self._outgoing.pop(move, None)
 
-    def leave(self, hear: Hear) -> None:
-        """Unregisters a listener. Its moves continue until the engine ends them."""
-        for move in [move for move, other in self._hears.items() if other == hear]:
-            self.over(move)
+    def unregister_handler(self, on_report: ReportHandler) -> None:
+        """Drops the moves of a link; the engine continues them."""
+        for move in [move for move, handler in self._handlers.items() if handler == on_report]:
+            self.unregister(move)
 
-    def tell(self, report: MoveReport) -> None:
-        """Passes a report to its listener."""
-        hear = self._hears.get(report.move)
+    def deliver(self, report: MoveReport) -> None:
+        """Passes a report to its link."""
+        handler = self._handlers.get(report.move)
         if isinstance(report, moves.MoveFailed):
-            self._hears.pop(report.move, None)  # a Release may be in flight: the move is committed and ends the request here
-        if hear is not None:
-            hear(report)
+            # `_outgoing` stays: a Release in flight ends the request.
+            self._handlers.pop(report.move, None)
+        if handler is not None:
+            handler(report)
 
-    def listen(self, rescue: HearRescue) -> Callable[[], None]:
-        """Calls `rescue` before imminent preemptions. Returns a function that ends the subscription."""
-        self._rescues.append(rescue)
-        return lambda: self._rescues.remove(rescue)
+    def subscribe_rescues(self, on_rescue: RescueHandler) -> Callable[[], None]:
+        """Returns a function that ends the subscription."""
+        self._rescue_handlers.append(on_rescue)
+        return lambda: self._rescue_handlers.remove(on_rescue)
 
-    def ask(self, asked: moves.AskRescue) -> None:
-        """Passes a rescue request to all listeners."""
-        for rescue in list(self._rescues):
-            rescue(asked)
+    def deliver_rescue(self, rescue: moves.RescueRequest) -> None:
+        """Passes a rescue request to all links."""
+        for handler in list(self._rescue_handlers):
+            handler(rescue)
 
     def clear(self) -> None:
-        """Drops all moves of an ended incarnation."""
-        self._hears.clear()
-        self._leaving.clear()
+        """Drops all moves."""
+        self._handlers.clear()
+        self._outgoing.clear()

@@ -1,4 +1,4 @@
-"""Interfaces of the engine loop: to the ranks and to the HTTP process."""
+"""Interfaces of the engine loop, and null objects."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,113 +11,160 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
 class StepRunner(Protocol):
-    """Runs step plans on all ranks of the group. Implemented in `phalanx_runtime.rank.runner`."""
+    """Runs step plans on all ranks. Implemented in `rank.runner`."""
 
     @property
     def pool(self) -> PoolShape:
-        """Shape of the page pool, equal on every rank."""
+        """Page pool, equal on every rank."""
         ...
 
     @property
     def depth(self) -> int:
-        """Number of plans in flight at once: the number of pipeline stages."""
+        """Plans in flight at once: the number of pipeline stages."""
         ...
 
     def start(self, plan: StepPlan) -> None:
-        """Starts a plan; fewer than `depth` may be in flight. Raises errors.PeerLost when a rank is lost."""
+        """Starts a plan; fewer than `depth` may be in flight. Raises PeerLost."""
         ...
 
     def finish(self) -> StepResult:
-        """Result of the oldest plan in flight, after all ranks computed it. Raises errors.PeerLost."""
+        """Result of the oldest plan, after all ranks computed it. Raises PeerLost."""
         ...
 
 
 class StepWatcher(Protocol):
-    """Observes the start and end of steps. Implemented by `phalanx_runtime.rank.process.heartbeat`."""
+    """Observes steps. Implemented in `rank.process.heartbeat`."""
 
-    def began(self, plan: StepPlan, expected_s: float | None) -> None:
-        """A step starts. `expected_s`: predicted time, if known."""
+    def step_started(self, plan: StepPlan, expected_s: float | None) -> None:
+        """`expected_s`: predicted time, if known."""
         ...
 
-    def ended(self, plan: StepPlan, wall_s: float) -> None:
-        """A step ended after `wall_s`."""
+    def step_ended(self, plan: StepPlan, wall_s: float) -> None:
+        """A step ended."""
         ...
 
 
 class GrammarCompiler(Protocol):
-    """Compiled grammars of the sampling rank. Implemented by `rank.sampling.grammar_threads`."""
+    """Grammars of the sampling rank. Implemented in `rank.sampling`."""
 
-    def kept(self, grammar: wire.Grammar) -> object | None:
-        """The compiled grammar, if any; steps can use it as long as a reference to it exists. Returns at once."""
+    def find(self, grammar: wire.Grammar) -> object | None:
+        """The compiled grammar, if any; steps can use it while a reference exists."""
         ...
 
-    def begin(self, grammar: wire.Grammar) -> Future[object]:
-        """Compiles a grammar, which takes up to seconds; any thread may complete the future.
+    def compile(self, grammar: wire.Grammar) -> Future[object]:
+        """Compiles in the background. Raises PeerLost.
 
-        The future fails with GrammarError for an invalid grammar. Called by the engine's thread. Raises errors.PeerLost."""
+        Any thread may complete the future, which fails with GrammarError for an invalid grammar.
+        """
         ...
 
     def close(self) -> None:
-        """Stops compiling, without waiting for compilations in progress."""
+        """Stops compiling."""
         ...
 
 
 class PageTransport(Protocol):
-    """KV transfer of all ranks, concurrent with steps. Implemented by `phalanx_runtime.rank.transfer.carrier`.
-
-    No call blocks. Orders to one rank are executed in order; `reports` returns their results.
-    """
+    """KV transfer of all ranks. Implemented in `rank.transfer`. No call blocks; each rank executes orders in sequence."""
 
     @property
     def addresses(self) -> Sequence[PageAddress]:
-        """Address where each rank receives pages. An empty host means the leader's pod."""
+        """Address of each rank; an empty host is the leader's pod. Without addresses no moves are possible."""
         ...
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Sets the function that is called after each report, from any thread."""
+        """Calls `wake` after each report, from any thread."""
         ...
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
-        """Lets every rank receive positions from `first` on into `pages`, once it has computed `step`. `key` authorises the
-        sender.
+        """Receives positions from `first` on into `pages`, once `step` is computed, from a sender with `key`.
 
         Rank 0 is ready on return; each other rank reports Expecting.
         """
         ...
 
     def forget(self, move: str) -> None:
-        """Ends reception for this move; each rank reports Forgotten once it no longer writes."""
+        """Ends reception; each rank reports Forgotten once it no longer writes."""
         ...
 
     def send(
-        self, asked: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
     ) -> None:
-        """Lets every rank send positions from `first` on, stored in `pages`, once it has computed `step`.
+        """Sends positions from `first` on, stored in `pages`, once `step` is computed.
 
-        num_drafted: number of leading tokens for which all sent pages contain the draft model's KV.
+        `num_drafted`: leading tokens with the draft model's KV in all sent pages.
         """
         ...
 
     def stop(self, move: str) -> None:
-        """Ends sending for this move."""
+        """Ends sending."""
         ...
 
     def reports(self) -> Sequence[tuple[int, Report]]:
-        """Reports since the last call, each with its rank."""
+        """New reports, each with its rank."""
         ...
 
 
 class EngineChannel(Protocol):
-    """Messages to and from the HTTP process. Implemented by `phalanx_runtime.engine.channel`."""
+    """Messages to and from the HTTP process. Implemented in `engine.channel`."""
 
     def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
-        """All pending messages; with `block`, waits for a message, `wake` or the timeout. None once the channel is closed."""
+        """All pending messages; `block` waits for a message, `wake` or the timeout. `None` once closed."""
         ...
 
     def send(self, message: bytes) -> None:
-        """Queues one message; never blocks."""
+        """Queues a message; never blocks."""
         ...
 
     def wake(self) -> None:
-        """Ends a blocking `receive`, or the next one, without a message. Thread-safe, unlike the other methods."""
+        """Ends a blocking `receive`, or the next one. Thread-safe, unlike the others."""
         ...
+
+
+class _NoWatcher:
+    def step_started(self, plan: StepPlan, expected_s: float | None) -> None:
+        pass
+
+    def step_ended(self, plan: StepPlan, wall_s: float) -> None:
+        pass
+
+
+class _NoGrammars:
+    """For runners that ignore grammars."""
+
+    def find(self, grammar: wire.Grammar) -> object | None:
+        return grammar
+
+    def compile(self, grammar: wire.Grammar) -> Future[object]:
+        raise AssertionError("`find` returns every grammar")
+
+    def close(self) -> None:
+        pass
+
+
+class _NoTransport:
+    addresses: Sequence[PageAddress] = ()
+
+    def start(self, wake: Callable[[], None]) -> None:
+        pass
+
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+        pass
+
+    def forget(self, move: str) -> None:
+        pass
+
+    def send(
+        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
+        pass
+
+    def stop(self, move: str) -> None:
+        pass
+
+    def reports(self) -> Sequence[tuple[int, Report]]:
+        return ()
+
+
+NO_WATCHER: StepWatcher = _NoWatcher()
+NO_GRAMMARS: GrammarCompiler = _NoGrammars()
+NO_TRANSPORT: PageTransport = _NoTransport()

@@ -1,1 +1,1 @@
-"""Fits the self-draft exit of a model: `python -m phalanx_runtime.fitting`, a separate program."""
+"""Fits the self-draft exit of a model, as a separate program."""

@@ -1,1 +1,1 @@
-"""Models in torch: configuration, layers, attention, weights."""
+"""Models in torch."""

@@ -1,7 +1,4 @@
-"""Parses config.json for the architectures of the fused decoder; refuses others by name.
-
-Does not import transformers: ranks of fused models never load it.
-"""
+"""Parses config.json of fused-decoder architectures, without transformers."""
 
 import json
 import math
@@ -18,13 +15,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-"""Activation names in config.json."""
+"""By name in config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-shaped model. Terms as in `Family`. `windows[l]` is layer l's sliding window in tokens, None for full attention;
-    `ropes[l]` is its rotary embedding, None without one."""
+    """A Llama-shaped model. Terms as in `Family`."""
 
     architecture: str
     hidden_size: int
@@ -36,6 +32,7 @@ class ModelConfig:
     vocab_size: int
     rms_norm_eps: float
     ropes: tuple[Rope | None, ...]
+    """By layer; some layers may have no rotary embedding."""
     max_position: int
     tied: bool
     qkv_bias: bool
@@ -51,11 +48,12 @@ class ModelConfig:
     softcap: float | None
     logit_softcap: float | None
     windows: tuple[int | None, ...]
+    """Sliding windows by layer, if any."""
     dtype: str
 
 
 def read_json(folder: Path) -> Json:
-    """Returns the fields of the folder's config.json. Raises ModelError when it is missing or malformed."""
+    """Reads config.json. Raises ModelError."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -73,7 +71,7 @@ def read_json(folder: Path) -> Json:
 
 
 def parse_config(raw: Json) -> ModelConfig:
-    """Returns the model that config.json describes. Raises ModelError with the field, Unsupported with the missing feature."""
+    """Returns the model. Raises ModelError, Unsupported."""
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     heads = integer(raw, "num_attention_heads")
@@ -102,7 +100,7 @@ def parse_config(raw: Json) -> ModelConfig:
         max_position=_max_position(raw, ropes),
         tied=bool(raw.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.qkv_bias == "always" or attention_bias,
-        o_bias=family.qkv_bias == "asked" and attention_bias,
+        o_bias=family.qkv_bias == "config" and attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         norms=family.norms,
@@ -134,12 +132,12 @@ def _architecture(raw: Json) -> str:
     for name in names:
         if name in FAMILIES:
             return name
-    what = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
-    raise Unsupported(f"architecture {what} is not supported: use one of {', '.join(FAMILIES)}")
+    requested = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
+    raise Unsupported(f"architecture {requested} is not supported: use one of {', '.join(FAMILIES)}")
 
 
 def _activation(raw: Json, family: Family) -> Activation:
-    """Returns the activation. Gemma's own field overrides the general one, which its first checkpoints set wrongly."""
+    """Prefers Gemma's own field: early checkpoints set the general one wrongly."""
     field = "hidden_activation" if family.activation != "silu" else "hidden_act"
     name = raw.get(field) or family.activation
     if name not in ACTIVATIONS:
@@ -148,13 +146,13 @@ def _activation(raw: Json, family: Family) -> Activation:
 
 
 def _max_position(raw: Json, ropes: tuple[Rope | None, ...]) -> int:
-    """Returns the maximum position; of a longrope its first range, because beyond it all keys rotate differently."""
+    """Limits longrope to its first range, where keys rotate alike."""
     longest = integer(raw, "max_position_embeddings", 2048)
     return min([longest, *(rope.original_max_position for rope in ropes if rope and rope.kind == "longrope")])
 
 
 def _windows(raw: Json, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's window: by layer_types, else all layers, all but every nth, or those from max_window_layers on."""
+    """Applies layer_types, else the family's rule."""
     if raw.get("sliding_window") is None or family.slides == "never":
         return (None,) * layers
     size = integer(raw, "sliding_window")

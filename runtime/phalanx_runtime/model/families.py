@@ -1,10 +1,10 @@
-"""The architectures of the fused decoder, as data: how each departs from Llama."""
+"""Architectures of the fused decoder as differences from Llama."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-Biases = Literal["asked", "always"]
+Biases = Literal["config", "always"]
 Norms = Literal["before", "after", "around"]
 HeadNorms = Literal["none", "head", "whole"]
 Slides = Literal["never", "always", "by layer"]
@@ -12,25 +12,25 @@ Slides = Literal["never", "always", "by layer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What config.json does not state. Fields from `tied` on are defaults of config.json fields."""
+    """Properties that config.json omits; fields from `tied` on are its defaults."""
 
-    qkv_bias: Biases = "asked"
-    # Where each half of a block is normalised.
+    qkv_bias: Biases = "config"
     norms: Norms = "before"
-    # Queries and keys are normalised per head, or over the whole projection.
+    """Position of the norm in each half of a block."""
     qk_norm: HeadNorms = "none"
-    # The layers that `sliding_window` applies to.
+    """Query and key norm: per head, or over the whole projection."""
     slides: Slides = "never"
-    # The checkpoint stores norm weights minus 1.
+    """Layers with sliding window."""
     norm_offset: bool = False
-    # Embeddings are multiplied by sqrt(hidden_size).
+    """Stored norm weights are reduced by 1."""
     embedding_scaled: bool = False
-    # The checkpoint stores q, k, v as one matrix, and gate and up as another.
+    """Embeddings are multiplied by sqrt(hidden_size)."""
     joined: bool = False
-    # Attention scores are divided by sqrt(query_pre_attn_scalar).
+    """Checkpoints store q, k, v as one matrix, gate and up as another."""
     query_scaled: bool = False
-    # Every `nope_interval`-th layer has no rotary embedding.
+    """Attention logits are divided by sqrt(query_pre_attn_scalar)."""
     nope_interval: int | None = None
+    """Every nth layer has no rotary embedding."""
     tied: bool = False
     activation: str = "silu"
     theta: float = 10000.0
@@ -55,4 +55,4 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": replace(_GEMMA2, full_every=2, softcap=50.0, logit_softcap=30.0),
     "Gemma3ForCausalLM": replace(_GEMMA2, qk_norm="head", full_every=6, theta=1000000.0, local_theta=10000.0),
 }
-"""By the name in config.json. SmolLM and SmolLM2 use LlamaForCausalLM, Qwen2.5 uses Qwen2ForCausalLM."""
+"""By name in config.json."""

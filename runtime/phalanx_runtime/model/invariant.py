@@ -1,35 +1,35 @@
-"""Conditions of batch invariance: a token's bits depend neither on the rest of its step nor on how its request was computed.
+"""Conditions of batch invariance: logits are bitwise independent of batch, chunked prefill,
+recomputation and draft chains.
 
-    linears     CPU kernels: each sum runs over the inputs in order, for any rows, threads and blocks
-    attention   CPU kernel with `is_fixed`: blocks of keys at fixed positions, no splits
-    the rest    row by row: norms, rotation, embedding; sums over ranks in rank order
+    linears     CPU kernels: sums over the inputs in order
+    attention   CPU kernel with `is_batch_invariant`: key blocks at fixed positions, no splits
+    other       row by row; sums over ranks in rank order
 
-Chunked prefill, a recomputed prefix, another batch and a step with a chain of draft tokens then give equal bits. A tree does not:
-its tokens occupy other slots, and keys are summed in slot order.
+Draft trees are excluded: their tokens occupy other slots, and keys are summed in slot order.
 """
 
 import torch
 
-from phalanx_runtime.model.attention.cpu import attends
-from phalanx_runtime.model.decoder.cpu import NativeSteps
+from phalanx_runtime.model.attention.cpu import can_attend
+from phalanx_runtime.model.decoder.cpu import NativeOps
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.protocol import Model
 
 
-def why_not(model: Model, dtype: torch.dtype, page_size: int) -> str:
-    """Returns the reason why this model's computation is not batch-invariant; empty when it is."""
-    made = library()
-    if made is None or not made.has_runs:
+def invariance_obstacle(model: Model, dtype: torch.dtype, page_size: int) -> str:
+    """Returns the reason why the model is not batch-invariant; empty if it is."""
+    kernels = library()
+    if kernels is None or not kernels.has_bf16_dot:
         return "this processor has no AVX512-BF16, which the batch-invariant CPU kernels need"
     if not isinstance(model, Decoder):
         return "only models of the fused decoder are batch-invariant"
     size = model.config.head_dim
-    if not attends(made, page_size, size, dtype):
-        needs = "bf16, heads of a multiple of 32, pages of a multiple of 16 tokens"
-        return f"the attention kernel needs {needs}; this model has {dtype}, {size}, {page_size}"
-    if not isinstance(model.steps, NativeSteps) or model.config.logit_softcap is not None:
+    if not can_attend(kernels, page_size, size, dtype):
+        expected = "bf16, heads of a multiple of 32, pages of a multiple of 16 tokens"
+        return f"the attention kernel needs {expected}; this model has {dtype}, {size}, {page_size}"
+    if not isinstance(model.ops, NativeOps) or model.config.logit_softcap is not None:
         return "torch computes its norms or its logit softcap"
     for layer in model.layers:
         if layer.qk_norm is not None or not isinstance(layer.gate_up, NativeGated):

@@ -1,4 +1,4 @@
-"""Layers of a decoder between its linears: normalisation, gated activation, vocabulary-parallel embedding."""
+"""Norms, gated activation and vocabulary-parallel embedding."""
 
 from typing import Protocol
 
@@ -13,9 +13,9 @@ from phalanx_runtime.model.rope import Angles, rotate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the scale in fp32 for narrower dtypes.
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    An fp32 weight with a narrower x multiplies before the result is rounded.
+    The scale has at least fp32; an fp32 weight multiplies before x is rounded.
     """
     if x.dtype in (torch.float32, torch.float64):
         size = x.shape[-1]
@@ -28,10 +28,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns activation(gate) * up, where `gate_up` holds both side by side."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns activation(gate) * up from [gate up]."""
+    gates, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(up)
 
 
 class QkNorm(Protocol):
@@ -43,7 +43,7 @@ class QkNorm(Protocol):
 
 
 class HeadNorm:
-    """Normalises each head separately."""
+    """`QkNorm` per head."""
 
     __slots__ = ("_eps", "_k", "_q")
 
@@ -53,33 +53,32 @@ class HeadNorm:
         self._eps = eps
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Returns [tokens, heads + kv_heads, dim]."""
+        """See `QkNorm`."""
         return torch.cat((rms_norm(q, self._q, self._eps), rms_norm(k, self._k, self._eps)), 1)
 
 
 class WholeNorm:
-    """Normalises over all heads of all ranks: an all-reduce sums their squares.
+    """`QkNorm` over all heads of all ranks, by an all-reduce of squares.
 
-    q, k: this rank's weights, [heads, dim] and [kv_heads, dim]. sizes: query and key elements per token over all ranks.
-    brings_keys: False on ranks with replicated keys, which add no squares.
+    `sizes`: query and key elements per token over all ranks. `counts_keys`: false on ranks with replicated keys.
     """
 
-    __slots__ = ("_brings_keys", "_collective", "_eps", "_k", "_q", "_sizes")
+    __slots__ = ("_collective", "_counts_keys", "_eps", "_k", "_q", "_sizes")
 
     def __init__(
-        self, q: Tensor, k: Tensor, eps: float, sizes: tuple[int, int], collective: Collective, brings_keys: bool
+        self, q: Tensor, k: Tensor, eps: float, sizes: tuple[int, int], collective: Collective, counts_keys: bool
     ) -> None:
         self._q = q
         self._k = k
         self._eps = eps
         self._sizes = sizes
         self._collective = collective
-        self._brings_keys = brings_keys
+        self._counts_keys = counts_keys
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """q: [tokens, heads, dim]; k: [tokens, kv_heads, dim]. Returns [tokens, heads + kv_heads, dim]."""
+        """See `QkNorm`."""
         wide_q, wide_k = (part if part.dtype == torch.float64 else part.float() for part in (q, k))
-        keys = wide_k.square().sum((1, 2)) if self._brings_keys else torch.zeros_like(wide_k[:, 0, 0])
+        keys = wide_k.square().sum((1, 2)) if self._counts_keys else torch.zeros_like(wide_k[:, 0, 0])
         squares = torch.stack((wide_q.square().sum((1, 2)), keys), -1)
         if self._collective.world_size > 1:
             squares = self._collective.all_reduce(squares)
@@ -87,20 +86,20 @@ class WholeNorm:
         return torch.cat(((wide_q * scale_q).to(q.dtype) * self._q, (wide_k * scale_k).to(k.dtype) * self._k), 1)
 
 
-class Table(Protocol):
-    """Row lookup, as of a Tensor."""
+class RowTable(Protocol):
+    """Row lookup of a Tensor."""
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Returns the rows at `index`."""
+        """Returns rows."""
         ...
 
 
 class VocabEmbedding:
-    """Vocabulary-parallel embedding: each rank holds a span of rows, and a sum over ranks completes the lookup."""
+    """Vocabulary-parallel embedding: ranks look up their rows and sum."""
 
     __slots__ = ("_collective", "span", "weight")
 
-    def __init__(self, weight: Table, span: Span, collective: Collective) -> None:
+    def __init__(self, weight: RowTable, span: Span, collective: Collective) -> None:
         self.weight = weight
         self.span = span
         self._collective = collective
@@ -110,35 +109,32 @@ class VocabEmbedding:
         if self._collective.world_size == 1:
             return self.weight.index_select(0, tokens)
         local = tokens - self.span.start
-        elsewhere = (local < 0) | (local >= self.span.size)
-        rows = self.weight.index_select(0, local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0)
+        is_remote = (local < 0) | (local >= self.span.size)
+        rows = self.weight.index_select(0, local.masked_fill_(is_remote, 0)).masked_fill_(is_remote.unsqueeze(1), 0)
         return self._collective.all_reduce(rows)
 
 
-# Norm and rotation, the steps between the linears that have CPU kernels. TorchSteps is the reference implementation.
-
-
-class Steps(Protocol):
-    """Norm and rotation of a decoder block."""
+class DecoderOps(Protocol):
+    """Operations between linears."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [tokens, size]. Normalises over the last dimension."""
+        """RMS norm over the last dimension."""
         ...
 
-    def turned(self, x: Tensor, angles: Angles) -> Tensor:
-        """x: [tokens, heads, dim]. Applies the rotary embedding, possibly in place."""
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """Applies the rotary embedding to [tokens, heads, dim], possibly in place."""
         ...
 
 
-class TorchSteps:
-    """`Steps` in torch."""
+class TorchOps:
+    """Reference implementation."""
 
     __slots__ = ()
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [tokens, size]. Normalises over the last dimension."""
+        """See `DecoderOps`."""
         return rms_norm(x, weight, eps)
 
-    def turned(self, x: Tensor, angles: Angles) -> Tensor:
-        """x: [tokens, heads, dim]. Applies the rotary embedding."""
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """See `DecoderOps`."""
         return rotate(x, angles)

@@ -1,8 +1,7 @@
-"""Partition of a model over ranks, as pure arithmetic.
+"""Partition of a model over ranks.
 
-Attention is partitioned by KV head with the query heads of its group, unevenly where sizes do not divide. With more ranks than KV
-heads, the ranks of one KV head replicate it and share its query heads. MLP columns balance attention plus MLP per rank;
-vocabulary rows are even. Layers are partitioned into pipeline stages.
+Attention is split by KV head, unevenly if necessary; more ranks than KV heads replicate a KV head and share its query heads. MLP
+columns balance the weights per rank; vocabulary rows are split evenly.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
 
 MLP_UNIT = 16
-"""MLP columns are assigned in multiples of this size (a vector register of fp32) where the size allows it."""
+"""Columns per vector register of fp32, kept together if possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,13 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Number of indices."""
+        """Length."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's heads, MLP columns and vocabulary rows."""
+    """One rank's part."""
 
     heads: Span
     kv_heads: Span
@@ -38,13 +37,13 @@ class Shard:
 
     @property
     def group(self) -> int:
-        """Query heads of this rank per KV head of this rank."""
+        """Query heads per KV head."""
         return self.heads.size // self.kv_heads.size
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Pipeline stage `index` of `count`. The first has the embedding, the last norm and head."""
+    """Pipeline stage. The first has the embedding, the last norm and head."""
 
     index: int = 0
     count: int = 1
@@ -60,25 +59,25 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> Span:
-        """Returns its layers. Earlier stages take the remainder, because the last has the head. Raises ModelError."""
+        """Returns its layers; earlier stages take the remainder. Raises ModelError."""
         if self.count > num_layers:
             raise ModelError(f"pipeline-parallel size {self.count} is more than the model's {num_layers} layers")
         return cut_evenly(num_layers, self.count)[self.index]
 
 
 WHOLE = Stage()
-"""The only stage: all layers."""
+"""The only stage."""
 
 
 def num_linear_weights(config: ModelConfig, shard: Shard, stage: Stage = WHOLE) -> int:
-    """Returns the weights in this rank's linears, the head included. Raises ModelError for more stages than layers."""
+    """Counts this rank's linear weights, with the head. Raises ModelError."""
     attention = 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
     layers = stage.layers(config.num_layers).size * (attention + 3 * shard.mlp.size)
     return config.hidden_size * (layers + (shard.vocab.size if stage.is_last else 0))
 
 
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:
-    """Returns the shard of each rank. Raises ModelError for more ranks than query heads or MLP columns."""
+    """Returns the shard of each rank. Raises ModelError."""
     if world_size > config.num_heads:
         raise ModelError(f"tensor-parallel size {world_size} exceeds the model's {config.num_heads} attention heads")
     if world_size > min(config.intermediate_size, config.vocab_size):
@@ -90,7 +89,7 @@ def partition(config: ModelConfig, world_size: int) -> list[Shard]:
 
 
 def cut_evenly(total: int, parts: int) -> list[Span]:
-    """Returns `parts` adjacent spans over [0, total) whose sizes differ by at most one, larger ones first."""
+    """Splits [0, total) into sizes that differ by at most one, larger ones first."""
     base, extra = divmod(total, parts)
     spans, start = [], 0
     for index in range(parts):
@@ -101,7 +100,6 @@ def cut_evenly(total: int, parts: int) -> list[Span]:
 
 
 def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
-    """Returns query and KV heads of each rank."""
     kv_heads = config.num_kv_heads
     group = config.num_heads // kv_heads
     if world_size <= kv_heads:
@@ -118,19 +116,16 @@ def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
 
 
 def _cut_mlp(config: ModelConfig, heads: list[tuple[Span, Span]], world_size: int) -> list[Span]:
-    """Returns the MLP columns of each rank, fewer for a rank with more attention.
-
-    A column has 3 weights per hidden unit, a head 2 * dim.
-    """
+    """Balances attention: a column has 3 weights per hidden unit, a head 2 * dim."""
     unit = MLP_UNIT if config.intermediate_size % MLP_UNIT == 0 and config.intermediate_size >= MLP_UNIT * world_size else 1
     attention = [(q.size + kv.size) * 2 * config.head_dim / 3 for q, kv in heads]
     total = sum(attention) + config.intermediate_size
-    left = config.intermediate_size // unit
+    remaining = config.intermediate_size // unit
     spans, start = [], 0
     for rank in range(world_size):
         others = world_size - rank - 1
-        wanted = round((total / world_size - attention[rank]) / unit)
-        size = left if others == 0 else min(max(wanted, 1), left - others)
+        balanced = round((total / world_size - attention[rank]) / unit)
+        size = remaining if others == 0 else min(max(balanced, 1), remaining - others)
         spans.append(Span(start * unit, (start + size) * unit))
-        start, left = start + size, left - size
+        start, remaining = start + size, remaining - size
     return spans

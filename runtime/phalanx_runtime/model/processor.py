@@ -1,4 +1,4 @@
-"""CPU features, and the compute dtype that follows from them."""
+"""CPU features and the compute dtype."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,35 +8,32 @@ import torch
 from phalanx_runtime.errors import ModelError
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""CPU flags of bf16 arithmetic. Without one of them, torch's bf16 linears are hundreds of times slower than fp32."""
+"""CPU flags of bf16 arithmetic, without which torch's bf16 linears are hundreds of times slower than fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The CPU's vendor and its feature flags as in /proc/cpuinfo."""
+    """Vendor and feature flags in /proc/cpuinfo."""
 
     is_intel: bool = False
     flags: frozenset[str] = frozenset()
 
 
-def choose_dtype(asked: str, stored: str, device: torch.device, cpu: Processor) -> torch.dtype:
-    """Returns the compute dtype. `auto` is the checkpoint's dtype, but fp32 on a CPU without bf16 arithmetic.
-
-    Raises ModelError for an unsupported dtype.
-    """
+def choose_dtype(requested: str, stored: str, device: torch.device, cpu: Processor) -> torch.dtype:
+    """Returns the compute dtype: by default the stored one, but fp32 on a CPU without bf16. Raises ModelError."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if asked != "auto":
-        if asked not in names:
-            raise ModelError(f"dtype {asked!r} is not supported: use auto, {', '.join(names)}")
-        return names[asked]
+    if requested != "auto":
+        if requested not in names:
+            raise ModelError(f"dtype {requested!r} is not supported: use auto, {', '.join(names)}")
+        return names[requested]
     if device.type == "cpu" and not cpu.flags & BF16_FLAGS:
         return torch.float32
-    # bf16 covers the range of fp16 with a shorter mantissa; fp32 loses nothing.
+    # fp16 becomes bf16, with the same range, or fp32.
     return names.get(stored, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def read_processor(path: Path = Path("/proc/cpuinfo")) -> Processor:
-    """Returns this machine's processor; without vendor and flags when /proc/cpuinfo is unreadable."""
+    """Reads the processor; empty if unreadable."""
     try:
         text = path.read_text()
     except OSError:

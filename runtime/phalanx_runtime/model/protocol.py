@@ -1,7 +1,4 @@
-"""The model interface of a rank, for the fused decoder and for `transformers` models with our attention.
-
-A `ModelFolder` is a parsed model folder before its weights are read; `load` returns this rank's part of it, a `Model`.
-"""
+"""Interface of models: a `ModelFolder` loads this rank's part, a `Model`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,87 +13,90 @@ from phalanx_runtime.model.partition import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How weights are stored on the rank."""
+class LoadOptions:
+    """Storage of weights, and features to prepare."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
-    # Rotary angles are computed for this many positions of a request.
     positions: int
-    # The first stage keeps the final norm and the head too, for self-drafts.
+    """Maximum request length."""
     has_exit: bool = False
-    # Attention is batch-invariant: a token's bits do not depend on the rest of its step.
-    is_fixed: bool = False
+    """The first stage loads norm and head too, for self-drafts."""
+    is_batch_invariant: bool = False
+    """See `invariant`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of one rank's KV cache: KV heads of every layer, head dimension of each layer, sliding windows in use."""
+    """Shape of one rank's KV cache."""
 
     kv_heads: int
+    """Of every layer."""
     head_dims: tuple[int, ...]
+    """By layer."""
     windows: frozenset[int | None]
 
 
 class Model(Protocol):
-    """One rank's part of a model: all layers, or those of one pipeline stage."""
+    """One rank's part of a model."""
 
     @property
     def kv(self) -> KvLayout:
-        """Shape of the KV cache that its layers write."""
+        """Shape of its KV cache."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters; a tied table counts once."""
+        """Bytes of its parameters."""
         ...
 
     @property
     def positions(self) -> int:
-        """Positions of a request that it was loaded for."""
+        """Maximum request length."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Logits per token, over all ranks."""
+        """Size of the whole vocabulary."""
         ...
 
     @property
     def width(self) -> int:
-        """Size of the hidden state between stages."""
+        """Hidden size."""
         ...
 
-    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
-        """Returns the head's input at each token in the batch's `drawn`: [drawn, hidden]. Writes the KV cache.
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
+        """Writes the KV cache; returns the head's input at `logits_indices`, [n, hidden].
 
-        Stages other than the last return the hidden state of every token, [tokens, hidden]; the next stage receives it as
-        `before` and may overwrite it.
+        Other stages than the last return all hidden states, [tokens, hidden]: the next stage's input, which it may overwrite.
         """
         ...
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Returns logits of this rank's vocabulary rows: [n, rows] from [n, hidden]. Last stage only."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns this rank's logits, [n, rows], from [n, hidden]. Last stage only."""
         ...
 
 
 class ModelFolder(Protocol):
-    """A model folder before its weights are read."""
+    """A parsed model folder."""
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights, as in config.json."""
+        """Stored dtype."""
         ...
 
     @property
     def max_position(self) -> int:
-        """The model's maximum request length in tokens."""
+        """Maximum request length."""
         ...
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
-        """Returns the number of linear weights of this rank. Raises ModelError when the model cannot be split this way."""
+        """Returns the number of this rank's linear weights. Raises ModelError."""
         ...
 
-    def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
-        """Returns this rank's part of the model; `collective` joins the ranks of its stage. Raises ModelError, PeerLost."""
+    def load(
+        self, collective: Collective, options: LoadOptions, attention: Attention | None = None, stage: Stage = WHOLE
+    ) -> Model:
+        """Loads this rank's part. `collective`: ranks of its stage. Raises ModelError, PeerLost."""
         ...

@@ -1,4 +1,4 @@
-"""Rotary embedding: its fields in config.json, and the angles."""
+"""Rotary embedding: configuration and angles."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,11 @@ from torch import Tensor
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import Family
 
-# Typed readers of config.json fields; an invalid value raises ModelError with the field's name.
-
 Json = Mapping[str, object]
 
 
 def integer(raw: Json, field: str, default: int | None = None) -> int:
-    """Returns a whole number of at least 1. Raises ModelError."""
+    """Reads a whole number of at least 1. Raises ModelError."""
     value = raw.get(field)
     if value is None and default is not None:
         return default
@@ -27,7 +25,7 @@ def integer(raw: Json, field: str, default: int | None = None) -> int:
 
 
 def number(raw: Json, field: str, default: float | None = None) -> float:
-    """Returns a number. Raises ModelError."""
+    """Reads a number. Raises ModelError."""
     value = raw.get(field)
     if value is None and default is not None:
         return default
@@ -37,7 +35,7 @@ def number(raw: Json, field: str, default: float | None = None) -> float:
 
 
 def optional_number(raw: Json, field: str, default: float | None = None) -> float | None:
-    """Returns a number, `default` where the field is missing, None where it is null. Raises ModelError."""
+    """Reads a number or null. Raises ModelError."""
     if field not in raw:
         return default
     return None if raw[field] is None else number(raw, field)
@@ -47,50 +45,47 @@ def optional_number(raw: Json, field: str, default: float | None = None) -> floa
 class Rope:
     """Rotary parameters of a layer."""
 
-    # Base frequency.
     theta: float
     kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    # Share of each head that rotates.
     share: float = 1.0
-    # Factor on cosines and sines.
+    """Fraction of each head that rotates."""
     scale: float = 1.0
-    # Divisors of a longrope's frequencies up to `original_max_position`; longer requests are unsupported.
+    """Factor on cosines and sines."""
     short_factors: tuple[float, ...] = ()
+    """longrope: divisors of frequencies up to `original_max_position`."""
 
 
 def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
-    """Returns the rotary embedding of each layer, None without one. Raises ModelError."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"rope_parameters must be a JSON object, not {given!r}")
-    if "full_attention" in given:
-        full = _read_rope(raw, _object(given, "full_attention"), family.theta)
-        local = _read_rope(raw, _object(given, "sliding_attention"), family.local_theta or family.theta)
+    """Returns the rotary embedding of each layer, if it has one. Raises ModelError."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"rope_parameters must be a JSON object, not {parameters!r}")
+    if "full_attention" in parameters:
+        full = _read_rope(raw, _object(parameters, "full_attention"), family.theta)
+        local = _read_rope(raw, _object(parameters, "sliding_attention"), family.local_theta or family.theta)
     else:
-        full = local = _read_rope(raw, given, number(raw, "rope_theta", family.theta))
+        full = local = _read_rope(raw, parameters, number(raw, "rope_theta", family.theta))
         if family.local_theta is not None:
             local = Rope(theta=number(raw, "rope_local_base_freq", family.local_theta))
     ropes = tuple(full if window is None else local for window in windows)
     if family.nope_interval is None:
         return ropes
-    return tuple(
-        rope if turns else None for rope, turns in zip(ropes, _turning(raw, family.nope_interval, len(ropes)), strict=True)
-    )
+    rotates = _rotating_layers(raw, family.nope_interval, len(ropes))
+    return tuple(rope if is_rotating else None for rope, is_rotating in zip(ropes, rotates, strict=True))
 
 
-def _turning(raw: Json, interval: int, layers: int) -> list[bool]:
-    """Returns whether each layer has a rotary embedding."""
+def _rotating_layers(raw: Json, interval: int, layers: int) -> list[bool]:
     listed = raw.get("no_rope_layers")
     if not isinstance(listed, list):
         every = integer(raw, "no_rope_layer_interval", interval)
         return [bool((layer + 1) % every) for layer in range(layers)]
     if len(listed) < layers:
         raise ModelError(f"no_rope_layers has {len(listed)} entries for {layers} layers")
-    return [bool(turns) for turns in listed[:layers]]
+    return [bool(rotates) for rotates in listed[:layers]]
 
 
 def _object(raw: Json, field: str) -> Json:
@@ -100,41 +95,42 @@ def _object(raw: Json, field: str) -> Json:
     return value
 
 
-def _read_rope(raw: Json, given: Json, theta: float) -> Rope:
-    """Reads `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`."""
-    theta = number(given, "rope_theta", theta)
-    share = number(given, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
-    kind = given.get("rope_type", given.get("type", "default"))
+def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
+    """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    theta = number(parameters, "rope_theta", theta)
+    share = number(parameters, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     match kind:
         case "default":
             return Rope(theta=theta, share=share)
         case "linear":
-            return Rope(theta=theta, kind="linear", factor=number(given, "factor"), share=share)
+            return Rope(theta=theta, kind="linear", factor=number(parameters, "factor"), share=share)
         case "llama3":
             return Rope(
                 theta=theta,
                 kind="llama3",
-                factor=number(given, "factor"),
-                low_freq_factor=number(given, "low_freq_factor"),
-                high_freq_factor=number(given, "high_freq_factor"),
-                original_max_position=integer(given, "original_max_position_embeddings"),
+                factor=number(parameters, "factor"),
+                low_freq_factor=number(parameters, "low_freq_factor"),
+                high_freq_factor=number(parameters, "high_freq_factor"),
+                original_max_position=integer(parameters, "original_max_position_embeddings"),
                 share=share,
             )
         case "longrope" | "su":
-            return _read_longrope(raw, given, theta, share)
+            return _read_longrope(raw, parameters, theta, share)
         case _:
             raise Unsupported(f"rope type {kind!r} is not supported: use default, linear, llama3 or longrope")
 
 
-def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
-    factors = given.get("short_factor")
+def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
+    factors = parameters.get("short_factor")
     if not isinstance(factors, list) or not all(isinstance(factor, int | float) for factor in factors):
         raise ModelError(f"longrope: short_factor must be a list of numbers, not {factors!r}")
     longest = integer(raw, "max_position_embeddings")
-    original = integer(given, "original_max_position_embeddings", integer(raw, "original_max_position_embeddings", longest))
+    default = integer(raw, "original_max_position_embeddings", longest)
+    original = integer(parameters, "original_max_position_embeddings", default)
     stretch = longest / original
     scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    scale = number(given, "attention_factor", scale)
+    scale = number(parameters, "attention_factor", scale)
     return Rope(
         theta=theta,
         kind="longrope",
@@ -146,7 +142,7 @@ def _read_longrope(raw: Json, given: Json, theta: float, share: float) -> Rope:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Returns the angle per position of each pair of dimensions, float32. Source: RoFormer; Llama 3.1 for llama3."""
+    """Returns the angle per position of each pair of dimensions, in float32. Source: RoFormer; Llama 3.1."""
     size = int(head_dim * rope.share)
     inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
     match rope.kind:
@@ -155,15 +151,15 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
         case "linear":
             return inverse / rope.factor
         case "llama3":
-            return _stretched(rope, inverse)
+            return _llama3_frequencies(rope, inverse)
         case "longrope":
             if len(rope.short_factors) != len(inverse):
                 raise ModelError(f"longrope has {len(rope.short_factors)} factors for {len(inverse)} pairs of dimensions")
             return inverse / torch.tensor(rope.short_factors)
 
 
-def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
-    """Divides low frequencies by `factor`, keeps high ones, blends those between."""
+def _llama3_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
+    """Divides low frequencies by `factor`, blends middle ones."""
     wave = 2 * math.pi / inverse
     low = rope.original_max_position / rope.low_freq_factor
     high = rope.original_max_position / rope.high_freq_factor
@@ -174,19 +170,19 @@ def _stretched(rope: Rope, inverse: Tensor) -> Tensor:
 
 
 class RopeTable:
-    """Cosines and signed sines of every position, for `rotate`."""
+    """Cosines and signed sines of all positions."""
 
     __slots__ = ("cos", "sin")
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim))
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
-        # [positions, 1, dims]: the middle dimension broadcasts over heads. The first half of sin is negated once, here.
+        # [positions, 1, dims], to broadcast over heads. The first half of sin is negated.
         self.cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
 
     def at(self, positions: Tensor) -> "Angles":
-        """Returns cosines and signed sines at `positions`: two [tokens, 1, dims]."""
+        """Returns two [tokens, 1, dims]."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
@@ -195,7 +191,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Returns x [tokens, heads, head_dim] rotated by its position's angles; dimensions beyond the angles are unchanged."""
+    """Rotates x, [tokens, heads, head_dim]; dimensions beyond the angles are unchanged."""
     cos, sin = angles
     size = cos.shape[-1]
     if size < x.shape[-1]:

@@ -10,24 +10,21 @@ from phalanx_runtime.model.attention.paged import Attention
 from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
 from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
-from phalanx_runtime.model.protocol import Form, Model, ModelFolder
+from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 
-Level = Literal["auto", "fused", "transformers"]
-"""`auto` is the fused decoder where it supports the architecture, else `transformers`."""
+ModelImpl = Literal["auto", "fused", "transformers"]
+"""`auto` prefers the fused decoder."""
 
 
-def open_model(folder: Path, level: Level = "auto") -> ModelFolder:
-    """Returns the model in `folder` at the given level.
-
-    Raises ModelError with the reason when no level, or not the requested level, supports the model.
-    """
+def open_model(folder: Path, impl: ModelImpl = "auto") -> ModelFolder:
+    """Opens the folder. Raises ModelError if `impl` does not support the model."""
     raw = read_json(folder)
-    if level == "transformers":
+    if impl == "transformers":
         return _generic(folder)
     try:
-        return FusedSource(folder, parse_config(raw))
+        return FusedFolder(folder, parse_config(raw))
     except Unsupported as fused:
-        if level == "fused":
+        if impl == "fused":
             raise
         try:
             return _generic(folder)
@@ -36,33 +33,34 @@ def open_model(folder: Path, level: Level = "auto") -> ModelFolder:
 
 
 def _generic(folder: Path) -> ModelFolder:
-    # Ranks of fused models never import transformers.
-    from phalanx_runtime.model.generic.source import open_generic
+    from phalanx_runtime.model.generic.source import open_generic  # imports transformers
 
     return open_generic(folder, read_json(folder))
 
 
 @dataclass(frozen=True, slots=True)
-class FusedSource:
-    """A checkpoint for the fused decoder."""
+class FusedFolder:
+    """`ModelFolder` of the fused decoder."""
 
     folder: Path
     config: ModelConfig
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights, as in config.json."""
+        """See `ModelFolder`."""
         return self.config.dtype
 
     @property
     def max_position(self) -> int:
-        """The model's maximum request length in tokens."""
+        """See `ModelFolder`."""
         return self.config.max_position
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
-        """Returns the number of linear weights of this rank. Raises ModelError when the model cannot be split this way."""
+        """See `ModelFolder`."""
         return num_linear_weights(self.config, partition(self.config, world_size)[rank], stage)
 
-    def load(self, collective: Collective, form: Form, attention: Attention | None = None, stage: Stage = WHOLE) -> Model:
-        """Returns this rank's part of the model. Raises ModelError."""
-        return load(self.folder, self.config, collective=collective, form=form, attention=attention, stage=stage)
+    def load(
+        self, collective: Collective, options: LoadOptions, attention: Attention | None = None, stage: Stage = WHOLE
+    ) -> Model:
+        """See `ModelFolder`."""
+        return load(self.folder, self.config, collective=collective, options=options, attention=attention, stage=stage)

@@ -1,4 +1,4 @@
-"""Reads tensors of a safetensors checkpoint by slice: a rank reads only the bytes of its own part."""
+"""Reads slices of a safetensors checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """An open checkpoint folder. Each read returns a new tensor in `dtype` on `device`."""
+    """An open checkpoint. Reads return new tensors in `dtype` on `device`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -35,42 +35,42 @@ class Checkpoint:
         self._close()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor."""
+        """Whether the tensor exists."""
         return name in self._files
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors."""
+        """Returns all tensor names."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the stored shape of a tensor."""
+        """Returns a stored shape."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
-    def part(self, name: str, take: Callable[[Any], Tensor] | None) -> Tensor:
-        """Returns a stored tensor, or what `take` returns for its slice; possibly a view that is valid until the file closes."""
+    def part(self, name: str, select: Callable[[Any], Tensor] | None) -> Tensor:
+        """Returns a tensor or `select` of its slice: possibly a view that is valid until the file closes."""
         handle = self._handle(name)
-        tensor: Tensor = handle.get_tensor(name) if take is None else take(handle.get_slice(name))
+        tensor: Tensor = handle.get_tensor(name) if select is None else select(handle.get_slice(name))
         return tensor
 
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
-        """Returns a vector of `size`, or `span` of it."""
+        """Returns a vector, or `span` of it."""
         part = span or Span(0, size)
-        return self._place(self._slice(name, (size,))[part.start : part.stop])
+        return self._copy(self._slice(name, (size,))[part.start : part.stop])
 
     def rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
         """Returns rows of a matrix of `shape`."""
-        return self._place(self._slice(name, shape)[span.start : span.stop])
+        return self._copy(self._slice(name, shape)[span.start : span.stop])
 
     def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
         """Returns columns of a matrix of `shape`."""
-        return self._place(self._slice(name, shape)[:, span.start : span.stop])
+        return self._copy(self._slice(name, shape)[:, span.start : span.stop])
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        # Always a copy: the slice may be a view of the mapped file, which closes after loading.
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # The slice may be a view of a file that closes after loading.
         return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
 
     def _close(self) -> None:
-        """Closes the open file. One file is mapped at a time: pages read from it count as this process's memory."""
+        """Closes the open file; only one is mapped at a time, to save memory."""
         self._open.clear()
         self._stack.close()
 
@@ -96,7 +96,7 @@ class Checkpoint:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, from the index if there is one, else from every *.safetensors."""
+    """Reads the index, else all *.safetensors."""
     index = folder / INDEX
     if index.exists():
         try:
@@ -108,11 +108,11 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             if not path.exists():
                 raise ModelError(f"{path} is missing: {INDEX} names it")
         return files
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
         raise ModelError(f"{folder} holds no *.safetensors")
     files = {}
-    for path in found:
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as handle:
                 files.update(dict.fromkeys(handle.keys(), path))

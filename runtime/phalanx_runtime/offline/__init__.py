@@ -1,1 +1,1 @@
-"""The engine in a user's process: sampling parameters, outputs, and a group of ranks in a thread."""
+"""The engine in a user's process."""

@@ -1,4 +1,4 @@
-"""A group of ranks in this process: the server's supervisor and engine client in a separate thread."""
+"""A local group: the server's supervisor and engine client in a thread of this process."""
 
 import asyncio
 import secrets
@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.server.http.metrics import EngineMetrics
@@ -21,15 +22,15 @@ from phalanx_runtime.settings import ServeSettings
 
 T = TypeVar("T")
 CLOSE_S = 10.0
-"""Seconds to wait for the ranks' exit. They are killed after a second, so this only bounds a defect."""
+"""Timeout for the ranks' exit; they are killed after one second."""
 
 
 class GroupEnded(RuntimeError):
-    """The group was closed or failed before the work was done; the message has the reason."""
+    """The group was closed or failed; the message has the reason."""
 
 
 class LocalGroup:
-    """Ranks, scheduler and engine of the server without HTTP. The ranks end on `close` or with this process."""
+    """The server's engine without HTTP. Its ranks exit on `close` or with this process."""
 
     def __init__(self, settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> None:
         """Returns when every rank is ready. Raises ModelError when the first start fails."""
@@ -37,13 +38,13 @@ class LocalGroup:
         self._settings = settings
         self._command = rank_command
         self._ready: Future[None] = Future()
-        self._why = "the engine was closed"
+        self._end_reason = "the engine was closed"
         self._is_ending = False
-        self._ending = threading.Lock()
-        """Held while work starts and while the group closes, so that no work starts after the close."""
+        self._end_lock = threading.Lock()
+        """Prevents that work starts after the close."""
         self._loop = asyncio.new_event_loop()
-        self._leave = asyncio.Event()
-        self._thread = threading.Thread(target=self._live, name="phalanx engine", daemon=True)
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run_loop, name="phalanx engine", daemon=True)
         self._thread.start()
         try:
             self._ready.result()
@@ -53,49 +54,49 @@ class LocalGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group was closed or has failed."""
+        """Whether the group has ended."""
         return not self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of the coroutine, run on the group's event loop; an interrupt cancels it. Raises GroupEnded."""
-        with self._ending:
+        """Runs the coroutine on the group's event loop; an interrupt cancels it. Raises GroupEnded."""
+        with self._end_lock:
             if self._is_ending:
                 work.close()
-                raise GroupEnded(self._why)
+                raise GroupEnded(self._end_reason)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except CancelledError as error:
-            raise GroupEnded(self._why) from error
+            raise GroupEnded(self._end_reason) from error
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Ends the ranks and the thread. Idempotent."""
+        """Stops ranks and thread. Idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._leave.set)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_S)
 
-    def _live(self) -> None:
+    def _run_loop(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
-            self._why = f"the engine ended: {error}"
+            self._end_reason = f"the engine ended: {error}"
             if not self._ready.done():
                 self._ready.set_exception(error)
         finally:
-            with self._ending:
+            with self._end_lock:
                 self._is_ending = True
-            self._loop.run_until_complete(_end_others())
+            self._loop.run_until_complete(_cancel_other_tasks())
             self._loop.close()
 
     async def _serve(self) -> None:
-        """Runs the group until `close`."""
         settings, stop = self._settings, threading.Event()
-        client = EngineClient(EngineMetrics(CollectorRegistry(), settings.model.served_names[0], RequestTotals()))
+        metrics = EngineMetrics(CollectorRegistry(), settings.model.served_names[0], RequestTotals())
+        client = EngineClient(metrics, EngineSocket())
         self.backend = LocalBackend(client)
-        client.subscribe(lambda: self._changed(client))
+        client.subscribe(lambda: self._report_start(client))
         place = PodPlace(
             pod=0,
             num_pods=1,
@@ -104,22 +105,22 @@ class LocalGroup:
             token=secrets.token_hex(32),
         )
         supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
-        leave = asyncio.create_task(self._leave.wait())
+        closing = asyncio.create_task(self._closing.wait())
         try:
-            await asyncio.wait([supervisor, leave], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([supervisor, closing], return_when=asyncio.FIRST_COMPLETED)
             if supervisor.done() and (error := supervisor.exception()) is not None:
-                self._why = f"the engine ended: {error}"
+                self._end_reason = f"the engine ended: {error}"
                 raise error
         finally:
             stop.set()
-            client.refuse(self._why)
+            client.stop(self._end_reason)
             supervisor.cancel()
-            leave.cancel()
-            await asyncio.gather(supervisor, leave, return_exceptions=True)
+            closing.cancel()
+            await asyncio.gather(supervisor, closing, return_exceptions=True)
             client.close()
 
-    def _changed(self, client: EngineClient) -> None:
-        """Completes the first start or fails it; later losses are handled by the supervisor."""
+    def _report_start(self, client: EngineClient) -> None:
+        """Reports the first start; the supervisor handles later failures."""
         state = client.state()
         if self._ready.done():
             return
@@ -129,8 +130,8 @@ class LocalGroup:
             self._ready.set_exception(ModelError(state.reason))
 
 
-async def _end_others() -> None:
-    """Cancels every other task of the running loop and waits for it, so that no caller of `run` waits forever."""
+async def _cancel_other_tasks() -> None:
+    """Cancels all other tasks, so that no caller of `run` waits forever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,7 +1,6 @@
-"""`python -m phalanx_runtime.rank`: reads a RankSpec from stdin, loads, says ready on stdout, computes until it is told to leave.
+"""`python -m phalanx_runtime.rank`: reads a RankSpec from stdin, writes RankReady and heartbeats to stdout.
 
-Its heart beats on stdout all the while. It leaves with 0 when stdin closes (its parent is gone or asks it to), 3 when a peer is
-lost, 4 when the model cannot be loaded, 5 when what drafts failed and others wait; the last line on stderr says why.
+Computes until stdin closes. Exit codes are in `rank_spec`; the last line on stderr has the reason.
 """
 
 import gc
@@ -15,74 +14,75 @@ import msgspec
 
 from phalanx_api.speculation import Tree
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
-from phalanx_runtime.rank.process.cgroup import wait_briefly
-from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, RankReady, RankSpec
+from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
+from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
 
 if TYPE_CHECKING:
+    from phalanx_runtime.engine.ports import PageTransport
     from phalanx_runtime.rank.process.heartbeat import StepWatch
     from phalanx_runtime.rank.runner import ModelRunner
-    from phalanx_runtime.rank.transfer.carrier import PageCarrier
 
 log = logging.getLogger("phalanx_runtime.rank")
 
 
 def main() -> NoReturn:
-    """Runs one rank to its end and leaves with its exit code."""
+    """Runs one rank and exits with its code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
     try:
         spec = msgspec.json.decode(sys.stdin.readline(), type=RankSpec)
     except msgspec.DecodeError as error:
-        log.error("stdin holds no RankSpec: %s", error)
-        _leave(1)
-    threading.Thread(target=_leave_with_parent, name="stdin", daemon=True).start()
-    wait_briefly(os.environ)
+        log.error("stdin has no RankSpec: %s", error)
+        _exit(1)
+    threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
+    limit_openmp_spin(os.environ)
     try:
         _serve(spec)
-    except PeerLost as lost:
-        log.error("rank %d leaves: %s", spec.rank, lost)
-        _leave(EXIT_PEER_LOST)
+    except PeerLost as error:
+        log.error("rank %d exits: %s", spec.rank, error)
+        _exit(EXIT_PEER_LOST)
     except ModelError as error:
         log.error("%s", error)
-        _leave(EXIT_MODEL)
-    except DraftLost as lost:
-        log.error("%s", lost)
-        _leave(EXIT_DRAFT)
+        _exit(EXIT_MODEL)
+    except DraftLost as error:
+        log.error("%s", error)
+        _exit(EXIT_DRAFT)
     except BaseException:
         log.exception("rank %d failed", spec.rank)
-        _leave(1)
-    _leave(EXIT_ASKED)
+        _exit(1)
+    _exit(EXIT_OK)
 
 
 def _serve(spec: RankSpec) -> None:
-    """Loads and computes. torch is loaded only here, after the parent is watched."""
+    """Loads and computes. Imports torch after the thread that watches stdin has started."""
     from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
     from phalanx_runtime.rank.process.cgroup import System
     from phalanx_runtime.rank.process.group import join_group
     from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch, write_line
-    from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports, open_transfer_server, secret_of
+    from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports, make_secret, open_transfer_server
 
-    heart = Heartbeat()
-    heart.start()  # only now: libraries that load hold the interpreter for as long as the disk takes
+    heartbeat = Heartbeat()
+    heartbeat.start()  # not before the imports, which hold the GIL while they read the disk
     system = System()
     prepare_process(spec, system)
     device = choose_device(spec)
     collective = join_group(spec, device)
     runner, ready = load_rank(spec, collective, device, system)
     reports = TransferReports()
-    door, ports = open_transfer_server(spec, runner, reports, collective, device)
+    server, ports = open_transfer_server(spec, runner.page_access(), reports, collective, device)
     gc.collect()
     gc.freeze()
     write_line(ready)
     if spec.rank > 0:
         runner.follow()
         return
-    secret, near = secret_of(spec), range(spec.local_world_size)
-    carrier = PageCarrier(door, reports, hosts=spec.hosts, ports=ports, near=near, secret=secret)
-    _run_engine(spec, ready, runner, StepWatch(heart), carrier)
+    secret, local_ranks = make_secret(spec), range(spec.local_world_size)
+    transport = GroupPageTransport(server, reports, hosts=spec.hosts, ports=ports, local_ranks=local_ranks, secret=secret)
+    _run_engine(spec, ready, runner, StepWatch(heartbeat), transport)
 
 
-def _run_engine(spec: RankSpec, ready: RankReady, runner: "ModelRunner", watch: "StepWatch", carrier: "PageCarrier") -> None:
-    """Runs the engine loop of rank 0 with the settings of `spec.engine`."""
+def _run_engine(
+    spec: RankSpec, ready: RankReady, runner: "ModelRunner", watcher: "StepWatch", transport: "PageTransport"
+) -> None:
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.scheduling.config import SchedulerConfig
     from phalanx_runtime.core.speculation.config import SpeculationConfig
@@ -102,39 +102,39 @@ def _run_engine(spec: RankSpec, ready: RankReady, runner: "ModelRunner", watch: 
         method=config.speculative_method,
         num_tokens=config.speculative_tokens,
         is_adaptive=config.speculative_control == "adaptive",
-        drafts=frozenset({config.speculative_method}) - {"none", "ngram"},
-        lost=runner.lost_draft,
+        draft_methods=frozenset({config.speculative_method}) - {"none", "ngram"},
+        draft_failure=runner.draft_failure,
         tree=Tree(list(config.speculative_tree), config.speculative_tree_shape),
-        may_branch=not config.batch_invariant,
+        allows_trees=not config.batch_invariant,
     )
-    rules = SchedulerConfig(
+    scheduler_config = SchedulerConfig(
         scheduling_policy=config.scheduling_policy,
         eviction_policy=config.prefix_eviction_policy,
         prefix_caching=config.enable_prefix_caching,
         model=ready.served.model_hash,
-        speculating=speculation,
+        speculation=speculation,
     )
     run_engine(
         runner,
         limits,
         endpoint=spec.engine_socket,
-        rules=rules,
-        watch=watch,
+        config=scheduler_config,
+        watcher=watcher,
         grammars=runner.grammars(),
-        carrier=carrier,
+        transport=transport,
         fitting=runner.fitting,
     )
 
 
-def _leave_with_parent() -> None:
-    """Ends this process when stdin closes, whatever the rest of it waits for."""
+def _exit_with_parent() -> None:
+    """Exits when stdin closes."""
     while sys.stdin.readline():
         pass
-    _leave(EXIT_ASKED)
+    _exit(EXIT_OK)
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends at once: other threads may be inside a wait that nothing ends."""
+def _exit(code: int) -> NoReturn:
+    """Exits at once: other threads may block forever."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""How many pages a rank has room for: what its device leaves beside weights and the largest step, agreed among all ranks."""
+"""Sizes the page pool: memory left by weights and the largest step, with one page count on all ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,28 +15,30 @@ from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
-USUAL_TOKENS = 4096
-"""What the pool has to hold beside a draft where no length is asked for, if the model can do as much."""
+MIN_TOKENS_WITH_DRAFT = 4096
+"""Tokens that the pool must hold with a draft model if `max_model_len` is unset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """Pages that all ranks hold, with their bytes on this rank and on all of them; and what else this rank holds and needs.
-
-    A page holds the layers of the target and of a draft model. `lack`: what there is too little of, where they are too few.
-    """
+    """Page pool and memory of this rank. Pages include a draft model's layers."""
 
     num_pages: int
+    """Equal on all ranks."""
     page_bytes: int
+    """On this rank."""
     group_page_bytes: int
+    """On all ranks."""
     held_bytes: int
+    """Before the pool is allocated."""
     needs: PeakMemory
     usable_bytes: int
     lack: str = "there are too few pages: raise kv_cache_memory_bytes"
+    """Why the pool is too small."""
 
     def holds(self, spec: RankSpec, max_position: int) -> bool:
-        """Whether there is room for one request of the length asked for, or of a usual one."""
-        return self.num_pages * spec.engine.page_size >= (spec.engine.max_model_len or min(max_position, USUAL_TOKENS))
+        """Returns whether the longest request fits."""
+        return self.num_pages * spec.engine.page_size >= (spec.engine.max_model_len or min(max_position, MIN_TOKENS_WITH_DRAFT))
 
 
 def measure_kv_sizing(
@@ -46,70 +48,72 @@ def measure_kv_sizing(
     pipeline: Pipeline,
     dtype: torch.dtype,
     system: System,
-    gauge: MemoryProfiler,
+    profiler: MemoryProfiler,
     drafting: Drafting,
 ) -> KvSizing:
-    """The room beside what is loaded. All ranks call it together; a draft that leaves none makes no error, and no pages.
+    """Measures the largest step and sizes the pool; collective. No pages if a draft model leaves no memory.
 
-    Raises ModelError, PeerLost, and DraftLost where this is found only when other ranks wait.
+    Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
-    device, held, has_draft = gauge.device, gauge.held(), drafting.model is not None
+    device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     size = page_bytes(model.kv, spec.engine.page_size, dtype) + drafting.page_bytes(spec.engine.page_size, dtype)
-    needs, usable = PeakMemory(0, 0), _usable_bytes(spec, device, system)
-    first = _num_pages(spec, usable, taken=held, size=size, device=device, system=system, has_draft=has_draft)
-    num_pages, group_page_bytes = _agree(first, size, pipeline.world, device)
-    if not num_pages:  # on any rank: all of them rehearse, or none
-        return KvSizing(
-            num_pages=0, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable
-        )
+    usable = _usable_bytes(spec, device, system)
+    num_pages = _num_pages(spec, usable, taken=held, size=size, device=device, system=system, has_draft=has_draft)
+    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
+    empty = KvSizing(
+        num_pages=0,
+        page_bytes=size,
+        group_page_bytes=group_page_bytes,
+        held_bytes=held,
+        needs=PeakMemory(0, 0),
+        usable_bytes=usable,
+    )
+    if not num_pages:  # the same on all ranks: either all profile or no rank does
+        return empty
     longest = min(spec.engine.max_model_len or max_position, num_pages * spec.engine.page_size)
     try:
-        needs = profile_largest_step(spec, model, pipeline=pipeline, dtype=dtype, device=device, gauge=gauge, longest=longest)
+        needs = profile_largest_step(
+            spec, model, pipeline=pipeline, dtype=dtype, device=device, profiler=profiler, longest=longest
+        )
     except ModelError as error:
         if not has_draft:
             raise
-        if pipeline.world.world_size > 1:  # the others are in the step
-            raise DraftLost(f"beside the draft model {error}") from error
-        return KvSizing(
-            num_pages=0,
-            page_bytes=size,
-            group_page_bytes=group_page_bytes,
-            held_bytes=held,
-            needs=needs,
-            usable_bytes=usable,
-            lack=str(error),
-        )
-    drafts = _rehearse_draft(spec, drafting.model, dtype, gauge, longest)
-    needs = needs.most(drafts or needs)
-    usable = _usable_bytes(spec, device, system)  # after: what libraries keep on a GPU since their first use is not to be had
-    taken = held + needs.activations + needs.logits_sampler
-    num_pages = (
-        _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
-        if drafts is not None
-        else 0
-    )
+        if pipeline.world.world_size > 1:  # the other ranks are in the step
+            raise DraftLost(f"with the draft model {error}") from error
+        return replace(empty, lack=str(error))
+    draft_needs = _profile_draft(spec, drafting.model, dtype, profiler, longest)
+    needs = needs.max_with(draft_needs or needs)
+    usable = _usable_bytes(spec, device, system)  # again: GPU libraries keep memory after their first use
+    num_pages = 0
+    if draft_needs is not None:
+        taken = held + needs.activations + needs.logits_sampler
+        num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
-    return KvSizing(
-        num_pages=num_pages, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=needs, usable_bytes=usable
-    )
+    return replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
 
 
-def _rehearse_draft(
-    spec: RankSpec, draft: Model | None, dtype: torch.dtype, gauge: MemoryProfiler, longest: int
+def _profile_draft(
+    spec: RankSpec, draft: Model | None, dtype: torch.dtype, profiler: MemoryProfiler, longest: int
 ) -> PeakMemory | None:
-    """What the largest step of the draft needs; nothing where there is none; None when its device has no memory for it."""
+    """Needs of the draft model's largest step; no value if it does not fit."""
     if draft is None:
         return PeakMemory(0, 0)
     try:
         return profile_largest_step(
-            spec, draft, pipeline=Pipeline(SoloCollective()), dtype=dtype, device=gauge.device, gauge=gauge, longest=longest
+            spec,
+            draft,
+            pipeline=Pipeline(SoloCollective()),
+            dtype=dtype,
+            device=profiler.device,
+            profiler=profiler,
+            longest=longest,
         )
     except ModelError:
         return None
 
 
 def _num_pages(spec: RankSpec, usable: int, taken: int, size: int, device: torch.device, system: System, has_draft: bool) -> int:
-    """Pages of this size beside what is taken; none where a draft is to blame. Raises ModelError."""
+    """Returns the pages that fit. Raises ModelError without a draft model."""
     try:
         return _pool_bytes(spec, usable, taken, device, system) // size
     except ModelError:
@@ -119,17 +123,17 @@ def _num_pages(spec: RankSpec, usable: int, taken: int, size: int, device: torch
 
 
 def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, system: System) -> int:
-    """Bytes of this rank's pool: what was asked for, else what is left of its memory, on CPU within the bounds of a pod."""
+    """`kv_cache_memory_bytes`, else the remaining memory, on CPU at most the default pool."""
     if spec.engine.kv_cache_memory_bytes is not None:
         return spec.engine.kv_cache_memory_bytes
     if device.type == "cpu":
-        most = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
-        return pool_bytes(usable, taken, most, "raise the pod's memory limit")
+        limit = cpu_pool_bytes(memory_limit(system), spec.local_world_size)
+        return pool_bytes(usable, taken, limit, "raise the pod's memory limit")
     return pool_bytes(usable, taken, usable, "raise gpu_memory_utilization")
 
 
 def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
-    """What this rank may use of its device: its part of the pod's limit, or the share of the GPU that others leave."""
+    """The share of the pod's limit; on a GPU, `gpu_memory_utilization` minus other processes."""
     if device.type == "cpu":
         return memory_limit(system) // spec.local_world_size
     torch.cuda.empty_cache()
@@ -139,6 +143,6 @@ def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
 
 
 def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:
-    """The smallest count of any rank, because page numbers mean the same everywhere; and the bytes of a page on all ranks."""
-    told = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
-    return int(told[:, 0].min()), int(told[:, 1].sum())
+    """The smallest page count, because ranks share page numbers, and the sum of page bytes."""
+    gathered = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
+    return int(gathered[:, 0].min()), int(gathered[:, 1].sum())

@@ -1,4 +1,4 @@
-"""A rank ready to compute: device, dtype, weights, page pool, runner."""
+"""Loads a rank: device, dtype, weights, page pool, runner."""
 
 import ctypes
 import logging
@@ -14,20 +14,20 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.model.invariant import why_not
+from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
-from phalanx_runtime.model.protocol import Form, KvLayout, Model, ModelFolder
+from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
-from phalanx_runtime.rank.drafting.proposer import Proposer
+from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
+from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
-from phalanx_runtime.rank.memory.kv_cache import longest_request, make_caches, page_bytes
+from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
-from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource, RankGrammars, read_tokenizer
+from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankReady, RankSpec
@@ -35,25 +35,25 @@ from phalanx_runtime.rank_spec import RankReady, RankSpec
 log = logging.getLogger(__name__)
 
 SECOND_LAYOUT_SHARE = 0.1
-"""Share of the memory limit that a second copy of the weights, for single rows, may take in a pod."""
+"""Maximum share of the memory limit for a second copy of the weights, for single rows."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def choose_device(spec: RankSpec) -> torch.device:
-    """This rank's GPU where the machine has one for it, else the CPU."""
+    """Returns the rank's GPU, or the CPU if there are fewer GPUs than local ranks."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= spec.local_world_size:
         return torch.device("cuda", spec.local_rank)
     return torch.device("cpu")
 
 
 def prepare_process(spec: RankSpec, system: System) -> None:
-    """Sets the threads of this rank. What loading frees goes back at once, so that no copy of a weight outlives its use."""
+    """Sets the threads, and returns freed memory at once: loading keeps no copies of weights."""
     torch.set_num_threads(rank_threads(spec.num_threads, cpu_limit(system), spec.local_world_size))
     _malloc_options((_M_MMAP_THRESHOLD, 1 << 20))
 
 
 def keep_freed_memory() -> None:
-    """From now on freed memory stays with the process: mapping it anew in every step costs more than using it."""
+    """Keeps freed memory in the process, for steps to reuse."""
     _malloc_options((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
@@ -65,16 +65,16 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
-    """The rank's runner, and what it tells the supervisor. Raises ModelError, PeerLost, DraftLost."""
+    """Returns the runner, and the report for the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     source = open_model(Path(spec.model_dir), spec.engine.model_impl)
-    form = _form(spec, source, pipeline, device, system)
-    dtype = form.dtype
-    gauge = make_memory_profiler(device)
-    before = gauge.held()
-    model = source.load(pipeline.peers, form, stage=pipeline.stage)
-    if spec.engine.batch_invariant and (why := why_not(model, dtype, spec.engine.page_size)):
-        raise ModelError(f"batch-invariant: {why}")
+    options = _choose_load_options(spec, source, pipeline, device, system)
+    dtype = options.dtype
+    profiler = make_memory_profiler(device)
+    bytes_before = profiler.allocated_bytes()
+    model = source.load(pipeline.peers, options, stage=pipeline.stage)
+    if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
+        raise ModelError(f"batch-invariant: {reason}")
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     keep_freed_memory()
     measure = partial(
@@ -85,29 +85,29 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         pipeline=pipeline,
         dtype=dtype,
         system=system,
-        gauge=gauge,
+        profiler=profiler,
     )
-    room = measure(drafting=drafting)
-    if spec.engine.speculative_method == "draft" and not room.holds(spec, source.max_position):
-        drafting = drafting.without(f"beside the draft model {room.lack}")
-        room = measure(drafting=drafting)
-    max_model_len = longest_request(spec.engine.max_model_len, source.max_position, room.num_pages, spec.engine.page_size)
-    caches = make_caches(model.kv, room.num_pages, spec.engine.page_size, dtype, device)
-    pool = PoolShape(room.num_pages, spec.engine.page_size)
+    sizing = measure(drafting=drafting)
+    if spec.engine.speculative_method == "draft" and not sizing.holds(spec, source.max_position):
+        drafting = without_drafting(f"with the draft model {sizing.lack}")
+        sizing = measure(drafting=drafting)
+    page_size = spec.engine.page_size
+    max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
+    caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device)
+    pool = PoolShape(sizing.num_pages, page_size)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    proposer = (
-        make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
-        if pipeline.stage.is_first
-        else None
-    )
+    proposer: Proposer = NO_PROPOSER
+    if pipeline.stage.is_first:
+        proposer = make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
     runner = make_runner(
         model, caches, pool=pool, pipeline=pipeline, dtype=dtype, device=device, grammars=grammars, proposer=proposer
     )
-    account = _memory_account(spec, room, weights_bytes=max(room.held_bytes - before, model.num_bytes + drafting.num_bytes))
+    weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
+    account = _memory_account(spec, sizing, weights_bytes)
     log.info("memory of rank %d: %s", spec.rank, account)
-    served = _served(spec, dtype, model.kv, room.group_page_bytes) if spec.rank == 0 else Served()
+    served = _served(spec, dtype, model.kv, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
-        num_pages=room.num_pages, page_size=spec.engine.page_size, max_model_len=max_model_len, memory=account, served=served
+        num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
     )
 
 
@@ -124,7 +124,7 @@ def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int) -> Mem
 
 
 def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: int) -> Served:
-    """What routers need to know of the group. Of its pages rank 0 tells its own part: model and ranks give the others'."""
+    """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
     name = str(dtype).removeprefix("torch.")
     stages = spec.pipeline_parallel_size
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
@@ -132,8 +132,9 @@ def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: 
     return Served(model_hash(Path(spec.model_dir), name, spec.engine.quantization), layout, group_page_bytes, spec.model_version)
 
 
-def _form(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch.device, system: System) -> Form:
-    """The fastest form that this machine has memory for."""
+def _choose_load_options(
+    spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch.device, system: System
+) -> LoadOptions:
     processor = read_processor()
     dtype = choose_dtype(spec.engine.dtype, source.dtype, device, processor)
     num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)
@@ -147,13 +148,13 @@ def _form(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch
         precision=spec.engine.quantization or "bf16",
     )
     positions = max(source.max_position, spec.engine.max_model_len or 0)
-    return Form(
+    return LoadOptions(
         dtype=dtype,
         device=device,
         kernels=kernels,
         positions=positions,
         has_exit=spec.engine.speculative_method == "self_draft",
-        is_fixed=spec.engine.batch_invariant,
+        is_batch_invariant=spec.engine.batch_invariant,
     )
 
 
@@ -164,11 +165,18 @@ def make_runner(
     pipeline: Pipeline,
     dtype: torch.dtype,
     device: torch.device,
-    grammars: RankGrammars | None = None,
-    proposer: Proposer | None = None,
+    grammars: GrammarSource = UNSUPPORTED_GRAMMARS,
+    proposer: Proposer = NO_PROPOSER,
 ) -> ModelRunner:
-    """A runner of this model over these pages."""
+    """Makes a runner over these pages."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes)
-    builder, sampler = BatchBuilder(shape, dtype, device), Sampler(model.vocab_size, grammars)
-    return ModelRunner(model, caches, builder=builder, pool=pool, pipeline=pipeline, sampler=sampler, proposer=proposer)
+    return ModelRunner(
+        model,
+        caches,
+        builder=BatchBuilder(shape, dtype, device),
+        pool=pool,
+        pipeline=pipeline,
+        sampler=choose_sampler(device, model.vocab_size, grammars),
+        proposer=proposer,
+    )

@@ -1,7 +1,4 @@
-"""Steps on all ranks: rank 0 sends the plan, every rank computes its part, the first rank of the last stage draws.
-
-With several stages a plan is in each of them in turn, so that as many plans are computed side by side.
-"""
+"""Runs steps: rank 0 sends the plan, every rank computes its part, the sampling rank samples."""
 
 import time
 from collections import deque
@@ -15,37 +12,38 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.speculation.config import Fitting
+from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.drafting.proposer import Proposer
-from phalanx_runtime.rank.memory.page_memory import DraftPages, open_pages
-from phalanx_runtime.rank.sampling.grammar_threads import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
-from phalanx_runtime.rank.sampling.logprobs import rows_at_once, token_details
+from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
+from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
+from phalanx_runtime.rank.sampling.logprobs import rows_per_chunk, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, PromptPart, prompt_parts
-from phalanx_runtime.rank.step.paths import (
-    drafted_numbers,
-    filled,
-    filled_by_numbers,
-    grown_shapes,
-    nothing,
+from phalanx_runtime.rank.step.batch import BatchBuilder, PromptLogprobRange, prompt_logprob_ranges
+from phalanx_runtime.rank.step.draft_paths import (
+    chosen_shapes,
+    encode_paths,
+    fill_encoded_paths,
+    fill_paths,
     num_drafted,
-    proposals,
+    paths_of_draws,
     undrafted,
 )
 from phalanx_runtime.rank.step.pipeline import Pipeline
 
 POLL_S = 0.001
-"""How often a thread looks that waits for a step. It waits for a rank that lags behind rank 0, so hardly ever."""
+"""Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
+
+PromptDetails = list[tuple[int, int, list[wire.TokenDetail]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftPlan:
-    """What came of one plan's drafts: how long they took, shapes that were chosen, and proposals without a token."""
+class _DraftOutcome:
+    """Fields of a StepResult about drafting."""
 
     draft_s: float = 0.0
     shapes: list[list[int]] = field(default_factory=list)
@@ -53,7 +51,7 @@ class _DraftPlan:
 
 
 class ModelRunner:
-    """One rank's weights, pages and rows. On rank 0 it is the engine's `StepRunner`; the other ranks `follow`."""
+    """One rank's model, pages and rows. On rank 0 it implements `engine.ports.StepRunner`; others `follow`. Raises PeerLost."""
 
     def __init__(
         self,
@@ -63,10 +61,10 @@ class ModelRunner:
         pool: PoolShape,
         pipeline: Pipeline,
         sampler: Sampler,
-        proposer: Proposer | None = None,
+        proposer: Proposer = NO_PROPOSER,
     ) -> None:
         self.clock: Callable[[], float] = time.perf_counter
-        """What time in drafts is told by: the clock that whoever drives this runner tells steps by."""
+        """Measures draft times; the clock of step times."""
         self._model = model
         self._caches = caches
         self._builder = builder
@@ -74,204 +72,214 @@ class ModelRunner:
         self._pipeline = pipeline
         self._sampler = sampler
         self._proposer = proposer
-        self._all_caches = [*caches, *(proposer.caches if proposer is not None else ())]
-        self._latest = _DraftPlan()
-        self._drafts: deque[_DraftPlan] = deque()
-        """Of the plans that were started and not finished."""
-        self._done: deque[StepResult] = deque()
-        self._step_done = 0
-        self._orders = GrammarService(sampler.grammars, pipeline.give) if pipeline.draws and pipeline.world.rank else None
-        is_drafter = proposer is not None and not proposer.lost and pipeline.world.rank == 0
-        self._followed = SampledRowMirror(sampler.vocab_size, sampler.grammars) if is_drafter and not pipeline.draws else None
+        self._all_caches = [*caches, *proposer.caches]
+        self._latest = _DraftOutcome()
+        self._drafts: deque[_DraftOutcome] = deque()
+        """Of plans in flight."""
+        self._results: deque[StepResult] = deque()
+        """Of plans in flight, if rank 0 samples."""
+        self._last_step = 0
+        self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
+        has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank
+        self._mirror = SampledRowMirror(sampler.vocab_size, sampler.grammars) if has_mirror else None
+        """Rows of the sampling rank, if this rank drafts for it."""
 
     @property
     def pool(self) -> PoolShape:
-        """The page pool that every rank made."""
+        """Shape of the page pool."""
         return self._pool
 
     @property
+    def model(self) -> Model:
+        """This rank's part of the model."""
+        return self._model
+
+    @property
     def caches(self) -> list[LayerCache]:
-        """The memory of this rank's pages: the target's layers."""
+        """This rank's pages of the target."""
         return self._caches
 
-    def draft_pages(self) -> DraftPages | None:
-        """The same with the layers of a draft behind them; None where no draft has pages, or it can draft no more."""
-        if self._proposer is None or not self._proposer.caches or self._proposer.lost:
-            return None
-        # A draft may catch up in full pages while they are read for a move.
-        return DraftPages(self._proposer.name, partial(open_pages, self._all_caches, is_still=False))
+    def page_access(self) -> PageAccess:
+        """This rank's pages for KV transfer, from any thread."""
+        return PageAccess(
+            page_size=self._pool.page_size,
+            open=partial(open_pages, self._caches),
+            open_draft=self._draft_pages,
+            wait_for=self._wait_for,
+        )
 
     @property
-    def lost_draft(self) -> str:
-        """Why this rank can draft no more; empty while it can, or never was to."""
-        return "" if self._proposer is None else self._proposer.lost
+    def draft_failure(self) -> str:
+        """Why this rank can no longer draft; else empty."""
+        return self._proposer.failure
 
-    def wait_for(self, step: int) -> None:
-        """Returns when this rank has computed a step that it was or will soon be told of. Any thread may call it."""
-        while self._step_done < step:
-            time.sleep(POLL_S)
-
-    def grammars(self) -> GrammarCompiler | None:
-        """Those that requests are drawn with, this rank's own or those of the drawer, and those that they are drafted with. Only
-        on rank 0, once."""
-        if self._pipeline.draws:
-            return None if self._sampler.grammars is None else ThreadedGrammars(self._sampler.grammars)
-        far = RemoteGrammars(self._pipeline.ask)
-        self._pipeline.listen(far.hear)
-        if self._followed is None or self._sampler.grammars is None:
-            return far
-        return BothGrammars(far, ThreadedGrammars(self._sampler.grammars))
+    def grammars(self) -> GrammarCompiler:
+        """Makes the compiler for the ranks that sample and draft."""
+        if self._pipeline.is_sampling_rank:
+            return ThreadedGrammars(self._sampler.grammars)
+        remote = RemoteGrammars(self._pipeline.send_order)
+        self._pipeline.on_compiled(remote.complete)
+        return remote if self._mirror is None else BothGrammars(remote, ThreadedGrammars(self._sampler.grammars))
 
     @property
-    def fitting(self) -> Fitting | None:
-        """Tells which tokens a row may draw; None when this rank does not draw."""
-        return self._sampler.num_fitting if self._pipeline.draws else None
+    def fitting(self) -> Fitting:
+        """`Sampler.num_fitting` on the sampling rank, otherwise `accept_all`."""
+        return self._sampler.num_fitting if self._pipeline.is_sampling_rank else accept_all
 
     @property
     def depth(self) -> int:
-        """How many plans are computed side by side: one in each stage."""
+        """Number of plans in flight."""
         return self._pipeline.stage.count
 
     def start(self, plan: StepPlan) -> None:
-        """Sends the plan to all ranks and computes this rank's part. Only on rank 0. Raises PeerLost."""
-        self._pipeline.tell(plan)
+        """Sends the plan to all ranks and computes this rank's part."""
+        self._pipeline.send_plan(plan)
         result = self._step(plan)
         self._drafts.append(self._latest)
         if result is not None:
-            self._done.append(result)
+            self._results.append(result)
 
     def finish(self) -> StepResult:
-        """The tokens of the oldest plan that was started, after all ranks computed it. Only on rank 0. Raises PeerLost."""
-        result = self._done.popleft() if self._pipeline.draws else self._pipeline.result()
-        made = self._drafts.popleft()
-        if self._proposer is None:
-            return result
+        """Returns the result of the oldest plan in flight."""
+        result = self._results.popleft() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
+        outcome = self._drafts.popleft()
         return msgspec.structs.replace(
-            result, draft_s=made.draft_s, lost=self._proposer.lost, shapes=made.shapes, undrafted=made.undrafted
+            result,
+            draft_s=outcome.draft_s,
+            draft_failure=self._proposer.failure,
+            shapes=outcome.shapes,
+            undrafted=outcome.undrafted,
         )
 
     def follow(self) -> None:
-        """Obeys rank 0, step after step, sleeping between them, until it is dismissed. Raises PeerLost when rank 0 is gone."""
-        while (order := self._pipeline.told()) is not None:
+        """Executes orders of rank 0 until `dismiss`."""
+        while (order := self._pipeline.next_order()) is not None:
             if isinstance(order, StepPlan):
                 result = self._step(order)
                 if result is not None:
-                    self._pipeline.give(result)
-            elif self._orders is not None:
-                self._orders.obey(order)
-        if self._orders is not None:
-            self._orders.close()
-        if self._pipeline.draws:
-            self._pipeline.give(None)
+                    self._pipeline.send_result(result)
+            elif self._pipeline.is_sampling_rank:
+                self._grammar_service.execute(order)
+        self._grammar_service.close()
+        if self._pipeline.is_sampling_rank:
+            self._pipeline.send_result(None)
 
     def dismiss(self) -> None:
-        """Ends `follow` on the other ranks. Only on rank 0."""
-        self._pipeline.tell(None)
+        """Ends `follow` on the other ranks."""
+        self._pipeline.send_plan(None)
+
+    def _draft_pages(self) -> DraftPages | None:
+        if not self._proposer.caches or not self._proposer.can_draft:
+            return None
+        # A draft may backfill full pages while a move reads them.
+        return DraftPages(self._proposer.name, partial(open_pages, self._all_caches, is_still=False))
+
+    def _wait_for(self, step: int) -> None:
+        """Waits until this rank has computed a step that rank 0 has sent or will send soon."""
+        while self._last_step < step:
+            time.sleep(POLL_S)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult | None:
-        """This rank's part of a step; the result on the drawer, nothing elsewhere."""
         result = self._compute(plan)
-        self._step_done = plan.step
+        self._last_step = plan.step
         return result
 
     def _compute(self, plan: StepPlan) -> StepResult | None:
         pipeline, stage = self._pipeline, self._pipeline.stage
-        if pipeline.draws:
+        if pipeline.is_sampling_rank:
             for new in plan.admitted:
                 self._sampler.admit(new)
-        before: Tensor | None = None
+        received: Tensor | None = None
         self._prepare(plan)
         if stage.is_first:
-            plan = self._drafted(plan)
+            plan = self._fill_drafts(plan)
         elif plan.rows:
-            plan, before = self._received(plan)
-        hidden = self._model.hidden(self._builder.tensors(plan), self._caches, before) if plan.rows else None
+            plan, received = self._receive(plan)
+        hidden = self._model.hidden(self._builder.tensors(plan), self._caches, received) if plan.rows else None
         if not stage.is_last:
             if hidden is not None:
-                self._hand_on(plan, hidden)
+                self._send_to_next(plan, hidden)
             return None
-        scores, told = (None, []) if hidden is None else self._scores(plan, hidden)
-        if not pipeline.draws:
+        logits, prompt_details = (None, []) if hidden is None else self._logits(plan, hidden)
+        if not pipeline.is_sampling_rank:
             return None
-        if scores is None:
-            return StepResult(step=plan.step, tokens=[], prompt_details=told)
-        asked = [(plan.rows[request], index) for request, index in plan.draws]
-        drawn = self._sampler.draw(scores, asked, proposals(plan) if plan.paths else ())
+        if logits is None:
+            return StepResult(step=plan.step, tokens=[], prompt_details=prompt_details)
+        draws = [(plan.rows[request], index) for request, index in plan.draws]
+        sampled = self._sampler.sample(logits, draws, paths_of_draws(plan) if plan.paths else ())
         return StepResult(
             step=plan.step,
-            tokens=drawn.tokens,
-            details=drawn.details,
-            ended=drawn.ended,
-            prompt_details=told,
-            failed=drawn.failed,
-            over=drawn.over,
-            runs=drawn.runs,
-            taken=drawn.taken,
+            tokens=sampled.tokens,
+            details=sampled.details,
+            complete=sampled.ended,
+            prompt_details=prompt_details,
+            failed=sampled.failed,
+            already_complete=sampled.over,
+            run_lengths=sampled.runs,
+            accepted=sampled.taken,
         )
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Copies pages, brings the rows' tables up to date, and puts in place what trees left elsewhere."""
+        """Copies pages and strays, updates page tables."""
         for source, target in plan.copies:
             for cache in self._all_caches:
                 cache.k[target].copy_(cache.k[source])
                 cache.v[target].copy_(cache.v[source])
         self._builder.update(plan)
-        if plan.strays:
-            lie, belong = self._builder.strays(plan)
+        if plan.relocations:
+            sources, targets = self._builder.stray_slots(plan)
             for cache in self._caches:
-                for part in (cache.k, cache.v):
-                    slots = part.view(-1, part.shape[-1])
-                    slots.index_copy_(0, belong, slots.index_select(0, lie))
+                for tensor in (cache.k, cache.v):
+                    slots = tensor.view(-1, tensor.shape[-1])
+                    slots.index_copy_(0, targets, slots.index_select(0, sources))
 
-    def _drafted(self, plan: StepPlan) -> StepPlan:
-        """The plan with what the ranks of the first stage drafted for it."""
-        if self._proposer is None:
-            return filled(plan, nothing(plan)) if num_drafted(plan) else plan
-        began = self.clock()
-        if self._followed is not None:
-            self._followed.follow(plan)
-        rows = self._sampler.rows if self._followed is None else self._followed.rows
+    def _fill_drafts(self, plan: StepPlan) -> StepPlan:
+        start, can_draft = self.clock(), self._proposer.can_draft
+        if self._mirror is not None:
+            self._mirror.update(plan)
+        rows = self._sampler.rows if self._mirror is None else self._mirror.rows
         drafted = self._proposer.propose(plan, self._builder, rows) if plan.rows else []
-        draft_s = self.clock() - began
-        plan = filled(plan, drafted) if drafted else plan
-        self._latest = _DraftPlan(draft_s, grown_shapes(plan), undrafted(plan))
-        if self._followed is not None:
-            self._followed.proposed(plan)
+        draft_s = self.clock() - start if can_draft else 0.0
+        if drafted:
+            plan = fill_paths(plan, drafted)
+            self._latest = _DraftOutcome(draft_s, chosen_shapes(plan), undrafted(plan))
+        else:
+            self._latest = _DraftOutcome(draft_s)
+        if self._mirror is not None:
+            self._mirror.record_drafts(plan)
         return plan
 
-    def _hand_on(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Gives the next stage what it computes with: the hidden states, and what was drafted, for the drawer."""
+    def _send_to_next(self, plan: StepPlan, hidden: Tensor) -> None:
         if num_drafted(plan):
-            self._pipeline.hand_on(torch.tensor(drafted_numbers(plan), device=hidden.device))
-        self._pipeline.hand_on(hidden)
+            self._pipeline.send_to_next(torch.tensor(encode_paths(plan), device=hidden.device))
+        self._pipeline.send_to_next(hidden)
 
-    def _received(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:
-        """The plan and the hidden states, as the stage before handed them on."""
-        hidden = self._builder.empty(len(plan.tokens), self._model.width)
+    def _receive(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:
+        hidden = self._builder.empty_hidden(len(plan.tokens), self._model.width)
         count = num_drafted(plan)
         if count:
-            drafted = self._pipeline.receive(torch.zeros(2 * count, dtype=torch.int64, device=hidden.device))
-            plan = filled_by_numbers(plan, drafted.tolist())
-        return plan, self._pipeline.receive(hidden)
+            numbers = self._pipeline.receive_from_previous(torch.zeros(2 * count, dtype=torch.int64, device=hidden.device))
+            plan = fill_encoded_paths(plan, numbers.tolist())
+        return plan, self._pipeline.receive_from_previous(hidden)
 
-    def _scores(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, list[tuple[int, int, list[wire.TokenDetail]]]]:
-        """On the drawer all scores of the drawn tokens and the details of told prompt tokens; elsewhere nothing."""
-        num_draws = len(plan.draws) + sum(plan.depths)
-        scores = self._pipeline.peers.gather(self._model.scores(hidden[:num_draws])) if num_draws else None
-        parts = prompt_parts(plan, self._builder.params)
-        return scores, self._tell(parts, hidden[num_draws:]) if parts else []
+    def _logits(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, PromptDetails]:
+        """Logits of all draws and prompt logprobs, on the sampling rank."""
+        num_rows = len(plan.draws) + sum(plan.depths)
+        logits = self._pipeline.peers.gather(self._model.logits(hidden[:num_rows])) if num_rows else None
+        ranges = prompt_logprob_ranges(plan, self._builder.params)
+        return logits, self._prompt_details(ranges, hidden[num_rows:]) if ranges else []
 
-    def _tell(self, parts: list[PromptPart], hidden: Tensor) -> list[tuple[int, int, list[wire.TokenDetail]]]:
-        """Details of prompt tokens, parallel to the rows of `hidden`. Scores are made for few at once; nothing elsewhere."""
-        tokens = [token for part in parts for token in part.tokens]
-        tops = [part.top for part in parts for _ in part.tokens]
+    def _prompt_details(self, ranges: list[PromptLogprobRange], hidden: Tensor) -> PromptDetails:
+        """Prompt logprobs, parallel to `hidden`, computed in chunks."""
+        tokens = [token for part in ranges for token in part.tokens]
+        tops = [part.top for part in ranges for _ in part.tokens]
         details: list[wire.TokenDetail] = []
-        size = rows_at_once(self._model.vocab_size)
+        size = rows_per_chunk(self._model.vocab_size)
         for first in range(0, len(tokens), size):
-            some = slice(first, first + size)
-            scores = self._pipeline.peers.gather(self._model.scores(hidden[some]))
-            if scores is not None:
-                details += token_details(scores, tokens[some], tops[some])
-        ends = accumulate(len(part.tokens) for part in parts)
-        return [(part.request, part.start, details[end - len(part.tokens) : end]) for part, end in zip(parts, ends, strict=True)]
+            chunk = slice(first, first + size)
+            logits = self._pipeline.peers.gather(self._model.logits(hidden[chunk]))
+            if logits is not None:
+                details += token_details(logits, tokens[chunk], tops[chunk])
+        ends = accumulate(len(part.tokens) for part in ranges)
+        return [(part.request, part.start, details[end - len(part.tokens) : end]) for part, end in zip(ranges, ends, strict=True)]

@@ -1,1 +1,1 @@
-"""The HTTP process of a pod: API server over the local engine, link to routers, supervisor of the ranks."""
+"""The HTTP process of a pod."""

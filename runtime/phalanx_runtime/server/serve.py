@@ -1,4 +1,4 @@
-"""HTTP process of a pod: builds supervisor and application from the settings; uvicorn runs them until a signal."""
+"""HTTP process of a pod: builds supervisor and application from the settings."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,38 +23,47 @@ from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
-from phalanx_runtime.server.http.app import make_leader_app, supervised
-from phalanx_runtime.server.http.health import PodHealthSource
+from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
-from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, MemberSupervisor, PodPlace, SupervisorParts
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace, SupervisorParts, WorkerSupervisor
 from phalanx_runtime.settings import ModelSettings, ServeSettings
 
-# Draft model or exit, located before the ranks start.
-
 log = logging.getLogger(__name__)
+
+GRACE_S = 3
+"""Time of open streams to receive their last event; with `EXIT_S` of the ranks below 5 s."""
+DRAIN_POLL_S = 0.02
+LINK_FRAME_BYTES = 64 << 20
+"""More than any request the API server accepts."""
+EXIT_SUPERVISOR = 1
+STOPPING = "the pod is stopping"
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedDraft:
-    """Folder of the draft model or file of the self-draft exit; `missing`: reason a configured one was not found."""
+    """The draft to load."""
 
     draft_dir: str = ""
+    """Folder of the draft model."""
     exit: str = ""
+    """File of the self-draft exit."""
     missing: str = ""
+    """Reason, if not found."""
 
 
 NO_DRAFT = LocatedDraft()
 
 
 def find_drafts(settings: ModelSettings, pod_index: int, stop: threading.Event) -> LocatedDraft:
-    """Locates the configured draft, with a download if necessary. Blocks. A missing draft only disables speculation."""
+    """Locates or downloads the configured draft. A missing draft only disables speculation."""
     cache, token, cached_only = settings.download_dir, settings.hf_token, settings.cached_only
     try:
         if settings.draft_model is not None and pod_index == 0:
@@ -71,51 +80,39 @@ def find_drafts(settings: ModelSettings, pod_index: int, stop: threading.Event) 
     return NO_DRAFT
 
 
-log = logging.getLogger(__name__)
-
-GRACE_S = 3
-"""Seconds that open streams have at shutdown to receive their last event. With the ranks' own second below 5 s."""
-DRAIN_LOOK_S = 0.02
-LINK_FRAME_BYTES = 64 << 20
-"""More than any request the API server accepts, so that no request exceeds the link's frame limit."""
-EXIT_SUPERVISOR = 1
-STOPPING = "the pod is stopping"
-
-
 class Drainable(Protocol):
-    """Receiver of the shutdown: the engine client on the leader, the supervisor on other pods."""
+    """Receives the shutdown: engine client or worker supervisor."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether open requests would fail if the pod ended now."""
+        """Whether open requests would fail."""
         ...
 
     def drain(self, reason: str) -> None:
-        """Accepts no new requests; running ones continue."""
+        """Accepts no new requests."""
         ...
 
-    def refuse(self, reason: str) -> None:
-        """Ends all requests that still run."""
+    def stop(self, reason: str) -> None:
+        """Ends running requests."""
         ...
 
 
 class PodServer(uvicorn.Server):
-    """A server that drains on a signal, and ends open streams after `drain_s` or on a second signal.
+    """Drains on a signal; ends open streams after `drain_s` or on a second signal.
 
-    Routers receive the drain at once and send no new requests. A pod other than the leader's stays as long as its group serves:
-    its ranks compute the leader's open streams.
+    A worker waits while its group serves: its ranks compute the leader's streams.
     """
 
-    def __init__(self, config: uvicorn.Config, leaver: Drainable, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, drainable: Drainable, drain_s: float) -> None:
         super().__init__(config)
-        self._leaver = leaver
+        self.drainable = drainable
         self._drain_s = drain_s
-        self._leaving: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stores the event loop for `handle_exit`, then starts listening."""
+        """Stores the event loop."""
         self._loop = asyncio.get_running_loop()
         await super().startup()
         for server in self.servers:
@@ -123,39 +120,38 @@ class PodServer(uvicorn.Server):
                 log.info("listening", extra={"address": listening.getsockname()[:2]})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Starts the drain; a second signal ends open streams."""
+        """Starts the drain; a second signal ends it."""
         if self._loop is not None and not self.should_exit:
-            self._loop.call_soon_threadsafe(self._leave, self._drain_s)
+            self._loop.call_soon_threadsafe(self._start_drain)
         else:
             super().handle_exit(sig, frame)
 
-    def _leave(self, drain_s: float) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
+    def _start_drain(self) -> None:
+        drain_s = self._drain_s
+        if self._drain_task is not None:
+            self._drain_task.cancel()
             drain_s = 0.0
-        self._leaving = asyncio.get_running_loop().create_task(self._drain(drain_s))
+        self._drain_task = asyncio.get_running_loop().create_task(self._drain(drain_s))
 
     async def _drain(self, drain_s: float) -> None:
-        self._leaver.drain(STOPPING)
+        self.drainable.drain(STOPPING)
         log.info("draining: open streams continue", extra={"seconds": drain_s})
         end = asyncio.get_running_loop().time() + drain_s
-        while self._leaver.is_busy and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(DRAIN_LOOK_S)
-        self._leaver.refuse(STOPPING)
+        while self.drainable.is_busy and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.drainable.stop(STOPPING)
         self.should_exit = True
 
     def fail(self, error: BaseException) -> None:
-        """Ends the server with exit code `EXIT_SUPERVISOR`."""
+        """Ends the server with an error."""
         self.exit_code = EXIT_SUPERVISOR
         self.should_exit = True
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 0 after a signal, 1 when the supervisor failed.
-
-    The handlers also cover the time before and after uvicorn's own: uvicorn re-raises captured signals when it has ended.
-    """
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the supervisor failed."""
     server = make_server(settings)
+    # uvicorn replaces these while it runs, and re-raises captured signals at its end.
     signal.signal(signal.SIGTERM, server.handle_exit)
     signal.signal(signal.SIGINT, server.handle_exit)
     server.run()
@@ -163,8 +159,7 @@ def serve(settings: ServeSettings) -> int:
 
 
 def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> PodServer:
-    """The server of this pod. `rank_command`: program of a rank."""
-    registry = CollectorRegistry()
+    """The server of this pod."""
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
     group = settings.group
@@ -175,37 +170,57 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         port=group.master_port,
         token=group_token(group.token or secrets.token_hex(32), group.key),
     )
-    client: EngineClient | None = None
-    supervisor: LeaderSupervisor | MemberSupervisor
-    leaver: Drainable
-    tally = RequestTotals()
-    if group.pod_index == 0:
-        client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], tally))
-        leaver, supervisor = client, LeaderSupervisor(place, parts, client)
-    else:
-        leaver = supervisor = MemberSupervisor(place, parts)
-    health = PodHealthSource(supervisor, tally, client)
-
-    def ended() -> None:
-        stop.set()
-        if client is not None:
-            client.close()
-
-    lifespan = supervised(supervisor, lambda error: server.fail(error), ended)
-    app: FastAPI
-    if client is not None:
-        link = None
-        if group.token is not None:
-            link = LinkSettings(token=group.token, group=group.name, revision=group.revision, page_size=settings.engine.page_size)
-        app = make_leader_app(health, client, link, registry=registry, lifespan=lifespan, keys=settings.http.api_keys)
-    else:
-        app = create_health_app(health.health, registry=registry, lifespan=lifespan)
-    server = PodServer(make_config(app, settings.http.host, settings.http.port), leaver, settings.http.shutdown_timeout)
+    make_app = _make_leader if group.pod_index == 0 else _make_worker
+    app, drainable = make_app(settings, place, parts, lambda error: server.fail(error), stop)
+    config = make_config(app, settings.http.host, settings.http.port)
+    server = PodServer(config, drainable, settings.http.shutdown_timeout)
     return server
 
 
+def _make_leader(
+    settings: ServeSettings,
+    place: PodPlace,
+    parts: SupervisorParts,
+    failed: Callable[[BaseException], None],
+    stop: threading.Event,
+) -> tuple[FastAPI, Drainable]:
+    registry, totals, group = CollectorRegistry(), RequestTotals(), settings.group
+    client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], totals), EngineSocket())
+    supervisor = LeaderSupervisor(place, parts, client)
+
+    def ended() -> None:
+        stop.set()
+        client.close()
+
+    link = None
+    if group.token is not None:
+        link = LinkSettings(token=group.token, group=group.name, revision=group.revision, page_size=settings.engine.page_size)
+    app = make_leader_app(
+        PodHealthSource(supervisor, totals),
+        client,
+        link,
+        registry=registry,
+        lifespan=supervised(supervisor, failed, ended),
+        keys=settings.http.api_keys,
+    )
+    return app, client
+
+
+def _make_worker(
+    settings: ServeSettings,
+    place: PodPlace,
+    parts: SupervisorParts,
+    failed: Callable[[BaseException], None],
+    stop: threading.Event,
+) -> tuple[FastAPI, Drainable]:
+    supervisor = WorkerSupervisor(place, parts)
+    health = PodHealthSource(supervisor, RequestTotals())
+    lifespan = supervised(supervisor, failed, stop.set)
+    return create_health_app(health.health, registry=CollectorRegistry(), lifespan=lifespan), supervisor
+
+
 def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
-    """uvicorn configuration for the application."""
+    """uvicorn configuration."""
     return uvicorn.Config(
         app,
         host=host,
@@ -224,14 +239,12 @@ def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
 
 
 def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Sequence[str]) -> SupervisorParts:
-    """Functions of the supervisor: locate the model, build rank specs, read assets. `stop` aborts a download."""
-
+    """Functions of the supervisor. `stop` aborts a download."""
     drafts: dict[Path, LocatedDraft] = {}
     versions: dict[Path, str] = {}
-
     source = settings.model
 
-    def find() -> Path:
+    def locate_model() -> Path:
         local = locate(
             source.model,
             revision=source.revision,
@@ -245,23 +258,23 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         drafts[local.dir] = find_drafts(source, settings.group.pod_index, stop)
         return local.dir
 
-    async def find_in_thread() -> Path:
-        return await asyncio.to_thread(find)
+    async def locate_in_thread() -> Path:
+        return await asyncio.to_thread(locate_model)
 
     def make_specs(launch: Launch, folder: Path) -> list[RankSpec]:
         return make_rank_specs(settings, launch, folder, drafts[folder], versions[folder])
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
-        longest = min(ready.max_model_len, ready.num_pages * ready.page_size)
-        return read_assets(folder, source.served_names, longest)
+        max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
+        return read_assets(folder, source.served_names, max_model_len)
 
-    return SupervisorParts(locate=find_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
+    return SupervisorParts(locate=locate_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
 
 
 def make_rank_specs(
     settings: ServeSettings, launch: Launch, folder: Path, drafts: LocatedDraft = NO_DRAFT, model_version: str = ""
 ) -> list[RankSpec]:
-    """Specs of this pod's ranks. Every pod has `local_world_size` consecutive ranks."""
+    """Specs of this pod's consecutive ranks."""
     group = settings.group
     local = group.local_world_size
     first = group.pod_index * local

@@ -1,4 +1,4 @@
-"""A machine that was measured: its costs keep their proportions, and it gets as much work as the analytic one."""
+"""A measured machine keeps the proportions of its costs and gets as much work as the analytic one."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.simulate.__main__ import main
-from bench.simulate.machines import ANALYTIC, STEP_TOKENS, TOKENS, Machine, as_heavy, read_machine
+from bench.simulate.machines import ANALYTIC, STEP_TOKENS, TOKENS, Machine, read_machine, scale_load
 from bench.simulate.traffic import reasoning
 from phalanx_api.cost import StepModel, StepWork
 
@@ -17,10 +17,10 @@ SLOW = StepModel(fixed_s=0.03, token_s=0.002, knee_tokens=8, context_s=7e-6, att
 
 
 def written(folder: Path, **fields: object) -> Path:
-    told = {"model": "m", "device": "cpu", "threads": 1, "page_bytes": 1600, "page_size": 16, "step_model": asdict(SLOW)}
+    fit = {"model": "m", "device": "cpu", "threads": 1, "page_bytes": 1600, "page_size": 16, "step_model": asdict(SLOW)}
     errors = {"held_out": {"num_points": 40, "median": 0.03, "p95": 0.14, "worst": 0.2}}
     path = folder / "fit.json"
-    path.write_text(json.dumps(told | {"errors": errors} | fields))
+    path.write_text(json.dumps(fit | {"errors": errors} | fields))
     return path
 
 
@@ -34,16 +34,16 @@ def test_full_step_keeps_its_time_other_steps_their_ratio(tmp_path: Path) -> Non
 
 def test_as_much_work_comes_at_another_rate(tmp_path: Path) -> None:
     load, machine = reasoning(5.0, 200, random.Random(1)), read_machine(written(tmp_path))
-    assert as_heavy(load, Machine(), TOKENS) == load
-    slower = as_heavy(load, machine, TOKENS)
+    assert scale_load(load, Machine(), TOKENS) == load
+    slower = scale_load(load, machine, TOKENS)
     ratio = slower[-1].at_s / load[-1].at_s
-    assert ratio > 1 and [one.input_tokens for one in slower] == [one.input_tokens for one in load]
-    assert as_heavy(slower, machine, TOKENS)[-1].at_s == pytest.approx(ratio * slower[-1].at_s)
+    assert ratio > 1 and [arrival.input_tokens for arrival in slower] == [arrival.input_tokens for arrival in load]
+    assert scale_load(slower, machine, TOKENS)[-1].at_s == pytest.approx(ratio * slower[-1].at_s)
 
 
 @pytest.mark.parametrize("fields", [{"errors": {}}, {"page_size": None}, {"step_model": [1.0, 2.0]}])
 def test_another_file_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"does not tell how it was measured|holds no step_model"):
+    with pytest.raises(ValueError, match=r"lacks fields of the measurement|contains no step_model"):
         read_machine(written(tmp_path, **fields))
 
 

@@ -1,11 +1,11 @@
-"""What the simulator says of its tables: each relation is judged by the figures that it names, and no others."""
+"""Each relation is judged by the figures that it names, and no others."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from bench.simulate.figures import Figures
-from bench.simulate.shown import relations
+from bench.simulate.tables import relations
 
 SAME = (0.0, 0.0, 0.0)
 
@@ -19,7 +19,7 @@ def played(
     moves: int = 0,
     returned: int = 0,
 ) -> list[Figures]:
-    """Three seeds, of which each is worse than the one before, for whoever plays it; `apart` is on top of the TTFT of each."""
+    """Returns three seeds, each worse than the one before; `apart` is added to their TTFT."""
     return [
         Figures(
             goodput=goodput - 0.02 * seed,
@@ -32,7 +32,7 @@ def played(
             hit_share=0.0,
             moves=moves,
             failed_moves=0,
-            pingpong=returned,
+            returned=returned,
             stall_p99=0.0,
             tokens_per_s=1.0,
         )
@@ -41,8 +41,8 @@ def played(
 
 
 def verdicts(workload: str, cells: dict[str, list[Figures]]) -> dict[str, str]:
-    """Of each relation of a workload, without the one about moves."""
-    return {one.text: one.verdict for one in relations({workload: cells})[:-1]}
+    """Returns the verdict of each relation of a workload, without the one on moves."""
+    return {relation.text: relation.verdict for relation in relations({workload: cells})[:-1]}
 
 
 A = {
@@ -52,15 +52,15 @@ A = {
 }
 
 
-@pytest.mark.parametrize(("ours", "llumnix", "lmetric", "said"), A.values(), ids=A.keys())
+@pytest.mark.parametrize(("ours", "llumnix", "lmetric", "verdict"), A.values(), ids=A.keys())
 def test_relation_a_compares_with_llumnix_and_lmetric(
-    ours: list[Figures], llumnix: list[Figures], lmetric: list[Figures], said: list[str]
+    ours: list[Figures], llumnix: list[Figures], lmetric: list[Figures], verdict: list[str]
 ) -> None:
     cells = {"phalanx": ours, "Llumnix": llumnix, "LMetric": lmetric}
     texts = "A: goodput against Llumnix, at least", "A: TTFT p99 against LMetric, at most"
-    assert verdicts("A", cells) == dict(zip(texts, said, strict=True))
+    assert verdicts("A", cells) == dict(zip(texts, verdict, strict=True))
     del cells["LMetric"]
-    assert verdicts("A", cells) == {texts[0]: said[0]}, "who was not played is not judged by"
+    assert verdicts("A", cells) == {texts[0]: verdict[0]}, "absent policies are not compared"
 
 
 BEST = {
@@ -72,12 +72,12 @@ BEST = {
 
 
 @pytest.mark.parametrize("workload", "BD")
-@pytest.mark.parametrize(("ours", "said"), BEST.values(), ids=BEST.keys())
-def test_relations_b_and_d_compare_with_the_best_policy(workload: str, ours: list[Figures], said: list[str]) -> None:
-    """One of the others has the best goodput and another the first tokens; our own variant is none of them."""
+@pytest.mark.parametrize(("ours", "verdict"), BEST.values(), ids=BEST.keys())
+def test_relations_b_and_d_compare_with_the_best_policy(workload: str, ours: list[Figures], verdict: list[str]) -> None:
+    """Another policy has the best goodput, a third the best TTFT; our variant does not count."""
     cells = {"phalanx, no moves": played(0.99, 0.1), "phalanx": ours, "x": played(0.96, 1.9), "y": played(0.90, 0.9)}
     texts = f"{workload}: goodput against the best of 2, at least", f"{workload}: TTFT p99 against the best of 2, at most"
-    assert verdicts(workload, cells) == dict(zip(texts, said, strict=True))
+    assert verdicts(workload, cells) == dict(zip(texts, verdict, strict=True))
 
 
 C = {
@@ -89,11 +89,11 @@ C = {
 }
 
 
-@pytest.mark.parametrize(("ours", "said"), C.values(), ids=C.keys())
-def test_relation_c_compares_moves_with_no_moves(ours: list[Figures], said: list[str]) -> None:
+@pytest.mark.parametrize(("ours", "verdict"), C.values(), ids=C.keys())
+def test_relation_c_compares_moves_with_no_moves(ours: list[Figures], verdict: list[str]) -> None:
     cells = {"phalanx": ours, "phalanx, no moves": played(), "Llumnix": played(1.0, 0.1, 0.1, 0)}
-    texts = [f"C: {what} against no moves, at most" for what in ("preemptions", "gap p99", "TTFT p99")]
-    assert verdicts("C", cells) == dict(zip(texts, said, strict=True))
+    texts = [f"C: {figure} against no moves, at most" for figure in ("preemptions", "gap p99", "TTFT p99")]
+    assert verdicts("C", cells) == dict(zip(texts, verdict, strict=True))
 
 
 def of_goodput(*each: float) -> list[Figures]:
@@ -101,19 +101,19 @@ def of_goodput(*each: float) -> list[Figures]:
 
 
 def test_gap_below_seed_variance_is_not_distinguishable() -> None:
-    """The difference is taken seed by seed: what makes both better or worse is no doubt about it."""
+    """The difference is taken seed by seed, so variance common to both does not matter."""
     fresh = of_goodput(1.0, 0.9, 0.95, 0.99)
     verdicts = []
     for old in (of_goodput(1.0, 0.9, 0.95, 0.99), of_goodput(1.0, 0.89, 0.93, 0.99), of_goodput(0.99, 0.89, 0.94, 0.98)):
-        told = relations({"E": {"phalanx, reports 1 s": old, "phalanx, reports 0.05 s": fresh}})
-        assert [one.text[:2] for one in told] == ["E:", "of"] and told[1].verdict == "yes"
-        verdicts.append(told[0].verdict)
+        found = relations({"E": {"phalanx, reports 1 s": old, "phalanx, reports 0.05 s": fresh}})
+        assert [relation.text[:2] for relation in found] == ["E:", "of"] and found[1].verdict == "yes"
+        verdicts.append(found[0].verdict)
     assert verdicts == ["yes", "not distinguishable", "NO"]
     assert relations({"E": {"phalanx, reports 1 s": fresh}})[0].text.startswith("of"), "the other was not played"
 
 
-@pytest.mark.parametrize(("returned", "said"), [(1, "yes"), (2, "NO")])
-def test_one_of_a_thousand_moves_of_ours_may_return(returned: int, said: str) -> None:
+@pytest.mark.parametrize(("returned", "verdict"), [(1, "yes"), (2, "NO")])
+def test_one_of_a_thousand_moves_of_ours_may_return(returned: int, verdict: str) -> None:
     cells = {"phalanx": played(moves=1000, returned=returned), "Llumnix": played(moves=10, returned=10)}
     last = relations({"A": cells, "D": {"phalanx": played()}})[-1]
-    assert (last.text, last.verdict) == ("of 3000 moves, those that returned within 10 s, at most", said)
+    assert (last.text, last.verdict) == ("of 3000 moves, those that returned within 10 s, at most", verdict)

@@ -1,4 +1,4 @@
-"""Groups come and go in the simulated fleet as the operator's own decisions have it, and no request is lost by that."""
+"""The number of groups in the simulated fleet follows the operator's decisions, without losing a request."""
 
 import random
 from itertools import pairwise
@@ -17,27 +17,27 @@ from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy
 
 SHAPE = Shape(StepModel(fixed_s=0.2, token_s=0.001, knee_tokens=0, context_s=1e-6, attention_s=0.0), total_pages=4000)
-RULES = Scaling(least=1, most=6, start_s=20.0, ttft_s=4.0, itl_s=1.0)
+RULES = Scaling(min_groups=1, max_groups=6, start_s=20.0, ttft_s=4.0, itl_s=1.0)
 
 
 def played(arrivals: list[Arrival], scaling: Scaling | None, groups: int) -> World:
-    """The world after all requests ended."""
+    """Returns the world after all requests ended."""
     world = World(Setting(groups, SHAPE, scaling=scaling), Ours(SHAPE, groups, BalancePolicy(mode="Migrate")), arrivals)
     world.run()
     figures(world, SHAPE)  # raises where a request has not all its tokens
     for engine in world.engines:
-        assert (engine.pages.held, engine.pages.reserved, engine.has_work) == (0, 0, False)
+        assert (engine.pages.used, engine.pages.reserved, engine.has_work) == (0, 0, False)
     return world
 
 
 def arrivals(*parts: tuple[float, float], seed: int = 0) -> list[Arrival]:
-    """Requests at so many a second for so many seconds, part by part."""
-    chance, at_s, until_s, made = random.Random(seed), 0.0, 0.0, []
+    """Returns requests of several parts with rate (requests/s) and duration."""
+    rng, at_s, until_s, requests = random.Random(seed), 0.0, 0.0, []
     for rate, seconds in parts:
         at_s, until_s = until_s, until_s + seconds
-        while (at_s := at_s + chance.expovariate(rate)) < until_s:
-            made.append(Arrival(at_s, chance.randrange(200, 800), chance.randrange(20, 100)))
-    return made
+        while (at_s := at_s + rng.expovariate(rate)) < until_s:
+            requests.append(Arrival(at_s, rng.randrange(200, 800), rng.randrange(20, 100)))
+    return requests
 
 
 def test_groups_follow_load_and_scale_in_moves_streams() -> None:
@@ -47,26 +47,26 @@ def test_groups_follow_load_and_scale_in_moves_streams() -> None:
     counts = [count for _, count, _ in world.operator.changes]
     assert max(counts) >= 3 and counts[-1] < max(counts)
     assert len(world.operator.drains_s) >= 1 and world.counts.moves > 0 and world.counts.replays == 0
-    told = figures(world, SHAPE)
-    assert told.group_s < 0.8 * figures(fixed, SHAPE).group_s
-    assert (told.changes, told.drain) == (len(counts), max(world.operator.drains_s))
+    result = figures(world, SHAPE)
+    assert result.group_s < 0.8 * figures(fixed, SHAPE).group_s
+    assert (result.changes, result.drain) == (len(counts), max(world.operator.drains_s))
     assert figures(fixed, SHAPE).changes == 0
 
 
-class Noting(Ours):
-    """Ours, and when each group gave its first token."""
+class RecordingPolicy(Ours):
+    """Our policy; records the time of each group's first token."""
 
     def __init__(self) -> None:
         super().__init__(SHAPE, 1, BalancePolicy())
         self.first_s: dict[int, float] = {}
 
-    def started(self, job: Job, group: int, now: float) -> None:
+    def first_token(self, job: Job, group: int, now: float) -> None:
         self.first_s.setdefault(group, now)
-        super().started(job, group, now)
+        super().first_token(job, group, now)
 
 
 def test_burst_triggers_panic_and_new_groups_serve_later() -> None:
-    policy = Noting()
+    policy = RecordingPolicy()
     world = World(Setting(1, SHAPE, scaling=RULES), policy, arrivals((0.5, 100), (8.0, 100)))
     world.run()
     assert world.operator is not None
@@ -87,11 +87,11 @@ def test_a_steady_load_does_not_flap() -> None:
 
 
 def test_unfinished_requests_restart_elsewhere_when_a_group_leaves() -> None:
-    hurried = Scaling(least=1, most=6, start_s=20.0, ttft_s=4.0, itl_s=1.0, drain_s=0)
+    hurried = Scaling(min_groups=1, max_groups=6, start_s=20.0, ttft_s=4.0, itl_s=1.0, drain_s=0)
     world = played(arrivals((5.0, 200), (0.8, 600), seed=1), hurried, 4)
     assert world.counts.replays > 0
 
 
 def test_a_policy_that_cannot_follow_is_refused() -> None:
-    with pytest.raises(TypeError, match="RoundRobin cannot follow"):
+    with pytest.raises(TypeError, match="RoundRobin does not support"):
         World(Setting(1, SHAPE, scaling=RULES), RoundRobin(), [])

@@ -1,4 +1,4 @@
-"""The simulated fleet serves every request wholly, keeps account of its pages, and steps as a plain loop over requests would."""
+"""The simulated fleet serves every request completely, accounts for its pages, and steps like a plain loop over requests."""
 
 import json
 import random
@@ -18,10 +18,10 @@ from bench.simulate.engine import Engine, Shape
 from bench.simulate.figures import Figures, alone_s, figures
 from bench.simulate.jobs import Job
 from bench.simulate.machines import ANALYTIC
-from bench.simulate.plots import PANELS, WIDTH, picture
-from bench.simulate.scene import Policy
+from bench.simulate.plots import PANELS, WIDTH, chart
+from bench.simulate.policy import Policy
 from bench.simulate.traffic import reasoning, shifted
-from bench.simulate.workloads import EVERYONE
+from bench.simulate.workloads import POLICIES
 from bench.simulate.world import Setting, World
 from phalanx_api.cost import StepModel, StepWork
 
@@ -29,47 +29,47 @@ SMALL = Shape(ANALYTIC, total_pages=900, max_num_batched_tokens=256)
 
 
 def played(policy: Policy, arrivals: list[Arrival], shape: Shape, groups: int = 8) -> World:
-    """The world after all requests ended; no page is held then."""
+    """Returns the world after all requests ended, when no page is in use."""
     world = World(Setting(groups, shape), policy, arrivals)
     world.run()
     for engine in world.engines:
-        assert (engine.pages.own, engine.pages.held, engine.pages.reserved, engine.context_tokens) == (0, 0, 0, 0)
+        assert (engine.pages.own, engine.pages.used, engine.pages.reserved, engine.context_tokens) == (0, 0, 0, 0)
         assert not engine.has_work
     return world
 
 
 def shared_prefixes(count: int, seed: int) -> list[Arrival]:
-    """Prompts that begin with one of three runs of blocks."""
-    chance = random.Random(seed)
+    """Returns prompts that start with one of three runs of blocks."""
+    rng = random.Random(seed)
     arrivals, at_s = [], 0.0
     for number in range(count):
-        at_s += chance.expovariate(4.0)
-        first = chance.randrange(3)
-        blocks = (*range(10 * first, 10 * first + chance.randrange(1, 5)), 1000 + number)
-        arrivals.append(Arrival(at_s, 512 * len(blocks) - chance.randrange(500), chance.randrange(1, 200), blocks))
+        at_s += rng.expovariate(4.0)
+        first = rng.randrange(3)
+        blocks = (*range(10 * first, 10 * first + rng.randrange(1, 5)), 1000 + number)
+        arrivals.append(Arrival(at_s, 512 * len(blocks) - rng.randrange(500), rng.randrange(1, 200), blocks))
     return arrivals
 
 
-@pytest.mark.parametrize("name", EVERYONE)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_serves_every_request_wholly(name: str) -> None:
-    bursts = played(EVERYONE[name](SMALL, 8), reasoning(5.0, 150, random.Random(1)), SMALL)
-    told = figures(bursts, SMALL)
-    assert told.preemptions > 0 or told.moves > 0
+    bursts = played(POLICIES[name](SMALL, 8), reasoning(5.0, 150, random.Random(1)), SMALL)
+    result = figures(bursts, SMALL)
+    assert result.preemptions > 0 or result.moves > 0
     large = Shape(ANALYTIC, total_pages=4000)
-    assert figures(played(EVERYONE[name](large, 8), shared_prefixes(150, 2), large), large).hit_share > 0.2
+    assert figures(played(POLICIES[name](large, 8), shared_prefixes(150, 2), large), large).hit_share > 0.2
 
 
 def test_ours_moves_where_pages_are_scarce() -> None:
     arrivals = reasoning(5.0, 120, random.Random(3))
-    world = played(EVERYONE["phalanx"](SMALL, 8), arrivals, SMALL)
+    world = played(POLICIES["phalanx"](SMALL, 8), arrivals, SMALL)
     assert world.counts.moves > 0
-    still = played(EVERYONE["phalanx, no moves"](SMALL, 8), arrivals, SMALL)
+    still = played(POLICIES["phalanx, no moves"](SMALL, 8), arrivals, SMALL)
     assert still.counts.moves == 0
     assert figures(world, SMALL).preemptions < figures(still, SMALL).preemptions
 
 
 class PlainEngine:
-    """The slow twin: every request and every token one by one, where pages never run out."""
+    """The slow twin: computes every token of every request, with unlimited pages."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -77,7 +77,7 @@ class PlainEngine:
         self.computed: dict[int, int] = {}
 
     def step(self, now: float) -> float | None:
-        """When the step that begins now ends; None when there is nothing to do."""
+        """Returns the end of the step that starts now; `None` without work."""
         live = [(job, times) for job, times in self.jobs if len(times) < job.output_tokens]
         if not live:
             return None
@@ -116,19 +116,19 @@ class PlainEngine:
 def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
     shape = Shape(ANALYTIC, total_pages=10_000, max_num_batched_tokens=256)
     jobs = [Job(number, 0.0, prompt, output) for number, (prompt, output) in enumerate(sizes)]
-    plain, engine, now, told = PlainEngine(shape), Engine("g", shape, 512), 0.0, 0.0
+    plain, engine, now, plain_now = PlainEngine(shape), Engine("g", shape, 512), 0.0, 0.0
     for job in jobs:
         plain.jobs.append((job, []))
         plain.computed[job.number] = 0
         engine.submit(job)
     most = 0
     while engine.has_work:
-        end = plain.step(told)
-        now += engine.begin()
-        engine.end(now)
+        end = plain.step(plain_now)
+        now += engine.start_step()
+        engine.finish_step(now)
         assert end == pytest.approx(now)
-        told = now
-        most = max(most, engine.pages.held)
+        plain_now = now
+        most = max(most, engine.pages.used)
     assert plain.step(now) is None
     assert most <= sum(-(-(prompt + output) // PAGE) for prompt, output in sizes)
     for job, times in plain.jobs:
@@ -140,14 +140,14 @@ def test_steps_are_those_of_a_plain_loop(sizes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("prompt", [1, 100, 256, 257, 2000])
 def test_latency_alone_equals_latency_in_an_empty_group(prompt: int) -> None:
-    """Whatever a step costs: the bound of goodput is a multiple of it."""
+    """The bound of goodput is a multiple of it, for any costs."""
     every = StepModel(fixed_s=0.003, token_s=1e-4, knee_tokens=8, context_s=1e-7, attention_s=5e-8, row_s=1e-4, prompt_s=0.004)
     shape = Shape(every, total_pages=10_000, max_num_batched_tokens=256)
     engine, job, now = Engine("g", shape, 512), Job(0, 0.0, prompt, 1), 0.0
     engine.submit(job)
     while engine.has_work:
-        now += engine.begin()
-        engine.end(now)
+        now += engine.start_step()
+        engine.finish_step(now)
     assert job.first_s == pytest.approx(alone_s(prompt, shape))
 
 
@@ -155,16 +155,26 @@ def test_the_command_prints_tables_and_relations(tmp_path: Path, capsys: pytest.
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{i // 10:02d}.{i % 10}00000,{100 + i},{20 + i % 7}" for i in range(400)]
     (tmp_path / "AzureLLMInferenceTrace_conv.csv").write_text("\n".join(lines) + "\n")
-    told = [
+    trace = [
         {"timestamp": 3000 * (i // 5), "input_length": 1500, "output_length": 30, "hash_ids": [0, i % 9, 100 + i]}
         for i in range(300)
     ]
-    (tmp_path / "mooncake_conversation_trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in told))
+    (tmp_path / "mooncake_conversation_trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in trace))
     out = tmp_path / "out.json"
-    given = ["--traces", str(tmp_path), "--quick", "--workloads", "ABDE", "--out", str(out), "--plots", str(tmp_path / "plots")]
-    assert main(given) == 0
+    arguments = [
+        "--traces",
+        str(tmp_path),
+        "--quick",
+        "--workloads",
+        "ABDE",
+        "--out",
+        str(out),
+        "--plots",
+        str(tmp_path / "plots"),
+    ]
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
-    for name in EVERYONE:
+    for name in POLICIES:
         assert f"| {name} |" in printed
     assert "A: goodput against Llumnix, at least" in printed and "B: goodput against the best of 8, at least" in printed
     assert set(json.loads(out.read_text())["workloads"]) == set("ABDE")
@@ -175,7 +185,7 @@ def test_chart_has_a_bar_per_policy_and_figure() -> None:
     def of(goodput: float) -> Figures:
         return Figures(goodput, 0.1, 1.0, 0.1, 0.2, 3, 0, 0.0, 0, 0, 0, 0.0, 1.0)
 
-    drawn = ElementTree.fromstring(picture("X", {"a < b": [of(0.4), of(0.6)], "phalanx": [of(1.0), of(1.0)]}))
+    drawn = ElementTree.fromstring(chart("X", {"a < b": [of(0.4), of(0.6)], "phalanx": [of(1.0), of(1.0)]}))
     bars = [one for one in drawn.iter("{http://www.w3.org/2000/svg}rect") if one.get("fill") != "white"]
     assert len(bars) == 2 * len(PANELS)
     shorter, longer = float(bars[0].get("width", "")), float(bars[1].get("width", ""))

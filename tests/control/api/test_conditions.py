@@ -1,24 +1,24 @@
 from phalanx_api.conditions import Condition, Reason, drop_condition, find_condition, set_condition
 
 
-def one(status: bool, now: str, reason: Reason = Reason.READY) -> tuple[Condition, ...]:
+def ready(status: bool, now: str, reason: Reason = Reason.READY) -> tuple[Condition, ...]:
     return set_condition((), "Ready", status, reason=reason, generation=1, now=now)
 
 
 def test_a_new_condition_is_added_after_the_others() -> None:
-    both = set_condition(one(True, "t1"), "Available", False, reason=Reason.NO_READY_GROUP, generation=2, now="t2")
+    both = set_condition(ready(True, "t1"), "Available", False, reason=Reason.NO_READY_GROUP, generation=2, now="t2")
     assert [(c.type, c.status, c.observed_generation) for c in both] == [("Ready", "True", 1), ("Available", "False", 2)]
 
 
 def test_the_transition_time_moves_only_with_the_status() -> None:
-    same = set_condition(one(True, "t1"), "Ready", True, reason=Reason.SUSPENDED, generation=2, now="t2")
+    same = set_condition(ready(True, "t1"), "Ready", True, reason=Reason.SUSPENDED, generation=2, now="t2")
     other = set_condition(same, "Ready", False, reason=Reason.ROLLING_OUT, generation=3, now="t3")
     assert [same[0].last_transition_time, same[0].reason] == ["t1", "Suspended"]
     assert [other[0].last_transition_time, other[0].status] == ["t3", "False"]
 
 
 def test_setting_twice_changes_nothing() -> None:
-    once = one(True, "t1")
+    once = ready(True, "t1")
     again = set_condition(once, "Ready", True, reason=Reason.READY, generation=1, now="t9")
     assert again == once and again[0] is once[0]
 
@@ -29,7 +29,7 @@ def test_message_is_truncated_the_same_way_each_time() -> None:
 
 
 def test_conditions_are_found_and_dropped_by_type() -> None:
-    conditions = one(True, "t1")
+    conditions = ready(True, "t1")
     assert find_condition(conditions, "Ready") == conditions[0]
     assert find_condition(conditions, "Stalled") is None
     assert drop_condition(conditions, "Ready") == ()

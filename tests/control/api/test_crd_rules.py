@@ -1,4 +1,4 @@
-"""Every rule of the CRD is broken by a manifest of tests/cluster/rule_cases.py, where it stands: the lists are compared."""
+"""Each rule of the CRD has a manifest in tests/cluster/rule_cases.py that breaks it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from tests.cluster.rule_cases import REFUSED, STRANGE, Refused
 
 
 def places(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field in a schema, `spec.a.b[].c`, and the schema of it."""
+    """Yields the path, such as `spec.a.b[].c`, and the schema of every field."""
     yield path, node
     for name, child in node.get("properties", {}).items():
         yield from places(child, f"{path}.{name}".removeprefix("."))
@@ -18,9 +18,9 @@ def places(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
 
 
 def rules() -> list[tuple[str, str]]:
-    """All rules of the CRD: the field that each names, and its message."""
-    found = [(path, one) for path, node in PLACES for one in node.get("x-kubernetes-validations", [])]
-    return [(path + one.get("fieldPath", ""), one["message"]) for path, one in found]
+    """Returns (field, message) of all rules of the CRD."""
+    found = [(path, rule) for path, node in PLACES for rule in node.get("x-kubernetes-validations", [])]
+    return [(path + rule.get("fieldPath", ""), rule["message"]) for path, rule in found]
 
 
 PLACES = list(places(schema()))
@@ -31,18 +31,18 @@ def place(case: Refused) -> str:
 
 
 def broken(case: Refused) -> list[tuple[str, str]]:
-    """The rules of which this case tells, by field and message."""
+    """Returns (field, message) of the rules that a case breaks."""
     return [(field, message) for field, message in rules() if field == place(case) and message.startswith(case.words)]
 
 
 def test_every_rule_refuses_something_in_the_real_cluster() -> None:
-    """The cases themselves are run by tests/cluster/test_rules.py, for only an API server evaluates rules."""
+    """tests/cluster/test_rules.py runs the cases: only a real API server evaluates rules."""
     assert len(set(rules())) == len(rules())
     assert set(rules()) - {rule for case in REFUSED for rule in broken(case)} == set()
 
 
 def test_every_case_names_one_field_and_one_message() -> None:
-    """A single word could be anything: a part of the path, or of what another rule says."""
+    """A single word is ambiguous: it may be a part of the path, or of another message."""
     known = {path for path, _ in PLACES}
     assert [case.field for case in REFUSED if place(case) not in known or not case.field.startswith("spec.")] == []
     assert [case for case in REFUSED if " " not in case.words or len(broken(case)) > 1] == []

@@ -1,4 +1,4 @@
-"""What a manifest may say: the same bounds in the operator and in the CRD."""
+"""Bounds of a manifest: equal in the operator and in the CRD."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.crd import definition, schema
-from phalanx_api.schema import read
+from phalanx_api.schema import parse_record
 from phalanx_api.spec import pod_template
 from phalanx_api.spec.inference_service import FieldError, InferenceService, parse
 from phalanx_api.spec.model import URI_PATTERN
@@ -39,8 +39,8 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"parallelism": {"tensor": 2, "pipeline": 2, "gpusPerPod": 3}}, "spec", "gpusPerPod 3 does not divide the 4 ranks"),
         ({"rollout": {"maxUnavailable": 0}}, "spec.rollout", "must not both be 0"),
         ({"rollout": {"maxUnavailable": "0%", "maxSurge": 0}}, "spec.rollout", "must not both be 0"),
-        ({"rollout": {"maxSurge": "half"}}, "spec.rollout.maxSurge", "no percentage"),
-        ({"rollout": {"maxSurge": "101%"}}, "spec.rollout.maxSurge", "no percentage"),
+        ({"rollout": {"maxSurge": "half"}}, "spec.rollout.maxSurge", "not a percentage"),
+        ({"rollout": {"maxSurge": "101%"}}, "spec.rollout.maxSurge", "not a percentage"),
         ({"rollout": {"maxSurge": True}}, "spec.rollout.maxSurge", "a count or a percentage"),
         ({"rollout": {"maxSurge": -1}}, "spec.rollout.maxSurge", "from 0 to 1000"),
         ({"rollout": {"partition": -1}}, "spec.rollout.partition", "greater than"),
@@ -49,18 +49,26 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"placement": {"gang": {"mode": "Kueue"}}}, "spec.placement", "needs queueName"),
         ({"placement": {"gang": {"mode": "Both"}}}, "spec.placement.gang.mode", "Auto"),
         ({"placement": {"topology": {"mode": "Sometimes"}}}, "spec.placement.topology.mode", "None"),
-        ({"placement": {"nodeSelector": {"a b": "c"}}}, "spec.placement.nodeSelector", "keys are labels"),
-        ({"model": {"uri": "hf://o/m", "cache": {"type": "Shared"}}}, "spec.model.cache", "claimName goes with type Shared"),
-        ({"model": {"uri": "hf://o/m", "cache": {"type": "NodeLocal"}}}, "spec.model.cache", "size goes with type NodeLocal"),
+        ({"placement": {"nodeSelector": {"a b": "c"}}}, "spec.placement.nodeSelector", "keys must be labels"),
+        (
+            {"model": {"uri": "hf://o/m", "cache": {"type": "Shared"}}},
+            "spec.model.cache",
+            "claimName is required with type Shared",
+        ),
+        (
+            {"model": {"uri": "hf://o/m", "cache": {"type": "NodeLocal"}}},
+            "spec.model.cache",
+            "size is required with type NodeLocal",
+        ),
         (
             {"model": {"uri": "hf://o/m", "cache": {"type": "Shared", "claimName": "c", "storageClassName": "s"}}},
             "spec.model.cache",
-            "storageClassName goes with type NodeLocal only",
+            "storageClassName is only allowed with type NodeLocal",
         ),
         (
             {"model": {"uri": "hf://o/m", "cache": {"type": "NodeLocal", "size": "1Gi", "readOnly": True}}},
             "spec.model.cache",
-            "readOnly goes with type Shared only",
+            "readOnly is only allowed with type Shared",
         ),
         ({"engine": {"extraArgs": ["-t", "2"]}}, "spec.engine.extraArgs", "flags that the operator or another field sets"),
         ({"engine": {"extraArgs": ["--itl-target-ms=5"]}}, "spec.engine.extraArgs", "a flag and its value are two items"),
@@ -68,18 +76,22 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"rollout": {"onFailure": "Pray"}}, "spec.rollout.onFailure", "Rollback"),
         ({"rollout": {"canaryWeight": 101}}, "spec.rollout.canaryWeight", "less than or equal to 100"),
         ({"engine": {"probes": {"livenessSeconds": 5}}}, "spec.engine.probes.livenessSeconds", "greater than or equal to 6"),
-        (near(NODES, operator="In"), f"{NEAR}.{NODES}", "values go with the operators In and NotIn"),
+        (near(NODES, operator="In"), f"{NEAR}.{NODES}", "values are required with the operators In and NotIn"),
         (near(NODES, operator="Lt", values=["1", "2"]), f"{NEAR}.{NODES}", "Gt and Lt need exactly one"),
         (near(NODES, operator="Gt", values=["x"]), f"{NEAR}.{NODES}", "Gt and Lt need exactly one"),
-        (near(PODS, operator="Exists", values=["a"]), f"{NEAR}.{PODS}", "values go with the operators In and NotIn"),
+        (near(PODS, operator="Exists", values=["a"]), f"{NEAR}.{PODS}", "values are required with the operators In and NotIn"),
         ({"replicas": -1}, "spec.replicas", "greater than or equal to 0"),
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
         ({"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization", "pattern"),
         ({"engine": {"speculative": {"method": "Oracle"}}}, "spec.engine.speculative.method", "NGram"),
-        ({"engine": {"speculative": {"method": "Draft"}}}, "spec.engine.speculative", "draftModel goes with method Draft"),
-        ({"engine": {"speculative": {"draftModel": "hf://a/b"}}}, "spec.engine.speculative", "draftModel goes with method Draft"),
-        ({"engine": {"speculative": {"ratio": "0.4"}}}, "spec.engine.speculative", "ratio goes with method SelfDraft only"),
+        ({"engine": {"speculative": {"method": "Draft"}}}, "spec.engine.speculative", "draftModel is required with method Draft"),
+        (
+            {"engine": {"speculative": {"draftModel": "hf://a/b"}}},
+            "spec.engine.speculative",
+            "draftModel is required with method Draft",
+        ),
+        ({"engine": {"speculative": {"ratio": "0.4"}}}, "spec.engine.speculative", "ratio is only allowed with method SelfDraft"),
         (
             {"engine": {"speculative": {"method": "SelfDraft", "exit": "ftp://a"}}},
             "spec.engine.speculative.exit",
@@ -99,7 +111,7 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"autoscaling": {"targets": GOOD}}, "spec.autoscaling.maxReplicas", "required"),
         (scaled(targets={}), "spec.autoscaling.targets", "at least one of ttftP95Ms"),
         (scaled(minReplicas=5), "spec.autoscaling", "minReplicas must not be greater than maxReplicas"),
-        (scaled(minReplicas=0), "spec.autoscaling", "minReplicas 0 goes with scaleToZero.enabled only"),
+        (scaled(minReplicas=0), "spec.autoscaling", "minReplicas 0 is only allowed with scaleToZero.enabled"),
         (scaled(schedules=[{"cron": "0 8 * * *", "min": 0}]), "spec.autoscaling", "a schedule with min 0"),
         (scaled(schedules=[{"cron": "0 8 * * *"}]), "spec.autoscaling.schedules[0]", "give min, max or both"),
         (
@@ -111,15 +123,15 @@ def scaled(**fields: Any) -> dict[str, Any]:
         (
             scaled(schedules=[{"cron": "0 8 * * *", "min": 1, "timezone": "Mars/Base"}]),
             "spec.autoscaling.schedules[0].timezone",
-            "no time zone 'Mars/Base'",
+            "unknown time zone 'Mars/Base'",
         ),
         ({"rebalancing": {"mode": "Sometimes"}}, "spec.rebalancing.mode", "Off"),
         ({"rebalancing": {"budgets": {"movesPerGroup": 0}}}, "spec.rebalancing.budgets.movesPerGroup", "greater than"),
         ({"drain": {"timeoutSeconds": -1}}, "spec.drain.timeoutSeconds", "greater than"),
         ({"restartPolicy": {"nodeLostSeconds": 0}}, "spec.restartPolicy.nodeLostSeconds", "greater than"),
         ({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers[0].name", "required"),
-        (scaled(onMetricsLoss="Fallback"), "spec.autoscaling", "fallbackReplicas goes with onMetricsLoss Fallback"),
-        (scaled(fallbackReplicas=2), "spec.autoscaling", "fallbackReplicas goes with onMetricsLoss Fallback"),
+        (scaled(onMetricsLoss="Fallback"), "spec.autoscaling", "fallbackReplicas is required with onMetricsLoss Fallback"),
+        (scaled(fallbackReplicas=2), "spec.autoscaling", "fallbackReplicas is required with onMetricsLoss Fallback"),
         (
             scaled(onMetricsLoss="Fallback", fallbackReplicas=5),
             "spec.autoscaling",
@@ -130,17 +142,21 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"router": {"policy": "Random"}}, "spec.router.policy", "RoundRobin"),
         ({"router": {"failureMode": "FailSafe"}}, "spec.router.failureMode", "FailClosed"),
         (exposed(type="InferencePool"), "spec.router.expose.type", "HTTPRoute"),
-        (exposed(type="HTTPRoute"), "spec.router.expose", "gateway goes with type HTTPRoute"),
-        (exposed(type="Ingress", gateway={"name": "a"}), "spec.router.expose", "gateway goes with type HTTPRoute"),
-        (exposed(className="nginx"), "spec.router.expose", "className goes with type Ingress only"),
+        (exposed(type="HTTPRoute"), "spec.router.expose", "gateway is required with type HTTPRoute"),
+        (exposed(type="Ingress", gateway={"name": "a"}), "spec.router.expose", "gateway is required with type HTTPRoute"),
+        (exposed(className="nginx"), "spec.router.expose", "className is only allowed with type Ingress"),
         (
             exposed(type="HTTPRoute", gateway={"name": "a"}, tlsSecretName="b"),
             "spec.router.expose",
-            "tlsSecretName goes with type",
+            "tlsSecretName is only allowed with type",
         ),
         (exposed(type="Ingress", tlsSecretName="b"), "spec.router.expose", "tlsSecretName needs hosts"),
-        (exposed(hosts=["a.example"]), "spec.router.expose", "hosts goes with the types Ingress and HTTPRoute only"),
-        (exposed(annotations={"a": "b"}), "spec.router.expose", "annotations goes with the types Ingress and HTTPRoute only"),
+        (exposed(hosts=["a.example"]), "spec.router.expose", "hosts is only allowed with the types Ingress and HTTPRoute"),
+        (
+            exposed(annotations={"a": "b"}),
+            "spec.router.expose",
+            "annotations is only allowed with the types Ingress and HTTPRoute",
+        ),
         (exposed(type="Ingress", hosts=["a b"]), "spec.router.expose.hosts[0]", "pattern"),
         (exposed(type="HTTPRoute", gateway={}), "spec.router.expose.gateway.name", "required"),
     ],
@@ -152,7 +168,7 @@ def test_a_wrong_field_is_named(spec: dict[str, Any], field: str, words: str) ->
 
 
 def test_fields_of_a_later_version_are_not_read() -> None:
-    """The CRD is applied first: the API server fills in defaults that the operator in place has never heard of."""
+    """The CRD is applied before the operator is replaced, so the API server fills in defaults unknown to the operator."""
     now: dict[str, Any] = {
         "replicas": 2,
         "rollout": {"maxSurge": 1},
@@ -164,7 +180,7 @@ def test_fields_of_a_later_version_are_not_read() -> None:
     found = parse(body)
     assert isinstance(found, InferenceService), found
     assert found == parse(make_body(**now))
-    assert body["spec"]["rollout"]["pace"] == "Slow", "what was seen stays as it is"
+    assert body["spec"]["rollout"]["pace"] == "Slow", "the body is unchanged"
 
 
 def test_wrong_field_is_named_beside_unknown_fields() -> None:
@@ -174,8 +190,8 @@ def test_wrong_field_is_named_beside_unknown_fields() -> None:
 
 
 def test_status_with_unknown_fields_is_parsed() -> None:
-    """Going back by one release: what was noted there is not forgotten."""
-    assert read(Status, {"availableReplicas": 2, "shards": [1], "groups": []}) == Status(available_replicas=2)
+    """A downgrade keeps the rest of the status."""
+    assert parse_record(Status, {"availableReplicas": 2, "shards": [1], "groups": []}) == Status(available_replicas=2)
 
 
 def test_scaling_to_zero_allows_a_minimum_of_zero() -> None:
@@ -254,7 +270,7 @@ def test_bytes_of_quantities(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "12XB", "Gi", "0.0Gi", "1..5Gi"])
 def test_invalid_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no memory quantity"):
+    with pytest.raises(ValueError, match="not a memory quantity"):
         parse_bytes(text)
 
 
@@ -282,7 +298,7 @@ def test_the_overlay_comes_out_as_it_went_in() -> None:
 
 
 def nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its path."""
+    """Returns every nested schema with its path."""
     found = [(path, node)]
     for name, child in node.get("properties", {}).items():
         found += nodes(child, f"{path}.{name}")
@@ -293,15 +309,15 @@ def nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any
 
 
 def test_the_schema_is_structural_and_bounded() -> None:
-    """What the API server demands: a type everywhere, no references; and bounds, without which CEL rules cost too much."""
+    """As the API server requires; without bounds CEL rules cost too much."""
     for path, node in nodes(schema()):
         assert {"$ref", "$defs", "title", "const", "patternProperties", "propertyNames"} & set(node) == set(), path
         if "x-kubernetes-int-or-string" in node:
             continue
         assert "type" in node and "anyOf" not in node, path
         if path.startswith((".spec", ".status")):
-            wanted = {"array": "maxItems", "string": "maxLength"}.get(node["type"])
-            assert wanted is None or wanted in node or "enum" in node, path
+            bound = {"array": "maxItems", "string": "maxLength"}.get(node["type"])
+            assert bound is None or bound in node or "enum" in node, path
         if "additionalProperties" in node:
             assert "maxProperties" in node, path
 
@@ -334,7 +350,7 @@ def test_reserved_volumes_are_named_in_the_rules(name: str) -> None:
 
 
 def incomplete(node: dict[str, Any], path: str = "spec") -> list[str]:
-    """Objects whose default lacks a field that they require: the API server refuses such a definition."""
+    """Returns objects with a default that lacks a required field, which the API server refuses."""
     required = set(node.get("required", []))
     found = [path] if required and required - set(node.get("default", required)) else []
     for name, child in node.get("properties", {}).items():
@@ -349,12 +365,12 @@ def test_every_default_has_the_required_fields() -> None:
 
 @pytest.mark.parametrize(("parent", "field"), [("model", "adapters"), ("engine", "kvCache"), ("engine", "kvCacheDtype")])
 def test_every_field_has_an_effect(parent: str, field: str) -> None:
-    """The API server refuses it as unknown (tests/cluster/test_rules.py), as does a test that gives it by mistake."""
+    """The API server refuses unknown fields (tests/cluster/test_rules.py), and so does the builder of tests."""
     node = schema()["properties"]["spec"]["properties"][parent]
     assert field not in node["properties"] and "x-kubernetes-preserve-unknown-fields" not in node
-    given: dict[str, Any] = {"model": {"uri": "hf://o/m"}}
+    fields: dict[str, Any] = {"model": {"uri": "hf://o/m"}}
     with pytest.raises(AssertionError, match="no such field"):
-        make_service(**given | {parent: given.get(parent, {}) | {field: []}})
+        make_service(**fields | {parent: fields.get(parent, {}) | {field: []}})
 
 
 def test_columns() -> None:
@@ -366,7 +382,7 @@ def test_columns() -> None:
 
 
 def test_no_rule_reads_a_field_that_may_be_absent() -> None:
-    """It would be an error of the rule, and refuse every service."""
+    """Such a rule fails for every service."""
     rules_seen = 0
     for path, node in nodes(schema()["properties"]["spec"], "spec"):
         fields, required = node.get("properties", {}), node.get("required", [])

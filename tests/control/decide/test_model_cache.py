@@ -1,4 +1,4 @@
-"""Where downloaded models are kept: volumes of the pods, and the condition that tells whether the model is there."""
+"""Caches of downloaded models: volumes of pods, and the condition `ModelCached`."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,24 +8,22 @@ import pytest
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.conditions import model as model_conditions
-from phalanx_operator.decide.conditions.status import status
-from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
-from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
+from phalanx_operator.decide.conditions.status import service_status
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup, RestartRecord, with_assessment
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import GroupBuild
-from tests.control.builders import NOW, make_desired, make_group, make_service, make_snapshot
+from tests.control.builders import NOW, make_desired, make_group, make_report, make_service, make_snapshot
 
 SHARED = {"type": "Shared", "claimName": "models"}
 LOCAL = {"type": "NodeLocal", "size": "200Gi", "storageClassName": "local"}
 
 
-def pod_of(**cache: Any) -> dict[str, Any]:
+def render_pod(**cache: Any) -> dict[str, Any]:
     service = make_service(model={"uri": "hf://org/model", "cache": cache})
-    found: dict[str, Any] = pods.group(service, "g", GroupBuild(revision="r", images=Images("r", "o")))["spec"]["template"][
-        "spec"
-    ]
-    return found
+    pod: dict[str, Any] = pods.group(service, "g", GroupBuild(revision="r", images=Images("r", "o")))["spec"]["template"]["spec"]
+    return pod
 
 
 @pytest.mark.parametrize(
@@ -49,50 +47,35 @@ def pod_of(**cache: Any) -> dict[str, Any]:
     ],
 )
 def test_models_are_downloaded_to_the_claim(cache: dict[str, Any], source: dict[str, Any]) -> None:
-    pod = pod_of(**cache)
+    pod = render_pod(**cache)
     assert {"name": "model-cache"} | source in pod["volumes"]
     container = pod["containers"][0]
     assert {"name": "model-cache", "mountPath": "/var/cache/phalanx-models"} in container["volumeMounts"]
     assert container["args"][container["args"].index("--download-dir") + 1] == "/var/cache/phalanx-models"
 
 
-def test_a_claim_that_is_filled_already_is_only_read() -> None:
-    pod = pod_of(**SHARED, readOnly=True)
+def test_read_only_claim_is_not_written() -> None:
+    pod = render_pod(**SHARED, readOnly=True)
     assert {"name": "model-cache", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}} in pod["volumes"]
     container = pod["containers"][0]
     assert {"name": "model-cache", "mountPath": "/var/cache/phalanx-models", "readOnly": True} in container["volumeMounts"]
     assert "--cached-only" in container["args"]
-    assert "--cached-only" not in pod_of(**SHARED)["containers"][0]["args"]
+    assert "--cached-only" not in render_pod(**SHARED)["containers"][0]["args"]
 
 
 def test_without_cache_models_use_the_pod_disk() -> None:
-    pod = pod_of(type="None")
+    pod = render_pod(type="None")
     assert "model-cache" not in str(pod)
     assert "/var/cache/phalanx" in pod["containers"][0]["args"]
 
 
-def seen(death: str) -> Fleet:
-    group = GroupLoadView(
-        name="a",
-        fresh=False,
-        streams=0,
-        running=0,
-        waiting=0,
-        pressure=0.0,
-        backlog_s=0.0,
-        itl_s=0.0,
-        speed=1.0,
-        capacity=1,
-        model=None,
-        deaths=1,
-        death=death,
-    )
-    return Fleet(asked=1, answered=1, groups={"a": group})
+def fleet_with_death(death: str) -> Fleet:
+    return Fleet(polled=1, answered=1, groups={"a": make_report("a", deaths=1, last_death=death)})
 
 
 def without_claim(group: ObservedGroup) -> ObservedGroup:
-    words = 'persistentvolumeclaim "models" not found'
-    return replace(group, pods=tuple(replace(pod, node="", reason="Unschedulable", message=words) for pod in group.pods))
+    message = 'persistentvolumeclaim "models" not found'
+    return replace(group, pods=tuple(replace(pod, node="", reason="Unschedulable", message=message) for pod in group.pods))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +91,10 @@ def without_claim(group: ObservedGroup) -> ObservedGroup:
 )
 def test_cache_condition_table(group: ObservedGroup, death: str, verdict: tuple[str, str]) -> None:
     service = make_service(model={"uri": "hf://org/x", "cache": SHARED})
-    told = model_conditions.with_model_cached_condition(Status(), service.spec.model, make_snapshot(group), seen(death), NOW)
-    condition = find_condition(told.conditions, "ModelCached")
+    status = model_conditions.with_model_cached_condition(
+        Status(), service.spec.model, make_snapshot(group), fleet_with_death(death), NOW
+    )
+    condition = find_condition(status.conditions, "ModelCached")
     assert condition and (condition.status, condition.reason) == verdict
 
 
@@ -118,21 +103,25 @@ BEFORE, SINCE = "2026-01-02T02:00:00Z", "2026-01-02T03:00:00Z"
 
 @pytest.mark.parametrize(("died", "verdict"), [(BEFORE, "Downloading"), (SINCE, "AuthFailed")])
 def test_failure_before_last_serving_is_ignored(died: str, verdict: str) -> None:
-    words = "pod 0: the hub refuses the token for org/x"
+    message = "pod 0: the hub refuses the token for org/x"
     group = make_group("a", ready=False)
     pods = tuple(replace(pod, unready_since=SINCE) for pod in group.pods)
-    group = replace(group, pods=pods, noted=Restarts(at=(BEFORE, died), deaths=2))
+    group = with_assessment(replace(group, pods=pods), restarts_to_store=RestartRecord(at=(BEFORE, died), deaths=2))
     model = make_service(model={"uri": "hf://org/x", "cache": SHARED}).spec.model
-    told = model_conditions.with_model_cached_condition(Status(), model, make_snapshot(group), seen(words), NOW)
-    condition = find_condition(told.conditions, "ModelCached")
+    status = model_conditions.with_model_cached_condition(Status(), model, make_snapshot(group), fleet_with_death(message), NOW)
+    condition = find_condition(status.conditions, "ModelCached")
     assert condition and condition.reason == verdict
-    shown = status(make_snapshot(group), make_desired(1), seen(words), suspended=False, now=NOW).groups[0].reason
-    assert shown == (words if died == SINCE else "")
+    reason = (
+        service_status(make_snapshot(group), make_desired(1), fleet_with_death(message), suspended=False, now=NOW)
+        .groups[0]
+        .reason
+    )
+    assert reason == (message if died == SINCE else "")
 
 
-def test_it_is_there_only_with_a_cache() -> None:
-    with_it = model_conditions.with_model_cached_condition(
+def test_condition_exists_only_with_a_cache() -> None:
+    with_cache = model_conditions.with_model_cached_condition(
         Status(), make_service(model={"uri": "hf://o/x", "cache": SHARED}).spec.model, make_snapshot(), Fleet(), NOW
     )
-    without = model_conditions.with_model_cached_condition(with_it, make_service().spec.model, make_snapshot(), Fleet(), NOW)
-    assert find_condition(with_it.conditions, "ModelCached") and not find_condition(without.conditions, "ModelCached")
+    without = model_conditions.with_model_cached_condition(with_cache, make_service().spec.model, make_snapshot(), Fleet(), NOW)
+    assert find_condition(with_cache.conditions, "ModelCached") and not find_condition(without.conditions, "ModelCached")

@@ -1,4 +1,4 @@
-"""Which version of the model's source is served, and on how many nodes a cache has it: `status.model`."""
+"""`status.model`: the served version of the model's source, and the nodes with a cached copy."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ LOCAL = {"uri": "hf://org/model", "cache": {"type": "NodeLocal", "size": "1Gi"}}
 SHARED = {"uri": "hf://org/model", "cache": {"type": "Shared", "claimName": "models"}}
 
 
-def told_by(*groups: tuple[str, str], **more: Any) -> Fleet:
-    return fleet_of(summary(*(group(name, model_version=version, **more) for name, version in groups)))
+def fleet_with_versions(*groups: tuple[str, str], **fields: Any) -> Fleet:
+    return fleet_of(summary(*(group(name, model_version=version, **fields) for name, version in groups)))
 
 
 OLD, NEW = make_group("z", "old", created="1"), make_group("a", created="2")
@@ -27,28 +27,30 @@ OLD, NEW = make_group("z", "old", created="1"), make_group("a", created="2")
 @pytest.mark.parametrize(
     ("groups", "fleet", "resolved"),
     [
-        ((OLD, NEW), told_by(("z", "abc"), ("a", "def")), "def"),
-        ((OLD, make_group("a", created="2", ready=False)), told_by(("z", "abc"), ("a", "def")), "abc"),
-        ((OLD, NEW), told_by(("z", "abc")), "abc"),
-        ((OLD,), told_by(("z", "abc"), state="dead"), "former"),
-        ((OLD,), told_by(("z", "")), "former"),
-        ((OLD,), Fleet(asked=1), "former"),
-        ((), told_by(), "former"),
+        ((OLD, NEW), fleet_with_versions(("z", "abc"), ("a", "def")), "def"),
+        ((OLD, make_group("a", created="2", ready=False)), fleet_with_versions(("z", "abc"), ("a", "def")), "abc"),
+        ((OLD, NEW), fleet_with_versions(("z", "abc")), "abc"),
+        ((OLD,), fleet_with_versions(("z", "abc"), state="dead"), "former"),
+        ((OLD,), fleet_with_versions(("z", "")), "former"),
+        ((OLD,), Fleet(polled=1), "former"),
+        ((), fleet_with_versions(), "former"),
     ],
-    ids=["the newest", "that serves", "that told", "and is linked", "a leader of the version before", "silent routers", "none"],
+    ids=["newest", "ready", "reported", "not linked", "leader without version", "silent routers", "no group"],
 )
 def test_version_is_that_of_the_newest_loaded_group(groups: tuple[ObservedGroup, ...], fleet: Fleet, resolved: str) -> None:
     model = make_service().spec.model
     former = Status(model=ModelStatus(resolved_revision="former"))
-    told = model_conditions.with_model_status(Status(), model, make_snapshot(*groups, status=former), fleet)
-    assert told.model == ModelStatus(resolved_revision=resolved)
+    status = model_conditions.with_model_status(Status(), model, make_snapshot(*groups, status=former), fleet)
+    assert status.model == ModelStatus(resolved_revision=resolved)
 
 
 def test_a_file_or_a_claim_has_no_version() -> None:
     model = make_service(model={"uri": "pvc://models/x"}).spec.model
-    former = Status(model=ModelStatus(resolved_revision="of the hub, before"))
+    former = Status(model=ModelStatus(resolved_revision="former"))
     assert (
-        model_conditions.with_model_status(Status(), model, make_snapshot(NEW, status=former), told_by(("a", ""))).model
+        model_conditions.with_model_status(
+            Status(), model, make_snapshot(NEW, status=former), fleet_with_versions(("a", ""))
+        ).model
         == ModelStatus()
     )
 
@@ -65,10 +67,10 @@ async def test_status_reports_the_version_once() -> None:
     await world.settle()
     world.cluster.start_router_pods()
     first, second = sorted(world.groups)
-    world.routers.says = summary(group(first, model_version="c0ffee"), group(second, model_version="c0ffee"))
+    world.routers.summary = summary(group(first, model_version="c0ffee"), group(second, model_version="c0ffee"))
     await world.settle()
     assert world.status.model == ModelStatus(resolved_revision="c0ffee", cached_nodes=1)
-    world.routers.says = None
+    world.routers.summary = None
     await world.settle()
-    assert world.status.model.resolved_revision == "c0ffee", "routers that are silent unsay nothing"
-    assert {pod["spec"].get("nodeName") for pod in world.kube.of(PODS).values()} == {"node-0", None}
+    assert world.status.model.resolved_revision == "c0ffee", "silent routers change nothing"
+    assert {pod["spec"].get("nodeName") for pod in world.kube.of_kind(PODS).values()} == {"node-0", None}

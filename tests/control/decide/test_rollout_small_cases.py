@@ -1,76 +1,28 @@
-"""Every small rollout there is: up to three groups in any state, up to three wanted, any strategy. Each is run to its end.
+"""Every rollout of up to three groups in any state, up to three wanted, with any strategy.
 
-It ends; with as many groups as are wanted, all serving, and no more of an old revision than the partition keeps; it never has
-more groups than `replicas` and the surge, nor less that serve than `replicas` without those that may be missing, but for what was
-so before; groups that do not serve go first; and no name is ever taken while a group of that name is there.
+Each ends with the wanted groups serving, at most `partition` of them of an old revision. No step exceeds `replicas` and the
+surge, falls below availability, deletes a serving group before unready ones, or reuses a name.
 """
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_operator.decide.groups.rollout import RolloutStep, carry_out, next_step
-from phalanx_operator.decide.state.actions import CreateGroup
-from phalanx_operator.decide.state.groups import Desired, live, staying
-from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
-from tests.control.builders import make_desired, make_group
-from tests.control.decide.test_rollout import group_lists, start_one
-
-Groups = tuple[ObservedGroup, ...]
-GOING = DrainMark("2026-01-02T03:04:05Z", "it goes")
-STATES = ("ready", "starting", "draining", "drained", "lost", "terminating")
-KINDS = tuple(itertools.product(("new", "old"), STATES))
-STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), (1, 2))
-MOST_STEPS = 60
-
-
-def in_state(name: str, revision: str, state: str) -> ObservedGroup:
-    return make_group(
-        name,
-        revision,
-        size=1,
-        ready=state not in ("starting", "lost"),
-        terminating=state == "terminating",
-        draining=GOING if state in ("draining", "drained") else None,
-        drained="it has no streams" if state == "drained" else "",
-        lost="its node is lost" if state == "lost" else "",
-    )
-
-
-def starts() -> Iterator[Groups]:
-    for count in range(4):
-        for kinds in itertools.combinations_with_replacement(KINDS, count):
-            yield tuple(in_state(f"g{i}", *kind) for i, kind in enumerate(kinds))
-
-
-def serving(groups: Groups) -> int:
-    return sum(group.serving for group in staying(groups))
-
-
-def checked(desired: Desired, groups: Groups, moment: int) -> tuple[RolloutStep | None, Groups]:
-    """The next step, carried out. What must hold of every step is asserted here."""
-    step = next_step(desired, groups)
-    if step is None:
-        return None, groups
-    there = {group.name for group in groups}
-    made = [action.name for action in step.actions if isinstance(action, CreateGroup)]
-    assert not there & set(made) and len(set(made)) == len(made), "a name that is taken"
-    after = carry_out(step, desired, groups, moment)
-    most = desired.replicas + desired.max_surge
-    assert len(live(after)) <= max(most, len(live(groups)) - len(step.delete)), "above the surge"
-    assert serving(after) >= min(serving(groups), desired.replicas - desired.max_unavailable), "below availability"
-    if desired.max_surge and any(one.purpose == "revision" for one in step.drain):
-        assert serving(after) >= desired.replicas, "with a surge nothing goes before its successor serves"
-    by_uid = {group.uid: group for group in groups}
-    assert not any(by_uid[one.uid].serving for one in step.delete), "a group that serves was not emptied first"
-    if any(by_uid[one.uid].revision != desired.revision for one in step.drain):
-        left = [g for g in staying(after) if g.revision != desired.revision and not g.ready]
-        assert len(left) <= desired.partition, "one that serves goes, and one that does not stays"
-    return step, after
+from phalanx_operator.decide.state.groups import live_groups, staying_groups
+from tests.control.builders import make_desired
+from tests.control.decide.rollouts import (
+    MAX_STEPS,
+    STRATEGIES,
+    Groups,
+    check_step,
+    group_lists,
+    make_in_state,
+    small_starts,
+    start_one,
+)
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
@@ -78,73 +30,78 @@ def checked(desired: Desired, groups: Groups, moment: int) -> tuple[RolloutStep 
 def test_every_small_rollout(unavailable: int, surge: int, partition: int) -> None:
     for replicas in range(4):
         desired = make_desired(replicas, max_unavailable=unavailable, max_surge=surge, partition=partition)
-        for start in starts():
+        for start in small_starts():
             groups = start
-            for moment in range(MOST_STEPS):
-                step, after = checked(desired, groups, moment)
+            for moment in range(MAX_STEPS):
+                step, after = check_step(desired, groups, moment)
                 settled = start_one(after)
-                if step is None and settled == groups:
+                if not step.actions and settled == groups:
                     break
                 groups = settled
             else:
                 raise AssertionError(f"no end: {start}, {desired}")
-            assert [group.serving for group in live(groups)] == [True] * replicas, start
-            assert sum(group.revision != "new" for group in live(groups)) <= partition, start
+            assert [group.serving for group in live_groups(groups)] == [True] * replicas, start
+            assert sum(group.revision != "new" for group in live_groups(groups)) <= partition, start
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
 def test_held_or_paused_rollout_resumes(unavailable: int, surge: int) -> None:
-    """While it is stopped nothing that serves is given up; and stopped at any moment, it ends as if it had not been."""
-    start = tuple(in_state(name, "old", "ready") for name in "abc")
+    """While stopped, no serving group drains; stopped at any step, it ends as usual."""
+    start = tuple(make_in_state(name, "old", "ready", size=1) for name in "abc")
     free = make_desired(3, max_unavailable=unavailable, max_surge=surge)
-    stops = (replace(free, held="its turn comes"), replace(free, held="late", stuck="late"), replace(free, paused=True))
+    stops = (
+        replace(free, hold_reason="queued"),
+        replace(free, hold_reason="late", stuck_reason="late"),
+        replace(free, paused=True),
+    )
     for stopped, after_moments in itertools.product(stops, range(12)):
         groups = start
-        for moment in range(MOST_STEPS):
+        for moment in range(MAX_STEPS):
             desired = stopped if after_moments <= moment < after_moments + 6 else free
-            step, after = checked(desired, groups, moment)
-            assert desired is free or step is None or not step.drain
+            step, after = check_step(desired, groups, moment)
+            assert desired is free or not step.drain
             groups = start_one(after)
-        assert sorted((group.revision, group.serving) for group in live(groups)) == [("new", True)] * 3
+        assert sorted((group.revision, group.serving) for group in live_groups(groups)) == [("new", True)] * 3
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
 def test_uncertain_successor_keeps_the_old_group(unavailable: int, surge: int) -> None:
-    """Not even one that is not ready now: it may be back in a moment."""
-    blips = 0
+    """An unready group is kept too, because it may recover."""
+    kept_unready = 0
     for replicas in range(4):
-        stuck = make_desired(replicas, max_unavailable=unavailable, max_surge=surge, held="late", stuck="late")
-        for start in starts():
-            step, _ = checked(stuck, start, 0)
-            gone = {one.uid for one in step.delete} | {one.uid for one in step.drain} if step else set()
-            given_up = [group for group in start if group.uid in gone]
-            surplus = [group for group in given_up if not group.lost and not group.draining]
-            assert len(surplus) <= max(len(staying(start)) - replicas, 0), start
-            blips += any(group.revision == "old" and not group.ready and group not in given_up for group in staying(start))
-    assert blips > 100
+        stuck = make_desired(replicas, max_unavailable=unavailable, max_surge=surge, hold_reason="late", stuck_reason="late")
+        for start in small_starts():
+            step, _ = check_step(stuck, start, 0)
+            removed_uids = {action.uid for action in step.delete} | {action.uid for action in step.drain}
+            removed = [group for group in start if group.uid in removed_uids]
+            surplus = [group for group in removed if not group.assessment.lost_reason and not group.draining]
+            assert len(surplus) <= max(len(staying_groups(start)) - replicas, 0), start
+            staying = staying_groups(start)
+            kept_unready += any(group.revision == "old" and not group.ready and group not in removed for group in staying)
+    assert kept_unready > 100
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), STRATEGIES)
 def test_stopped_rollout_keeps_at_most_the_wanted_groups(unavailable: int, surge: int) -> None:
-    """Whatever the count was when it was stopped: of a surge only groups of the newest revision are kept."""
-    for replicas, start in itertools.product((1, 2), starts()):
+    """Of a surge, only groups of the newest revision are kept."""
+    for replicas, start in itertools.product((1, 2), small_starts()):
         free = make_desired(replicas, max_unavailable=unavailable, max_surge=surge)
         for stopped in (
-            replace(free, held="its turn comes"),
-            replace(free, held="late", stuck="late"),
+            replace(free, hold_reason="queued"),
+            replace(free, hold_reason="late", stuck_reason="late"),
             replace(free, paused=True),
         ):
             groups = start
-            for moment in range(MOST_STEPS):
-                step, after = checked(stopped, groups, moment)
+            for moment in range(MAX_STEPS):
+                step, after = check_step(stopped, groups, moment)
                 settled = start_one(after)
-                if step is None and settled == groups:
+                if not step.actions and settled == groups:
                     break
                 groups = settled
             else:
                 raise AssertionError(f"no end: {start}, {stopped}")
-            new = sum(group.revision == "new" for group in live(groups))
-            assert replicas <= len(live(groups)) <= replicas + min(surge, new), (start, stopped)
+            new = sum(group.revision == "new" for group in live_groups(groups))
+            assert replicas <= len(live_groups(groups)) <= replicas + min(surge, new), (start, stopped)
 
 
 SPECS = st.tuples(st.sampled_from(["new", "old", "older"]), st.integers(0, 5), st.sampled_from(STRATEGIES), st.integers(0, 2))
@@ -155,13 +112,13 @@ SPECS = st.tuples(st.sampled_from(["new", "old", "older"]), st.integers(0, 5), s
 def test_repeated_spec_changes_end_at_the_latest_spec(
     groups: Groups, specs: list[tuple[tuple[str, int, tuple[int, int], int], int]]
 ) -> None:
-    """Larger services, and rollbacks half-way: all that holds of small ones holds at every step."""
+    """Larger services and rollbacks in between; the invariants hold at every step."""
     moment = 0
-    for (revision, replicas, (unavailable, surge), partition), looks in [*specs, (specs[-1][0], 150)]:
+    for (revision, replicas, (unavailable, surge), partition), reconciles in [*specs, (specs[-1][0], 150)]:
         desired = make_desired(replicas, revision, max_unavailable=unavailable, max_surge=surge, partition=partition)
-        for _ in range(looks):
+        for _ in range(reconciles):
             moment += 1
-            _, after = checked(desired, groups, moment)
+            _, after = check_step(desired, groups, moment)
             groups = start_one(after)
-    assert [group.serving for group in live(groups)] == [True] * replicas
-    assert sum(group.revision != revision for group in live(groups)) <= partition
+    assert [group.serving for group in live_groups(groups)] == [True] * replicas
+    assert sum(group.revision != revision for group in live_groups(groups)) <= partition

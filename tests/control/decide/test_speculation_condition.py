@@ -1,4 +1,4 @@
-"""The condition that says whether groups propose tokens as the service asks: as a table, and from what routers say."""
+"""The condition `Speculating`, from router reports."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ LATER = "2027-01-01T00:00:00Z"
 READY = (make_group("a"), make_group("b"))
 
 
-def asking(speculative: dict[str, Any] | None) -> Any:
+def engine(speculative: dict[str, Any] | None) -> Any:
     return make_service(engine={"speculative": speculative} if speculative else {}).spec.engine
 
 
@@ -34,37 +34,45 @@ def asking(speculative: dict[str, Any] | None) -> Any:
         ((make_group("a", ready=False),), fleet_of(summary(group("a", draft_lost=WHY))), ("Unknown", "NoReadyGroup", "")),
         ((), Fleet(), ("Unknown", "NoReadyGroup", "")),
     ],
-    ids=["all propose", "one lost it", "one is not seen", "another's group", "an older revision", "not ready", "no group"],
+    ids=[
+        "all speculate",
+        "one lost its draft",
+        "one is not reported",
+        "an unknown group",
+        "an older revision",
+        "not ready",
+        "no group",
+    ],
 )
 def test_speculation_condition_table(groups: tuple[ObservedGroup, ...], fleet: Fleet, verdict: tuple[str, str, str]) -> None:
-    seen = make_snapshot(*groups)
-    told = traffic.with_speculating_condition(seen.status, asking(DRAFT), seen, "new", fleet, NOW)
-    condition = find_condition(told.conditions, "Speculating")
+    snapshot = make_snapshot(*groups)
+    status = traffic.with_speculating_condition(snapshot.status, engine(DRAFT), snapshot, "new", fleet, NOW)
+    condition = find_condition(status.conditions, "Speculating")
     assert condition and (condition.status, condition.reason, condition.message) == verdict
 
 
-def test_the_router_that_sees_a_group_freshest_is_believed() -> None:
+def test_freshest_report_of_a_group_counts() -> None:
     fleet = fleet_of(summary(group("a", state="suspect", draft_lost=WHY)), summary(group("a")))
-    assert fleet.groups["a"].draft_lost == ""
+    assert fleet.groups["a"].engine.draft_loss == ""
 
 
 @pytest.mark.parametrize("speculative", [None, {"method": "None"}])
 def test_condition_exists_only_with_speculation(speculative: dict[str, Any] | None) -> None:
-    seen = make_snapshot(*READY)
+    snapshot = make_snapshot(*READY)
     before = traffic.with_speculating_condition(
-        seen.status, asking({"method": "NGram"}), seen, "new", fleet_of(summary(group("a"))), NOW
+        snapshot.status, engine({"method": "NGram"}), snapshot, "new", fleet_of(summary(group("a"))), NOW
     )
-    after = traffic.with_speculating_condition(before, asking(speculative), seen, "new", Fleet(), LATER)
+    after = traffic.with_speculating_condition(before, engine(speculative), snapshot, "new", Fleet(), LATER)
     assert find_condition(before.conditions, "Speculating") and not find_condition(after.conditions, "Speculating")
 
 
-def test_while_no_router_answers_it_stays_as_it_was() -> None:
-    seen = make_snapshot(*READY)
+def test_silent_routers_keep_the_condition() -> None:
+    snapshot = make_snapshot(*READY)
     lost = traffic.with_speculating_condition(
-        seen.status, asking(DRAFT), seen, "new", fleet_of(summary(group("a", draft_lost=WHY))), NOW
+        snapshot.status, engine(DRAFT), snapshot, "new", fleet_of(summary(group("a", draft_lost=WHY))), NOW
     )
-    seen = replace(seen, status=lost)
-    assert traffic.with_speculating_condition(lost, asking(DRAFT), seen, "new", Fleet(asked=1), LATER) == lost
+    snapshot = replace(snapshot, status=lost)
+    assert traffic.with_speculating_condition(lost, engine(DRAFT), snapshot, "new", Fleet(polled=1), LATER) == lost
 
 
 async def test_lost_draft_is_reported_until_its_group_leaves() -> None:
@@ -72,17 +80,17 @@ async def test_lost_draft_is_reported_until_its_group_leaves() -> None:
     await world.settle()
     world.cluster.start_router_pods()
     (name,) = world.groups
-    world.routers.says = summary(group(name))
-    await world.look()
+    world.routers.summary = summary(group(name))
+    await world.reconcile()
     assert world.condition("Speculating") == ("True", "Proposing")
-    assert ("Normal", "Proposing") not in world.notes()
-    world.routers.says = summary(group(name, draft_lost=WHY))
-    await world.look()
+    assert ("Normal", "Proposing") not in world.events()
+    world.routers.summary = summary(group(name, draft_lost=WHY))
+    await world.reconcile()
     assert world.condition("Speculating") == ("False", "DraftLost")
-    assert world.ready == ("True", "Ready"), "it serves as before"
-    assert ("Warning", "DraftLost") in world.notes()
-    assert await world.look() == []
-    world.routers.says = summary(group(name))
-    await world.look()
+    assert world.ready == ("True", "Ready"), "it still serves"
+    assert ("Warning", "DraftLost") in world.events()
+    assert await world.reconcile() == []
+    world.routers.summary = summary(group(name))
+    await world.reconcile()
     assert world.condition("Speculating") == ("True", "Proposing")
-    assert ("Normal", "Proposing") in world.notes()
+    assert ("Normal", "Proposing") in world.events()

@@ -1,4 +1,4 @@
-"""The client over HTTP, against a small server that answers as an API server would."""
+"""The HTTP client against a scripted API server."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
+    INFERENCE_SERVICES,
     PODS,
     RESOURCES,
-    SERVICES_OF_OURS,
     Conflict,
     Denied,
     Gone,
@@ -24,21 +24,23 @@ from phalanx_operator.kube.client import (
     Retry,
     resource_of,
 )
-from phalanx_operator.kube.http import HttpKube, failure, settle_proxy
+from phalanx_operator.kube.http import HttpKube, error_for, resolve_proxy
 from phalanx_operator.kube.informer import read_event
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
 
 
 class Server:
-    """Notes each request; answers what the test says."""
+    """Records requests and sends the answers that a test sets."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str], str, str]] = []
         self.status = 200
         self.answer: Any = {"metadata": {"name": "n", "resourceVersion": "5"}}
         self.lines: list[bytes] = []
-        self.hold = False
+        self.hangs = False
+        self.client: Any = None
+        """Connected to this server."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
@@ -51,7 +53,7 @@ class Server:
         await response.prepare(request)
         for line in self.lines:
             await response.write(line)
-        if self.hold:
+        if self.hangs:
             await asyncio.Event().wait()
         return response
 
@@ -65,6 +67,7 @@ async def served() -> AsyncIterator[tuple[Server, HttpKube]]:
         configuration = Configuration(host=str(running.make_url("")).rstrip("/"))
         configuration.api_key["BearerToken"] = "bearer t0ken"
         async with ApiClient(configuration) as client:
+            server.client = client
             yield server, HttpKube(client)
 
 
@@ -76,19 +79,19 @@ async def test_each_call_sends_the_expected_request(served: Served) -> None:
     await kube.get(DEPLOYMENTS, "ns", "n")
     await kube.create(DEPLOYMENTS, BODY)
     await kube.create(DEPLOYMENTS, BODY, dry_run=True)
-    await kube.apply(SERVICES_OF_OURS, BODY, subresource="status")
-    await kube.merge(SERVICES_OF_OURS, "ns", "n", {"spec": {}})
+    await kube.apply(INFERENCE_SERVICES, BODY, subresource="status")
+    await kube.merge(INFERENCE_SERVICES, "ns", "n", {"spec": {}})
     await kube.replace(DEPLOYMENTS, BODY)
     await kube.delete(DEPLOYMENTS, "ns", "n", "uid-7")
     group = "/apis/apps/v1/namespaces/ns/deployments"
-    ours = "/apis/phalanx.dev/v1alpha1/namespaces/ns/inferenceservices/n"
+    service = "/apis/phalanx.dev/v1alpha1/namespaces/ns/inferenceservices/n"
     manager = {"fieldManager": "phalanx-operator"}
     assert [request[:4] for request in server.requests] == [
         ("GET", f"{group}/n", {}, "application/json"),
         ("POST", group, manager | {"fieldValidation": "Strict"}, "application/json"),
         ("POST", group, manager | {"fieldValidation": "Strict", "dryRun": "All"}, "application/json"),
-        ("PATCH", f"{ours}/status", manager | {"force": "true"}, "application/apply-patch+yaml"),
-        ("PATCH", ours, manager, "application/merge-patch+json"),
+        ("PATCH", f"{service}/status", manager | {"force": "true"}, "application/apply-patch+yaml"),
+        ("PATCH", service, manager, "application/merge-patch+json"),
         ("PUT", f"{group}/n", {}, "application/json"),
         ("DELETE", f"{group}/n", {}, "application/json"),
     ]
@@ -99,28 +102,28 @@ async def test_each_call_sends_the_expected_request(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "is_whole"),
+    ("call", "is_full"),
     [
         (lambda kube: kube.get(PODS, "ns", "n"), True),
         (lambda kube: kube.get(PODS, "ns", "n", metadata_only=True), False),
         (lambda kube: kube.create(DEPLOYMENTS, BODY), False),
         (lambda kube: kube.apply(DEPLOYMENTS, BODY), False),
-        (lambda kube: kube.apply(SERVICES_OF_OURS, BODY, subresource="status"), True),
+        (lambda kube: kube.apply(INFERENCE_SERVICES, BODY, subresource="status"), True),
         (lambda kube: kube.merge(PODS, "ns", "n", {}), False),
-        (lambda kube: kube.merge(SERVICES_OF_OURS, "ns", "n", {}, subresource="scale"), True),
+        (lambda kube: kube.merge(INFERENCE_SERVICES, "ns", "n", {}, subresource="scale"), True),
         (lambda kube: kube.replace(DEPLOYMENTS, BODY), True),
     ],
     ids=["get", "get metadata", "create", "apply", "apply status", "merge", "merge scale", "replace"],
 )
 async def test_only_the_read_parts_of_objects_are_requested(
-    served: Served, ask: Callable[[HttpKube], Awaitable[Any]], is_whole: bool
+    served: Served, call: Callable[[HttpKube], Awaitable[Any]], is_full: bool
 ) -> None:
     server, kube = served
-    await ask(kube)
-    assert ("PartialObjectMetadata" not in server.accept) is is_whole
+    await call(kube)
+    assert ("PartialObjectMetadata" not in server.accept) is is_full
 
 
-async def test_lists_come_in_pages(served: Served) -> None:
+async def test_lists_are_read_in_pages(served: Served) -> None:
     server, kube = served
     server.answer = {"metadata": {"resourceVersion": "9", "continue": "more"}, "items": [{"a": 1}]}
     first = await kube.list_page(PODS, None, "a=b", "")
@@ -133,7 +136,7 @@ async def test_lists_come_in_pages(served: Served) -> None:
     ]
 
 
-async def test_a_watch_gives_events_until_the_server_ends_it(served: Served) -> None:
+async def test_watch_yields_events_until_the_server_closes_it(served: Served) -> None:
     server, kube = served
     server.lines = [b'{"type": "ADDED", "object": {"a": 1}}\n', b'{"type": "BOOKMARK", "object": {}}\n']
     assert [event["type"] async for event in kube.watch(PODS, None, "a=b", "7")] == ["ADDED", "BOOKMARK"]
@@ -142,10 +145,10 @@ async def test_a_watch_gives_events_until_the_server_ends_it(served: Served) -> 
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
-@pytest.mark.parametrize("end", [b"", b"\n"], ids=["cut", "whole"])
-async def test_events_are_the_same_however_they_are_cut(served: Served, size: int, end: bytes) -> None:
+@pytest.mark.parametrize("end", [b"", b"\n"], ids=["no newline", "newline"])
+async def test_events_are_independent_of_chunk_boundaries(served: Served, size: int, end: bytes) -> None:
     server, _ = served
-    kube = HttpKube(served[1]._client, read_event=read_event)
+    kube = HttpKube(server.client, read_event=read_event)
     text = b"\n".join(b'{"type": "ADDED", "object": {"metadata": {"uid": "%d"}}}' % number for number in range(3)) + end
     server.lines = [text[at : at + size] for at in range(0, len(text), size)]
     assert [event["object"]["metadata"]["uid"] async for event in kube.watch(PODS, None, "", "7")] == ["0", "1", "2"]
@@ -160,36 +163,37 @@ async def test_events_are_the_same_however_they_are_cut(served: Served, size: in
     ],
     ids=["too old", "cut off"],
 )
-async def test_broken_watch_gives_its_reason(served: Served, line: bytes, error: type[KubeError], read: Any) -> None:
-    server, kube = served[0], HttpKube(served[1]._client, read_event=read)
+async def test_broken_watch_raises(served: Served, line: bytes, error: type[KubeError], read: Any) -> None:
+    server, _ = served
+    kube = HttpKube(server.client, read_event=read)
     server.lines = [line]
     with pytest.raises(error):
         _ = [event async for event in kube.watch(PODS, None, "", "7")]
 
 
-async def test_a_silent_watch_is_dead(served: Served) -> None:
+async def test_silent_watch_raises(served: Served) -> None:
     server, _ = served
-    kube = HttpKube(served[1]._client, silence_s=0.05)
-    server.hold = True
+    kube = HttpKube(server.client, silence_s=0.05)
+    server.hangs = True
     with pytest.raises(Retry, match="no data"):
         _ = [event async for event in kube.watch(PODS, None, "", "7")]
 
 
-async def test_an_answer_that_is_no_json_is_tried_again(served: Served) -> None:
+async def test_response_that_is_no_json_may_be_retried(served: Served) -> None:
     server, kube = served
     server.answer = "<html>"
     with pytest.raises(Retry):
         await kube.get(PODS, "ns", "n")
 
 
-async def test_an_error_keeps_the_words_of_the_server(served: Served) -> None:
+async def test_error_contains_the_message_of_the_server(served: Served) -> None:
     server, kube = served
     server.status, server.answer = 422, {"message": "spec.x: no", "reason": "Invalid"}
     with pytest.raises(Rejected, match=r"422 spec\.x: no"):
         await kube.create(DEPLOYMENTS, BODY)
 
 
-async def test_no_server_at_all_is_tried_again() -> None:
+async def test_unreachable_server_may_be_retried() -> None:
     async with ApiClient(Configuration(host="http://127.0.0.1:1")) as client:
         with pytest.raises(Retry):
             await HttpKube(client).get(PODS, "ns", "n")
@@ -213,7 +217,7 @@ async def test_no_server_at_all_is_tried_again() -> None:
     ],
 )
 def test_error_classes_table(status: int, text: str, error: type[KubeError]) -> None:
-    assert type(failure(status, "GET /x", text)) is error
+    assert type(error_for(status, "GET /x", text)) is error
 
 
 def test_rendered_kinds_have_resources() -> None:
@@ -222,7 +226,7 @@ def test_rendered_kinds_have_resources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "own", "proxy"),
+    ("environment", "configured", "proxy"),
     [
         ({}, None, None),
         ({"https_proxy": "http://proxy:3128"}, None, "http://proxy:3128"),
@@ -230,10 +234,10 @@ def test_rendered_kinds_have_resources() -> None:
         ({"https_proxy": "http://proxy:3128"}, "http://mine:1", "http://mine:1"),
         ({"http_proxy": "http://proxy:3128"}, None, None),
     ],
-    ids=["none", "of the environment", "not for this host", "of the kubeconfig", "for another scheme"],
+    ids=["none", "environment", "excluded host", "kubeconfig", "other scheme"],
 )
-def test_the_proxy_is_chosen_once(
-    environment: dict[str, str], own: str | None, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+def test_proxy_is_resolved_from_the_environment(
+    environment: dict[str, str], configured: str | None, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -241,7 +245,7 @@ def test_the_proxy_is_chosen_once(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     configuration = Configuration(host="https://10.96.0.1:443")
-    configuration.proxy = own
-    settle_proxy(configuration)
+    configuration.proxy = configured
+    resolve_proxy(configuration)
     assert configuration.proxy == proxy
     assert configuration.client_session_kwargs == {"trust_env": False}

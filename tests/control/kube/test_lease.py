@@ -1,13 +1,13 @@
-"""Who leads."""
+"""Leader election."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from phalanx_operator.decide.leadership import HeldLease, TakeLease, WaitForLease, claim
+from phalanx_operator.decide.leadership import ObservedLease, TakeLease, WaitForLease, claim
 from phalanx_operator.kube.client import LEASES, Retry
-from phalanx_operator.lease import GIVE_UP_S, LEASE_S, LEAST_S, NAME, RENEW_S, Lease, LeaseLost
+from phalanx_operator.lease import LEASE_S, MIN_PAUSE_S, NAME, RENEW_S, RENEW_TIMEOUT_S, Lease, LeaseLost
 from tests.control.fake_kube import FakeKube
 
 
@@ -15,34 +15,34 @@ from tests.control.fake_kube import FakeKube
     ("held", "answer"),
     [
         (None, TakeLease),
-        (HeldLease("me", "1", 99), TakeLease),
-        (HeldLease("", "1", 0), TakeLease),
-        (HeldLease("you", "1", LEASE_S), WaitForLease),
-        (HeldLease("you", "1", LEASE_S + 0.1), TakeLease),
-        (HeldLease("you", "1", LEASE_S + 0.1, 2 * LEASE_S), WaitForLease),
-        (HeldLease("you", "1", 2 * LEASE_S + 0.1, 2 * LEASE_S), TakeLease),
-        (HeldLease("you", "1", LEASE_S, LEASE_S / 2), WaitForLease),
+        (ObservedLease("a", "1", 99), TakeLease),
+        (ObservedLease("", "1", 0), TakeLease),
+        (ObservedLease("b", "1", LEASE_S), WaitForLease),
+        (ObservedLease("b", "1", LEASE_S + 0.1), TakeLease),
+        (ObservedLease("b", "1", LEASE_S + 0.1, 2 * LEASE_S), WaitForLease),
+        (ObservedLease("b", "1", 2 * LEASE_S + 0.1, 2 * LEASE_S), TakeLease),
+        (ObservedLease("b", "1", LEASE_S, LEASE_S / 2), WaitForLease),
     ],
-    ids=["no lease", "ours", "given back", "held", "run out", "theirs is longer", "theirs has run out", "theirs is shorter"],
+    ids=["no lease", "own", "released", "held", "expired", "longer", "longer, expired", "shorter"],
 )
-def test_claims(held: HeldLease | None, answer: type) -> None:
-    assert isinstance(claim("me", held, LEASE_S), answer)
+def test_claims(held: ObservedLease | None, answer: type) -> None:
+    assert isinstance(claim("a", held, LEASE_S), answer)
 
 
 class Clock:
-    """Time passes only while someone waits. After `ends_after` pauses the wait raises."""
+    """Time advances only in pauses. A pause after `ends_after` others raises."""
 
     def __init__(self, ends_after: int = 1000) -> None:
         self.now = 0.0
-        self.left = ends_after
+        self.pauses_left = ends_after
 
     def read(self) -> float:
         return self.now
 
     async def pause(self, seconds: float) -> None:
         self.now += seconds
-        self.left -= 1
-        if self.left < 0:
+        self.pauses_left -= 1
+        if self.pauses_left < 0:
             raise TimeoutError
 
 
@@ -51,7 +51,7 @@ def candidate(kube: FakeKube, name: str, clock: Clock) -> Lease:
 
 
 def holder(kube: FakeKube) -> str:
-    return str(kube.of(LEASES)[NAME]["spec"]["holderIdentity"])
+    return str(kube.of_kind(LEASES)[NAME]["spec"]["holderIdentity"])
 
 
 async def test_first_candidate_leads_until_it_is_silent() -> None:
@@ -61,22 +61,22 @@ async def test_first_candidate_leads_until_it_is_silent() -> None:
     await candidate(kube, "b", clock).acquire()
     assert holder(kube) == "b"
     assert LEASE_S < clock.now < LEASE_S + RENEW_S
-    assert kube.of(LEASES)[NAME]["spec"]["leaseTransitions"] == 2
+    assert kube.of_kind(LEASES)[NAME]["spec"]["leaseTransitions"] == 2
 
 
 async def test_killed_leader_is_replaced_within_ten_seconds() -> None:
-    """It renews right after the candidate has looked, and never again."""
+    """The leader renews for the last time right after the candidate has read the lease."""
     kube, clock = FakeKube(), Clock()
     leader = candidate(kube, "a", clock)
     await leader.acquire()
     follower = candidate(kube, "b", RenewedOnce(clock, leader))
     await follower.acquire()
     assert holder(kube) == "b"
-    assert LEASE_S < clock.now <= LEASE_S + RENEW_S + 2 * LEAST_S < 10
+    assert LEASE_S < clock.now <= LEASE_S + RENEW_S + 2 * MIN_PAUSE_S < 10
 
 
 class RenewedOnce(Clock):
-    """Another clock, whose first pause begins with a renewal by the leader."""
+    """A view of `clock` in which the leader renews once, at the start of the first pause."""
 
     def __init__(self, clock: Clock, leader: Lease) -> None:
         super().__init__()
@@ -88,53 +88,53 @@ class RenewedOnce(Clock):
 
     async def pause(self, seconds: float) -> None:
         if self.leader:
-            await self.leader.acquire()  # its own lease: it is renewed
+            await self.leader.acquire()  # renews its own lease
             self.leader = None
         await self.clock.pause(seconds)
 
 
 async def test_longer_lease_is_awaited_to_its_end() -> None:
-    """As while an operator is replaced by one of a release with shorter leases: the old one stops by its own."""
+    """An operator may be replaced by a release with shorter leases."""
     kube, clock = FakeKube(), Clock()
     await Lease(kube, "system", "a", lease_s=15.0, clock=clock.read, pause=clock.pause).acquire()
     await candidate(kube, "b", clock).acquire()
     assert holder(kube) == "b"
     assert 15.0 < clock.now < 15.0 + RENEW_S
-    assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == LEASE_S
+    assert kube.of_kind(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == LEASE_S
 
 
 async def test_released_lease_is_acquired_at_once() -> None:
     kube, clock = FakeKube(), Clock()
     first = candidate(kube, "a", clock)
     await first.acquire()
-    await first.give_back()
+    await first.release()
     await candidate(kube, "b", clock).acquire()
     assert (holder(kube), clock.now) == ("b", 0.0)
 
 
-async def test_a_lease_of_another_is_not_given_back() -> None:
+async def test_lease_of_another_holder_is_not_released() -> None:
     kube, clock = FakeKube(), Clock()
     await candidate(kube, "a", clock).acquire()
-    await candidate(kube, "b", clock).give_back()
+    await candidate(kube, "b", clock).release()
     assert holder(kube) == "a"
 
 
-async def test_giving_back_without_an_api_server_is_no_error() -> None:
-    await candidate(FakeKube(), "a", Clock()).give_back()
+async def test_missing_lease_is_released_without_error() -> None:
+    await candidate(FakeKube(), "a", Clock()).release()
 
 
 async def test_renewing_keeps_the_time_when_the_lease_was_acquired() -> None:
     kube, clock = FakeKube(), Clock(ends_after=3)
     lease = candidate(kube, "a", clock)
     await lease.acquire()
-    acquired = kube.of(LEASES)[NAME]["spec"]["acquireTime"]
+    acquired = kube.of_kind(LEASES)[NAME]["spec"]["acquireTime"]
     with pytest.raises(TimeoutError):
         await lease.keep()
-    assert kube.of(LEASES)[NAME]["spec"]["acquireTime"] == acquired
+    assert kube.of_kind(LEASES)[NAME]["spec"]["acquireTime"] == acquired
     assert kube.calls.count(f"replace leases {NAME}") == 3
 
 
-async def test_a_renewal_is_one_write() -> None:
+async def test_renewal_is_one_write() -> None:
     kube, clock = FakeKube(), Clock(ends_after=3)
     lease = candidate(kube, "a", clock)
     await lease.acquire()
@@ -145,64 +145,66 @@ async def test_a_renewal_is_one_write() -> None:
     assert (kube.calls, kube.reads) == ([f"replace leases {NAME}"] * 3, [])
 
 
-@pytest.mark.parametrize("strike", ["annotate", "delete"])
-async def test_lease_changed_by_others_is_read_and_renewed(strike: str) -> None:
+@pytest.mark.parametrize("change", ["annotate", "delete"])
+async def test_changed_lease_is_read_and_renewed(change: str) -> None:
     kube, clock = FakeKube(), Clock(ends_after=2)
     lease = candidate(kube, "a", clock)
     await lease.acquire()
-    if strike == "annotate":
-        kube.put(LEASES, kube.of(LEASES)[NAME] | {"metadata": {"name": NAME, "namespace": "system", "annotations": {"a": "b"}}})
+    if change == "annotate":
+        kube.put(
+            LEASES, kube.of_kind(LEASES)[NAME] | {"metadata": {"name": NAME, "namespace": "system", "annotations": {"a": "b"}}}
+        )
     else:
         kube.objects.clear()
     kube.calls.clear()
     kube.reads.clear()
     with pytest.raises(TimeoutError):
         await lease.keep()
-    again = {"annotate": f"replace leases {NAME}", "delete": f"create leases {NAME}"}
-    assert kube.calls == [f"replace leases {NAME}", again[strike], f"replace leases {NAME}"]
+    retry = {"annotate": f"replace leases {NAME}", "delete": f"create leases {NAME}"}
+    assert kube.calls == [f"replace leases {NAME}", retry[change], f"replace leases {NAME}"]
     assert kube.reads == [f"get leases {NAME}"]
     assert holder(kube) == "a"
 
 
-async def test_a_leader_that_was_overtaken_stops() -> None:
+async def test_replaced_leader_stops() -> None:
     kube, clock = FakeKube(), Clock()
     lease = candidate(kube, "a", clock)
     await lease.acquire()
-    body = kube.of(LEASES)[NAME]
+    body = kube.of_kind(LEASES)[NAME]
     kube.put(LEASES, body | {"spec": body["spec"] | {"holderIdentity": "b"}})
     with pytest.raises(LeaseLost, match="b leads now"):
         await lease.keep()
 
 
-class DeafKube(FakeKube):
-    """Answers the first calls, then none."""
+class UnresponsiveKube(FakeKube):
+    """Answers the first two calls only."""
 
-    answers = 2
+    answers_left = 2
 
     def _record(self, *args: object, **kwargs: object) -> None:
-        self.answers -= 1
-        if self.answers < 0:
-            raise Retry("no answer")
+        self.answers_left -= 1
+        if self.answers_left < 0:
+            raise Retry("timeout")
 
 
 async def test_leader_that_cannot_renew_stops_before_expiry() -> None:
-    kube, clock = DeafKube(), Clock()
+    kube, clock = UnresponsiveKube(), Clock()
     lease = candidate(kube, "a", clock)
     await lease.acquire()
     with pytest.raises(LeaseLost, match="not renewed"):
         await lease.keep()
-    assert GIVE_UP_S < clock.now < LEASE_S
+    assert RENEW_TIMEOUT_S < clock.now < LEASE_S
 
 
-async def test_a_candidate_outlives_an_api_server_that_is_away() -> None:
+async def test_candidate_retries_an_unreachable_api_server() -> None:
     kube, clock = FakeKube(), Clock()
-    kube.failures[f"get leases {NAME}"] = Retry("away")
+    kube.failures[f"get leases {NAME}"] = Retry("unreachable")
     await candidate(kube, "a", clock).acquire()
     assert holder(kube) == "a"
 
 
-class Hanging(FakeKube):
-    """An API server that takes requests and never answers, once told so."""
+class HangingKube(FakeKube):
+    """Accepts requests without an answer while `hangs`."""
 
     hangs = False
 
@@ -218,14 +220,14 @@ class Hanging(FakeKube):
 
 
 class LongPause(Clock):
-    """Each pause uses up all the time that a leader has for renewing."""
+    """Each pause takes the whole renewal timeout."""
 
     async def pause(self, seconds: float) -> None:
-        await super().pause(GIVE_UP_S)
+        await super().pause(RENEW_TIMEOUT_S)
 
 
 async def test_leader_with_unresponsive_api_server_stops() -> None:
-    kube = Hanging()
+    kube = HangingKube()
     lease = candidate(kube, "a", LongPause())
     await lease.acquire()
     kube.hangs = True
@@ -233,19 +235,19 @@ async def test_leader_with_unresponsive_api_server_stops() -> None:
         await lease.keep()
 
 
-@pytest.mark.parametrize(("lease_s", "told"), [(0.4, 1), (1.0, 1), (2.5, 3), (8.0, 8)])
-async def test_lease_duration_is_rounded_up(lease_s: float, told: int) -> None:
-    """In whole seconds, of which the API server takes no 0."""
+@pytest.mark.parametrize(("lease_s", "rounded_s"), [(0.4, 1), (1.0, 1), (2.5, 3), (8.0, 8)])
+async def test_lease_duration_is_rounded_up(lease_s: float, rounded_s: int) -> None:
+    """The API server accepts whole seconds, but not 0."""
     kube, clock = FakeKube(), Clock()
     await Lease(kube, "system", "a", lease_s=lease_s, clock=clock.read, pause=clock.pause).acquire()
-    assert kube.of(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == told
+    assert kube.of_kind(LEASES)[NAME]["spec"]["leaseDurationSeconds"] == rounded_s
 
 
 async def test_ending_process_does_not_wait_for_the_api_server() -> None:
-    kube, clock = Hanging(), Clock()
+    kube, clock = HangingKube(), Clock()
     lease = Lease(kube, "system", "a", lease_s=LEASE_S / 100, clock=clock.read, pause=clock.pause)
     await lease.acquire()
     kube.hangs = True
     async with asyncio.timeout(30):
-        await lease.give_back()
+        await lease.release()
     assert holder(kube) == "a"

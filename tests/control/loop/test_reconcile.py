@@ -1,26 +1,27 @@
-"""One service from its manifest to its end, against an API server in memory and controllers that act on it."""
+"""One service from creation to deletion, with an API server in memory and simulated controllers."""
 
 import logging
 
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_operator.apply.owned import APPLY_AGAIN_S
+from phalanx_operator.apply.owned import REAPPLY_S
+from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
     EVENTS,
+    INFERENCE_SERVICES,
     PODS,
     SECRETS,
     SERVICES,
-    SERVICES_OF_OURS,
     STATEFUL_SETS,
     Json,
     Rejected,
     Resource,
     Retry,
 )
-from phalanx_operator.kube.events import LONGEST_NOTE
-from phalanx_operator.loop.reconcile import RESYNC_S, utc_now
+from phalanx_operator.loop.reconcile import utc_now
+from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_body
 from tests.control.fake_kube import FakeKube
@@ -30,7 +31,7 @@ from tests.control.worlds import KEY, World
 async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
     one_by_one = {"gang": {"mode": "None"}}
     world = World(replicas=2, parallelism={"tensor": 4, "gpusPerPod": 2}, placement=one_by_one)
-    writes = await world.look()
+    writes = await world.reconcile()
     groups = sorted(world.groups)
     assert writes[:12] == [
         "create secrets chat-token",
@@ -48,16 +49,16 @@ async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
     ]
     assert sorted(writes[12:14]) == [f"create statefulsets {name}" for name in groups]
     assert writes[14] == "apply inferenceservices/status chat"
-    assert world.kube.of(SECRETS)["chat-token"]["stringData"] == {"token": "drawn"}
+    assert world.kube.of_kind(SECRETS)["chat-token"]["stringData"] == {"token": "drawn"}
     await world.settle()
     assert world.ready == ("True", "Ready")
     assert (world.status.replicas, world.status.ready_replicas) == (2, 2)
 
 
-async def test_a_service_at_rest_costs_no_writes() -> None:
+async def test_settled_service_causes_no_writes() -> None:
     world = World()
     await world.settle()
-    assert await world.look() == []
+    assert await world.reconcile() == []
     assert world.next_s == RESYNC_S
 
 
@@ -69,7 +70,7 @@ async def test_missing_replicas_are_written_once() -> None:
     assert len(world.groups) == 1
 
 
-async def test_scaling_keeps_the_groups_that_are_there() -> None:
+async def test_scaling_keeps_existing_groups() -> None:
     world = World(replicas=1)
     await world.settle()
     first = world.groups
@@ -90,14 +91,14 @@ async def test_a_changed_spec_rolls_group_by_group() -> None:
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
     for _ in range(12):
-        writes = await world.look()
+        writes = await world.reconcile()
         assert sum(write.startswith("delete") for write in writes) <= 1
         world.cluster.start_pods()
     assert not old & world.groups and len(world.groups) == 3
     assert world.status.current_revision == world.status.update_revision
 
 
-async def test_suspending_keeps_the_wish_for_replicas() -> None:
+async def test_suspending_keeps_replicas() -> None:
     world = World(replicas=2)
     await world.settle()
     await world.change(suspend=True)
@@ -111,10 +112,10 @@ async def test_suspending_keeps_the_wish_for_replicas() -> None:
 async def test_a_new_operator_changes_no_pod() -> None:
     world = World(replicas=2)
     await world.settle()
-    before, calls = world.kube.of(STATEFUL_SETS), len(world.kube.calls)
+    before, calls = world.kube.of_kind(STATEFUL_SETS), len(world.kube.calls)
     other = World(world.kube, Images("runtime:2", "router:1"))
     await other.settle()
-    assert world.kube.of(STATEFUL_SETS) == before
+    assert world.kube.of_kind(STATEFUL_SETS) == before
     assert not any("statefulsets" in call or "pods" in call for call in world.kube.calls[calls:])
 
 
@@ -123,7 +124,7 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
     await world.settle()
     group = next(iter(world.groups))
     del world.kube.objects["pods", "team", f"{group}-0"]
-    writes = await world.look()
+    writes = await world.reconcile()
     assert writes == ["apply inferenceservices/status chat", writes[1]] and writes[1].startswith("create events")
     assert world.ready == ("False", "GroupsNotReady")
     await world.settle()
@@ -133,47 +134,46 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
 async def test_groups_are_created_with_a_random_key() -> None:
     world = World()
     await world.settle()
-    (body,) = world.kube.of(STATEFUL_SETS).values()
+    (body,) = world.kube.of_kind(STATEFUL_SETS).values()
     assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in body["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
 async def test_stale_informer_creates_no_second_group() -> None:
     world = World(replicas=2)
-    await world.look()
-    made = world.groups
+    await world.reconcile()
+    created = world.groups
     await world.reconciler.reconcile(KEY)
-    assert world.groups == made
+    assert world.groups == created
 
 
 async def test_group_with_a_missed_deletion_is_not_counted() -> None:
     world = World(replicas=3)
     await world.settle()
     await world.change(replicas=2)
-    await world.look()
+    await world.reconcile()
     await world.reconciler.reconcile(KEY)
-    going = [name for name, body in world.kube.of(STATEFUL_SETS).items() if "deletionTimestamp" in body["metadata"]]
-    assert len(going) == 1
-    assert world.children.doomed[KEY]
+    assert len(world.deleted()) == 1
+    assert world.children.pending[KEY].deleted
     await world.settle()
-    assert KEY not in world.children.doomed
+    assert KEY not in world.children.pending
 
 
-@pytest.mark.parametrize("error", ["gone", "another"])
-async def test_a_group_that_went_by_itself_is_no_error(error: str) -> None:
+@pytest.mark.parametrize("error", ["deleted", "replaced"])
+async def test_group_deleted_by_another_client_is_no_error(error: str) -> None:
     world = World(replicas=2)
     await world.settle()
     await world.change(replicas=1)
-    world.cluster.tell()
-    await world.look()
-    victims = [call for call in await world.look() if call.startswith("delete statefulsets")]
+    world.cluster.sync_informers()
+    await world.reconcile()
+    victims = [call for call in await world.reconcile() if call.startswith("delete statefulsets")]
     assert len(victims) == 1
     name = victims[0].split()[-1]
     body = world.kube.objects.pop(("statefulsets", "team", name))
-    if error == "another":
+    if error == "replaced":
         world.kube.put(STATEFUL_SETS, body | {"metadata": {**body["metadata"], "uid": "another"}})
-    world.children.doomed.clear()
+    world.children.pending.clear()
     await world.reconciler.reconcile(KEY)
-    assert len(world.groups) == (1 if error == "gone" else 2)
+    assert len(world.groups) == (1 if error == "deleted" else 2)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ async def test_deleted_shared_object_is_created_again(resource: Resource, name: 
     world = World()
     await world.settle()
     del world.kube.objects[resource.plural, "team", name]
-    assert f"apply {resource.plural} {name}" in await world.look()
+    assert f"apply {resource.plural} {name}" in await world.reconcile()
 
 
 async def test_shared_children_are_applied_again_after_ten_minutes() -> None:
     world = World()
     await world.settle()
-    world.clock = APPLY_AGAIN_S + 1
-    writes = await world.look()
+    world.clock = REAPPLY_S + 1
+    writes = await world.reconcile()
     assert "apply deployments chat-router" in writes
     assert not any("secrets" in write or "statefulsets" in write for write in writes)
 
@@ -199,7 +199,7 @@ async def test_only_the_router_changes_with_its_replicas() -> None:
     world = World()
     await world.settle()
     await world.change(router={"replicas": 3})
-    assert [w for w in await world.look() if "status" not in w and "events" not in w] == [
+    assert [w for w in await world.reconcile() if "status" not in w and "events" not in w] == [
         "apply configmaps chat-policy",
         "apply deployments chat-router",
     ]
@@ -207,9 +207,9 @@ async def test_only_the_router_changes_with_its_replicas() -> None:
 
 async def test_name_taken_by_a_foreign_object_is_reported() -> None:
     world = World()
-    world.kube.put(SERVICES, {"metadata": {"name": "chat", "namespace": "team", "uid": "theirs"}})
+    world.kube.put(SERVICES, {"metadata": {"name": "chat", "namespace": "team", "uid": "foreign"}})
     with pytest.raises(Rejected, match="Service chat exists and the operator does not own it"):
-        await world.look()
+        await world.reconcile()
     assert world.ready == ("False", "Rejected")
     assert world.groups == set()
 
@@ -219,7 +219,7 @@ async def test_objects_of_a_former_service_are_awaited() -> None:
     owner = {"name": "chat", "uid": "former", "controller": True}
     world.kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team", "ownerReferences": [owner]}})
     with pytest.raises(Retry, match="earlier service"):
-        await world.look()
+        await world.reconcile()
     del world.kube.objects["secrets", "team", "chat-token"]
     await world.settle()
     assert world.ready == ("True", "Ready")
@@ -230,10 +230,10 @@ async def test_groups_of_a_former_service_do_not_count() -> None:
     await world.settle()
     other = World(world.kube)
     body = make_body(uid="uid-2")
-    world.kube.put(SERVICES_OF_OURS, body)
+    world.kube.put(INFERENCE_SERVICES, body)
     for where in [where for where in world.kube.objects if where[0] not in ("statefulsets", "pods", "inferenceservices")]:
         del world.kube.objects[where]
-    await other.look()
+    await other.reconcile()
     assert other.status.replicas == 0
     assert len(other.groups) == 2
 
@@ -243,28 +243,28 @@ async def test_invalid_spec_stalls_with_field_and_reason() -> None:
     await world.settle()
     groups = world.groups
     await world.change(parallelism={"tensor": 4, "gpusPerPod": 3})
-    await world.look()
+    await world.reconcile()
     stalled = find_condition(world.status.conditions, "Stalled")
     assert stalled and stalled.reason == "SpecInvalid"
     assert "gpusPerPod 3 does not divide" in stalled.message
     assert world.groups == groups
-    assert ("Warning", "SpecInvalid") in world.notes()
+    assert ("Warning", "SpecInvalid") in world.events()
     await world.change(parallelism={"tensor": 4})
     await world.settle()
     assert world.ready == ("True", "Ready")
 
 
-async def test_refused_group_is_reported_with_the_api_servers_message() -> None:
+async def test_rejected_group_is_reported_with_the_api_servers_message() -> None:
     world = World()
-    name = next(call for call in await World().look() if "statefulsets" in call)
+    name = next(call for call in await World().reconcile() if "statefulsets" in call)
     world.kube.failures[name] = Rejected('strict decoding error: unknown field "spec.template.spec.tolerance"')
     with pytest.raises(Rejected):
-        await world.look()
+        await world.reconcile()
     condition = find_condition(world.status.conditions, "Ready")
     assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
 
 
-async def test_refused_successor_keeps_the_old_group() -> None:
+async def test_rejected_successor_keeps_the_old_group() -> None:
     class Strict(FakeKube):
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             if "tolerance" in body.get("spec", {}).get("template", {}).get("spec", {}):
@@ -273,11 +273,11 @@ async def test_refused_successor_keeps_the_old_group() -> None:
 
     world = World(Strict(), replicas=1)
     await world.settle()
-    groups = world.kube.of(STATEFUL_SETS)
+    groups = world.kube.of_kind(STATEFUL_SETS)
     await world.change(podTemplate={"spec": {"tolerance": 5}})
     with pytest.raises(Rejected):
-        await world.look()
-    assert world.kube.of(STATEFUL_SETS) == groups
+        await world.reconcile()
+    assert world.kube.of_kind(STATEFUL_SETS) == groups
     assert not any("deletionTimestamp" in group["metadata"] for group in groups.values())
     available = find_condition(world.status.conditions, "Available")
     assert available and available.status == "True"
@@ -286,7 +286,7 @@ async def test_refused_successor_keeps_the_old_group() -> None:
 async def test_quota_equal_to_replicas_permits_replacement() -> None:
     class Full(FakeKube):
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-            if resource is STATEFUL_SETS and len(self.of(STATEFUL_SETS)) >= 2:
+            if resource is STATEFUL_SETS and len(self.of_kind(STATEFUL_SETS)) >= 2:
                 raise Rejected("exceeded quota: groups, requested: count/statefulsets.apps=1")
             return await super().create(resource, body, dry_run=dry_run)
 
@@ -295,25 +295,25 @@ async def test_quota_equal_to_replicas_permits_replacement() -> None:
     before = world.groups
     await world.change(engine={"maxModelLen": 512})
     for _ in range(12):
-        await world.look()
-        await world.look()
-        assert world.ready[1] not in ("Rejected", "QuotaExceeded"), "the one that goes is still there, and makes room"
+        await world.reconcile()
+        await world.reconcile()
+        assert world.ready[1] not in ("Rejected", "QuotaExceeded"), "the terminating group makes room"
         world.cluster.start_pods()
     await world.settle()
     assert not world.groups & before and world.ready == ("True", "Ready")
     await world.change(replicas=3)
     with pytest.raises(Rejected):
-        await world.look()
-    assert world.condition("CapacityAvailable") == ("False", "QuotaExceeded"), "nothing makes room for this one"
+        await world.reconcile()
+    assert world.condition("CapacityAvailable") == ("False", "QuotaExceeded"), "no deletion makes room"
     assert world.ready == ("False", "QuotaExceeded") and world.condition("Available") == ("True", "Serving")
-    assert ("Warning", "QuotaExceeded") in world.notes()
+    assert ("Warning", "QuotaExceeded") in world.events()
 
 
 async def test_a_failed_call_leaves_the_rest_for_later() -> None:
     world = World()
     world.kube.failures["apply deployments chat-router"] = Retry("busy")
     with pytest.raises(Retry):
-        await world.look()
+        await world.reconcile()
     await world.settle()
     assert world.ready == ("True", "Ready")
 
@@ -321,44 +321,44 @@ async def test_a_failed_call_leaves_the_rest_for_later() -> None:
 async def test_events_report_each_transition_once() -> None:
     world = World()
     await world.settle()
-    await world.look()
-    assert sorted(world.notes()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
+    await world.reconcile()
+    assert sorted(world.events()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("failure", "note"),
     [("", ("Normal", "GroupsNotReady")), ("ImagePullBackOff", ("Warning", "ImagePullFailed"))],
-    ids=["passes by itself", "somebody has to act"],
+    ids=["transient", "needs action"],
 )
-async def test_ready_transitions_are_reported_once_across_operators(trouble: str, told: tuple[str, str]) -> None:
-    world, well = World(), ("Normal", "Ready")
+async def test_ready_transitions_are_reported_once_across_operators(failure: str, note: tuple[str, str]) -> None:
+    world, ready = World(), ("Normal", "Ready")
     await world.settle()
-    first = world.notes()
+    first = world.events()
     await World(world.kube).settle()
-    assert first[-1] == well and world.notes() == first, "an operator that has just begun finds all as it was told"
-    world.cluster.start_pods(ready=False, reason=trouble)
-    for pod in world.kube.of(PODS).values():
+    assert first[-1] == ready and world.events() == first, "a new operator repeats no event"
+    world.cluster.start_pods(ready=False, reason=failure)
+    for pod in world.kube.of_kind(PODS).values():
         pod["status"]["conditions"][0]["lastTransitionTime"] = world.now
-    await world.look()
-    await world.look()
-    assert world.notes() == [*first, told]
+    await world.reconcile()
+    await world.reconcile()
+    assert world.events() == [*first, note]
     other = World(world.kube)
-    await other.look()
-    assert other.notes() == [*first, told]
+    await other.reconcile()
+    assert other.events() == [*first, note]
     await other.settle()
-    await other.look()
-    assert other.notes() == [*first, told, well]
+    await other.reconcile()
+    assert other.events() == [*first, note, ready]
 
 
 async def test_events_name_all_of_many_groups() -> None:
     world = World(replicas=30)
     await world.settle()
-    notes = [body["note"] for body in world.kube.of(EVENTS).values() if body["reason"] == "GroupCreated"]
-    assert all(any(name in note for note in notes) for name in world.groups)
-    assert len(world.groups) == 30 and 2 <= len(notes) <= 6 and max(map(len, notes)) <= LONGEST_NOTE
+    messages = [body["note"] for body in world.kube.of_kind(EVENTS).values() if body["reason"] == "GroupCreated"]
+    assert all(any(name in message for message in messages) for name in world.groups)
+    assert len(world.groups) == 30 and 2 <= len(messages) <= 6 and max(map(len, messages)) <= MAX_NOTE_CHARS
 
 
-async def test_an_event_that_is_not_taken_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rejected_event_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class NoEvents(FakeKube):
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             if resource is EVENTS:
@@ -372,13 +372,13 @@ async def test_an_event_that_is_not_taken_stops_nothing(caplog: pytest.LogCaptur
     assert "event not posted" in caplog.text
 
 
-async def test_trouble_of_a_pod_reaches_the_status() -> None:
+async def test_pod_failure_reaches_the_status() -> None:
     world = World()
-    await world.look()
+    await world.reconcile()
     world.cluster.start_pods(ready=False, reason="ImagePullBackOff")
-    await world.look()
+    await world.reconcile()
     assert world.ready == ("False", "ImagePullFailed")
-    assert ("Warning", "ImagePullFailed") in world.notes()
+    assert ("Warning", "ImagePullFailed") in world.events()
     assert world.status.groups[0].reason == "ImagePullBackOff: why"
 
 
@@ -386,15 +386,15 @@ async def test_deleted_service_is_forgotten() -> None:
     world = World()
     await world.settle()
     body = world.kube.objects.pop(("inferenceservices", "team", "chat"))
-    assert await world.look() == [] and world.next_s is None
+    assert await world.reconcile() == [] and world.next_s is None
     assert "team" not in str([metric.samples for metric in world.metrics.groups.collect()])
-    world.kube.put(SERVICES_OF_OURS, body | {"metadata": {**body["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
-    assert await world.look() == []
+    world.kube.put(INFERENCE_SERVICES, body | {"metadata": {**body["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert await world.reconcile() == []
 
 
 async def test_unreadable_status_is_written_again() -> None:
     world = World()
-    world.kube.put(SERVICES_OF_OURS, world.service | {"status": {"fromTheFuture": 1}})
+    world.kube.put(INFERENCE_SERVICES, world.service | {"status": {"fromTheFuture": 1}})
     await world.settle()
     assert world.ready == ("True", "Ready")
 

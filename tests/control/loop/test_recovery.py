@@ -1,4 +1,4 @@
-"""Groups that die again and again, or never come to serve: the budget, the pauses, and pods that are deleted once an incident."""
+"""Groups that die repeatedly or never become ready: restart budget, pauses, and one pod deletion per incident."""
 
 import datetime
 from dataclasses import replace
@@ -11,18 +11,18 @@ from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.status import RecoveryStatus
 from phalanx_api.summary import BalancePolicy, GroupSummary
 from phalanx_operator.decide.groups import recovery
-from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView
-from phalanx_operator.decide.state.snapshot import ObservedGroup, Restarts
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup, RestartRecord, with_assessment
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
-from tests.control.builders import make_group
+from tests.control.builders import make_group, make_report
 from tests.control.fake_kube import FakeKube
+from tests.control.loop.scenes import LONG_AGO, make_unready, overdue_world
 from tests.control.summaries import group as group_summary
 from tests.control.summaries import summary
 from tests.control.worlds import World
 
 NOW = "2026-01-02T03:04:05Z"
 EARLIER = "2026-01-02T02:34:05Z"
-LONG_AGO = "2026-01-01T00:00:00Z"
 POLICY = RestartPolicy()
 
 
@@ -30,24 +30,9 @@ def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
     return replace(group, pods=tuple(replace(pod, uid=f"uid-{pod.name}", **fields) for pod in group.pods))
 
 
-def dead(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
-    seen = GroupLoadView(
-        name=name,
-        fresh=True,
-        streams=0,
-        running=0,
-        waiting=0,
-        pressure=0.0,
-        backlog_s=0.0,
-        itl_s=0.0,
-        speed=1.0,
-        capacity=1,
-        model=None,
-        deaths=deaths,
-        death=death,
-        excused=excused,
-    )
-    return Fleet(asked=1, answered=1, groups={name: seen})
+def fleet_with_deaths(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
+    report = make_report(name, is_fresh=True, deaths=deaths, last_death=death, excused=excused)
+    return Fleet(polled=1, answered=1, groups={name: report})
 
 
 def loading(since: str = NOW, **fields: Any) -> ObservedGroup:
@@ -55,116 +40,123 @@ def loading(since: str = NOW, **fields: Any) -> ObservedGroup:
 
 
 def test_reported_leader_failure_is_recorded_once() -> None:
-    found = recovery.counted(loading(), dead(2), POLICY, NOW)
-    assert (found.note.at, found.note.deaths, found.recent) == ((NOW, NOW), 2, 2)
-    again = recovery.counted(replace(loading(), restarts=found.note), dead(2), POLICY, NOW)
-    assert again.note == found.note
+    count = recovery.count_restarts(loading(), fleet_with_deaths(2), POLICY, NOW)
+    assert (count.record.at, count.record.deaths, count.recent) == ((NOW, NOW), 2, 2)
+    again = recovery.count_restarts(replace(loading(), restarts=count.record), fleet_with_deaths(2), POLICY, NOW)
+    assert again.record == count.record
 
 
 def test_silent_router_that_returns_adds_no_failure() -> None:
-    note = recovery.counted(loading(), dead(2), POLICY, NOW).note
-    silent = recovery.counted(replace(loading(), restarts=note), Fleet(), POLICY, NOW).note
-    assert silent == note
-    assert recovery.counted(replace(loading(), restarts=silent), dead(2), POLICY, NOW).note == note
-    assert recovery.counted(replace(loading(), restarts=silent), dead(0), POLICY, NOW).note == note
+    record = recovery.count_restarts(loading(), fleet_with_deaths(2), POLICY, NOW).record
+    silent = recovery.count_restarts(replace(loading(), restarts=record), Fleet(), POLICY, NOW).record
+    assert silent == record
+    assert recovery.count_restarts(replace(loading(), restarts=silent), fleet_with_deaths(2), POLICY, NOW).record == record
+    assert recovery.count_restarts(replace(loading(), restarts=silent), fleet_with_deaths(0), POLICY, NOW).record == record
 
 
 def test_restarted_leader_counts_from_zero() -> None:
-    note = recovery.counted(loading(), dead(2), POLICY, EARLIER).note
-    other = replace(loading(restarts=1, ended="Error"), restarts=note)
-    assert recovery.counted(other, dead(1), POLICY, NOW).note.at == (EARLIER, EARLIER, NOW, NOW, NOW)
+    record = recovery.count_restarts(loading(), fleet_with_deaths(2), POLICY, EARLIER).record
+    other = replace(loading(restarts=1, last_termination="Error"), restarts=record)
+    assert recovery.count_restarts(other, fleet_with_deaths(1), POLICY, NOW).record.at == (EARLIER, EARLIER, NOW, NOW, NOW)
 
 
 def test_stale_failure_reports_add_no_failure() -> None:
-    """The leader's container ended once; routers tell its number until their links to the next one are open."""
-    note = recovery.counted(loading(), dead(4), POLICY, EARLIER).note
+    """Routers report the former leader's count until they connect to the restarted one."""
+    record = recovery.count_restarts(loading(), fleet_with_deaths(4), POLICY, EARLIER).record
     first, other = loading().pods
-    pods = (replace(first, restarts=1, ended="Error"), other)
-    anew = replace(loading(), pods=pods)
-    stale = recovery.counted(replace(anew, restarts=note), dead(4), POLICY, NOW)
-    assert stale.note.at == (*note.at, NOW), "the container's end alone is new"
-    silent = recovery.counted(replace(anew, restarts=stale.note), Fleet(), POLICY, NOW)
-    again = recovery.counted(replace(anew, restarts=silent.note), dead(4), POLICY, NOW)
-    assert again.note == stale.note
-    told = recovery.counted(replace(anew, restarts=again.note), dead(0), POLICY, NOW)
-    assert (told.recent, told.note.deaths) == (5, 0)
-    died = recovery.counted(replace(anew, restarts=told.note), dead(1), POLICY, NOW)
-    assert (died.recent, died.note.deaths) == (6, 1)
+    pods = (replace(first, restarts=1, last_termination="Error"), other)
+    restarted = replace(loading(), pods=pods)
+    stale = recovery.count_restarts(replace(restarted, restarts=record), fleet_with_deaths(4), POLICY, NOW)
+    assert stale.record.at == (*record.at, NOW), "only the container restart is new"
+    silent = recovery.count_restarts(replace(restarted, restarts=stale.record), Fleet(), POLICY, NOW)
+    again = recovery.count_restarts(replace(restarted, restarts=silent.record), fleet_with_deaths(4), POLICY, NOW)
+    assert again.record == stale.record
+    connected = recovery.count_restarts(replace(restarted, restarts=again.record), fleet_with_deaths(0), POLICY, NOW)
+    assert (connected.recent, connected.record.deaths) == (5, 0)
+    died = recovery.count_restarts(replace(restarted, restarts=connected.record), fleet_with_deaths(1), POLICY, NOW)
+    assert (died.recent, died.record.deaths) == (6, 1)
 
 
 def test_failures_blamed_on_a_request_are_subtracted_once() -> None:
-    note = recovery.counted(loading(), dead(3), POLICY, EARLIER).note
-    group = replace(loading(), restarts=note)
-    freed = recovery.counted(group, dead(3, excused=2), POLICY, NOW)
-    assert (freed.recent, freed.note.at, freed.note.deaths, freed.note.excused) == (1, (EARLIER,), 3, 2)
-    after = replace(loading(), restarts=freed.note)
-    for fleet in (dead(3, excused=2), dead(3), Fleet(), dead(3, excused=1)):
-        assert recovery.counted(after, fleet, POLICY, NOW).note == freed.note, "a router that starts anew excuses nothing twice"
-    assert recovery.counted(after, dead(4, excused=2), POLICY, NOW).note.at == (EARLIER, NOW)
-    at_once = recovery.counted(loading(), dead(1, excused=1), POLICY, NOW)
-    assert (at_once.recent, at_once.note.deaths) == (0, 1)
+    record = recovery.count_restarts(loading(), fleet_with_deaths(3), POLICY, EARLIER).record
+    group = replace(loading(), restarts=record)
+    excused = recovery.count_restarts(group, fleet_with_deaths(3, excused=2), POLICY, NOW)
+    assert (excused.recent, excused.record.at, excused.record.deaths, excused.record.excused) == (1, (EARLIER,), 3, 2)
+    after = replace(loading(), restarts=excused.record)
+    for fleet in (fleet_with_deaths(3, excused=2), fleet_with_deaths(3), Fleet(), fleet_with_deaths(3, excused=1)):
+        assert recovery.count_restarts(after, fleet, POLICY, NOW).record == excused.record, (
+            "a restarted router excuses no death twice"
+        )
+    assert recovery.count_restarts(after, fleet_with_deaths(4, excused=2), POLICY, NOW).record.at == (EARLIER, NOW)
+    at_once = recovery.count_restarts(loading(), fleet_with_deaths(1, excused=1), POLICY, NOW)
+    assert (at_once.recent, at_once.record.deaths) == (0, 1)
 
 
 def test_excuses_of_a_former_leader_do_not_count() -> None:
-    note = recovery.counted(loading(), dead(2, excused=2), POLICY, EARLIER).note
+    record = recovery.count_restarts(loading(), fleet_with_deaths(2, excused=2), POLICY, EARLIER).record
     first, other = loading().pods
-    successor = replace(loading(), pods=(replace(first, uid="another"), other), restarts=note)
-    fresh = recovery.counted(successor, dead(0), POLICY, NOW)
-    died = recovery.counted(replace(successor, restarts=fresh.note), dead(1), POLICY, NOW)
-    assert (fresh.recent, died.recent, died.note.excused) == (0, 1, 0)
-    assert recovery.counted(replace(successor, restarts=died.note), dead(1, excused=1), POLICY, NOW).recent == 0
+    successor = replace(loading(), pods=(replace(first, uid="another"), other), restarts=record)
+    fresh = recovery.count_restarts(successor, fleet_with_deaths(0), POLICY, NOW)
+    died = recovery.count_restarts(replace(successor, restarts=fresh.record), fleet_with_deaths(1), POLICY, NOW)
+    assert (fresh.recent, died.recent, died.record.excused) == (0, 1, 0)
+    assert (
+        recovery.count_restarts(replace(successor, restarts=died.record), fleet_with_deaths(1, excused=1), POLICY, NOW).recent
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("ended", "count"), [("Error", 2), ("OOMKilled", 2), ("Completed", 0), ("ContainerStatusUnknown", 0)])
-def test_restarts_of_containers_count_unless_the_cause_lies_outside(ended: str, count: int) -> None:
-    found = recovery.counted(loading(restarts=1, ended=ended), Fleet(), POLICY, NOW)
-    assert (found.recent, found.note.containers) == (count, 2)
+@pytest.mark.parametrize(
+    ("termination", "restarts"), [("Error", 2), ("OOMKilled", 2), ("Completed", 0), ("ContainerStatusUnknown", 0)]
+)
+def test_container_restarts_count_unless_the_cause_is_external(termination: str, restarts: int) -> None:
+    count = recovery.count_restarts(loading(restarts=1, last_termination=termination), Fleet(), POLICY, NOW)
+    assert (count.recent, count.record.containers) == (restarts, 2)
 
 
-def test_a_group_that_never_died_is_never_noted_on() -> None:
-    assert recovery.counted(loading(), Fleet(), POLICY, NOW).note == Restarts()
-    assert recovery.counted(loading(), dead(0), POLICY, NOW).note == Restarts()
+def test_group_without_deaths_has_no_record() -> None:
+    assert recovery.count_restarts(loading(), Fleet(), POLICY, NOW).record == RestartRecord()
+    assert recovery.count_restarts(loading(), fleet_with_deaths(0), POLICY, NOW).record == RestartRecord()
 
 
 def test_failures_older_than_the_window_do_not_count() -> None:
-    group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER), engine="uid-a-0/0", deaths=2))
-    assert recovery.counted(group, dead(2), POLICY, NOW).recent == 1
+    group = replace(loading(), restarts=RestartRecord(at=(LONG_AGO, EARLIER), engine="uid-a-0/0", deaths=2))
+    assert recovery.count_restarts(group, fleet_with_deaths(2), POLICY, NOW).recent == 1
 
 
 async def test_group_hanging_at_each_start_moves_to_other_nodes() -> None:
-    """With the defaults six starts take three hours, which is longer than the window."""
+    """By default six starts take three hours, longer than the window."""
     world = await overdue_world()
     group, start = next(iter(world.groups)), datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
-    for times in range(POLICY.max_group_restarts + 1):
-        world.now = (start + datetime.timedelta(seconds=times * 1860)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        assert f"hurry pods {group}-0" in await world.look()
-        unready(world, world.now, uid=f"start-{times}")
-    await world.look()
+    for attempt in range(POLICY.max_group_restarts + 1):
+        world.now = (start + datetime.timedelta(seconds=attempt * 1860)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        assert f"quick-delete pods {group}-0" in await world.reconcile()
+        make_unready(world, world.now, uid=f"start-{attempt}")
+    await world.reconcile()
     assert world.deleted() == {group}
     (successor,) = world.groups - {group}
-    assert "node-0" in str(world.kube.of(STATEFUL_SETS)[successor]["spec"]["template"]["spec"]["affinity"])
+    assert "node-0" in str(world.kube.of_kind(STATEFUL_SETS)[successor]["spec"]["template"]["spec"]["affinity"])
     assert world.status.recovery and "restarted 6 times within 11400 s" in world.status.recovery.message
 
 
 def test_restart_of_a_served_group_counts_in_the_window() -> None:
-    group = replace(loading(), restarts=Restarts(at=(LONG_AGO, EARLIER)))
-    assert recovery.counted(group, Fleet(), POLICY, NOW).recent == 1
-    in_vain = replace(group, restarts=Restarts(at=("2026-01-02T01:04:05Z", EARLIER), since="2026-01-02T00:30:00Z"))
-    assert recovery.counted(in_vain, Fleet(), POLICY, NOW).recent == 2
+    group = replace(loading(), restarts=RestartRecord(at=(LONG_AGO, EARLIER)))
+    assert recovery.count_restarts(group, Fleet(), POLICY, NOW).recent == 1
+    unready = replace(group, restarts=RestartRecord(at=("2026-01-02T01:04:05Z", EARLIER), since="2026-01-02T00:30:00Z"))
+    assert recovery.count_restarts(unready, Fleet(), POLICY, NOW).recent == 2
 
 
 @pytest.mark.parametrize(
-    ("deaths", "mode", "spent"), [(5, "RecreateGroup", False), (6, "RecreateGroup", True), (6, "None", False)]
+    ("deaths", "mode", "lost"), [(5, "RecreateGroup", False), (6, "RecreateGroup", True), (6, "None", False)]
 )
-def test_a_group_that_died_too_often_is_given_up(deaths: int, mode: Any, spent: bool) -> None:
+def test_group_over_its_restart_budget_is_lost(deaths: int, mode: Any, lost: bool) -> None:
     policy = RestartPolicy(mode=mode)
-    group = recovery.assess([loading()], dead(deaths), policy, NOW)[0]
-    assert (group.spent, bool(group.lost)) == (spent, spent)
-    assert not spent or group.lost == "it was restarted 6 times within 3600 s: pod 0: rank 0 ended"
+    assessment = recovery.assess([loading()], fleet_with_deaths(deaths), policy, NOW)[0].assessment
+    assert (assessment.exceeds_restart_budget, bool(assessment.lost_reason)) == (lost, lost)
+    assert not lost or assessment.lost_reason == "it was restarted 6 times within 3600 s: pod 0: rank 0 ended"
 
 
-def test_one_that_serves_is_kept_whatever_it_went_through() -> None:
-    assert not recovery.assess([make_group("a")], dead(9), POLICY, NOW)[0].lost
+def test_ready_group_is_kept_after_any_number_of_deaths() -> None:
+    assert not recovery.assess([make_group("a")], fleet_with_deaths(9), POLICY, NOW)[0].assessment.lost_reason
 
 
 @pytest.mark.parametrize(
@@ -175,158 +167,144 @@ def test_one_that_serves_is_kept_whatever_it_went_through() -> None:
         (loading(since=NOW), False),
         (loading(since=LONG_AGO, node=""), False),
         (loading(since=LONG_AGO, reason="ImagePullBackOff"), False),
-        (loading(since=LONG_AGO, leaving=True), False),
+        (loading(since=LONG_AGO, terminating=True), False),
         (make_group("a"), False),
         (replace(loading(since=LONG_AGO), pods=loading(since=LONG_AGO).pods[:1]), False),
     ],
-    ids=["long", "just", "young", "no node", "no image", "being replaced", "ready", "a pod is missing"],
+    ids=["long ago", "just over", "recent", "no node", "no image", "terminating", "ready", "a pod is missing"],
 )
 def test_when_all_pods_of_a_group_are_replaced(group: ObservedGroup, due: bool) -> None:
-    assert recovery.overdue(group, POLICY, NOW) is due
+    assert recovery.is_overdue(group, POLICY, NOW) is due
 
 
-def gone(times: int, at: str = NOW) -> RecoveryStatus:
-    return RecoveryStatus(revision="new", given_up=times, last_time=at, nodes=("node-9",))
+def status(given_up: int, at: str = NOW) -> RecoveryStatus:
+    return RecoveryStatus(revision="new", given_up=given_up, last_time=at, nodes=("node-9",))
 
 
-@pytest.mark.parametrize(("times", "pause_s"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (40, 3600)])
-def test_first_successor_is_immediate_later_ones_back_off(times: int, pause_s: float) -> None:
-    assert recovery.pause_s(gone(times) if times else None, POLICY, NOW) == pause_s
+@pytest.mark.parametrize(("given_up", "pause_s"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (40, 3600)])
+def test_first_successor_is_immediate_later_ones_back_off(given_up: int, pause_s: float) -> None:
+    assert recovery.pause_s(status(given_up) if given_up else None, POLICY, NOW) == pause_s
 
 
-def test_history_of_given_up_groups_is_kept() -> None:
-    spent = replace(loading(), spent=True, lost="often")
-    first = recovery.followed(None, [spent], "new", POLICY, NOW)
+def test_history_of_lost_groups_is_kept() -> None:
+    spent = with_assessment(loading(), exceeds_restart_budget=True, lost_reason="often")
+    first = recovery.recovery_status(None, [spent], "new", POLICY, NOW)
     assert first and (first.given_up, first.nodes, first.message) == (1, ("node-0", "node-1"), "a: often")
-    second = recovery.followed(gone(1), [spent], "new", POLICY, NOW)
+    second = recovery.recovery_status(status(1), [spent], "new", POLICY, NOW)
     assert second and (second.given_up, second.nodes) == (2, ("node-0", "node-1", "node-9"))
-    assert recovery.followed(gone(2), [make_group("b")], "newer", POLICY, NOW) is None, "another revision begins anew"
-    assert recovery.followed(gone(2), [loading()], "new", POLICY, NOW) == gone(2)
-    assert recovery.followed(gone(2, EARLIER), [make_group("b")], "new", POLICY, NOW) == gone(2, EARLIER), "not a window yet"
-    assert recovery.followed(gone(2, LONG_AGO), [make_group("b")], "new", POLICY, NOW) is None
+    assert recovery.recovery_status(status(2), [make_group("b")], "newer", POLICY, NOW) is None, "another revision resets it"
+    assert recovery.recovery_status(status(2), [loading()], "new", POLICY, NOW) == status(2)
+    assert recovery.recovery_status(status(2, EARLIER), [make_group("b")], "new", POLICY, NOW) == status(2, EARLIER), (
+        "less than a window"
+    )
+    assert recovery.recovery_status(status(2, LONG_AGO), [make_group("b")], "new", POLICY, NOW) is None
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"at": 1}', '{"deaths": "x"}'])
 def test_unreadable_note_is_ignored(text: str | None) -> None:
-    assert recovery.read(text) == Restarts()
+    assert recovery.parse_record(text) == RestartRecord()
 
 
 def test_a_note_comes_back_as_it_was_written() -> None:
-    note = Restarts(at=(NOW,), pods=("uid-1", "uid-2"), engine="uid-1/0", deaths=3, containers=1, since=EARLIER, excused=2)
-    assert recovery.read(recovery.written(note)) == note
-
-
-def unready(world: World, since: str, uid: str = "") -> None:
-    """Every pod has been not ready since then; with `uid` they are new ones."""
-    for name, pod in list(world.kube.of(PODS).items()):
-        if pod["metadata"]["labels"][labels.COMPONENT] != "group":
-            continue
-        condition = {"type": "Ready", "status": "False", "lastTransitionTime": since}
-        kept = {field: value for field, value in pod["metadata"].items() if not field.startswith("deletion")}
-        metadata = kept | {"uid": f"{uid}-{name}"} if uid else pod["metadata"]
-        world.kube.put(PODS, {**pod, "metadata": metadata, "status": {"conditions": [condition]}})
-
-
-async def overdue_world(kube: FakeKube | None = None) -> World:
-    world = World(kube, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
-    await world.settle()
-    unready(world, LONG_AGO)
-    return world
+    record = RestartRecord(at=(NOW,), pods=("uid-1", "uid-2"), engine="uid-1/0", deaths=3, containers=1, since=EARLIER, excused=2)
+    assert recovery.parse_record(recovery.format_record(record)) == record
 
 
 async def test_pods_of_a_hanging_group_are_replaced_once() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
-    writes = await world.look()
+    writes = await world.reconcile()
     at = [
         writes.index(f"merge statefulsets {group}"),
-        writes.index(f"hurry pods {group}-0"),
-        writes.index(f"hurry pods {group}-1"),
+        writes.index(f"quick-delete pods {group}-0"),
+        writes.index(f"quick-delete pods {group}-1"),
     ]
-    assert at == sorted(at), "the note comes before the first pod goes"
-    assert ("Normal", "GroupRestarted") in world.notes()
-    assert world.status.groups[0].restarts == 0, "it is counted from the next look on"
-    assert not any("pods" in call for call in await world.look()), "nothing is deleted twice"
+    assert at == sorted(at), "the record is stored before the first deletion"
+    assert ("Normal", "GroupRestarted") in world.events()
+    assert world.status.groups[0].restarts == 0, "it counts from the next reconcile on"
+    assert not any("pods" in call for call in await world.reconcile()), "no pod is deleted twice"
     assert world.status.groups[0].restarts == 1
-    unready(world, world.now, uid="second")
-    assert not any("pods" in call for call in await world.look()), "the new ones have their own time"
-    assert world.condition("Stalled") == ("True", "ProgressDeadlineExceeded"), "the group has had its own"
+    make_unready(world, world.now, uid="second")
+    assert not any("pods" in call for call in await world.reconcile()), "the new pods have their own startup time"
+    assert world.condition("Stalled") == ("True", "ProgressDeadlineExceeded"), "the group missed its deadline"
     world.cluster.start_pods()
     await world.settle()
     assert world.ready == ("True", "Ready")
-    note = recovery.read(world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
-    assert (note.since, note.pods, len(note.at)) == ("", (), 1), "what was tried is over, and counts for its window"
+    record = recovery.parse_record(world.kube.of_kind(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
+    assert (record.since, record.pods, len(record.at)) == ("", (), 1), "the incident is over; its restart counts in the window"
 
 
-async def test_new_operator_finishes_a_noted_restart() -> None:
+async def test_new_operator_finishes_a_recorded_restart() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
-    world.kube.failures[f"hurry pods {group}-1"] = Retry("the operator ends here")
+    world.kube.failures[f"quick-delete pods {group}-1"] = Retry("the operator exits here")
     with pytest.raises(Retry):
-        await world.look()
-    note = world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS]
+        await world.reconcile()
+    record = world.kube.of_kind(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS]
     other = World(world.kube)
-    writes = await other.look()
-    assert [call for call in writes if "pods" in call] == [f"hurry pods {group}-1"]
-    assert other.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS] == note, "the same incident"
-    unready(other, LONG_AGO, uid="second")
-    assert [call for call in await other.look() if call.startswith("hurry")] == [f"hurry pods {group}-{i}" for i in range(2)]
+    writes = await other.reconcile()
+    assert [call for call in writes if "pods" in call] == [f"quick-delete pods {group}-1"]
+    assert other.kube.of_kind(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS] == record, "the same incident"
+    make_unready(other, LONG_AGO, uid="second")
+    assert [call for call in await other.reconcile() if call.startswith("quick-delete")] == [
+        f"quick-delete pods {group}-{i}" for i in range(2)
+    ]
 
 
-async def test_noted_restart_is_dropped_for_a_serving_group() -> None:
+async def test_recorded_restart_is_dropped_for_a_serving_group() -> None:
     world = await overdue_world()
     group = next(iter(world.groups))
-    world.kube.failures[f"hurry pods {group}-0"] = Retry("the operator ends here")
+    world.kube.failures[f"quick-delete pods {group}-0"] = Retry("the operator exits here")
     with pytest.raises(Retry):
-        await world.look()
+        await world.reconcile()
     world.cluster.start_pods()
-    writes = await World(world.kube).look()
-    assert not [call for call in writes if call.startswith("hurry")]
-    note = recovery.read(world.kube.of(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
-    assert note.pods == (), "and it is not ended later"
+    writes = await World(world.kube).reconcile()
+    assert not [call for call in writes if call.startswith("quick-delete")]
+    record = recovery.parse_record(world.kube.of_kind(STATEFUL_SETS)[group]["metadata"]["annotations"][labels.RESTARTS])
+    assert record.pods == (), "it is not continued later"
 
 
-def test_noted_restart_is_dropped_for_an_unmanaged_group() -> None:
-    group = replace(loading(), restarts=Restarts(pods=("uid-a-0",)))
-    assert recovery.begun(group, POLICY) == ["a-0"]
-    assert recovery.begun(group, RestartPolicy(mode="None")) == []
+def test_recorded_restart_is_dropped_for_an_unmanaged_group() -> None:
+    group = replace(loading(), restarts=RestartRecord(pods=("uid-a-0",)))
+    assert recovery.unfinished_restart(group, POLICY) == ["a-0"]
+    assert recovery.unfinished_restart(group, RestartPolicy(mode="None")) == []
 
 
-class Refusing(FakeKube):
-    """No StatefulSet is taken any more once `full`."""
+class FullKube(FakeKube):
+    """Rejects StatefulSets once `is_full`."""
 
-    full = False
+    is_full = False
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-        if self.full and resource is STATEFUL_SETS:
+        if self.is_full and resource is STATEFUL_SETS:
             raise Rejected("exceeded quota: count/statefulsets.apps")
         return await super().create(resource, body, dry_run=dry_run)
 
 
-async def test_refused_group_stops_neither_recovery_nor_scaling() -> None:
-    kube = Refusing()
+async def test_rejected_group_stops_neither_recovery_nor_scaling() -> None:
+    kube = FullKube()
     world = World(kube, replicas=1, autoscaling={"maxReplicas": 2, "targets": {"ttftP95Ms": 2000}})
     world.cluster.start_router_pods()
     await world.settle()
     group = next(iter(world.groups))
-    kube.full = True
+    kube.is_full = True
     await world.change(replicas=3)
-    unready(world, LONG_AGO)
-    world.routers.asked, world.routers.policy = [], BalancePolicy()
+    make_unready(world, LONG_AGO)
+    world.routers.targets, world.routers.policy = [], BalancePolicy()
     before = len(kube.calls)
     with pytest.raises(Rejected):
-        await world.look()
+        await world.reconcile()
     writes = kube.calls[before:]
-    assert f"hurry pods {group}-0" in writes and "merge inferenceservices/scale chat" in writes
-    assert world.ready == ("False", "QuotaExceeded") and world.routers.asked and world.routers.policy.number > 0
-    assert {("Normal", "GroupRestarted"), ("Normal", "Scaled")} <= set(world.notes())
+    assert f"quick-delete pods {group}-0" in writes and "merge inferenceservices/scale chat" in writes
+    assert world.ready == ("False", "QuotaExceeded") and world.routers.targets and world.routers.policy.number > 0
+    assert {("Normal", "GroupRestarted"), ("Normal", "Scaled")} <= set(world.events())
     before = len(kube.calls)
     with pytest.raises(Rejected):
-        await world.look()
-    assert not [call for call in kube.calls[before:] if call.startswith("hurry")], "nothing is done twice"
+        await world.reconcile()
+    assert not [call for call in kube.calls[before:] if call.startswith("quick-delete")], "no action is repeated"
 
 
-def dying(group: str, deaths: int) -> GroupSummary:
+def dying_group(group: str, deaths: int) -> GroupSummary:
     return group_summary(group, deaths=deaths, death="pod 0: no such file config.json", state="dead")
 
 
@@ -335,35 +313,35 @@ async def test_group_failing_on_every_node_stalls_others_serve() -> None:
     world.cluster.start_router_pods()
     await world.settle()
     good, bad = sorted(world.groups)
-    for round_, moment in enumerate(("2026-01-02T04:00:00Z", "2026-01-02T04:01:00Z")):
+    for attempt, moment in enumerate(("2026-01-02T04:00:00Z", "2026-01-02T04:01:00Z")):
         world.now = moment
         condition = {"type": "Ready", "status": "False", "lastTransitionTime": moment}
-        world.kube.put(PODS, world.kube.of(PODS)[f"{bad}-0"] | {"status": {"conditions": [condition]}})
-        world.routers.says = summary(group_summary(good), dying(bad, 6))
-        await world.look()
+        world.kube.put(PODS, world.kube.of_kind(PODS)[f"{bad}-0"] | {"status": {"conditions": [condition]}})
+        world.routers.summary = summary(group_summary(good), dying_group(bad, 6))
+        await world.reconcile()
         assert bad in world.deleted()
         for where in [w for w in world.kube.objects if w[2].startswith(bad)]:
             del world.kube.objects[where]
         successors = world.groups - {good}
-        if round_ == 0:
+        if attempt == 0:
             bad = next(iter(successors))
-            nodes = world.kube.of(STATEFUL_SETS)[bad]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
-            assert "node-0" in str(nodes), "the first successor keeps away from where it died"
+            nodes = world.kube.of_kind(STATEFUL_SETS)[bad]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+            assert "node-0" in str(nodes), "the first successor avoids the node"
             world.cluster.start_pods()
         else:
-            assert not successors, "the next one waits"
-    await world.look()
+            assert not successors, "the next successor waits"
+    await world.reconcile()
     assert world.condition("Stalled") == ("True", "RestartBudgetSpent")
-    assert world.condition("CapacityAvailable") == ("False", "GangWaiting"), "a group that is wanted is not made"
+    assert world.condition("CapacityAvailable") == ("False", "GangWaiting"), "a wanted group is missing"
     assert world.ready == ("False", "RestartBudgetSpent")
     assert world.condition("Available")[0] == "True"
     assert world.status.recovery and "no such file config.json" in world.status.recovery.message
     world.now = "2026-01-02T04:02:01Z"
-    await world.look()
-    assert len(world.groups - {good}) == 1, "after the pause there is another try"
-    assert world.condition("Stalled")[0] == "True", "until it serves"
-    world.routers.says = summary(group_summary(good))
+    await world.reconcile()
+    assert len(world.groups - {good}) == 1, "the next successor follows after the pause"
+    assert world.condition("Stalled")[0] == "True", "until the group is ready"
+    world.routers.summary = summary(group_summary(good))
     await world.settle()
     assert world.ready == ("True", "Ready")
     assert "Stalled" not in {condition.type for condition in world.status.conditions}
-    assert world.status.recovery, "the next one that dies waits longer, for a while"
+    assert world.status.recovery, "the next pause would be longer"

@@ -1,4 +1,4 @@
-"""Strategies of a rollout from the manifest to the status: surge and its fallback, partition, pause, the deadline, rollback."""
+"""Rollout strategies in whole reconciles: surge and its fallback, partition, pause, deadline."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,40 +7,13 @@ import pytest
 
 from phalanx_api.spec.lifecycle import Rollout
 from phalanx_operator.decide.groups import progress
-from phalanx_operator.decide.state.snapshot import Restarts
-from phalanx_operator.kube.client import PODS, STATEFUL_SETS
+from phalanx_operator.decide.state.snapshot import RestartRecord
+from phalanx_operator.kube.client import PODS
 from phalanx_operator.render.revision import revision
 from tests.control.builders import make_group, make_service
-from tests.control.worlds import World
+from tests.control.loop.scenes import LONG_AFTER, leave_unplaced, revisions, settled_world
 
 LATER = "2026-01-02T03:14:05Z"
-LONG_AFTER = "2026-01-02T09:00:00Z"
-
-
-def revisions(world: World) -> dict[str, int]:
-    """How many groups there are of each revision, without those that are being deleted."""
-    found: dict[str, int] = {}
-    for name, body in world.kube.of(STATEFUL_SETS).items():
-        if name not in world.deleted():
-            label = body["metadata"]["labels"]["phalanx.dev/revision"]
-            found[label] = found.get(label, 0) + 1
-    return found
-
-
-async def settled(**spec: Any) -> World:
-    world = World(**spec)
-    await world.settle()
-    return world
-
-
-def leave_unplaced(world: World, names: set[str], since: str) -> None:
-    """Pods of these groups find no node; all others run."""
-    world.cluster.start_pods()
-    for name in names:
-        pod = world.kube.of(PODS)[f"{name}-0"]
-        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no gpu"}
-        metadata = pod["metadata"] | {"creationTimestamp": since}
-        world.kube.put(PODS, {**pod, "metadata": metadata, "spec": {}, "status": {"conditions": [condition]}})
 
 
 @pytest.mark.parametrize(
@@ -70,13 +43,13 @@ def test_changed_strategy_replaces_no_group() -> None:
 
 
 async def test_surge_deletes_a_group_after_its_successor_serves() -> None:
-    world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0})
+    world = await settled_world(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
-    await world.look()
+    await world.reconcile()
     assert len(world.groups) == 3 and not world.draining()
     world.cluster.start_pods()
-    await world.look()
+    await world.reconcile()
     assert len(world.draining()) == 1 and set(world.draining()) < old
     await world.settle()
     assert len(world.groups) == 2 and not world.groups & old
@@ -84,26 +57,26 @@ async def test_surge_deletes_a_group_after_its_successor_serves() -> None:
 
 
 async def test_surge_without_capacity_deletes_first_until_the_end() -> None:
-    world = await settled(replicas=3, rollout={"maxSurge": 1, "surgeTimeoutSeconds": 60})
+    world = await settled_world(replicas=3, rollout={"maxSurge": 1, "surgeTimeoutSeconds": 60})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
-    await world.look()
+    await world.reconcile()
     surge = world.groups - old
     leave_unplaced(world, surge, world.now)
-    await world.look()
-    assert not world.draining() and not world.deleted(), "it may wait"
+    await world.reconcile()
+    assert not world.draining() and not world.deleted(), "it waits"
     world.now = LATER
-    await world.look()
-    assert world.deleted() == surge, "it gives its name and its wish back"
+    await world.reconcile()
+    assert world.deleted() == surge, "the surge group is deleted"
     assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
-    assert world.notes().count(("Warning", "SurgeUnschedulable")) == 1
+    assert world.events().count(("Warning", "SurgeUnschedulable")) == 1
     world.cluster.start_pods()
     for _ in range(20):
-        await world.look()
-        gone = old - (world.groups - world.deleted() - set(world.draining()))
+        await world.reconcile()
+        removed = old - (world.groups - world.deleted() - set(world.draining()))
         new = world.groups - old - world.deleted()
-        assert len(world.groups - world.deleted()) <= 3, "no surge any more"
-        assert len(gone) <= len(new) + 1, "one is missing at a time"
+        assert len(world.groups - world.deleted()) <= 3, "no surge"
+        assert len(removed) <= len(new) + 1, "at most one is missing"
         world.cluster.start_pods()
     await world.settle()
     assert not world.groups & old and len(world.groups) == 3
@@ -114,19 +87,19 @@ async def test_abandoned_surge_group_ends_the_surge() -> None:
     gang = {"gang": {"mode": "Fallback", "timeoutSeconds": 30}}
     two_pods = {"tensor": 2, "gpusPerPod": 1}
     rollout = {"maxSurge": 1, "surgeTimeoutSeconds": 600}
-    world = await settled(replicas=1, parallelism=two_pods, placement=gang, rollout=rollout)
+    world = await settled_world(replicas=1, parallelism=two_pods, placement=gang, rollout=rollout)
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
-    await world.look()
+    await world.reconcile()
     surge = world.groups - old
     leave_unplaced(world, surge, world.now)
     world.now = LATER
-    await world.look()
+    await world.reconcile()
     assert world.deleted() == surge
     assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
     world.clock += 60.0
     for _ in range(4):
-        await world.look()
+        await world.reconcile()
         world.cluster.start_pods()
         world.clock += 60.0
     await world.settle()
@@ -134,24 +107,24 @@ async def test_abandoned_surge_group_ends_the_surge() -> None:
 
 
 async def test_surge_without_capacity_waits_at_max_unavailable_zero() -> None:
-    world = await settled(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0, "surgeTimeoutSeconds": 60})
+    world = await settled_world(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0, "surgeTimeoutSeconds": 60})
     old = world.groups
     await world.change(engine={"maxModelLen": 512})
-    await world.look()
+    await world.reconcile()
     surge = world.groups - old
     leave_unplaced(world, surge, world.now)
     world.now = LATER
     for _ in range(3):
-        await world.look()
+        await world.reconcile()
     assert not world.deleted() and not world.draining()
     assert world.condition("Progressing") == ("True", "SurgeUnschedulable")
     assert world.ready == ("False", "InsufficientCapacity")
     await world.settle()
-    assert not world.groups & old, "there is room at last"
+    assert not world.groups & old, "capacity is available again"
 
 
 async def test_partition_keeps_old_groups_until_it_is_lowered() -> None:
-    world = await settled(replicas=3, rollout={"partition": 2})
+    world = await settled_world(replicas=3, rollout={"partition": 2})
     before = revisions(world)
     await world.change(engine={"maxModelLen": 512})
     await world.settle()
@@ -166,7 +139,7 @@ async def test_partition_keeps_old_groups_until_it_is_lowered() -> None:
 
 
 async def test_paused_rollout_scales_but_replaces_nothing() -> None:
-    world = await settled(replicas=2, rollout={"paused": True})
+    world = await settled_world(replicas=2, rollout={"paused": True})
     before = world.groups
     await world.change(engine={"maxModelLen": 512})
     await world.settle()
@@ -183,42 +156,42 @@ async def test_paused_rollout_scales_but_replaces_nothing() -> None:
 
 
 def test_how_long_a_group_has_not_been_ready() -> None:
-    now, made = "2026-01-02T03:04:05Z", "2026-01-01T00:00:00Z"
-    old = make_group("a", ready=False, created=made)
+    now, created = "2026-01-02T03:04:05Z", "2026-01-01T00:00:00Z"
+    old = make_group("a", ready=False, created=created)
     broken = replace(old, pods=tuple(replace(pod, unready_since="2026-01-02T03:03:05Z") for pod in old.pods))
-    assert progress.unready_s(make_group("a", created=made), now) is None
-    assert progress.unready_s(broken, now) == 60.0, "since its pods say so"
-    assert progress.unready_s(replace(old, pods=()), now) == progress.PODLESS_S, "not since it was made"
-    tried = replace(broken, restarts=Restarts(since="2026-01-02T02:04:05Z"))
-    assert (progress.unready_s(tried, now), progress.pods_unready_s(tried, now)) == (3600.0, 60.0)
+    assert progress.unready_s(make_group("a", created=created), now) is None
+    assert progress.unready_s(broken, now) == 60.0, "since its pods report it"
+    assert progress.unready_s(replace(old, pods=()), now) == progress.PODLESS_S, "not since its creation"
+    restarted = replace(broken, restarts=RestartRecord(since="2026-01-02T02:04:05Z"))
+    assert (progress.unready_s(restarted, now), progress.pods_unready_s(restarted, now)) == (3600.0, 60.0)
 
 
 async def test_late_rollout_stops_stalls_and_rolls_back() -> None:
-    world = await settled(replicas=3, rollout={"maxUnavailable": 2, "progressDeadlineSeconds": 3600})
+    world = await settled_world(replicas=3, rollout={"maxUnavailable": 2, "progressDeadlineSeconds": 3600})
     first = world.groups
     await world.change(engine={"maxModelLen": 512})
-    await world.look()
+    await world.reconcile()
     assert len(world.draining()) == 2
-    await world.look()
+    await world.reconcile()
     world.cluster.start_pods(ready=False, reason="CrashLoopBackOff")
     for name in first & world.groups:
-        pod = world.kube.of(PODS)[f"{name}-0"]
+        pod = world.kube.of_kind(PODS)[f"{name}-0"]
         world.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
     world.now = LONG_AFTER
-    await world.look()
-    await world.look()
+    await world.reconcile()
+    await world.reconcile()
     assert world.condition("Progressing") == ("False", "ProgressDeadlineExceeded")
     assert world.condition("Stalled") == ("True", "ProgressDeadlineExceeded")
     kept = first & (world.groups - world.deleted())
-    assert len(kept) == 1 and not world.draining(), "the one that serves stays"
+    assert len(kept) == 1 and not world.draining(), "the ready group stays"
     since = [condition.last_transition_time for condition in world.status.conditions if condition.type == "Stalled"]
-    writes = await world.look()
-    assert not [write for write in writes if "status" in write], "it is said once"
-    assert world.notes().count(("Warning", "ProgressDeadlineExceeded")) == 1
+    writes = await world.reconcile()
+    assert not [write for write in writes if "status" in write], "it is reported once"
+    assert world.events().count(("Warning", "ProgressDeadlineExceeded")) == 1
     bad = world.groups - kept - world.deleted()
     await world.change(engine={})
-    await world.look()
-    assert bad <= world.deleted(), "groups that are not ready go first, and at once"
+    await world.reconcile()
+    assert bad <= world.deleted(), "unready groups are deleted first, and at once"
     assert since and "Stalled" not in {condition.type for condition in world.status.conditions}
     await world.settle()
     assert kept < world.groups and len(world.groups) == 3 and world.ready == ("True", "Ready")

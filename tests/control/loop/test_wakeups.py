@@ -25,7 +25,7 @@ def test_queue_counts_only_due_keys() -> None:
     assert [queue.num_due(now) for now in (1.0, 2.0, 600.0)] == [0, 1, 2]
 
 
-def test_many_wishes_are_one_look_at_the_earliest_time() -> None:
+def test_many_wakes_are_one_reconcile_at_the_earliest_time() -> None:
     queue = Wakeups()
     for at in (5.0, 1.0, 3.0):
         queue.wake(A, at)
@@ -45,22 +45,22 @@ def test_busy_key_waits_and_lets_others_pass() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("wtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
 def test_no_key_has_two_workers_or_loses_a_wakeup(moves: list[tuple[str, int, int]]) -> None:
-    queue, busy, wished = Wakeups(), list[Key](), set[Key]()
+    queue, busy, woken = Wakeups(), list[Key](), set[Key]()
     for move, number, at in moves:
         key = ("n", str(number))
         if move == "w":
             queue.wake(key, float(at))
-            wished.add(key)
+            woken.add(key)
         elif move == "t" and (taken := queue.take(float(at))):
-            assert taken not in busy and taken in wished
+            assert taken not in busy and taken in woken
             busy.append(taken)
-            wished.discard(taken)
+            woken.discard(taken)
         elif move == "d" and busy:
             queue.done(busy.pop())
     for key in busy:
         queue.done(key)
     left = {key for key in iter(lambda: queue.take(100.0), None)}
-    assert left == wished
+    assert left == woken
 
 
 @pytest.mark.parametrize(("failures", "least", "most"), [(0, 0.25, 0.5), (1, 0.5, 1.0), (20, 30.0, 60.0)])
@@ -71,15 +71,15 @@ def test_waits_grow_and_are_spread(failures: int, least: float, most: float) -> 
 
 @given(st.lists(st.tuples(st.sampled_from("wwtd"), st.integers(0, 3), st.integers(0, 9)), max_size=60))
 def test_next_due_time_is_the_earliest_idle_key(moves: list[tuple[str, int, int]]) -> None:
-    queue, busy, wishes = Wakeups(), list[Key](), dict[Key, float]()
+    queue, busy, due = Wakeups(), list[Key](), dict[Key, float]()
     for move, number, at in moves:
         key = ("n", str(number))
         if move == "w":
             queue.wake(key, float(at))
-            wishes[key] = min(wishes.get(key, float("inf")), float(at))
+            due[key] = min(due.get(key, float("inf")), float(at))
         elif move == "t" and (taken := queue.take(float(at))):
             busy.append(taken)
-            assert wishes.pop(taken) <= at
+            assert due.pop(taken) <= at
         elif move == "d" and busy:
             queue.done(busy.pop())
-        assert queue.next_due() == min((when for key, when in wishes.items() if key not in busy), default=None)
+        assert queue.next_due() == min((at for key, at in due.items() if key not in busy), default=None)

@@ -1,4 +1,4 @@
-"""What is kept of pods and Deployments."""
+"""Records of pods, Deployments and nodes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,15 +8,15 @@ import pytest
 
 from phalanx_operator.decide.state.snapshot import ObservedPod, ObservedRouter
 from phalanx_operator.kube.informer import read_event
-from phalanx_operator.observe.observe import owner_uid, trim_deployment, trim_name, trim_node, trim_pod, trim_set
+from phalanx_operator.observe.observe import owner_uid, read_deployment, read_name, read_node, read_pod, read_set
 
 READY = {"type": "Ready", "status": "True"}
-LOST = "ContainerStatusUnknown"
+NODE_LOST = "ContainerStatusUnknown"
 NO_MODEL = "phalanx-runtime: error: MODEL /opt/no-such-model: no such file or folder"
 
 
 def pod(status: dict[str, Any], **metadata: Any) -> ObservedPod:
-    return trim_pod({"metadata": {"name": "p", **metadata}, "status": status})
+    return read_pod({"metadata": {"name": "p", **metadata}, "status": status})
 
 
 @pytest.mark.parametrize(
@@ -33,20 +33,20 @@ def pod(status: dict[str, Any], **metadata: Any) -> ObservedPod:
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 2, "reason": "Error"}}}]}, {}, False, "Error"),
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 2}}}]}, {"deletionTimestamp": "now"}, False, ""),
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]}, {}, False, ""),
-        ({"containerStatuses": [{"state": {"terminated": {"exitCode": 137, "reason": LOST}}}]}, {}, False, ""),
+        ({"containerStatuses": [{"state": {"terminated": {"exitCode": 137, "reason": NODE_LOST}}}]}, {}, False, ""),
     ],
     ids=[
-        *("ready", "going", "new", "no node", "being made", "image", "init container", "loading"),
-        *("ended", "ended as asked", "done", "with its node"),
+        *("ready", "terminating", "new", "unschedulable", "creating", "image", "init container", "loading"),
+        *("failed", "terminated", "completed", "node lost"),
     ],
 )
 def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, reason: str) -> None:
-    seen = pod(status, **metadata)
-    assert (seen.ready, seen.reason) == (ready, reason)
+    observed = pod(status, **metadata)
+    assert (observed.ready, observed.reason) == (ready, reason)
 
 
 @pytest.mark.parametrize(
-    ("ended", "message"),
+    ("terminated", "message"),
     [
         ({"reason": "Error", "exitCode": 2, "message": f"usage: phalanx-runtime\n{NO_MODEL}\n\n"}, NO_MODEL),
         ({"reason": "Error", "exitCode": 1, "message": '{"level": "ERROR", "message": "no device"}'}, "no device"),
@@ -56,42 +56,42 @@ def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, rea
         ({"reason": "OOMKilled", "exitCode": 137}, "OOMKilled, exit code 137"),
         ({}, "back-off 40s restarting failed container"),
     ],
-    ids=["last line", "structured log", "cut log", "not a record", "no memory", "no words", "unknown"],
+    ids=["last line", "structured log", "cut log", "no JSON object", "out of memory", "no message", "unknown"],
 )
-def test_crash_looping_pod_reports_its_last_termination(ended: dict[str, Any], message: str) -> None:
+def test_crash_looping_pod_reports_its_last_termination(terminated: dict[str, Any], message: str) -> None:
     waiting = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}
-    seen = pod({"containerStatuses": [{"state": {"waiting": waiting}, "lastState": {"terminated": ended}}]})
-    assert (seen.reason, seen.message) == ("CrashLoopBackOff", message)
+    observed = pod({"containerStatuses": [{"state": {"waiting": waiting}, "lastState": {"terminated": terminated}}]})
+    assert (observed.reason, observed.message) == ("CrashLoopBackOff", message)
 
 
 def test_terminated_pod_reports_its_reason() -> None:
-    seen = pod({"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 2, "message": NO_MODEL}}}]})
-    assert (seen.reason, seen.message) == ("Error", NO_MODEL)
+    observed = pod({"containerStatuses": [{"state": {"terminated": {"reason": "Error", "exitCode": 2, "message": NO_MODEL}}}]})
+    assert (observed.reason, observed.message) == ("Error", NO_MODEL)
 
 
 @pytest.mark.parametrize(("label", "index"), [("3", 3), ("x", 0), (None, 0)])
-def test_the_index_of_a_pod(label: str | None, index: int) -> None:
+def test_pod_index(label: str | None, index: int) -> None:
     labels = {"apps.kubernetes.io/pod-index": label} if label else None
     assert pod({}, labels=labels).index == index
 
 
 @pytest.mark.parametrize(
-    ("status", "current", "settled"),
+    ("status", "is_current", "is_settled"),
     [
         ({"observedGeneration": 2, "updatedReplicas": 2, "readyReplicas": 2}, True, True),
         ({"observedGeneration": 1, "updatedReplicas": 2, "readyReplicas": 2}, False, False),
         ({"observedGeneration": 2, "updatedReplicas": 1, "readyReplicas": 2}, True, False),
         ({}, False, False),
     ],
-    ids=["settled", "not seen yet", "rolling", "new"],
+    ids=["settled", "not observed yet", "rolling", "new"],
 )
-def test_routers(status: dict[str, Any], current: bool, settled: bool) -> None:
+def test_routers(status: dict[str, Any], is_current: bool, is_settled: bool) -> None:
     body = {"metadata": {"name": "r", "generation": 2}, "spec": {"replicas": 2}, "status": status}
-    router: ObservedRouter = trim_deployment(body).router
-    assert (router.current, router.settled) == (current, settled)
+    router: ObservedRouter = read_deployment(body).router
+    assert (router.is_current, router.is_settled) == (is_current, is_settled)
 
 
-def test_only_the_controller_counts_as_owner() -> None:
+def test_only_the_controller_is_an_owner() -> None:
     assert owner_uid({"ownerReferences": [{"uid": "a"}, {"uid": "b", "controller": True}]}) == "b"
     assert owner_uid({}) == ""
 
@@ -137,18 +137,18 @@ STATUS = {
 SPEC = {"nodeName": "n", "replicas": 2, "unschedulable": True, "containers": [{"name": "c", "image": "i"}], "template": {}}
 
 
-@pytest.mark.parametrize("trim", [trim_pod, trim_set, trim_deployment, trim_node, trim_name])
-def test_watch_records_contain_every_used_field(trim: Callable[[Mapping[str, Any]], object]) -> None:
+@pytest.mark.parametrize("read", [read_pod, read_set, read_deployment, read_node, read_name])
+def test_watch_records_contain_every_used_field(read: Callable[[Mapping[str, Any]], object]) -> None:
     bare = {"metadata": {name: METADATA[name] for name in ("name", "uid", "creationTimestamp")}, "spec": {}, "status": None}
-    whole = {"apiVersion": "v1", "kind": "K", "metadata": METADATA, "spec": SPEC, "status": STATUS}
-    for body in (whole, bare):
-        told = read_event(msgspec.json.encode({"type": "MODIFIED", "object": body}))
-        assert trim(told["object"]) == trim(body)
-    assert trim(whole) != trim(bare)
-    assert "managedFields" not in told["object"]["metadata"] and "containers" not in told["object"]["spec"]
+    full = {"apiVersion": "v1", "kind": "K", "metadata": METADATA, "spec": SPEC, "status": STATUS}
+    for body in (full, bare):
+        event = read_event(msgspec.json.encode({"type": "MODIFIED", "object": body}))
+        assert read(event["object"]) == read(body)
+    assert read(full) != read(bare)
+    assert "managedFields" not in event["object"]["metadata"] and "containers" not in event["object"]["spec"]
 
 
 @pytest.mark.parametrize("line", [b'{"type": "ADDED", "object": {"metadata": {"labels": 1}}}', b'{"type": "ADDED"}', b"[]"])
-def test_object_that_is_no_event_is_refused(line: bytes) -> None:
+def test_malformed_event_raises(line: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         read_event(line)

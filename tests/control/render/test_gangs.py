@@ -1,4 +1,4 @@
-"""Who places the pods of a group together: what each kind of scheduler is given, and which one is chosen."""
+"""Gangs: their choice, objects, conditions and discovery."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from phalanx_operator.kube.client import DEPLOYMENTS, PODS, STATEFUL_SETS, Denied, Json, KubeError, Page, Resource, Retry
-from phalanx_operator.observe.api_discovery import ASK_AGAIN_S, RETRY_S
+from phalanx_operator.observe.api_discovery import REDISCOVER_S, RETRY_S
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.gangs import KUEUE_QUEUE, NATIVE_API, VOLCANO_API
 from phalanx_operator.render.objects import Images
@@ -38,19 +38,19 @@ POD_GROUPS = Resource(NATIVE_API, "podgroups")
         ({"gang": {"mode": "Kueue"}, "queueName": "team"}, frozenset(), "Kueue"),
     ],
 )
-def test_which_gang_is_chosen(placement: dict[str, Any], served: frozenset[str], kind: str) -> None:
-    assert gangs.chosen(make_service(**SEVERAL, placement=placement), served).kind == kind
+def test_choose_gang(placement: dict[str, Any], served: frozenset[str], kind: str) -> None:
+    assert gangs.choose_gang(make_service(**SEVERAL, placement=placement), served).kind == kind
 
 
 def test_single_pod_group_needs_only_queue_admission() -> None:
-    assert gangs.chosen(make_service(), ALL).kind == "None"
-    assert gangs.chosen(make_service(placement={"queueName": "team"}), ALL).kind == "Kueue"
+    assert gangs.choose_gang(make_service(), ALL).kind == "None"
+    assert gangs.choose_gang(make_service(placement={"queueName": "team"}), ALL).kind == "Kueue"
 
 
 @pytest.mark.parametrize("kind", ["Native", "Volcano", "Kueue"])
 def test_golden_gangs(kind: str, golden: Check) -> None:
     service = make_service(**SEVERAL, placement={"queueName": "team", "priorityClassName": "high"})
-    gang = gangs.of_kind(kind)
+    gang = gangs.gang_of_kind(kind)
     group = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=Images("r", "o"), gang=gang))
     template = group["spec"]["template"]
     shown = {
@@ -64,11 +64,15 @@ def test_golden_gangs(kind: str, golden: Check) -> None:
 
 @pytest.mark.parametrize("kind", ["None", "Fallback", "Native", "Volcano", "Kueue"])
 def test_group_keeps_its_original_gang_kind(kind: str) -> None:
-    assert gangs.of_kind(kind).kind == kind
+    assert gangs.gang_of_kind(kind).kind == kind
 
 
 def test_group_of_an_older_version_has_no_gang() -> None:
-    assert gangs.of_kind("").kind == "None"
+    assert gangs.gang_of_kind("").kind == "None"
+
+
+def capacity_message(world: World) -> str:
+    return next(condition.message for condition in world.status.conditions if condition.type == "CapacityAvailable")
 
 
 def native_world(**spec: Any) -> World:
@@ -80,89 +84,89 @@ def native_world(**spec: Any) -> World:
 async def test_each_group_owns_a_pod_group_of_its_name() -> None:
     world = native_world(replicas=2)
     await world.settle()
-    assert set(world.kube.of(POD_GROUPS)) == world.groups
-    for name, body in world.kube.of(POD_GROUPS).items():
-        assert body["metadata"]["ownerReferences"][0]["uid"] == world.kube.of(STATEFUL_SETS)[name]["metadata"]["uid"]
+    assert set(world.kube.of_kind(POD_GROUPS)) == world.groups
+    for name, body in world.kube.of_kind(POD_GROUPS).items():
+        assert body["metadata"]["ownerReferences"][0]["uid"] == world.kube.of_kind(STATEFUL_SETS)[name]["metadata"]["uid"]
         assert body["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
     assert world.status.gang == "Native"
 
 
 async def test_missing_pod_group_is_created_while_pods_wait() -> None:
     world = native_world()
-    await world.look()
+    await world.reconcile()
     group = next(iter(world.groups))
     del world.kube.objects["podgroups", "team", group]
     world.cluster.start_pods(ready=False)
     pod = world.kube.objects["pods", "team", f"{group}-0"]
     pod["spec"].pop("nodeName")
-    assert f"create podgroups {group}" not in await world.look(), "it was made a moment ago"
+    assert f"create podgroups {group}" not in await world.reconcile(), "it was created a moment ago"
     world.clock += 60.0
-    assert f"create podgroups {group}" in await world.look()
+    assert f"create podgroups {group}" in await world.reconcile()
     world.clock += 60.0
-    await world.look()
-    assert group in world.kube.of(POD_GROUPS)
+    await world.reconcile()
+    assert group in world.kube.of_kind(POD_GROUPS)
 
 
 @pytest.mark.parametrize("error", [Denied("podgroups is forbidden"), Retry("failed calling webhook")])
-async def test_refused_pod_group_is_reported_and_blocks_nothing_else(error: KubeError) -> None:
-    class Refusing(FakeKube):
-        refuses = True
+async def test_rejected_pod_group_is_reported_and_blocks_nothing_else(error: KubeError) -> None:
+    class RejectingKube(FakeKube):
+        rejects = True
 
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
-            if self.refuses and resource.plural == "podgroups":
+            if self.rejects and resource.plural == "podgroups":
                 raise error
             return await super().create(resource, body, dry_run=dry_run)
 
-    kube = Refusing()
+    kube = RejectingKube()
     kube.schedulers = {NATIVE_API}
     world = World(kube, **SEVERAL, replicas=2)
-    await world.look()
-    assert len(world.groups) == 2, "one group's trouble is not another's"
+    await world.reconcile()
+    assert len(world.groups) == 2, "an error of one group does not affect others"
     world.cluster.start_pods(ready=False)
-    for pod in list(kube.of(PODS).values()):
+    for pod in list(kube.of_kind(PODS).values()):
         kube.put(PODS, pod | {"spec": {}})
-    await world.look()
+    await world.reconcile()
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
-    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
+    message = capacity_message(world)
     assert message.startswith("PodGroup chat-g-") and message.endswith(str(error))
-    kube.refuses = False
+    kube.rejects = False
     world.clock += 60.0
-    await world.look()
-    assert set(kube.of(POD_GROUPS)) == world.groups
+    await world.reconcile()
+    assert set(kube.of_kind(POD_GROUPS)) == world.groups
     await world.settle()
     assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
 
 
 async def test_pods_awaiting_queue_admission_are_reported() -> None:
-    """As Kueue leaves them: it makes pods of a queue's StatefulSet with a gate, and takes it away when it admits them."""
+    """Kueue creates pods with a scheduling gate and removes it at admission."""
     world = World(**SEVERAL, replicas=2, placement={"queueName": "team"})
-    await world.look()
+    await world.reconcile()
     assert world.status.gang == "Kueue"
-    assert {body["metadata"]["labels"][KUEUE_QUEUE] for body in world.kube.of(STATEFUL_SETS).values()} == {"team"}
-    assert len(world.groups) == 2, "the queue admits, so nobody waits for a turn"
+    assert {body["metadata"]["labels"][KUEUE_QUEUE] for body in world.kube.of_kind(STATEFUL_SETS).values()} == {"team"}
+    assert len(world.groups) == 2, "Kueue admits, so no group waits in the placement queue"
     world.cluster.start_pods()
-    words = "Scheduling is blocked due to non-empty scheduling gates"
-    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
-    held = max(world.groups)
-    for name, pod in world.kube.of(PODS).items():
-        if name.startswith(held):
+    why = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": why}
+    gated_group = max(world.groups)
+    for name, pod in world.kube.of_kind(PODS).items():
+        if name.startswith(gated_group):
             gates = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
             world.kube.put(PODS, pod | {"spec": gates, "status": {"phase": "Pending", "conditions": [gated]}})
-    await world.look()
+    await world.reconcile()
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
-    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
-    assert message == f"pod {held}-0: {words}"
-    assert world.status.ready_replicas == 1 and len(world.groups) == 2 and not world.deleted(), "it is left to the queue"
+    message = capacity_message(world)
+    assert message == f"pod {gated_group}-0: {why}"
+    assert world.status.ready_replicas == 1 and len(world.groups) == 2 and not world.deleted()
     await world.settle()
     assert world.condition("CapacityAvailable") == ("True", "Scheduled") and world.ready == ("True", "Ready")
 
 
 async def test_missing_scheduler_creates_no_group_with_a_reason() -> None:
     world = World(**SEVERAL, placement={"gang": {"mode": "Native"}})
-    await world.look()
+    await world.reconcile()
     assert world.groups == set()
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting")
-    message = next(one.message for one in world.status.conditions if one.type == "CapacityAvailable")
+    message = capacity_message(world)
     assert message == f"spec.placement.gang: the cluster does not serve PodGroups of {NATIVE_API}"
     world.kube.schedulers = {NATIVE_API}
     world.clock += 600.0
@@ -170,53 +174,53 @@ async def test_missing_scheduler_creates_no_group_with_a_reason() -> None:
     assert len(world.groups) == 1 and world.ready == ("True", "Ready")
 
 
-class Silent(FakeKube):
-    """The API server does not say which PodGroups it serves while `is_silent`."""
+class UnresponsiveKube(FakeKube):
+    """Lists of PodGroups fail while `is_silent`."""
 
-    is_silent, asked = True, 0
+    is_silent, num_lists = True, 0
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:
         if resource.plural == "podgroups":
-            self.asked += 1
+            self.num_lists += 1
             if self.is_silent:
                 raise Retry("the server is currently unable to handle the request")
         return await super().list_page(resource, namespace, selector, after, fields=fields)
 
 
 async def test_unknown_schedulers_create_no_group_but_all_else() -> None:
-    kube = Silent()
+    kube = UnresponsiveKube()
     world = World(kube, **SEVERAL)
-    await world.look()
-    assert (world.groups, kube.asked) == (set(), 1)
+    await world.reconcile()
+    assert (world.groups, kube.num_lists) == (set(), 1)
     assert world.condition("CapacityAvailable") == ("False", "GangWaiting") and DEPLOYMENTS.plural in str(kube.calls)
-    await world.look()
-    assert kube.asked == 1, "not at every look"
+    await world.reconcile()
+    assert kube.num_lists == 1, "not at every reconcile"
     kube.is_silent = False
     world.clock += RETRY_S
     await world.settle()
     assert world.ready == ("True", "Ready") and world.status.gang == "Fallback"
     kube.is_silent = True
-    world.clock += ASK_AGAIN_S
-    before = kube.asked
-    await world.look()
-    await world.look()
-    assert (kube.asked, world.status.gang) == (before + 1, "Fallback"), "what was known holds"
+    world.clock += REDISCOVER_S
+    before = kube.num_lists
+    await world.reconcile()
+    await world.reconcile()
+    assert (kube.num_lists, world.status.gang) == (before + 1, "Fallback"), "the former result is kept"
 
 
-async def test_a_service_that_needs_no_gang_does_not_ask() -> None:
-    kube = Silent()
+async def test_service_without_gang_needs_no_discovery() -> None:
+    kube = UnresponsiveKube()
     world = World(kube, replicas=2)
     await world.settle()
-    assert kube.asked == 0 and world.ready == ("True", "Ready")
+    assert kube.num_lists == 0 and world.ready == ("True", "Ready")
 
 
 async def test_schedulers_are_discovered_every_ten_minutes() -> None:
     world = World(**SEVERAL)
     await world.settle()
     world.kube.schedulers = {NATIVE_API}
-    await world.look()
+    await world.reconcile()
     assert world.status.gang == "Fallback"
     world.clock += 600.0
-    await world.look()
+    await world.reconcile()
     assert world.status.gang == "Native"
-    assert not world.kube.of(POD_GROUPS), "groups that are there stay as they were made"
+    assert not world.kube.of_kind(POD_GROUPS), "existing groups keep their gang"

@@ -1,4 +1,4 @@
-"""Manifests that need no tool to be looked at: scalers of the samples, the chart's values and schema, alerts."""
+"""Samples, chart and alerts, as far as no tool is needed."""
 
 import json
 import pathlib
@@ -42,23 +42,23 @@ def test_sample_job_fetches_the_model_of_its_service() -> None:
     assert container["image"] in (MANIFESTS / "base" / "operator.yaml").read_text()
 
 
-def test_the_crd_of_the_chart_is_the_crd() -> None:
+def test_chart_links_to_the_crd() -> None:
     assert (CHART / "crds" / "inferenceservices.yaml").resolve() == (ROOT / "crds" / "inferenceservices.yaml").resolve()
 
 
 @pytest.mark.parametrize("name", ["rbac.yaml", "service.yaml"])
 def test_chart_equals_the_base(name: str) -> None:
-    """Without Helm, for every commit; tests/cluster compares what both tools make of all of it."""
+    """tests/cluster compares the output of Helm and kustomize."""
     base, template = (MANIFESTS / "base" / name).read_text(), (CHART / "templates" / name).read_text()
     assert template == base.replace("phalanx-system", "{{ .Release.Namespace }}")
 
 
 @pytest.mark.parametrize("name", ["gpu-cluster", "installation"])
-def test_fields_that_a_page_names_are_there(name: str) -> None:
+def test_documented_fields_exist(name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
-    known = set(re.findall(r"^\| `(spec\.[\w.]+)` ", (ROOT / "docs" / "api.md").read_text(), re.M))
-    named = {field for field in re.findall(r"`(spec\.\w+(?:\.\w+)*)", page) if not field.startswith("spec.podTemplate")}
-    assert named and sorted(named - known) == []
+    fields = set(re.findall(r"^\| `(spec\.[\w.]+)` ", (ROOT / "docs" / "api.md").read_text(), re.M))
+    used = {field for field in re.findall(r"`(spec\.\w+(?:\.\w+)*)", page) if not field.startswith("spec.podTemplate")}
+    assert used and sorted(used - fields) == []
 
 
 def test_values_schema_lists_exactly_the_values() -> None:
@@ -71,11 +71,11 @@ def test_values_schema_lists_exactly_the_values() -> None:
 def test_page_lists_every_chart_value() -> None:
     page = (ROOT / "docs" / "installation.md").read_text()
     values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-    named = set(re.findall(r"`(\w+)(?:\.\w+)?`", page))
-    assert sorted(name for name in values if name not in named) == []
+    documented = set(re.findall(r"`(\w+)(?:\.\w+)?`", page))
+    assert sorted(name for name in values if name not in documented) == []
 
 
-def test_defaults_of_the_chart_are_those_of_the_program() -> None:
+def test_chart_defaults_equal_the_programs() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     defaults = Settings(runtime_image="r", router_image="o")
     assert (values["leaseSeconds"], values["workers"]) == (defaults.lease_seconds, defaults.workers)
@@ -84,19 +84,19 @@ def test_defaults_of_the_chart_are_those_of_the_program() -> None:
     assert f"(int .Values.workers) {defaults.workers}" in template
 
 
-def test_the_version_is_that_of_the_project() -> None:
+def test_chart_has_the_version_of_the_project() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = re.search(r'^version = "([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None and chart["version"] == chart["appVersion"] == version[1]
 
 
-def test_the_operators_alerts_rest_on_its_own_metrics() -> None:
-    known = {family.name for family in Metrics().registry.collect()}
+def test_operator_alerts_use_existing_metrics() -> None:
+    metrics = {family.name for family in Metrics().registry.collect()}
     bodies = yaml.safe_load_all((MANIFESTS / "components" / "monitoring" / "monitors.yaml").read_text())
     rules = next(body for body in bodies if body["kind"] == "PrometheusRule")["spec"]["groups"][0]["rules"]
-    named = {name.removesuffix("_total") for rule in rules for name in re.findall(r"phalanx_operator_\w+", rule["expr"])}
-    assert named and named <= known
+    used = {name.removesuffix("_total") for rule in rules for name in re.findall(r"phalanx_operator_\w+", rule["expr"])}
+    assert used and used <= metrics
     page = (ROOT / "docs" / "installation.md").read_text()
-    told = {name.removesuffix("_total") for name in re.findall(r"phalanx_operator_\w+", page)} - {"phalanx_operator"}
-    assert told == {name for name in known if name.startswith("phalanx_operator_")}
+    documented = {name.removesuffix("_total") for name in re.findall(r"phalanx_operator_\w+", page)} - {"phalanx_operator"}
+    assert documented == {name for name in metrics if name.startswith("phalanx_operator_")}
     assert [rule["alert"] for rule in rules if f"`{rule['alert']}`" not in page] == []

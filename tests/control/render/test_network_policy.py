@@ -1,4 +1,4 @@
-"""The network policies against every port that runtime, router and operator open or dial: no test network enforces them."""
+"""Network policies admit every connection between the programs. No test network enforces them."""
 
 import pathlib
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from phalanx_api import labels
-from phalanx_operator.apply.owned import APPLY_AGAIN_S
+from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.kube.client import NETWORK_POLICIES
 from phalanx_operator.render import network, pods, router
-from phalanx_operator.render.network import Neighbours
+from phalanx_operator.render.network import PeerNamespaces
 from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import GroupBuild
 from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, leaders_of
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.rank.process.group import place_of
+from phalanx_runtime.rank.process.group import rank_place
 from phalanx_runtime.server.serve import make_rank_specs
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.settings import ServeSettings, read_settings
@@ -26,14 +26,14 @@ from tests.control.worlds import World
 
 IMAGES = Images("runtime:1", "router:1")
 SERVICE = make_service(parallelism={"tensor": 4, "gpusPerPod": 2})
-ANY_PROMETHEUS = Neighbours()
+ANY_PROMETHEUS = PeerNamespaces()
 FREE = None
-"""A port that the system chooses, so that only a rule for all ports covers it."""
+"""A port that the system chooses: only a rule for all ports admits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who connects, or to whom: labels and namespace of a pod."""
+    """Labels and namespace of a pod."""
 
     labels: dict[str, str]
     namespace: str = "team"
@@ -49,7 +49,7 @@ def of_router(name: str = "chat") -> Peer:
 
 
 def of_operator() -> Peer:
-    """The operator as the manifests install it."""
+    """Returns the installed operator."""
     deployment = yaml.safe_load((ROOT / "manifests" / "base" / "operator.yaml").read_text())
     return Peer(deployment["spec"]["template"]["metadata"]["labels"], deployment["metadata"]["namespace"])
 
@@ -58,41 +58,40 @@ PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
 STRANGER = Peer({"app": "other"})
 
 
-def is_selected(selector: dict[str, Any], found: dict[str, str]) -> bool:
-    wanted: dict[str, str] = selector.get("matchLabels", {})
-    return wanted.items() <= found.items()
+def selects(selector: dict[str, Any], pod_labels: dict[str, str]) -> bool:
+    required: dict[str, str] = selector.get("matchLabels", {})
+    return required.items() <= pod_labels.items()
 
 
-def is_named(peer: dict[str, Any], source: Peer) -> bool:
+def matches(peer: dict[str, Any], source: Peer) -> bool:
     if "namespaceSelector" in peer:
-        is_there = is_selected(peer["namespaceSelector"], {"kubernetes.io/metadata.name": source.namespace})
+        is_in_namespace = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": source.namespace})
     else:
-        is_there = source.namespace == SERVICE.namespace
-    return is_there and is_selected(peer["podSelector"], source.labels)
+        is_in_namespace = source.namespace == SERVICE.namespace
+    return is_in_namespace and selects(peer["podSelector"], source.labels)
 
 
-def admits(source: Peer, target: Peer, port: int | None, neighbours: Neighbours = ANY_PROMETHEUS) -> bool:
-    """Whether the policies let this connection in, by the rules of the API."""
-    held = [p["spec"] for p in network.policies(SERVICE, neighbours) if is_selected(p["spec"]["podSelector"], target.labels)]
-    assert held, "no policy selects the pod"
+def admits(source: Peer, target: Peer, port: int | None, peers: PeerNamespaces = ANY_PROMETHEUS) -> bool:
+    """Whether the policies admit a connection, by the rules of the API."""
+    policies = [p["spec"] for p in network.policies(SERVICE, peers) if selects(p["spec"]["podSelector"], target.labels)]
+    assert policies, "no policy selects the pod"
     return any(
-        ("ports" not in rule or port in [one["port"] for one in rule["ports"]])
-        and ("from" not in rule or any(is_named(peer, source) for peer in rule["from"]))
-        for policy in held
+        ("ports" not in rule or port in [allowed["port"] for allowed in rule["ports"]])
+        and ("from" not in rule or any(matches(peer, source) for peer in rule["from"]))
+        for policy in policies
         for rule in policy["ingress"]
     )
 
 
 def settings_of(pod: int, folder: pathlib.Path) -> ServeSettings:
-    """What the runtime reads of the rendered command line."""
+    """Returns the runtime's settings from the rendered command line."""
     (folder / "token").write_text("0" * 64)
-    container = pods.group(SERVICE, "chat-g-aaaaa", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"][
-        "containers"
-    ][0]
-    known = {f"$({labels.ENV_POD_INDEX})": str(pod), labels.TOKEN_FILE: str(folder / "token")}
-    read = read_settings([known.get(word, word) for word in container["args"]], {})
-    assert isinstance(read, ServeSettings)
-    return read
+    body = pods.group(SERVICE, "chat-g-aaaaa", GroupBuild(revision="r", images=IMAGES))
+    container = body["spec"]["template"]["spec"]["containers"][0]
+    values = {f"$({labels.ENV_POD_INDEX})": str(pod), labels.TOKEN_FILE: str(folder / "token")}
+    settings = read_settings([values.get(word, word) for word in container["args"]], {})
+    assert isinstance(settings, ServeSettings)
+    return settings
 
 
 def router_port() -> int:
@@ -104,45 +103,45 @@ Flow = tuple[Peer, Peer, int | None]
 
 
 def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
-    """Every connection between pods of a service, by what opens it: who dials whom, at which port."""
+    """Returns all connections between pods as source, target and port, by name."""
     settings = [settings_of(pod, folder) for pod in range(SERVICE.shape.pods)]
     launch = Launch(incarnation=1, hosts=("a", "b"), key="00" * 32)
-    specs = [spec for one in settings for spec in make_rank_specs(one, launch, folder)]
-    ranks = [place_of(spec, 1).addresses[spec.rank][1] for spec in specs]
-    first, second, door = of_group("chat-g-aaaaa"), of_group("chat-g-bbbbb"), of_router()
+    specs = [spec for serve in settings for spec in make_rank_specs(serve, launch, folder)]
+    ranks = [rank_place(spec, 1).addresses[spec.rank][1] for spec in specs]
+    first, second, a_router = of_group("chat-g-aaaaa"), of_group("chat-g-bbbbb"), of_router()
     return {
-        "http of a pod": [(door, first, one.http.port) for one in settings],
-        "http of a router": [(peer, door, router_port()) for peer in (STRANGER, door, of_operator(), PROMETHEUS)],
-        "rendezvous": [(first, first, one.group.master_port) for one in settings],
+        "pod HTTP": [(a_router, first, serve.http.port) for serve in settings],
+        "router HTTP": [(peer, a_router, router_port()) for peer in (STRANGER, a_router, of_operator(), PROMETHEUS)],
+        "rendezvous": [(first, first, serve.group.master_port) for serve in settings],
         "ranks": [(first, first, port) for port in ranks],
-        "free ports of ranks": [(first, first, FREE)],
-        "pages of moves": [(first, second, FREE), (second, first, FREE), (first, first, FREE)],
+        "ranks, free ports": [(first, first, FREE)],
+        "KV transfer": [(first, second, FREE), (second, first, FREE), (first, first, FREE)],
     }
 
 
 OPENED = {
-    ("phalanx_runtime.server.serve", "uvicorn.Config"): "http of a pod",
-    ("phalanx_router.program", "uvicorn.Config"): "http of a router",
+    ("phalanx_runtime.server.serve", "uvicorn.Config"): "pod HTTP",
+    ("phalanx_router.program", "uvicorn.Config"): "router HTTP",
     ("phalanx_runtime.server.supervision.rendezvous", "asyncio.start_server"): "rendezvous",
     ("phalanx_runtime.collective.connect", "listen"): "ranks",
     ("phalanx_runtime.collective.connect", "socket.create_server"): "ranks",
-    ("phalanx_runtime.collective.library", "TCPStore"): "free ports of ranks",
-    ("phalanx_runtime.collective.library", "ProcessGroupGloo"): "free ports of ranks",
-    ("phalanx_runtime.collective.library", "ProcessGroupNCCL"): "free ports of ranks",
-    ("phalanx_runtime.rank.transfer.server", "listen"): "pages of moves",
+    ("phalanx_runtime.collective.library", "TCPStore"): "ranks, free ports",
+    ("phalanx_runtime.collective.library", "ProcessGroupGloo"): "ranks, free ports",
+    ("phalanx_runtime.collective.library", "ProcessGroupNCCL"): "ranks, free ports",
+    ("phalanx_runtime.rank.transfer.server", "listen"): "KV transfer",
 }
 DIALLED = {
     ("phalanx_runtime.server.supervision.rendezvous", "asyncio.open_connection"): "rendezvous",
     ("phalanx_runtime.collective.connect", "socket.create_connection"): "ranks",
-    ("phalanx_runtime.rank.process.group", "connect"): "ranks",
-    ("phalanx_runtime.rank.transfer.server", "socket.create_connection"): "pages of moves",
-    ("phalanx_runtime.rank.transfer.sender", "socket.create_connection"): "pages of moves",
-    ("phalanx_router.links.connection", "connect"): "http of a pod",
-    ("phalanx_router.resume.peers", "connect"): "http of a router",
-    ("phalanx_operator.app", "aiohttp.ClientSession"): "http of a router",
+    ("phalanx_runtime.collective.registry", "connect"): "ranks",
+    ("phalanx_runtime.rank.transfer.server", "socket.create_connection"): "KV transfer",
+    ("phalanx_runtime.rank.transfer.sender", "socket.create_connection"): "KV transfer",
+    ("phalanx_router.links.connection", "connect"): "pod HTTP",
+    ("phalanx_router.resume.peers", "connect"): "router HTTP",
+    ("phalanx_operator.app", "aiohttp.ClientSession"): "router HTTP",
 }
 SOURCES = "phalanx_runtime.checkpoint"
-OUTWARD = {
+EGRESS = {
     (SOURCES, "httpx.Client"),
     (SOURCES, "httpx.get"),
     ("phalanx_router.links.leader_watch", "client.ApiClient"),
@@ -150,41 +149,41 @@ OUTWARD = {
     ("phalanx_operator.app", "connect"),
     ("phalanx_operator.app", "kopf.operator"),
 }
-"""What leaves the service: to sources of models, each a module of that package, and to the API server. Policies let it out."""
-WITHIN = {
-    ("phalanx_runtime.engine.client", "self._context.socket"),
-    ("phalanx_runtime.engine.client", "socket.bind"),
+"""Connections to model sources and the API server. No policy restricts egress."""
+LOCAL = {
+    ("phalanx_runtime.engine.client", "self._socket.bind"),
     ("phalanx_runtime.server.supervision.supervisor", "self._client.bind"),
-    ("phalanx_runtime.engine.channel", "self._context.socket"),
+    ("phalanx_runtime.engine.channel", "context.socket"),
+    ("phalanx_runtime.engine.channel", "socket.bind"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
 }
-"""Between the processes of one pod: zmq over a file, by the address that the supervisor makes."""
-UNHELD = {("phalanx_operator.metrics", "web.TCPSite")}
-"""The operator's own door, for the kubelet and Prometheus: the policies are of services, so they hold no pod of it."""
+"""zmq over Unix sockets between the processes of a pod."""
+UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
+"""The operator's endpoint: policies select only pods of services."""
 ADDRESSES = {
-    ("phalanx_router.links.connection", "ws"): "http of a pod",
-    ("phalanx_router.resume.peers", "ws"): "http of a router",
-    ("phalanx_operator.routers", "http"): "http of a router",
+    ("phalanx_router.links.connection", "ws"): "pod HTTP",
+    ("phalanx_router.resume.peers", "ws"): "router HTTP",
+    ("phalanx_operator.routers", "http"): "router HTTP",
 }
-"""Addresses that are dialled, by their schemes. Those of sources of models lead outward, each module of that package."""
+"""Modules and schemes of the addresses that they dial, except model sources."""
 NOT_DIALLED = {
     ("phalanx_runtime.server.supervision.supervisor", "ipc"),
     ("phalanx_runtime.settings", "file"),
     ("phalanx_operator.decide.conditions.status", "http"),
 }
-"""Addresses of files, and what the status tells users."""
+"""Addresses of files, and a URL in the status."""
 
 
-def test_every_socket_of_the_programs_is_one_of_these() -> None:
-    """Who opens or dials another port meets this test, and then the policies."""
-    found = {(SOURCES if module.startswith(SOURCES) else module, name) for module, text in programs() for name in calls(text)}
-    assert found == OPENED.keys() | DIALLED.keys() | OUTWARD | WITHIN | UNHELD
+def test_every_socket_is_listed() -> None:
+    """A new port may need a rule in the policies."""
+    sockets = {(SOURCES if module.startswith(SOURCES) else module, name) for module, text in programs() for name in calls(text)}
+    assert sockets == OPENED.keys() | DIALLED.keys() | EGRESS | LOCAL | UNRESTRICTED
 
 
 def test_every_address_is_listed_and_zmq_uses_files() -> None:
-    found = {(module, scheme) for module, text in programs() if not module.startswith(SOURCES) for scheme in schemes(text)}
-    assert found == ADDRESSES.keys() | NOT_DIALLED
-    assert {scheme for _, scheme in found if scheme in ZMQ} == {"ipc"}
+    addresses = {(module, scheme) for module, text in programs() if not module.startswith(SOURCES) for scheme in schemes(text)}
+    assert addresses == ADDRESSES.keys() | NOT_DIALLED
+    assert {scheme for _, scheme in addresses if scheme in ZMQ} == {"ipc"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_every_address_is_listed_and_zmq_uses_files() -> None:
         "socket()",
     ],
 )
-def test_a_socket_is_found_whatever_it_is_opened_by(text: str) -> None:
+def test_socket_calls_are_found(text: str) -> None:
     assert list(calls(text))
 
 
@@ -211,27 +210,27 @@ def test_computed_addresses_are_found() -> None:
     assert [*schemes("f'tcp://{host}:1'"), *schemes("'ipc://x'"), *schemes("'at tcp://x'")] == ["tcp", "ipc"]
 
 
-def test_no_policy_holds_the_operator() -> None:
-    made = network.policies(SERVICE, ANY_PROMETHEUS)
-    assert made and not any(is_selected(one["spec"]["podSelector"], of_operator().labels) for one in made)
+def test_no_policy_selects_the_operator() -> None:
+    policies = network.policies(SERVICE, ANY_PROMETHEUS)
+    assert policies and not any(selects(policy["spec"]["podSelector"], of_operator().labels) for policy in policies)
 
 
-def test_the_policies_admit_every_connection_of_the_programs(tmp_path: pathlib.Path) -> None:
-    known = flows(tmp_path)
-    assert set(OPENED.values()) == set(known) >= {*DIALLED.values(), *ADDRESSES.values()}
-    assert {port for _, _, port in known["ranks"]} == {8101, 8102, 8103, 8104}
-    for what, connections in known.items():
-        for source, target, port in connections:
-            assert admits(source, target, port), (what, source, port)
+def test_policies_admit_every_connection_of_the_programs(tmp_path: pathlib.Path) -> None:
+    connections = flows(tmp_path)
+    assert set(OPENED.values()) == set(connections) >= {*DIALLED.values(), *ADDRESSES.values()}
+    assert {port for _, _, port in connections["ranks"]} == {8101, 8102, 8103, 8104}
+    for name, of_name in connections.items():
+        for source, target, port in of_name:
+            assert admits(source, target, port), (name, source, port)
 
 
-def test_routers_dial_the_port_that_is_open() -> None:
+def test_routers_dial_the_open_port() -> None:
     listed = leaders_of([Pod(Metadata(name=ip, uid=ip), PodStatus("Running", ip)) for ip in ("10.0.0.1", "fd00::1")])
     assert {address.address.rpartition(":")[2] for address in listed.values()} == {str(labels.HTTP_PORT)}
 
 
 @pytest.mark.parametrize(
-    ("source", "port", "is_let_in"),
+    ("source", "port", "is_admitted"),
     [
         (of_operator(), labels.HTTP_PORT, True),
         (PROMETHEUS, labels.HTTP_PORT, True),
@@ -245,36 +244,36 @@ def test_routers_dial_the_port_that_is_open() -> None:
         (Peer(of_operator().labels, "elsewhere"), labels.HTTP_PORT, False),
     ],
 )
-def test_group_ingress_table(source: Peer, port: int | None, is_let_in: bool) -> None:
-    assert admits(source, of_group("chat-g-aaaaa"), port) is is_let_in
+def test_group_ingress_table(source: Peer, port: int | None, is_admitted: bool) -> None:
+    assert admits(source, of_group("chat-g-aaaaa"), port) is is_admitted
 
 
-def test_a_router_is_reached_at_its_http_port_only() -> None:
+def test_routers_admit_only_their_http_port() -> None:
     assert not admits(of_router(), of_router(), FREE) and not admits(STRANGER, of_router(), labels.RENDEZVOUS_PORT)
 
 
-def test_prometheus_may_be_that_of_one_namespace() -> None:
-    ours = Neighbours(prometheus="monitoring")
-    assert admits(PROMETHEUS, of_group("g"), labels.HTTP_PORT, ours)
-    assert not admits(Peer(PROMETHEUS.labels, "elsewhere"), of_group("g"), labels.HTTP_PORT, ours)
+def test_prometheus_may_be_restricted_to_a_namespace() -> None:
+    peers = PeerNamespaces(prometheus="monitoring")
+    assert admits(PROMETHEUS, of_group("g"), labels.HTTP_PORT, peers)
+    assert not admits(Peer(PROMETHEUS.labels, "elsewhere"), of_group("g"), labels.HTTP_PORT, peers)
 
 
 async def test_network_policy_follows_its_switch() -> None:
     world = World()
     await world.settle()
-    assert set(world.kube.of(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
+    assert set(world.kube.of_kind(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
     await world.change(networkPolicy={"enabled": False})
     await world.settle()
-    assert world.kube.of(NETWORK_POLICIES) == {}
-    world.clock += APPLY_AGAIN_S + 1
-    await world.settle()  # looks again whether they are there, which they are not
+    assert world.kube.of_kind(NETWORK_POLICIES) == {}
+    world.clock += REAPPLY_S + 1
+    await world.settle()  # checks again that they do not exist
     await world.change(networkPolicy={"enabled": True})
     await world.settle()
-    assert set(world.kube.of(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
+    assert set(world.kube.of_kind(NETWORK_POLICIES)) == {"chat-groups", "chat-router"}
 
 
 async def test_foreign_network_policy_is_kept() -> None:
     world = World(networkPolicy={"enabled": False})
     world.kube.put(NETWORK_POLICIES, {"metadata": {"name": "chat-groups", "namespace": "team"}})
     await world.settle()
-    assert set(world.kube.of(NETWORK_POLICIES)) == {"chat-groups"}
+    assert set(world.kube.of_kind(NETWORK_POLICIES)) == {"chat-groups"}

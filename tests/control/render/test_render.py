@@ -1,9 +1,8 @@
-"""What the operator renders. The golden files are read in reviews: a change there is a change of everybody's pods."""
+"""Rendered objects. A change of a golden file changes the pods of every service."""
 
 from typing import Any
 
 import pytest
-import yaml
 
 from phalanx_api import labels
 from phalanx_api.crd import schema
@@ -12,15 +11,14 @@ from phalanx_api.spec.engine import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, network, pods, router, services
 from phalanx_operator.render import objects as names
-from phalanx_operator.render.network import Neighbours
-from phalanx_operator.render.objects import Images
-from phalanx_operator.render.pods import GroupBuild, merged
+from phalanx_operator.render.network import PeerNamespaces
+from phalanx_operator.render.pods import GroupBuild, merge_overlay
 from phalanx_operator.render.revision import revision
 from phalanx_runtime.settings import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
+from tests.control.render.documents import IMAGES, as_yaml
 
-IMAGES = Images("registry.example/runtime:1", "registry.example/router:1")
 SPECS: dict[str, dict[str, Any]] = {
     "hub": {
         "model": {"uri": "hf://org/model", "revision": "abc", "secretRef": {"name": "hub-token"}},
@@ -79,14 +77,6 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def as_yaml(*objects: dict[str, Any]) -> str:
-    class Plain(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    return "---\n".join(yaml.dump(body, Dumper=Plain, sort_keys=False, width=120) for body in objects)
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_golden_groups(name: str, golden: Check) -> None:
     service = make_service(**SPECS[name])
@@ -96,13 +86,13 @@ def test_golden_groups(name: str, golden: Check) -> None:
     )
 
 
-def test_a_successor_keeps_away_from_nodes_where_groups_died() -> None:
+def test_successor_prefers_other_nodes() -> None:
     service = make_service(resources={"accelerator": {"product": "NVIDIA-H200"}})
-    pod = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES, avoid=("node-1",)))["spec"]["template"]["spec"]
+    pod = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES, avoid_nodes=("node-1",)))["spec"]["template"]["spec"]
     nodes = pod["affinity"]["nodeAffinity"]
-    assert nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"], "what it must have, it must"
-    wished = nodes["preferredDuringSchedulingIgnoredDuringExecution"][0]["preference"]["matchExpressions"]
-    assert wished == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1"]}]
+    assert nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"], "required terms are kept"
+    preferred = nodes["preferredDuringSchedulingIgnoredDuringExecution"][0]["preference"]["matchExpressions"]
+    assert preferred == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1"]}]
 
 
 def flags_of(words: list[str]) -> set[str]:
@@ -121,7 +111,9 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     args = container(engine=everything, model=cached, parallelism=wide)["args"]
     args += container(engine={"prefixCaching": True, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
-    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "--api-key", "--api-keys-file"}, "each is set, or is no group's"
+    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "--api-key", "--api-keys-file"}, (
+        "flags that the operator never sets on groups"
+    )
 
 
 def test_extra_flags_come_last_and_the_runtime_accepts_them() -> None:
@@ -140,7 +132,7 @@ def test_every_scheduling_policy_is_accepted(policy: str) -> None:
     assert args[args.index("--scheduling-policy") + 1] == policy
 
 
-WISH, RATHER = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
+REQUIRED, PREFERRED = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def expression(key: str, *values: str) -> dict[str, Any]:
@@ -157,29 +149,29 @@ def test_affinity_is_added_to_other_constraints() -> None:
             "spreadGroups": "Preferred",
             "topology": {"mode": "Required", "key": "example.com/rack"},
             "affinity": {
-                "nodeAffinity": {WISH: {"nodeSelectorTerms": zones}, RATHER: [{"weight": 5, "preference": zones[0]}]},
-                "podAffinity": {WISH: [anywhere]},
-                "podAntiAffinity": {WISH: [database], RATHER: [{"weight": 7, "podAffinityTerm": database}]},
+                "nodeAffinity": {REQUIRED: {"nodeSelectorTerms": zones}, PREFERRED: [{"weight": 5, "preference": zones[0]}]},
+                "podAffinity": {REQUIRED: [anywhere]},
+                "podAntiAffinity": {REQUIRED: [database], PREFERRED: [{"weight": 7, "podAffinityTerm": database}]},
             },
         },
     )
-    body = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES, avoid=("node-1",)))
+    body = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES, avoid_nodes=("node-1",)))
     affinity = body["spec"]["template"]["spec"]["affinity"]
     product = expression("nvidia.com/gpu.product", "NVIDIA-H200")
-    terms = affinity["nodeAffinity"][WISH]["nodeSelectorTerms"]
+    terms = affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
     assert [term["matchExpressions"] for term in terms] == [[product, expression("zone", zone)] for zone in ("a", "b")]
-    assert [one["weight"] for one in affinity["nodeAffinity"][RATHER]] == [100, 5]
-    assert [term["topologyKey"] for term in affinity["podAffinity"][WISH]] == ["example.com/rack", "zone"]
-    assert affinity["podAffinity"][WISH][1] == anywhere, "an empty selector selects all, and stays"
-    assert affinity["podAntiAffinity"][WISH] == [database]
-    assert [one["weight"] for one in affinity["podAntiAffinity"][RATHER]] == [100, 7]
+    assert [term["weight"] for term in affinity["nodeAffinity"][PREFERRED]] == [100, 5]
+    assert [term["topologyKey"] for term in affinity["podAffinity"][REQUIRED]] == ["example.com/rack", "zone"]
+    assert affinity["podAffinity"][REQUIRED][1] == anywhere, "an empty selector is kept"
+    assert affinity["podAntiAffinity"][REQUIRED] == [database]
+    assert [term["weight"] for term in affinity["podAntiAffinity"][PREFERRED]] == [100, 7]
 
 
-def test_affinity_alone_is_as_it_was_written() -> None:
+def test_affinity_alone_is_unchanged() -> None:
     terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
-    service = make_service(placement={"affinity": {"nodeAffinity": {WISH: terms}}})
+    service = make_service(placement={"affinity": {"nodeAffinity": {REQUIRED: terms}}})
     body = pods.group(service, "chat-g-a", GroupBuild(revision="r", images=IMAGES))
-    assert body["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {WISH: terms}}
+    assert body["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {REQUIRED: terms}}
 
 
 @pytest.mark.parametrize(
@@ -187,8 +179,10 @@ def test_affinity_alone_is_as_it_was_written() -> None:
     [({}, 600, 60), ({"startupSeconds": 30}, 30, 60), ({"livenessSeconds": 6}, 600, 6), ({"livenessSeconds": 3600}, 600, 3600)],
 )
 def test_probe_durations_follow_the_spec(probes: dict[str, int], startup_s: int, liveness_s: int) -> None:
-    made = container(engine={"probes": probes})
-    times = {name: made[name]["periodSeconds"] * made[name]["failureThreshold"] for name in ("startupProbe", "livenessProbe")}
+    rendered = container(engine={"probes": probes})
+    times = {
+        name: rendered[name]["periodSeconds"] * rendered[name]["failureThreshold"] for name in ("startupProbe", "livenessProbe")
+    }
     assert times == {"startupProbe": startup_s, "livenessProbe": liveness_s}
 
 
@@ -196,7 +190,7 @@ def test_golden_shared_objects(golden: Check) -> None:
     service = make_service(servedNames=["a", "b"], router={"replicas": 2})
     shared = [
         services.token_secret(service, "secret"),
-        *network.policies(service, Neighbours()),
+        *network.policies(service, PeerNamespaces()),
         services.groups_service(service),
     ]
     golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES), *monitoring.objects(service)))
@@ -204,9 +198,8 @@ def test_golden_shared_objects(golden: Check) -> None:
 
 def container(**spec: Any) -> dict[str, Any]:
     service = make_service(**spec)
-    first: dict[str, Any] = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=IMAGES))["spec"]["template"][
-        "spec"
-    ]["containers"][0]
+    body = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=IMAGES))
+    first: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
     return first
 
 
@@ -222,7 +215,7 @@ def container(**spec: Any) -> dict[str, Any]:
         ("oci://registry.example/tiny:v1", "oci://registry.example/tiny:v1"),
     ],
 )
-def test_the_model_argument(uri: str, argument: str) -> None:
+def test_model_argument(uri: str, argument: str) -> None:
     assert container(model={"uri": uri})["args"][:2] == ["serve", argument]
 
 
@@ -231,7 +224,7 @@ def test_ranks_that_share_a_pod_share_its_devices() -> None:
     assert container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
 
 
-def test_settings_that_are_not_given_are_no_flags() -> None:
+def test_unset_fields_add_no_flags() -> None:
     flags = [word for word in container()["args"] if word.startswith("--")]
     assert "--dtype" in flags and "--page-size" not in flags and "--kv-cache-memory-bytes" not in flags
 
@@ -246,13 +239,13 @@ def all_pods() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("pod", all_pods(), ids=["group", "router"])
-def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
+def test_pods_meet_the_restricted_standard(pod: dict[str, Any]) -> None:
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for one in pod["containers"]:
-        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert one["securityContext"]["allowPrivilegeEscalation"] is False
-        assert one["securityContext"]["readOnlyRootFilesystem"] is True
+    for container in pod["containers"]:
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert not any("hostPath" in volume for volume in pod["volumes"])
 
 
@@ -260,15 +253,15 @@ def test_pods_keep_the_restricted_standard(pod: dict[str, Any]) -> None:
 def test_termination_grace_follows_the_spec(seconds: int) -> None:
     service = make_service(drain={"timeoutSeconds": seconds, "preStopSeconds": 5})
     group = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
-    door = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
-    for pod, flag in ((group, "--shutdown-timeout"), (door, "--drain-s")):
+    router_pod = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
+    for pod, flag in ((group, "--shutdown-timeout"), (router_pod, "--drain-s")):
         arguments = pod["containers"][0]["args"]
         assert arguments[arguments.index(flag) + 1] == str(seconds)
         assert pod["terminationGracePeriodSeconds"] > seconds
-    assert group["terminationGracePeriodSeconds"] >= seconds + 5 + 10, "preStop counts too"
+    assert group["terminationGracePeriodSeconds"] >= seconds + 5 + 10, "including preStop"
 
 
-def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
+def test_api_keys_are_mounted_into_the_router_only() -> None:
     service = make_service(router={"apiKeys": {"name": "clients", "key": "list"}})
     pod = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]
     folder = "/var/run/secrets/phalanx.dev-keys"
@@ -279,16 +272,16 @@ def test_keys_of_clients_are_mounted_into_the_router_only() -> None:
     assert revision(service) == revision(make_service())
 
 
-def test_pods_of_a_group_carry_its_random_key() -> None:
+def test_pods_of_a_group_share_its_random_key() -> None:
     group = pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES, key="drawn"))
     assert {"name": "PHALANX_GROUP_KEY", "value": "drawn"} in group["spec"]["template"]["spec"]["containers"][0]["env"]
     assert "PHALANX_GROUP_KEY" not in str(pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES)))
 
 
-def test_ranks_hold_no_rights_in_the_cluster() -> None:
-    group, door = all_pods()
+def test_only_routers_may_use_the_api_server() -> None:
+    group, router_pod = all_pods()
     assert group["automountServiceAccountToken"] is False
-    assert door["automountServiceAccountToken"] is True
+    assert router_pod["automountServiceAccountToken"] is True
 
 
 def test_names_are_valid_in_kubernetes() -> None:
@@ -350,51 +343,51 @@ def test_changes_of_a_pod_change_the_revision(change: dict[str, Any]) -> None:
         "default accelerator",
         "default dtype",
         "no restart",
-        "how it is rolled out",
+        "rollout",
         "empty objects",
-        "patience",
+        "gang timeout",
     ],
 )
 def test_other_changes_keep_the_revision(change: dict[str, Any]) -> None:
     assert revision(make_service(**change)) == revision(make_service())
 
 
-def test_the_revision_is_pinned() -> None:
-    """An operator that computes another revision for the same spec would roll every group at its upgrade."""
+def test_revision_is_pinned() -> None:
+    """Another revision of the same spec would replace every group at an upgrade of the operator."""
     assert revision(make_service()) == "8a1f63378f"
 
 
 def with_defaults(node: dict[str, Any], value: Any) -> Any:
-    """A value as the API server stores it: with the defaults of its schema."""
+    """Returns a value with the defaults of its schema, as the API server stores it."""
     if isinstance(value, dict) and "properties" in node:
         value = {name: child["default"] for name, child in node["properties"].items() if "default" in child} | value
-        return {name: with_defaults(node["properties"].get(name, {}), one) for name, one in value.items()}
-    return [with_defaults(node.get("items", {}), one) for one in value] if isinstance(value, list) else value
+        return {name: with_defaults(node["properties"].get(name, {}), field) for name, field in value.items()}
+    return [with_defaults(node.get("items", {}), item) for item in value] if isinstance(value, list) else value
 
 
 def test_api_server_defaults_keep_the_revision() -> None:
-    """Else a CRD with more fields, applied before an upgrade, would roll every group."""
+    """Otherwise a CRD with new fields would replace every group."""
     stored = with_defaults(schema()["properties"]["spec"], make_body()["spec"])
     assert stored["parallelism"]["tensor"] == 1 and stored["placement"]["gang"]["mode"] == "Auto"
     assert revision(make_service(**stored)) == revision(make_service())
-    assert "speculative" not in stored["engine"] and "affinity" not in stored["placement"], "what nobody wrote is not there"
+    assert "speculative" not in stored["engine"] and "affinity" not in stored["placement"], "absent objects stay absent"
 
 
-def test_overlays_merge_as_patches_do() -> None:
+def test_overlay_merges_like_a_strategic_patch() -> None:
     base = {"a": {"x": 1, "y": 2}, "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "args": [1], "keep": 0}
     over = {"a": {"y": 3}, "env": [{"name": "B", "value": "9"}, {"name": "C"}], "args": [2], "new": []}
-    assert merged(base, over) == {
+    assert merge_overlay(base, over) == {
         "a": {"x": 1, "y": 3},
         "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "9"}, {"name": "C"}],
         "args": [2],
         "keep": 0,
         "new": [],
     }
-    assert merged(base, {}) == base
+    assert merge_overlay(base, {}) == base
 
 
-def test_the_users_labels_never_replace_ours() -> None:
-    """The API server refuses them first; a group must keep its own even if that rule were gone."""
+def test_labels_of_users_do_not_replace_the_operators() -> None:
+    """The API server rejects such labels first."""
     body = make_body(podTemplate={"metadata": {"labels": {"phalanx.dev/service": "other"}}})
     service = parse(body)
     assert not isinstance(service, list), [e for e in service if isinstance(e, FieldError)]

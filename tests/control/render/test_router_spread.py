@@ -1,52 +1,52 @@
-"""Routers of a service keep from one another's nodes where they can, and what users ask of their groups stays theirs."""
+"""Routers of a service are spread over nodes. Spread constraints of users apply to groups only."""
 
 from typing import Any
 
 from phalanx_operator.render import pods, router
 from phalanx_operator.render.pods import GroupBuild
 from tests.control.builders import make_service
-from tests.control.render.test_render import IMAGES
+from tests.control.render.documents import IMAGES
 
-THEIRS = {"maxSkew": 2, "topologyKey": "example.com/rack", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
+CUSTOM = {"maxSkew": 2, "topologyKey": "example.com/rack", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
 
 
 def routers(**spec: Any) -> dict[str, Any]:
-    """The template of a service's routers."""
+    """Returns the pod template of the routers."""
     template: dict[str, Any] = router.router_objects(make_service(**spec), IMAGES)[-1]["spec"]["template"]
     return template
 
 
 def group(**spec: Any) -> dict[str, Any]:
-    template: dict[str, Any] = pods.group(make_service(**spec), "chat-g-a", GroupBuild(revision="r", images=IMAGES))["spec"][
-        "template"
-    ]
+    """Returns the pod template of a group."""
+    body = pods.group(make_service(**spec), "chat-g-a", GroupBuild(revision="r", images=IMAGES))
+    template: dict[str, Any] = body["spec"]["template"]
     return template
 
 
 def test_routers_of_one_revision_are_spread_over_nodes() -> None:
     template = routers(router={"replicas": 2})
     (spread,) = template["spec"]["topologySpreadConstraints"]
-    wish = {name: spread[name] for name in ("maxSkew", "topologyKey", "whenUnsatisfiable", "matchLabelKeys")}
-    assert wish == {
+    selector = spread.pop("labelSelector")
+    assert spread == {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "ScheduleAnyway",
         "matchLabelKeys": ["pod-template-hash"],
     }
-    counted = spread["labelSelector"]["matchLabels"].items()
-    assert counted <= template["metadata"]["labels"].items()
-    assert not counted <= group()["metadata"]["labels"].items(), "groups are no routers"
+    matched = selector["matchLabels"].items()
+    assert matched <= template["metadata"]["labels"].items()
+    assert not matched <= group()["metadata"]["labels"].items(), "groups do not count"
     other = router.router_objects(make_service(name="other"), IMAGES)[-1]["spec"]["template"]["metadata"]["labels"]
-    assert not counted <= other.items(), "nor are those of another service"
+    assert not matched <= other.items(), "routers of other services do not count"
 
 
-def test_another_number_of_routers_restarts_no_router() -> None:
+def test_router_count_does_not_change_the_template() -> None:
     first, *more = (routers(router={"replicas": count}) for count in (1, 2, 5))
-    assert all(one == first for one in more)
+    assert all(template == first for template in more)
 
 
 def test_user_spread_constraints_apply_to_groups() -> None:
-    spec = {"podTemplate": {"spec": {"topologySpreadConstraints": [THEIRS]}}, "router": {"replicas": 2}}
-    assert group(**spec)["spec"]["topologySpreadConstraints"] == [THEIRS]
+    spec = {"podTemplate": {"spec": {"topologySpreadConstraints": [CUSTOM]}}, "router": {"replicas": 2}}
+    assert group(**spec)["spec"]["topologySpreadConstraints"] == [CUSTOM]
     assert routers(**spec) == routers(router={"replicas": 2})
-    assert "topologySpreadConstraints" not in group()["spec"], "groups have none that nobody asked for"
+    assert "topologySpreadConstraints" not in group()["spec"]

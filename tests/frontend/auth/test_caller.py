@@ -1,4 +1,4 @@
-"""Who asks: request ids, API keys, tenants and the priorities that a key allows."""
+"""Request ids, API keys, tenants and priorities."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ GATED = ["/v1/models", "/v1/health", "/v1/completions", "/nothing"]
 
 def client_of(backend: FakeBackend, keys: list[ApiKey] | None = None) -> httpx.AsyncClient:
     app = create_app(backend, keys=ApiKeys(keys or []))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://door")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://api-server")
 
 
 def bearing(key: str) -> dict[str, str]:
@@ -75,17 +75,19 @@ def test_caller_identity_table(caller: Caller, tenant: str | None, user: str | N
 
 
 @pytest.mark.parametrize(
-    ("key", "asked", "priority"),
+    ("key", "requested", "priority"),
     [(None, None, 0), (None, -9, -9), (ALICE, None, 0), (ALICE, -5, -5), (ALICE, 7, 7), (BOB, None, 3), (BOB, 3, 3)],
 )
-def test_a_priority_within_the_key_s_bound_is_taken(key: ApiKey | None, asked: int | None, priority: int) -> None:
-    assert Caller(request_id="id", key=key, has_keys=key is not None).priority(asked) == priority
+def test_a_priority_within_the_key_s_bound_is_taken(key: ApiKey | None, requested: int | None, priority: int) -> None:
+    assert Caller(request_id="id", key=key, has_keys=key is not None).priority(requested) == priority
 
 
-@pytest.mark.parametrize(("key", "asked", "status"), [(ALICE, -6, 403), (BOB, 0, 403), (None, 2**40, 400), (None, -(2**40), 400)])
-def test_forbidden_priority_is_refused_by_name(key: ApiKey | None, asked: int, status: int) -> None:
+@pytest.mark.parametrize(
+    ("key", "requested", "status"), [(ALICE, -6, 403), (BOB, 0, 403), (None, 2**40, 400), (None, -(2**40), 400)]
+)
+def test_forbidden_priority_is_refused_by_name(key: ApiKey | None, requested: int, status: int) -> None:
     with pytest.raises(ApiError) as caught:
-        Caller(request_id="id", key=key, has_keys=key is not None).priority(asked)
+        Caller(request_id="id", key=key, has_keys=key is not None).priority(requested)
     assert (caught.value.status, caught.value.param) == (status, "priority")
 
 
@@ -171,10 +173,10 @@ def test_unusable_key_file_is_refused_without_revealing_keys(tmp_path: Path, con
     assert "high" not in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [[""], ["a b"], ["ключ"], ["same", "same"]])
-def test_a_key_that_no_header_can_bring_is_refused(given: list[str]) -> None:
+@pytest.mark.parametrize("flag_keys", [[""], ["a b"], ["ключ"], ["same", "same"]])
+def test_a_key_that_no_header_can_bring_is_refused(flag_keys: list[str]) -> None:
     with pytest.raises(KeysUnreadable):
-        gather_keys(given, None)
+        gather_keys(flag_keys, None)
 
 
 def test_a_key_is_never_shown() -> None:

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls through the door, by the `openai` client: streamed and whole answers say the same."""
+"""Reasoning and tool calls in streamed and whole answers, read by the `openai` client."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,29 +9,15 @@ import pytest
 from openai import AsyncOpenAI
 
 from phalanx_frontend.app import create_app
-from tests.frontend.fakes import FakeBackend, saying, tiny_assets, tiny_tokenizer
+from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.serving import served
-
-TOOLS_TEMPLATE = (
-    "{% if tools %}Tools: {{ tools | tojson }} Call as <tool_call>{...}</tool_call>\n{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>\n{% endif %}{% endif %}"
-    "{# reasoning stands before </think> #}"
-)
-CALL = '{"name": "weather", "arguments": {"city": "Paris }"}}'
-ANSWER = f"<think>\nhm, a tool\n</think>\n\nLet me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
-USER: Any = [{"role": "user", "content": "weather?"}]
+from tests.frontend.tool_chat import ANSWER, CALL, TOOL, TOOLS_TEMPLATE, USER
 
 
 @asynccontextmanager
-async def asked(text: str, template: str | None = TOOLS_TEMPLATE) -> AsyncIterator[tuple[AsyncOpenAI, FakeBackend]]:
-    """A client of a door whose model says this text."""
-    backend = FakeBackend(saying(text, finish="stop"), tiny_assets(chat_template=template))
+async def chat_client(text: str, template: str | None = TOOLS_TEMPLATE) -> AsyncIterator[tuple[AsyncOpenAI, FakeBackend]]:
+    """Yields a client of an API server with a model that generates this text."""
+    backend = FakeBackend(text_script(text, finish="stop"), tiny_assets(chat_template=template))
     async with (
         served(create_app(backend)) as url,
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -40,7 +26,7 @@ async def asked(text: str, template: str | None = TOOLS_TEMPLATE) -> AsyncIterat
 
 
 async def whole(client: AsyncOpenAI, **fields: Any) -> dict[str, Any]:
-    """Role aside, what the message has, and why it ended."""
+    """Returns the fields of the message except its role, and the finish reason."""
     answer = await client.chat.completions.create(model="tiny", messages=fields.pop("messages", USER), **fields)
     message = answer.choices[0].message.model_dump(exclude_none=True)
     calls = [call["function"] for call in message.get("tool_calls", [])]
@@ -54,30 +40,30 @@ async def whole(client: AsyncOpenAI, **fields: Any) -> dict[str, Any]:
 
 
 async def streamed(client: AsyncOpenAI, **fields: Any) -> dict[str, Any]:
-    """The same, put together from a stream."""
-    seen: dict[str, Any] = {"reasoning": "", "content": "", "calls": [], "finish": None}
+    """Returns the same, joined from a stream."""
+    result: dict[str, Any] = {"reasoning": "", "content": "", "calls": [], "finish": None}
     ids = []
     stream = await client.chat.completions.create(model="tiny", messages=fields.pop("messages", USER), stream=True, **fields)
     async for chunk in stream:
         delta = chunk.choices[0].delta.model_dump(exclude_none=True)
-        seen["reasoning"] += delta.get("reasoning_content", "")
-        seen["content"] += delta.get("content", "")
+        result["reasoning"] += delta.get("reasoning_content", "")
+        result["content"] += delta.get("content", "")
         for call in delta.get("tool_calls", []):
             if "id" in call:
                 ids.append(call["id"])
-                assert call["index"] == len(seen["calls"])
-                seen["calls"].append({"name": call["function"]["name"], "arguments": ""})
-            seen["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-        seen["finish"] = chunk.choices[0].finish_reason or seen["finish"]
-    assert len(set(ids)) == len(seen["calls"])
-    return seen
+                assert call["index"] == len(result["calls"])
+                result["calls"].append({"name": call["function"]["name"], "arguments": ""})
+            result["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        result["finish"] = chunk.choices[0].finish_reason or result["finish"]
+    assert len(set(ids)) == len(result["calls"])
+    return result
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
 async def test_an_answer_is_split_into_its_parts(run: Any) -> None:
     arguments = '{"city": "Paris }"}'
     calls = [{"name": "weather", "arguments": arguments}] * 2
-    async with asked(ANSWER) as (client, _):
+    async with chat_client(ANSWER) as (client, _):
         assert await run(client, tools=[TOOL]) == {
             "reasoning": "hm, a tool",
             "content": "Let me look.",
@@ -88,23 +74,23 @@ async def test_an_answer_is_split_into_its_parts(run: Any) -> None:
 
 @pytest.mark.parametrize("run", [whole, streamed])
 async def test_without_tools_calls_are_text(run: Any) -> None:
-    async with asked("x <tool_call>{}") as (client, _):
+    async with chat_client("x <tool_call>{}") as (client, _):
         assert (await run(client))["content"] == "x <tool_call>{}"
         assert (await run(client, tools=[TOOL], tool_choice="none"))["content"] == "x <tool_call>{}"
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
 async def test_a_prompt_that_begins_the_reasoning(run: Any) -> None:
-    async with asked("hm</think>yes") as (client, _):
-        seen = await run(client, extra_body={"chat_template_kwargs": {"thinking": True}})
-        assert (seen["reasoning"], seen["content"], seen["finish"]) == ("hm", "yes", "stop")
+    async with chat_client("hm</think>yes") as (client, _):
+        result = await run(client, extra_body={"chat_template_kwargs": {"thinking": True}})
+        assert (result["reasoning"], result["content"], result["finish"]) == ("hm", "yes", "stop")
 
 
 async def test_named_call_ends_like_openai_and_forces_its_grammar() -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
-    async with asked(f"<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
-        seen = await whole(client, tools=[TOOL], tool_choice=choice)
-        assert (seen["calls"][0]["name"], seen["finish"]) == ("weather", "stop")
+    async with chat_client(f"<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
+        result = await whole(client, tools=[TOOL], tool_choice=choice)
+        assert (result["calls"][0]["name"], result["finish"]) == ("weather", "stop")
         grammar = backend.requests[0].sampling.grammar
         assert grammar is not None and '"<tool_call>\\n"' in grammar.text
 
@@ -112,37 +98,37 @@ async def test_named_call_ends_like_openai_and_forces_its_grammar() -> None:
 @pytest.mark.parametrize("run", [whole, streamed])
 async def test_response_format_disables_reasoning(run: Any) -> None:
     thinking = {"chat_template_kwargs": {"thinking": True}}
-    async with asked(f"<tool_call>\n{CALL}\n</tool_call>") as (client, _):
-        seen = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
-        assert (seen["reasoning"], len(seen["calls"]), seen["finish"]) == ("", 1, "tool_calls")
-    async with asked('{"a": 1}') as (client, _):
-        seen = await run(client, response_format={"type": "json_object"}, extra_body=thinking)
-        assert (seen["reasoning"], seen["content"]) == ("", '{"a": 1}')
+    async with chat_client(f"<tool_call>\n{CALL}\n</tool_call>") as (client, _):
+        result = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
+        assert (result["reasoning"], len(result["calls"]), result["finish"]) == ("", 1, "tool_calls")
+    async with chat_client('{"a": 1}') as (client, _):
+        result = await run(client, response_format={"type": "json_object"}, extra_body=thinking)
+        assert (result["reasoning"], result["content"]) == ("", '{"a": 1}')
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
 async def test_disabled_parallel_calls_return_only_the_first(run: Any) -> None:
-    async with asked(ANSWER) as (client, _):
+    async with chat_client(ANSWER) as (client, _):
         assert len((await run(client, tools=[TOOL], parallel_tool_calls=False))["calls"]) == 1
 
 
 async def test_logprobs_of_held_tokens_are_sent_once() -> None:
-    async with asked(ANSWER) as (client, _):
+    async with chat_client(ANSWER) as (client, _):
         stream = await client.chat.completions.create(
             model="tiny", messages=USER, tools=[TOOL], logprobs=True, top_logprobs=1, stream=True
         )
-        told = [e.token async for chunk in stream if (lp := chunk.choices[0].logprobs) is not None for e in lp.content or []]
+        tokens = [e.token async for chunk in stream if (lp := chunk.choices[0].logprobs) is not None for e in lp.content or []]
         answer = await client.chat.completions.create(model="tiny", messages=USER, tools=[TOOL], logprobs=True, top_logprobs=1)
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None and logprobs.content is not None
-        assert told == [entry.token for entry in logprobs.content]
-        assert "".join(told) == ANSWER
+        assert tokens == [entry.token for entry in logprobs.content]
+        assert "".join(tokens) == ANSWER
 
 
 async def test_the_template_sees_tools_and_earlier_calls() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "sun"}]
-    async with asked("fine") as (client, backend):
+    async with chat_client("fine") as (client, backend):
         await whole(client, messages=messages, tools=[TOOL])
     text = tiny_tokenizer().decode(backend.requests[0].prompt)
     assert "weather(Paris)" in text and "<|tool|>sun" in text and "Tools: [" in text
@@ -162,7 +148,7 @@ async def test_the_template_sees_tools_and_earlier_calls() -> None:
     ],
 )
 async def test_tools_that_cannot_be_called_are_refused(fields: Any, param: str) -> None:
-    async with asked("no") as (client, backend):
+    async with chat_client("no") as (client, backend):
         with pytest.raises(openai.BadRequestError) as caught:
             await whole(client, **fields)
         assert caught.value.param == param
@@ -170,7 +156,7 @@ async def test_tools_that_cannot_be_called_are_refused(fields: Any, param: str) 
 
 
 async def test_model_without_tool_support_refuses_tools() -> None:
-    async with asked("no", "{{ messages[0].content }}") as (client, _):
+    async with chat_client("no", "{{ messages[0].content }}") as (client, _):
         with pytest.raises(openai.BadRequestError) as caught:
             await whole(client, tools=[TOOL])
         assert caught.value.param == "tools"

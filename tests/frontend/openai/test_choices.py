@@ -1,4 +1,4 @@
-"""Several choices of one answer over scripts: how their streams come together, and how they end together."""
+"""Several choices of one answer: merged streams, joint end."""
 
 import asyncio
 import json
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from phalanx_api import wire
-from phalanx_api.wire.router import mix
+from phalanx_api.wire.router import choice_seed
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import Delta, KeepAlive
-from tests.frontend.fakes import FakeBackend, Step, eos_id, one_by_one, token_ids
+from tests.frontend.fakes import FakeBackend, Step, eos_id, token_deltas, token_ids
 from tests.frontend.openai_target import Target, raw_request
 from tests.frontend.posting import FULL, PATIENCE_S, events, post
 from tests.frontend.serving import served
 
 
 def by_choice(*scripts: Sequence[Step]) -> FakeBackend:
-    """Each choice plays its own script."""
+    """Plays a script per choice."""
     return FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
 
 
@@ -27,7 +27,7 @@ async def test_each_choice_has_its_own_id_and_seed() -> None:
     await post(backend, prompt=["a", "b"], n=2, seed=9, max_tokens=1)
     parent = backend.requests[0].id.rpartition("-")[0]
     assert [request.id for request in backend.requests] == [f"{parent}-{index}" for index in range(4)]
-    assert [request.sampling.seed for request in backend.requests] == [9, mix(9, 1), 9, mix(9, 1)]
+    assert [request.sampling.seed for request in backend.requests] == [9, choice_seed(9, 1), 9, choice_seed(9, 1)]
     assert [request.prompt for request in backend.requests] == [[0, *token_ids(text)] for text in "aabb"]
 
 
@@ -42,11 +42,11 @@ async def test_choices_leave_as_they_come() -> None:
 
     def second() -> Iterator[Step]:
         yield Delta(index=0, tokens=token_ids("a"))
-        first_may_go.set()  # only once that has left
+        first_may_go.set()  # only once that one ended
         yield KeepAlive()
         yield Delta(index=1, tokens=[eos_id()], finish="stop")
 
-    scripts: list[Iterable[Step]] = [[first_may_go, *one_by_one(token_ids("b"), "length")], second()]
+    scripts: list[Iterable[Step]] = [[first_may_go, *token_deltas(token_ids("b"), "length")], second()]
     backend = FakeBackend(lambda request: scripts[int(request.id.rpartition("-")[2])])
     answer = await post(backend, n=2, stream=True)
     chunks = [json.loads(event)["choices"][0] for event in events(answer)[:-1]]
@@ -70,9 +70,9 @@ async def test_failed_choice_ends_all_with_one_error(is_streamed: bool) -> None:
 async def test_late_failure_of_a_choice_is_the_last_event() -> None:
     backend = by_choice([Delta(index=0, tokens=token_ids("a")), asyncio.Event()], [Delta(index=0, tokens=token_ids("b")), FULL])
     answer = await post(backend, n=2, stream=True)
-    told = [json.loads(event) for event in events(answer)]
-    assert answer.status_code == 200 and told[-1]["error"]["code"] == "queue_full"
-    assert sum("error" in event for event in told) == 1
+    sent = [json.loads(event) for event in events(answer)]
+    assert answer.status_code == 200 and sent[-1]["error"]["code"] == "queue_full"
+    assert sum("error" in event for event in sent) == 1
     assert await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) == backend.requests[0].id
 
 
@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_aborts_every_choice(is_streamed: bool) -> No
 
 async def test_a_stop_string_ends_its_choice_alone() -> None:
     endless: list[Step] = [Delta(index=0, tokens=token_ids("stop it")), asyncio.Event()]
-    backend = by_choice(endless, one_by_one(token_ids("go on"), "length"))
+    backend = by_choice(endless, token_deltas(token_ids("go on"), "length"))
     answer = (await post(backend, n=2, stop="it")).json()
     assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("stop ", "stop"), ("go on", "length")]
     assert await asyncio.wait_for(backend.aborts.get(), PATIENCE_S) == backend.requests[0].id
@@ -131,7 +131,7 @@ async def test_metrics_count_every_choice_as_a_request() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_wishes_about_urgency_reach_the_backend(path: str) -> None:
     backend = FakeBackend()
-    asked: dict[str, Any] = {} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    messages: dict[str, Any] = {} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     wishes: dict[str, Any] = {
         "priority": -3,
         "tenant": "a",
@@ -140,11 +140,11 @@ async def test_wishes_about_urgency_reach_the_backend(path: str) -> None:
         "ttft_target_ms": 50,
         "tpot_target_ms": 5,
     }
-    await post(backend, path, max_tokens=1, user="someone", **asked, **wishes)
+    await post(backend, path, max_tokens=1, user="someone", **messages, **wishes)
     request = backend.requests[0]
     assert (request.priority, request.tenant, request.cache_salt) == (-3, "a", "s")
     assert (request.deadline_ms, request.ttft_target_ms, request.tpot_target_ms) == (900.0, 50.0, 5.0)
-    await post(backend, path, max_tokens=1, user="someone", **asked)
+    await post(backend, path, max_tokens=1, user="someone", **messages)
     assert (backend.requests[1].tenant, backend.requests[1].priority) == ("someone", 0)
 
 

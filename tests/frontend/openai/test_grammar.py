@@ -1,4 +1,4 @@
-"""What the door says of grammars before any backend sees them."""
+"""The check of grammars before a backend receives them."""
 
 import pytest
 

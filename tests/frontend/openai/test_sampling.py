@@ -1,4 +1,4 @@
-"""What a request asks of the backend, over the model's defaults."""
+"""Sampling parameters of a request over the model's defaults."""
 
 import re
 from typing import Any
@@ -44,7 +44,7 @@ def chat(**fields: Any) -> ChatRequest:
         (chat(max_tokens=3, max_completion_tokens=4), 10, None, 4),
     ],
     ids=[
-        "completion default", "default cut to the room", "all that fits", "model's bound", "asked over the model's bound",
+        "completion default", "default cut to the room", "all that fits", "model's bound", "requested over the model's bound",
         "chat fills the context", "chat to the model's bound", "chat max_tokens", "newer name wins",
     ],
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_impossible_max_tokens_is_refused(body: GenerationRequest, num_prompt: i
 
 
 @pytest.mark.parametrize(
-    ("body", "num_prompt", "told"),
+    ("body", "num_prompt", "message"),
     [
         (completion(max_tokens=0, echo=True), 100, "101 tokens (100 in the prompt, at least 1 in the completion)"),
         (completion(), 100, "101 tokens (100 in the prompt, at least 1 in the completion)"),
@@ -76,19 +76,19 @@ def test_impossible_max_tokens_is_refused(body: GenerationRequest, num_prompt: i
     ],
     ids=["echo alone", "not said", "said"],
 )
-def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_prompt: int, told: str) -> None:
-    with pytest.raises(ApiError, match=re.escape(told)):
+def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_prompt: int, message: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(message)):
         max_output_tokens(body, num_prompt, 100, Defaults())
 
 
 def test_request_overrides_model_defaults_which_override_openai() -> None:
     defaults = read_defaults(b'{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 33}')
     assert defaults == Defaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=33)
-    silent = build_sampling(completion(), 16, defaults, [EOS], drawn_seed=5)
+    silent = build_sampling(completion(), 16, defaults, [EOS], default_seed=5)
     assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.seed) == (0.6, 0.9, 20, 0.0, 5)
-    loud = build_sampling(completion(temperature=0, top_p=1, top_k=-1, min_p=0.1, seed=3), 16, defaults, [EOS], drawn_seed=5)
+    loud = build_sampling(completion(temperature=0, top_p=1, top_k=-1, min_p=0.1, seed=3), 16, defaults, [EOS], default_seed=5)
     assert (loud.temperature, loud.top_p, loud.top_k, loud.min_p, loud.seed) == (0.0, 1.0, None, 0.1, 3)
-    plain = build_sampling(completion(), 16, read_defaults(None), [EOS], drawn_seed=5)
+    plain = build_sampling(completion(), 16, read_defaults(None), [EOS], default_seed=5)
     assert (plain.temperature, plain.top_p, plain.top_k) == (1.0, 1.0, None)
 
 
@@ -116,7 +116,7 @@ def test_unsupported_field_is_refused_unless_neutral(name: str) -> None:
     for neutral in NEUTRAL_VALUES[name]:
         check_fields(completion(**{name: neutral}), Limits())
     with pytest.raises(ApiError) as caught:
-        check_fields(completion(**{name: {"asks": "for something"}}), Limits())
+        check_fields(completion(**{name: {"unknown": "value"}}), Limits())
     assert caught.value.param == name
 
 

@@ -1,4 +1,4 @@
-"""The request's own wish for speculation: passed on as it is, refused by field where it makes no sense or is not offered."""
+"""Speculation settings of a request: passed on, or refused by field."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_api.speculation import Speculation, Tree
 from phalanx_frontend.backend import BackendError
-from tests.frontend.fakes import FakeBackend, saying
+from tests.frontend.fakes import FakeBackend, text_script
 from tests.frontend.posting import post, scripted
 
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -25,10 +25,10 @@ async def test_every_endpoint_passes_it_on(path: str) -> None:
         "draft": Speculation("draft", None, Tree([3, 2], "static")),
     }
     for method, expected in wishes.items():
-        backend = FakeBackend(saying("a"))
+        backend = FakeBackend(text_script("a"))
         more: dict[str, dict[str, Any]] = {"ngram": {"num_tokens": 4}, "draft": {"tree": {"widths": [3, 2], "shape": "static"}}}
-        asked = {} if method is None else {"speculative": {"method": method} | more.get(method, {})}
-        answer = await post(backend, path, **ENDPOINTS[path], **asked)
+        settings = {} if method is None else {"speculative": {"method": method} | more.get(method, {})}
+        answer = await post(backend, path, **ENDPOINTS[path], **settings)
         assert answer.status_code == 200, answer.text
         assert [request.speculation for request in backend.requests] == [expected]
 
@@ -50,7 +50,7 @@ async def test_every_endpoint_passes_it_on(path: str) -> None:
     ],
 )
 async def test_invalid_speculation_is_refused_by_field(path: str, wish: object, param: str) -> None:
-    backend = FakeBackend(saying("a"))
+    backend = FakeBackend(text_script("a"))
     answer = await post(backend, path, **ENDPOINTS[path], speculative=wish)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert backend.requests == []

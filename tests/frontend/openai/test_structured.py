@@ -1,4 +1,4 @@
-"""What the output must match: from fields to one grammar that can be followed."""
+"""Structured outputs: from request fields to one checked grammar."""
 
 import json
 from typing import Any
@@ -39,10 +39,10 @@ def completion(**fields: Any) -> CompletionRequest:
     ids=str,
 )
 async def test_each_spelling_gives_its_grammar(fields: dict[str, Any], kind: str, text: str) -> None:
-    asked = grammar_of(completion(**fields))
-    assert asked is not None
-    assert (asked[1].kind, asked[1].text) == (kind, text)
-    await GrammarCheck(tiny_tokenizer_json()).check(*asked)
+    requested = grammar_of(completion(**fields))
+    assert requested is not None
+    assert (requested[1].kind, requested[1].text) == (kind, text)
+    await GrammarCheck(tiny_tokenizer_json()).check(*requested)
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}], ids=str)
@@ -90,9 +90,9 @@ async def test_impossible_grammar_is_a_client_error(grammar: wire.Grammar) -> No
 
 
 async def test_gbnf_grammar_is_translated() -> None:
-    asked = grammar_of(completion(guided_grammar='root ::= "yes" | "no"'))
-    assert asked is not None and asked[1].kind == "lark" and "start:" in asked[1].text
-    await GrammarCheck(tiny_tokenizer_json()).check(*asked)
+    requested = grammar_of(completion(guided_grammar='root ::= "yes" | "no"'))
+    assert requested is not None and requested[1].kind == "lark" and "start:" in requested[1].text
+    await GrammarCheck(tiny_tokenizer_json()).check(*requested)
 
 
 async def test_unconstrainable_tokenizer_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Tools of a chat: what is refused, what the template sees, what a forced call must look like."""
+"""Tools of a chat: refusals, template variables, grammars of forced calls."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ids of events: each names, for every choice, the last token whose text the client has wholly."""
+"""Event ids: per choice the last token with completely sent text."""
 
 import json
 import re
@@ -13,15 +13,13 @@ from phalanx_frontend.ids import EventId, EventIds, parse_event_id
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
-from tests.frontend.fakes import FakeBackend, one_by_one, saying, tiny_assets, tiny_tokenizer_json, token_ids
-from tests.frontend.openai.test_chat_parts import ANSWER, TOOL, TOOLS_TEMPLATE, USER
+from tests.frontend.fakes import MIXED_TEXT, FakeBackend, text_script, tiny_assets, tiny_tokenizer_json, token_deltas, token_ids
 from tests.frontend.posting import client_of, post, scripted
-
-SAYS = "once 🦊 upon STOP a\n\n time 🦊"
+from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
 
 def events_with_ids(text: str) -> list[tuple[EventId | None, str]]:
-    """Each event's id and data."""
+    """Returns each event's id and data."""
     found = []
     for block in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines())
@@ -37,7 +35,7 @@ def text_of(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("stop", [[], ["STOPPED"], ["\n\nx", "upon me"]], ids=["none", "one", "two"])
 async def test_event_id_names_the_tokens_of_the_sent_text(stop: list[str]) -> None:
-    answer = await post(FakeBackend(saying(SAYS)), stream=True, stop=stop)
+    answer = await post(FakeBackend(text_script(MIXED_TEXT)), stream=True, stop=stop)
     text, last = "", -1
     for id, data in events_with_ids(answer.text):
         if data == "[DONE]":
@@ -46,26 +44,26 @@ async def test_event_id_names_the_tokens_of_the_sent_text(stop: list[str]) -> No
         text += json.loads(data)["choices"][0]["text"]
         assert id.indices[0] > last
         last = id.indices[0]
-        assert text == text_of(token_ids(SAYS)[: last + 1])
-    assert text == SAYS and last == len(token_ids(SAYS)) - 1
+        assert text == text_of(token_ids(MIXED_TEXT)[: last + 1])
+    assert text == MIXED_TEXT and last == len(token_ids(MIXED_TEXT)) - 1
 
 
 async def test_held_text_is_in_no_event_id() -> None:
-    backend = FakeBackend(saying(ANSWER, finish="stop"), tiny_assets(chat_template=TOOLS_TEMPLATE))
+    backend = FakeBackend(text_script(ANSWER, finish="stop"), tiny_assets(chat_template=TOOLS_TEMPLATE))
     answer = await post(backend, "/v1/chat/completions", messages=USER, tools=[TOOL], stream=True)
     tokens, sent = token_ids(ANSWER), []
     for id, data in events_with_ids(answer.text):
         if id is not None and data != "[DONE]":
             [delta] = [choice["delta"] for choice in json.loads(data)["choices"]]
             sent.append(delta.get("reasoning_content", "") + delta.get("content", ""))
-            seen = "".join(sent)
-            assert text_of(tokens[: id.indices[0] + 1]).replace("\n", "").startswith("<think>" + seen[:8].replace("\n", ""))
+            sent_text = "".join(sent)
+            assert text_of(tokens[: id.indices[0] + 1]).replace("\n", "").startswith("<think>" + sent_text[:8].replace("\n", ""))
     assert "".join(sent).startswith("hm, a toolLet me look.")
 
 
 async def test_each_choice_has_its_index_and_keeps_it() -> None:
     def script(request: Any) -> Any:
-        return one_by_one(token_ids("once" if request.id.endswith("-0") else "upon a time"), "length")
+        return token_deltas(token_ids("once" if request.id.endswith("-0") else "upon a time"), "length")
 
     answer = await post(FakeBackend(script), stream=True, n=2)
     ids = [id for id, data in events_with_ids(answer.text) if data != "[DONE]"]
@@ -76,7 +74,7 @@ async def test_each_choice_has_its_index_and_keeps_it() -> None:
 
 
 async def test_stream_name_is_random_despite_a_client_id() -> None:
-    backend = FakeBackend(saying("once"))
+    backend = FakeBackend(text_script("once"))
     async with client_of(backend) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers={"x-request-id": "mine"})
         plain = await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"})
@@ -87,7 +85,7 @@ async def test_stream_name_is_random_despite_a_client_id() -> None:
 
 
 async def test_native_events_have_ids_and_tokens_with_text() -> None:
-    answer = await post(FakeBackend(saying(SAYS)), "/v1/generate", prompt="x", stream=True, stop="STOPPED")
+    answer = await post(FakeBackend(text_script(MIXED_TEXT)), "/v1/generate", prompt="x", stream=True, stop="STOPPED")
     tokens: list[int] = []
     text = ""
     *pieces, (last, whole), _ = events_with_ids(answer.text)
@@ -121,15 +119,15 @@ def test_an_id_is_read_as_it_was_written(text: str, expected: EventId | None) ->
         assert EventIds(expected.request, [index + 1 for index in expected.indices]).current() == text
 
 
-@pytest.mark.parametrize("have", range(0, len(token_ids(SAYS)) + 1))
+@pytest.mark.parametrize("have", range(0, len(token_ids(MIXED_TEXT)) + 1))
 def test_reply_continues_after_delivered_tokens(have: int) -> None:
-    """Where all of a token's text was sent, the rest is the rest; so it is for a reply that is fed token by token."""
+    """A reply resumed after complete tokens continues with the remaining text."""
 
     def make() -> Reply:
         tokenizer = TextTokenizer(tiny_tokenizer_json())
         return Reply(make_detokenizer(tokenizer), wire.Sampling(max_tokens=99, seed=0), ("STOP it", "\n\n time 🦊!"))
 
-    tokens, whole, again = token_ids(SAYS), make(), make()
+    tokens, whole, again = token_ids(MIXED_TEXT), make(), make()
     sent = "".join(whole.feed(Delta(index=i, tokens=[token])) for i, token in enumerate(tokens[:have]))
     text = again.skip_delivered(tokens[:have])
     assert text == sent and again.num_whole == whole.num_whole

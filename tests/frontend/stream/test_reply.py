@@ -1,4 +1,4 @@
-"""Text, reason and counts of one request from its deltas."""
+"""Text, finish reason and counts of one request from its deltas."""
 
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,7 @@ def make_reply(
 
 
 def play(reply: Reply, tokens: list[int], finish: wire.FinishReason = "length", cuts: tuple[int, ...] = ()) -> str:
-    """The whole text when the tokens come in deltas that begin at `cuts`."""
+    """Returns the whole text of tokens in deltas that start at `cuts`."""
     text = ""
     edges = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
     for start, end in pairwise(edges):
@@ -57,7 +57,7 @@ SAYS = token_ids("once upon a time STOP here")
     ids=[
         "no end", "stop string", "stop string kept", "beginning of a stop string", "stop within min_tokens", "end of sequence",
         "end of sequence with specials shown", "end of sequence kept", "stop token", "stop token kept",
-        "held text at the end", "nothing said",
+        "held text at the end", "no text",
     ],
 )  # fmt: skip
 def test_text_and_reason(

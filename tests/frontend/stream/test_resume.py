@@ -13,16 +13,15 @@ from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta, ResumableStream
-from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_ids
-from tests.frontend.openai.test_chat_parts import ANSWER, TOOL, TOOLS_TEMPLATE, USER
+from tests.frontend.fakes import MIXED_TEXT, FakeBackend, Step, tiny_assets, token_ids
+from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
-SAYS = "once 🦊 upon STOP a\n\n time 🦊"
 Event = tuple[str, Any]
-"""Id and document; "" and "[DONE]" at the end."""
+"""Id and document of an event; "" and "[DONE]" at the end."""
 
 
 def tokens_of(request: wire.Request, text: str) -> list[int]:
-    """What a request is answered with: text that tells its choice apart, cut where it was asked to end."""
+    """Returns the tokens of an answer: text that identifies its choice, cut at max_tokens."""
     return token_ids(text + ("" if request.sampling.seed % 2 else " twin"))[: request.sampling.max_tokens]
 
 
@@ -33,7 +32,7 @@ class Model(FakeBackend):
 
 
 def model_that_says(text: str) -> Model:
-    """Goes on after what was delivered, a token at a time."""
+    """Continues after the delivered tokens, one token at a time."""
 
     def script(request: wire.Request) -> Sequence[Step]:
         tokens = tokens_of(request, text)
@@ -48,12 +47,12 @@ def model_that_says(text: str) -> Model:
 async def stream(
     backend: Model, path: str, body: Mapping[str, Any], last: str = "", key: str = "sk-1", keys: Sequence[ApiKey] = ()
 ) -> tuple[int, list[Event]]:
-    """Status and events of a streamed answer."""
+    """Returns status and events of a streamed answer."""
     headers = {"authorization": f"Bearer {key}"} | ({"last-event-id": last} if last else {})
-    if not hasattr(backend, "app"):  # made once: it takes longer than an answer
+    if not hasattr(backend, "app"):  # created once, because it takes longer than an answer
         backend.app = create_app(backend, keys=ApiKeys(keys))
     transport = httpx.ASGITransport(backend.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
         answer = await client.post(path, json={**body, "stream": True}, headers=headers)
     if answer.status_code != 200:
         return answer.status_code, [("", answer.json()["error"])]
@@ -66,42 +65,42 @@ async def stream(
     return 200, events
 
 
-def told(events: Sequence[Event]) -> dict[Any, Any]:
-    """What a client makes of these events: for each choice its texts, calls, tokens and how it ended."""
-    made: dict[Any, Any] = {}
+def joined(events: Sequence[Event]) -> dict[Any, Any]:
+    """Joins events as a client does: for each choice its texts, calls, tokens and end."""
+    result: dict[Any, Any] = {}
     for _, document in events:
         if document == "[DONE]":
-            made["done"] = True
+            result["done"] = True
         elif "choices" not in document:
             if "finish_reason" in document:
-                made |= {"whole": document["text"], "ids": document["token_ids"], "finish": document["finish_reason"]}
+                result |= {"whole": document["text"], "ids": document["token_ids"], "finish": document["finish_reason"]}
             else:
-                made["text"] = made.get("text", "") + document["text"]
-                made["token_ids"] = made.get("token_ids", []) + document["token_ids"]
+                result["text"] = result.get("text", "") + document["text"]
+                result["token_ids"] = result.get("token_ids", []) + document["token_ids"]
         else:
             if document.get("usage"):
-                made["usage"] = document["usage"]["completion_tokens"]
+                result["usage"] = document["usage"]["completion_tokens"]
             for choice in document["choices"]:
-                add_choice(made.setdefault(choice["index"], {}), choice)
-    return made
+                add_choice(result.setdefault(choice["index"], {}), choice)
+    return result
 
 
-def add_choice(seen: dict[str, Any], choice: Mapping[str, Any]) -> None:
+def add_choice(result: dict[str, Any], choice: Mapping[str, Any]) -> None:
     delta = choice.get("delta", choice)
     for field in ("text", "content", "reasoning_content"):
-        seen[field] = seen.get(field, "") + (delta.get(field) or "")
+        result[field] = result.get(field, "") + (delta.get(field) or "")
     for call in delta.get("tool_calls", ()):
         function = call["function"]
-        seen[call["index"]] = seen.get(call["index"], "") + function.get("name", "") + function["arguments"]
+        result[call["index"]] = result.get(call["index"], "") + function.get("name", "") + function["arguments"]
     logprobs = choice.get("logprobs") or {}
-    seen["logprobs"] = seen.get("logprobs", []) + (logprobs.get("tokens") or logprobs.get("content") or [])
-    seen["offsets"] = seen.get("offsets", []) + logprobs.get("text_offset", [])
-    seen["token_ids"] = seen.get("token_ids", []) + choice.get("token_ids", [])
-    seen["finish"] = choice["finish_reason"] or seen.get("finish")
+    result["logprobs"] = result.get("logprobs", []) + (logprobs.get("tokens") or logprobs.get("content") or [])
+    result["offsets"] = result.get("offsets", []) + logprobs.get("text_offset", [])
+    result["token_ids"] = result.get("token_ids", []) + choice.get("token_ids", [])
+    result["finish"] = choice["finish_reason"] or result.get("finish")
 
 
 Journal = Callable[[int, int], int]
-"""How many tokens are known of a choice, from how many the client has and how many there are."""
+"""The number of known tokens of a choice, from the number that the client has and the total."""
 JOURNALS: dict[str, Journal] = {
     "knows what the client has": lambda have, total: have,
     "knows less": lambda have, total: max(0, have - 2),
@@ -109,14 +108,18 @@ JOURNALS: dict[str, Journal] = {
     "knows all": lambda have, total: total,
 }
 BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "completion": ("/v1/completions", SAYS, {"prompt": "x", "stop": ["STOPPED"], "stream_options": {"include_usage": True}}),
-    "stop string": ("/v1/completions", SAYS, {"prompt": "x", "stop": ["a\n\n t"]}),
-    "echo": ("/v1/completions", SAYS, {"prompt": "x", "echo": True, "logprobs": 1}),
-    "logprobs": ("/v1/completions", SAYS, {"prompt": "x", "logprobs": 1, "return_token_ids": True, "n": 2}),
-    "two prompts": ("/v1/completions", SAYS, {"prompt": ["x", "y"], "n": 2}),
+    "completion": (
+        "/v1/completions",
+        MIXED_TEXT,
+        {"prompt": "x", "stop": ["STOPPED"], "stream_options": {"include_usage": True}},
+    ),
+    "stop string": ("/v1/completions", MIXED_TEXT, {"prompt": "x", "stop": ["a\n\n t"]}),
+    "echo": ("/v1/completions", MIXED_TEXT, {"prompt": "x", "echo": True, "logprobs": 1}),
+    "logprobs": ("/v1/completions", MIXED_TEXT, {"prompt": "x", "logprobs": 1, "return_token_ids": True, "n": 2}),
+    "two prompts": ("/v1/completions", MIXED_TEXT, {"prompt": ["x", "y"], "n": 2}),
     "chat": ("/v1/chat/completions", ANSWER, {"messages": USER, "logprobs": True}),
     "tools": ("/v1/chat/completions", ANSWER, {"messages": USER, "tools": [TOOL], "n": 2, "return_token_ids": True}),
-    "native": ("/v1/generate", SAYS, {"prompt": "x", "stop": "STOPPED"}),
+    "native": ("/v1/generate", MIXED_TEXT, {"prompt": "x", "stop": "STOPPED"}),
 }
 
 
@@ -127,21 +130,21 @@ async def test_resumed_stream_is_complete_wherever_it_was_cut(case: str, journal
     body = {"max_tokens": 200, **body}
     first = model_that_says(text)
     _, whole = await stream(first, path, body)
-    begun = {request.id: request for request in first.requests}
+    first_requests = {request.id: request for request in first.requests}
     cuts = [i for i, (id, document) in enumerate(whole) if id and document != "[DONE]"]
     assert len(cuts) > 5
     again = model_that_says(text)
     for cut in cuts[:: max(1, len(cuts) // 12)]:
         last = whole[cut][0]
         indices = [int(index) for index in last.rpartition(":")[2].split(",")]
-        for (id, request), index in zip(begun.items(), indices, strict=True):
+        for (id, request), index in zip(first_requests.items(), indices, strict=True):
             tokens = tokens_of(request, text)
             known = journal(index + 1, len(tokens))
             finish: wire.FinishReason | None = "stop" if known == len(tokens) else None
-            again.begun[id] = ResumableStream(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
+            again.resumable[id] = ResumableStream(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
         status, rest = await stream(again, path, body, last)
         assert status == 200, rest
-        assert told([*whole[: cut + 1], *rest]) == told(whole), f"cut after event {cut}: {last}"
+        assert joined([*whole[: cut + 1], *rest]) == joined(whole), f"cut after event {cut}: {last}"
         assert {document["id"] for _, document in rest if "id" in document} <= {whole[0][1].get("id")}
 
 
@@ -150,23 +153,23 @@ async def test_unknown_choice_is_sampled_again() -> None:
     first = model_that_says(text)
     _, whole = await stream(first, path, {**body, "max_tokens": 200})
     again = model_that_says(text)
-    again.begun = {first.requests[1].id: ResumableStream(first.requests[1])}
+    again.resumable = {first.requests[1].id: ResumableStream(first.requests[1])}
     cut = len(whole) // 2
     _, rest = await stream(again, path, {**body, "max_tokens": 200}, next(id for id, _ in reversed(whole[: cut + 1]) if id))
-    assert told([*whole[: cut + 1], *rest]) == told(whole)
+    assert joined([*whole[: cut + 1], *rest]) == joined(whole)
     assert [request.sampling.seed for request in again.requests] == [request.sampling.seed for request in first.requests]
 
 
 KEYS = [ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]
 
 
-async def ask_again(last: Callable[[str], str], **change: Any) -> tuple[int, Any]:
-    """What comes of resuming a completion of alice's."""
-    first, again = model_that_says(SAYS), model_that_says(SAYS)
+async def resume(last: Callable[[str], str], **change: Any) -> tuple[int, Any]:
+    """Returns the result of resuming a completion of alice's."""
+    first, again = model_that_says(MIXED_TEXT), model_that_says(MIXED_TEXT)
     body = {"prompt": "x", "max_tokens": 9}
     _, whole = await stream(first, "/v1/completions", body, keys=KEYS)
-    again.begun = {
-        first.requests[0].id: ResumableStream(msgspec.structs.replace(first.requests[0], delivered=token_ids(SAYS)[:3]))
+    again.resumable = {
+        first.requests[0].id: ResumableStream(msgspec.structs.replace(first.requests[0], delivered=token_ids(MIXED_TEXT)[:3]))
     }
     key = change.pop("key", "sk-1")
     status, events = await stream(again, "/v1/completions", {**body, **change}, last(whole[1][0]), key, KEYS)
@@ -176,13 +179,13 @@ async def ask_again(last: Callable[[str], str], **change: Any) -> tuple[int, Any
 
 async def test_unknown_and_foreign_streams_get_equal_errors() -> None:
     unknown = [
-        await ask_again(lambda id: f"cmpl-{'0' * 32}:1"),
-        await ask_again(lambda id: "nonsense"),
-        await ask_again(lambda id: id, key="sk-2"),
+        await resume(lambda id: f"cmpl-{'0' * 32}:1"),
+        await resume(lambda id: "nonsense"),
+        await resume(lambda id: id, key="sk-2"),
     ]
     assert {status for status, _ in unknown} == {404}
     assert unknown[0] == unknown[1] == unknown[2] and unknown[0][1]["code"] == "unknown_stream"
-    assert (await ask_again(lambda id: id))[0] == 200
+    assert (await resume(lambda id: id))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -194,13 +197,13 @@ async def test_unknown_and_foreign_streams_get_equal_errors() -> None:
     ids=["prompt", "length", "temperature", "choices", "index"],
 )  # fmt: skip
 async def test_a_request_is_resumed_as_it_was(change: dict[str, Any], last: Callable[[str], str]) -> None:
-    status, error = await ask_again(last, **change)
+    status, error = await resume(last, **change)
     assert (status, error["code"], error["param"]) == (400, "resume_differs", "Last-Event-ID")
 
 
 async def test_an_answer_that_is_not_streamed_takes_no_notice() -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(create_app(model_that_says("once"))), base_url="http://door"
+        transport=httpx.ASGITransport(create_app(model_that_says("once"))), base_url="http://api-server"
     ) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"last-event-id": "nonsense"})
     assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""Tokens beside the text: each counted token is shown once, in order, with the text that it made."""
+"""Each counted token is shown once, in order, with its text."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,7 +27,7 @@ def detail(token: int) -> wire.TokenDetail:
 
 
 def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str, Sequence[ShownToken]]], Reply]:
-    """Pieces of text and the tokens shown with each, when the tokens come in deltas that begin at `cuts`."""
+    """Returns pieces of text and the tokens shown with each, for deltas that start at `cuts`."""
     sampling = wire.Sampling(max_tokens=99, seed=0, stop_token_ids=[eos_id()], logprobs=1)
     reply = Reply(make_detokenizer(TOKENIZER, skip), sampling, (stop,) if stop else (), (), False, WANTS)
     pieces: list[tuple[str, Sequence[ShownToken]]] = []
@@ -43,7 +43,7 @@ def play(stop: str, cuts: list[int], skip: bool = True) -> tuple[list[tuple[str,
             )
         )
         if text or reply.finish is not None:
-            pieces.append((text, reply.shown()))
+            pieces.append((text, reply.take_shown()))
         if reply.finish is not None:
             break
     return pieces, reply
@@ -85,8 +85,8 @@ def test_token_of_half_a_character_is_escaped_like_openai() -> None:
 def test_sampled_token_outside_top_logprobs_is_included() -> None:
     a, b, c = token_ids("a")[0], token_ids("b")[0], token_ids("c")[0]
     token = ShownToken(c, 3, wire.TokenDetail(logprob=-9.0, rank=7, top_ids=[a, b], top_logprobs=[-1.0, -2.0]))
-    told = completion_logprobs([token], ShownFields(logprobs=2), SPELLING, offset=10)
-    assert told == {
+    logprobs = completion_logprobs([token], ShownFields(logprobs=2), SPELLING, offset=10)
+    assert logprobs == {
         "text_offset": [13], "token_logprobs": [-9.0], "tokens": ["c"], "top_logprobs": [{"a": -1.0, "b": -2.0, "c": -9.0}]
     }  # fmt: skip
     assert completion_logprobs([token], ShownFields(logprobs=0), SPELLING, 0)["top_logprobs"] == [{"c": -9.0}]
@@ -101,8 +101,8 @@ def test_equal_texts_keep_the_more_probable_token() -> None:
             return "same" if id in (1, 2) else "other"
 
     token = ShownToken(1, 0, wire.TokenDetail(logprob=-9.0, rank=7, top_ids=[2, 3], top_logprobs=[-0.5, -1.0]))
-    told = completion_logprobs([token], ShownFields(logprobs=2), Twins(TOKENIZER, False), 0)
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
+    logprobs = completion_logprobs([token], ShownFields(logprobs=2), Twins(TOKENIZER, False), 0)
+    assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([-9.0], [{"same": -0.5, "other": -1.0}])
 
 
 def test_impossible_token_has_a_finite_logprob() -> None:
@@ -112,8 +112,8 @@ def test_impossible_token_has_a_finite_logprob() -> None:
 
 def test_prompt_logprobs_count_ranks_from_one() -> None:
     a, b = token_ids("a")[0], token_ids("b")[0]
-    told = prompt_logprobs([a, b], [wire.TokenDetail(logprob=-3.0, rank=4, top_ids=[a], top_logprobs=[-0.5])], 1, SPELLING)
-    assert told == [
+    logprobs = prompt_logprobs([a, b], [wire.TokenDetail(logprob=-3.0, rank=4, top_ids=[a], top_logprobs=[-0.5])], 1, SPELLING)
+    assert logprobs == [
         None,
         {
             str(b): {"logprob": -3.0, "rank": 5, "decoded_token": "b"},

@@ -1,4 +1,4 @@
-"""Chat templates as models bring them."""
+"""Chat templates of models."""
 
 import json
 from datetime import UTC, datetime

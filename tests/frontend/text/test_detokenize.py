@@ -1,4 +1,4 @@
-"""Pieces of text from tokens, against the tokenizer's own decode of the whole."""
+"""The incremental detokenizer against the tokenizer's own decode."""
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ def pieces(tokenizer: TextTokenizer, ids: list[int], skip_special_tokens: bool =
 
 
 def token_lists(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
-    """Any tokens, but byte tokens (`<0xNN>`) only as whole characters: the library gives up a run of them for one bad byte."""
+    """Any tokens, with byte tokens (`<0xNN>`) only as whole characters: the library replaces a run with one bad byte."""
     ids = range(tokenizer.max_token_id + 1)
     plain = [id for id in ids if (token := tokenizer.token(id)) and (not token.startswith("<0x") or token == "<0xZZ>")]
     single = st.sampled_from(plain).map(lambda id: [id])
@@ -58,10 +58,10 @@ def test_a_text_comes_back_without_a_broken_character(kind: str, text: str) -> N
     text = text.replace(REPLACEMENT, "").replace(tokenizers.WORD_START, "")
     # The tiny sentencepiece vocabulary has no letters: every character is a run of bytes.
     ids = tokenizer.encode(text, False) if kind == "byte level" else [3 + byte for byte in text.encode()]
-    told = pieces(tokenizer, ids)
+    decoded = pieces(tokenizer, ids)
     # sentencepiece decoders drop one leading space
-    assert "".join(told) == (text if kind == "byte level" else text.removeprefix(" "))
-    assert REPLACEMENT not in "".join(told)
+    assert "".join(decoded) == (text if kind == "byte level" else text.removeprefix(" "))
+    assert REPLACEMENT not in "".join(decoded)
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
@@ -74,7 +74,7 @@ def test_half_a_character_waits_for_its_rest(kind: str) -> None:
 
 
 def byte_tokens(tokenizer: TextTokenizer, raw: bytes) -> list[int]:
-    """Ids of the single-byte tokens of a byte-level vocabulary."""
+    """Returns the ids of single-byte tokens."""
     assert tokenizer.rule is not None
     by_byte = {tokenizer.piece(id, tokenizer.rule): id for id in range(2, 258)}
     return [by_byte[bytes([byte])] if bytes([byte]) in by_byte else by_byte[chr(byte)] for byte in raw]

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in a text that comes in pieces: nothing lost, nothing doubled, however it was cut."""
+"""Reasoning and tool calls in text pieces: the result does not depend on the cuts."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ CALLS = st.lists(st.tuples(st.text(alphabet='fg_"', min_size=1, max_size=4), st.
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Parts in which neighbours of one kind are one."""
+    """Joins neighbouring parts of one kind."""
     whole: list[Part] = []
     for part in parts:
         last = whole[-1] if whole else None

@@ -21,7 +21,7 @@ def run(stops: list[str], parts: list[str], include: bool = False) -> tuple[str,
 
 
 def by_reading(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
-    """The slow twin: look at every beginning of the text, in order."""
+    """Reference: examines every prefix of the text, in order."""
     for end in range(len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -40,13 +40,13 @@ def test_cut_is_independent_of_text_pieces(stops: list[str], parts: list[str], i
 @given(stops=STOPS, parts=st.lists(TEXT, max_size=6))
 def test_only_possible_stop_prefixes_are_held(stops: list[str], parts: list[str]) -> None:
     search = StopStrings(stops)
-    sent = seen = ""
+    sent = received = ""
     for part in parts:
-        seen += part
+        received += part
         sent += search.feed(part)
         if search.found is not None:
             return
-        held = seen[len(sent) :]
+        held = received[len(sent) :]
         assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
 
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that models have, for tests of text."""
+"""Small tokenizers of each decoder kind."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ def without_decoder() -> bytes:
 
 
 def word_pieces() -> bytes:
-    """A decoder that no piece rule describes."""
+    """A decoder without a piece rule."""
     words = ["<unk>", "<s>", "</s>", "once", "##upon", "a", "##s"]
     return _document(words, {"type": "WordPiece", "prefix": "##", "cleanup": False})
 
@@ -54,7 +54,7 @@ def _document(words: list[str], decoder: dict[str, Any] | None, byte_fallback: b
     return json.dumps(
         {
             "version": "1.0",
-            # As a tokenizer saved by a trainer may be: neither must touch a prompt.
+            # As saved by a trainer: neither may affect a prompt.
             "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
             "padding": None,
             "added_tokens": [{"id": id, "content": words[id], **special} for id in range(3)],

@@ -1,4 +1,4 @@
-"""Groups and streams for tests of balancing, by the few numbers that matter there; and a small world that obeys proposals."""
+"""Groups and streams for balancing tests, and a small world that executes planned moves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,18 +8,19 @@ from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.records import PlannedMove, StreamView
 from phalanx_router.routing.view import GroupView
+from tests.router.views import make_group_view
 
 PAGES, PAGE = 1000, 16
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=1e-6, attention_s=0.0)
 FREE = Budgets(moves_per_group=1000, tokens_share_per_s=1000.0)
-"""No bound to speak of."""
+"""Budgets without an effective limit."""
 
 
 def group(name: str, used: float = 0.0, /, **fields: object) -> GroupView:
-    """A group of which this share of the pages is used."""
+    """A group with this share of its pages used."""
     known: dict[str, object] = {
         "group": name,
-        "model": MODEL,
+        "step_model": MODEL,
         "total_pages": PAGES,
         "page_size": PAGE,
         "used_pages": round(used * PAGES),
@@ -28,7 +29,7 @@ def group(name: str, used: float = 0.0, /, **fields: object) -> GroupView:
         "page_bytes": 1 << 16,
         "mean_output_tokens": 400.0,
     }
-    return GroupView(key=f"{name}/1/1", **(known | fields))  # type: ignore[arg-type]
+    return make_group_view(f"{name}/1/1", **(known | fields))
 
 
 def stream(name: str, group_name: str, context: int = 1000, /, **fields: object) -> StreamView:
@@ -37,10 +38,7 @@ def stream(name: str, group_name: str, context: int = 1000, /, **fields: object)
 
 @dataclass(slots=True)
 class World:
-    """Groups with streams that neither grow nor end. `noise` disturbs what is reported of a group, in pages.
-
-    mine: whether a stream belongs to the router whose balancer this is; others of the same fleet may have the rest.
-    """
+    """Groups with streams that neither grow nor end. `noise`: error of reported pages. `mine`: streams of this router."""
 
     where: dict[str, str]
     contexts: dict[str, int]
@@ -70,17 +68,33 @@ class World:
         return self.balancer.tick(self.views(), self.streams_of, now)
 
     def obey(self, proposal: PlannedMove, now: float) -> bool:
-        """Moves the stream at once; whether it came back to a group just left."""
+        """Executes a move; returns whether it was a return to a recent source."""
         source, target = (key.split("/")[0] for key in (proposal.source, proposal.target))
         assert self.where[proposal.stream] == source
         self.where[proposal.stream] = target
         if self.remember:
             before = self.records.get(proposal.stream)
-            moves = (before.moves if before else 0) + 1
+            num_moves = (before.num_moves if before else 0) + 1
             self.records[proposal.stream] = stream(
-                proposal.stream, target, proposal.context, moves=moves, moved_s=now, left=proposal.source
+                proposal.stream, target, proposal.context, num_moves=num_moves, moved_at=now, last_source=proposal.source
             )
-        return self.balancer.ended(proposal, True, now)
+        return self.balancer.record_end(proposal, True, now)
 
     def pressure(self, name: str) -> float:
         return self.view(name).pressure
+
+
+def hot_world(policy: BalancePolicy | None = None, count: int = 14, context: int = 1000) -> World:
+    """Group a has `count` streams of 63 pages each, b to e are empty."""
+    names = list("abcde")
+    streams = {f"s{i:02}": "a" for i in range(count)}
+    return World(streams, dict.fromkeys(streams, context), names, Balancer(policy or BalancePolicy(budgets=FREE)))
+
+
+def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
+    """The first tick with moves, or the last one."""
+    for number in range(ticks):
+        decision = world.tick(0.25 * number)
+        if decision.moves:
+            break
+    return decision

@@ -1,45 +1,29 @@
-"""What a router moves, and what it leaves alone: budgets, guards, rescue, emptying."""
+"""Moves of one router: budgets, guards, rescue, evacuation."""
 
 from dataclasses import replace
 
 import pytest
 
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
-from phalanx_router.balancing.balancer import BalanceDecision, Balancer, Shed, SheddingTimer
+from phalanx_router.balancing.balancer import Balancer, Shed, SheddingTimer
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.ladder import Action
+from phalanx_router.balancing.ladder import HotspotAction
 from phalanx_router.balancing.records import NoMove, PlannedMove, Rung
 from phalanx_router.balancing.targets import select_transfer
-from tests.router.balancing.groups import FREE, World, group, stream
-
-
-def hot_world(policy: BalancePolicy | None = None, count: int = 14, context: int = 1000) -> World:
-    """Group a holds `count` streams of 63 pages each, b to e none."""
-    names = list("abcde")
-    streams = {f"s{i:02}": "a" for i in range(count)}
-    return World(streams, dict.fromkeys(streams, context), names, Balancer(policy or BalancePolicy(budgets=FREE)))
-
-
-def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
-    """The first tick that proposes something, or the last one."""
-    for number in range(ticks):
-        decision = world.tick(0.25 * number)
-        if decision.proposals:
-            break
-    return decision
+from tests.router.balancing.groups import FREE, World, first_moves, group, hot_world, stream
 
 
 def test_hotspot_sends_just_enough_to_end() -> None:
     world = hot_world()
     decision = first_moves(world)
     assert decision.hotspots[0].cause == "kv" and decision.hotspots[0].action == "migrate"
-    assert {p.source for p in decision.proposals} == {"a/1/1"} and len({p.target for p in decision.proposals}) == 1
-    for proposal in decision.proposals:
+    assert {p.source for p in decision.moves} == {"a/1/1"} and len({p.target for p in decision.moves}) == 1
+    for proposal in decision.moves:
         world.obey(proposal, 0.25)
     assert 0.6 < world.pressure("a") < 0.75
-    assert all("a is kv-bound" in p.why and p.way == "precopy" for p in decision.proposals)
+    assert all("a is kv-bound" in p.why and p.transfer == "precopy" for p in decision.moves)
     later = [world.tick(1.0 + 0.25 * i) for i in range(100)]
-    assert not any(d.proposals for d in later)
+    assert not any(d.moves for d in later)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +38,11 @@ def test_hotspot_sends_just_enough_to_end() -> None:
 )
 def test_nothing_moves_without_leave(policy: BalancePolicy, code: str) -> None:
     decision = first_moves(hot_world(policy))
-    assert not decision.proposals
+    assert not decision.moves
     assert [r.code for r in decision.refusals] == [code]
 
 
-ACTIONS: list[tuple[Mode, bool, Action]] = [
+ACTIONS: list[tuple[Mode, bool, HotspotAction]] = [
     ("Off", False, "none"),
     ("Off", True, "none"),
     ("Route", False, "steer"),
@@ -69,7 +53,7 @@ ACTIONS: list[tuple[Mode, bool, Action]] = [
 
 
 @pytest.mark.parametrize(("mode", "is_saturated", "action"), ACTIONS)
-def test_reported_hotspot_equals_the_applied_one(mode: Mode, is_saturated: bool, action: Action) -> None:
+def test_reported_hotspot_equals_the_applied_one(mode: Mode, is_saturated: bool, action: HotspotAction) -> None:
     world = hot_world(BalancePolicy(mode=mode))
     if is_saturated:
         demands = {"a": 400, "b": 860, "c": 860, "d": 800, "e": 800}
@@ -84,13 +68,13 @@ def test_nothing_moves_for_balance_when_all_are_full() -> None:
     world.fields = {name: {"demand_pages": 900} for name in "bcd"}
     world.fields["a"] = {"demand_pages": 200}
     decision = first_moves(world)
-    assert decision.is_saturated and not decision.proposals
+    assert decision.is_saturated and not decision.moves
 
 
 UNFIT = {
-    "has not begun": {"generated": 0},
-    "was moved three times": {"moves": 3, "moved_s": -100.0},
-    "was moved just now": {"moves": 1, "moved_s": -2.0},
+    "has not started": {"generated": 0},
+    "was moved three times": {"num_moves": 3, "moved_at": -100.0},
+    "was moved just now": {"num_moves": 1, "moved_at": -2.0},
     "is pinned": {"is_pinned": True},
 }
 
@@ -100,7 +84,7 @@ def test_a_stream_stays_that(fields: dict[str, object]) -> None:
     world = hot_world()
     world.records = {name: stream(name, "a", **fields) for name in world.where}
     decision = first_moves(world)
-    assert decision.hotspots and not decision.proposals
+    assert decision.hotspots and not decision.moves
     assert decision.refusals[0].code == "no_victim"
 
 
@@ -114,64 +98,64 @@ def test_a_stream_about_to_end_is_no_victim() -> None:
     world = hot_world()
     world.fields = {"a": {"copy_bytes_per_s": 1e4, "mean_output_tokens": 2.0}}
     world.records = {name: stream(name, "a", generated=1) for name in world.where}
-    assert not first_moves(world).proposals
+    assert not first_moves(world).moves
 
 
 def test_moves_at_once_are_bounded_until_they_end() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)), count=15)
     first = first_moves(world)
-    assert len(first.proposals) == 2
+    assert len(first.moves) == 2
     again = world.tick(1.0)
-    assert not again.proposals
-    for proposal in first.proposals:
+    assert not again.moves
+    for proposal in first.moves:
         world.obey(proposal, 1.0)
-    assert len(world.tick(1.25).proposals) == 2
+    assert len(world.tick(1.25).moves) == 2
 
 
 def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
     budget = MoveBudget()
-    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.0)
+    budget.refill(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.0)
     rungs: list[tuple[Rung, float]] = [("migrate", 1000.0), ("evacuate", 2500.0)]
     for rung, most in rungs:
-        assert budget.forbids("a", "b", rung) is None
-        budget.spend(
-            PlannedMove(stream="s", source="a", target="b", way="precopy", rung=rung, context=100, bytes_per_s=None, why=""),
+        assert budget.exceeded_limit("a", "b", rung) is None
+        budget.record_start(
+            PlannedMove(stream="s", source="a", target="b", transfer="precopy", rung=rung, context=100, bytes_per_s=None, why=""),
             most + 500,
         )
-        assert [budget.forbids(*pair, rung) for pair in (("a", "c"), ("c", "b"), ("c", "d"))] == ["bytes"] * 3
-    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.25)
-    assert [budget.forbids("a", "c", rung) for rung, _ in rungs] == ["bytes", None]
-    budget.begin(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.75)
-    assert budget.forbids("a", "c", "migrate") is None
+        assert [budget.exceeded_limit(*pair, rung) for pair in (("a", "c"), ("c", "b"), ("c", "d"))] == ["bytes"] * 3
+    budget.refill(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.25)
+    assert [budget.exceeded_limit("a", "c", rung) for rung, _ in rungs] == ["bytes", None]
+    budget.refill(Budgets(bytes_per_s=1000.0), 10_000, ["a", "b", "c"], 0.75)
+    assert budget.exceeded_limit("a", "c", "migrate") is None
 
 
 def test_failed_move_frees_its_slot_and_counts_nothing() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
-    failed = first_moves(world).proposals
+    failed = first_moves(world).moves
     for proposal in failed:
-        assert not world.balancer.ended(proposal, False, 1.0)
-        assert not world.balancer.ended(proposal, True, 1.0), "an end counts once"
+        assert not world.balancer.record_end(proposal, False, 1.0)
+        assert not world.balancer.record_end(proposal, True, 1.0), "an end counts once"
     tired = {proposal.stream for proposal in failed}
-    again = world.tick(1.25).proposals
+    again = world.tick(1.25).moves
     assert len(again) == 2 and not {p.stream for p in again} & tired, "they rest for a second"
-    assert world.balancer.guard.with_departed_load(group("a"), 1.0) == group("a")
+    assert world.balancer.attraction.with_departed_load(group("a"), 1.0) == group("a")
 
 
-@pytest.mark.parametrize(("queued", "gives"), [(0, False), (60_000, True)])
-def test_long_prefill_steps_move_streams_only_if_lasting(queued: int, gives: bool) -> None:
-    """Its steps take 0.12 s with prompts and 0.02 s without; 60,000 queued tokens last for some 7 s."""
+@pytest.mark.parametrize(("queued", "moves"), [(0, False), (60_000, True)])
+def test_long_prefill_steps_move_streams_only_if_lasting(queued: int, moves: bool) -> None:
+    """Steps take 0.12 s with prompts and 0.02 s without; 60,000 queued tokens last about 7 s."""
     world = hot_world(BalancePolicy(budgets=FREE, itl_target_s=0.1), count=8)
     world.fields = {name: {"total_pages": 10_000} for name in world.names}
-    world.fields["a"] |= {"prompt_tokens_per_step": 1000.0, "queued_prompt_tokens": queued, "room": 1000}
+    world.fields["a"] |= {"prompt_tokens_per_step": 1000.0, "queued_prompt_tokens": queued, "max_num_batched_tokens": 1000}
     decision = first_moves(world)
     assert [hotspot.cause for hotspot in decision.hotspots] == ["decode"]
-    assert bool(decision.proposals) == gives
+    assert bool(decision.moves) == moves
 
 
 def test_very_slow_group_sends_streams_despite_free_pages() -> None:
     world = hot_world(count=6)
     world.fields = {"a": {"speed": 2.5}}
-    found = [p for i in range(60) for p in world.tick(0.25 * i).proposals]
+    found = [p for i in range(60) for p in world.tick(0.25 * i).moves]
     assert found and {p.source for p in found} == {"a/1/1"}
     assert "straggler" in found[0].why
 
@@ -180,23 +164,23 @@ def test_a_slow_group_is_only_weighed() -> None:
     world = hot_world(count=6)
     world.fields = {"a": {"speed": 1.5}}
     decisions = [world.tick(0.25 * i) for i in range(60)]
-    assert not any(d.proposals for d in decisions)
+    assert not any(d.moves for d in decisions)
     assert decisions[-1].hotspots[0].action == "weigh"
 
 
 def test_draining_group_sends_all_streams_in_any_mode() -> None:
     world = hot_world(BalancePolicy(mode="Off", empty=["a"], budgets=Budgets(moves_per_group=4)), count=10)
     world.records["s03"] = stream("s03", "a", generated=0, context=0)
-    now, ways = 0.0, set()
+    now, transfers = 0.0, set()
     while "a" in world.where.values():
         now += 0.25
         assert now < 5
-        proposals = world.tick(now).proposals
+        proposals = world.tick(now).moves
         assert 0 < len(proposals) <= 4 and all(p.rung == "evacuate" for p in proposals)
         for proposal in proposals:
-            ways.add((proposal.stream == "s03", proposal.way))
+            transfers.add((proposal.stream == "s03", proposal.transfer))
             world.obey(proposal, now)
-    assert ways == {(True, "recompute"), (False, "precopy")}
+    assert transfers == {(True, "recompute"), (False, "precopy")}
     assert max(world.pressure(name) for name in "bcde") < 0.3, "they are spread"
 
 
@@ -204,7 +188,7 @@ def test_most_urgent_group_drains_first_to_healthy_groups() -> None:
     world = hot_world(BalancePolicy(empty=["b", "a"]), count=4)
     world.where |= {"t0": "b", "t1": "b"}
     world.contexts |= {"t0": 900, "t1": 900}
-    proposals = world.tick(0.0).proposals
+    proposals = world.tick(0.0).moves
     assert [p.source for p in proposals] == ["b/1/1"] * 2 + ["a/1/1"] * 4
     assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
 
@@ -213,17 +197,17 @@ def test_leaving_group_drains_after_the_named_ones() -> None:
     world = hot_world(BalancePolicy(mode="Off", empty=["b"]), count=2)
     world.where |= {"t0": "b"}
     world.contexts |= {"t0": 900}
-    world.fields = {"a": {"draining": True}}
-    proposals = world.tick(0.0).proposals
+    world.fields = {"a": {"is_draining": True}}
+    proposals = world.tick(0.0).moves
     assert [(p.source, p.rung) for p in proposals] == [("b/1/1", "evacuate")] + [("a/1/1", "evacuate")] * 2
     assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
 
 
 def test_stream_of_a_failed_move_waits_a_second() -> None:
     world = hot_world(BalancePolicy(empty=["a"]), count=1)
-    (first,) = world.tick(0.0).proposals
-    world.balancer.ended(first, False, 0.5)
-    proposed = [bool(world.tick(now).proposals) for now in (0.75, 1.25, 1.5)]
+    (first,) = world.tick(0.0).moves
+    world.balancer.record_end(first, False, 0.5)
+    proposed = [bool(world.tick(now).moves) for now in (0.75, 1.25, 1.5)]
     assert proposed == [False, False, True]
 
 
@@ -231,7 +215,7 @@ def test_group_keeps_streams_without_a_free_target() -> None:
     world = hot_world(BalancePolicy(empty=["a"]), count=4)
     world.fields = {name: {"used_pages": 950} for name in "bcde"}
     decision = world.tick(0.0)
-    assert not decision.proposals and decision.refusals[0].code == "no_target"
+    assert not decision.moves and decision.refusals[0].code == "no_target"
 
 
 def rescue(world: World, *, policy: BalancePolicy | None = None) -> PlannedMove | NoMove:
@@ -244,17 +228,17 @@ def test_rescued_stream_goes_to_the_freest_group() -> None:
     world.fields = {name: {"used_pages": used} for name, used in zip("bcde", (700, 300, 500, 600), strict=True)}
     found = rescue(world)
     assert isinstance(found, PlannedMove)
-    assert (found.target, found.way, found.rung) == ("c/1/1", "stop", "rescue")
+    assert (found.target, found.transfer, found.rung) == ("c/1/1", "stop", "rescue")
 
 
 RESCUE_REFUSED = {
-    "nobody has room": ({name: {"used_pages": 900} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "no group has room": ({name: {"used_pages": 900} for name in "bcde"}, BalancePolicy(), "no_target"),
     "all would be full soon": (
         {name: {"total_pages": 200, "used_pages": 40, "running": 20} for name in "bcde"},
         BalancePolicy(),
         "no_target",
     ),
-    "nobody keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
+    "no group keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
     "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
     "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
     "they are emptied": ({}, BalancePolicy(empty=list("bcde")), "no_target"),
@@ -280,9 +264,9 @@ def test_returning_stream_closes_no_cycle() -> None:
     world = hot_world()
     world.names = ["a", "b", "c"]
     for source, target, now in (("a/1/1", "b/1/1", 0.0), ("b/1/1", "c/1/1", 4.0)):
-        world.balancer.pingpong.moved("s00", source, target, now)
+        world.balancer.pingpong.record_move("s00", source, target, now)
     world.where["s00"] = "c"
-    here = stream("s00", "c", 2000, moves=2, moved_s=4.0, left="b/1/1")
+    here = stream("s00", "c", 2000, num_moves=2, moved_at=4.0, last_source="b/1/1")
     assert isinstance(world.balancer.rescue("c/1/1", here, world.views(), 8.0), NoMove)
     found = world.balancer.rescue("c/1/1", here, world.views(), 12.0)
     assert isinstance(found, PlannedMove) and found.target == "a/1/1"
@@ -300,13 +284,13 @@ def test_a_rescue_counts_against_the_next_one() -> None:
 def test_stream_is_not_rescued_to_its_previous_group() -> None:
     world = hot_world()
     world.names = ["a", "b"]
-    back = stream("s00", "a", 2000, moves=1, moved_s=0.0, left="b/1/1")
+    back = stream("s00", "a", 2000, num_moves=1, moved_at=0.0, last_source="b/1/1")
     assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 5.0), NoMove)
     assert isinstance(world.balancer.rescue("a/1/1", back, world.views(), 11.0), PlannedMove)
 
 
-WAYS = {
-    "pages are dear to compute": ({}, {}, 4000, "precopy"),
+TRANSFERS = {
+    "pages are expensive to compute": ({}, {}, 4000, "precopy"),
     "a short one is computed": ({}, {}, 200, "recompute"),
     "another layout": ({}, {"layout": "tp4"}, 4000, "recompute"),
     "a thin wire": ({"copy_bytes_per_s": 1e5}, {}, 4000, "recompute"),
@@ -314,43 +298,45 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("here", "there", "context", "way"), WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(("here", "there", "context", "transfer"), TRANSFERS.values(), ids=TRANSFERS.keys())
 def test_stream_copies_its_pages_where_that_is_cheaper(
-    here: dict[str, object], there: dict[str, object], context: int, way: str
+    here: dict[str, object], there: dict[str, object], context: int, transfer: str
 ) -> None:
-    assert select_transfer(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == way
+    assert select_transfer(context, group("a", 0.5, **here), group("b", **there), None, "precopy") == transfer
 
 
 def test_source_group_does_not_look_free_at_once() -> None:
     world, before = hot_world(), group("a", 0.5)
-    for proposal in first_moves(world).proposals:
+    for proposal in first_moves(world).moves:
         world.obey(proposal, 10.0)
-    guard = world.balancer.guard
-    assert guard.with_departed_load(before, 10.0).running > before.running
-    burdens = [guard.with_departed_load(before, now).used_pages - before.used_pages for now in (10.0, 11.0, 12.0)]
-    assert burdens[0] > 100 and burdens[1] == pytest.approx(burdens[0] / 2, abs=1) and burdens[2] == 0
+    guard = world.balancer.attraction
+    assert guard.with_departed_load(before, 10.0).load.running > before.load.running
+    departed_pages = [
+        guard.with_departed_load(before, now).load.used_pages - before.load.used_pages for now in (10.0, 11.0, 12.0)
+    ]
+    assert departed_pages[0] > 100 and departed_pages[1] == pytest.approx(departed_pages[0] / 2, abs=1) and departed_pages[2] == 0
     assert guard.with_departed_load(group("b"), 10.0) == group("b")
 
 
 def test_oscillating_moves_are_disabled_for_a_minute() -> None:
     world = hot_world()
     pingpong = world.balancer.pingpong
-    assert not pingpong.moved("x", "a", "b", 0.0) and pingpong.moved("x", "b", "a", 9.0)
-    assert not pingpong.is_off(9.0), "one is chance"
-    assert pingpong.moved("x", "a", "b", 10.0)
-    assert pingpong.total == 2
+    assert not pingpong.record_move("x", "a", "b", 0.0) and pingpong.record_move("x", "b", "a", 9.0)
+    assert not pingpong.is_paused(9.0), "one is chance"
+    assert pingpong.record_move("x", "a", "b", 10.0)
+    assert pingpong.num_returns == 2
     assert first_moves(world).refusals[0].code == "pingpong"
-    assert pingpong.is_off(69.0) and not pingpong.is_off(70.0)
+    assert pingpong.is_paused(69.0) and not pingpong.is_paused(70.0)
 
 
 def test_few_returns_of_many_moves_do_not() -> None:
     pingpong = Balancer().pingpong
     for number in range(400):
-        pingpong.moved(f"s{number}", "a", "b", number * 0.1)
+        pingpong.record_move(f"s{number}", "a", "b", number * 0.1)
     for number in (397, 398, 399):
-        assert pingpong.moved(f"s{number}", "b", "a", 40.5)
-    assert not pingpong.is_off(41.0)
-    assert not pingpong.moved("s399", "a", "b", 60.0), "after ten seconds it is no return"
+        assert pingpong.record_move(f"s{number}", "b", "a", 40.5)
+    assert not pingpong.is_paused(41.0)
+    assert not pingpong.record_move("s399", "a", "b", 60.0), "after ten seconds it is no return"
 
 
 def test_saturation_sheds_waiting_requests_by_priority_band() -> None:
@@ -375,9 +361,9 @@ def test_a_saturated_fleet_sheds_through_the_tick() -> None:
 
 def test_a_policy_may_change_between_ticks() -> None:
     world = hot_world(BalancePolicy(mode="Off"))
-    assert not first_moves(world).proposals
+    assert not first_moves(world).moves
     world.balancer.policy = replace_mode(world.balancer.policy)
-    assert world.tick(9.0).proposals
+    assert world.tick(9.0).moves
 
 
 def replace_mode(policy: BalancePolicy) -> BalancePolicy:

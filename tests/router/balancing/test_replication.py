@@ -1,4 +1,4 @@
-"""When a hot prefix gets another home, and by which stream."""
+"""Replication of a hot prefix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,24 +6,24 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, Mode
 from phalanx_router.balancing.balancer import Balancer
-from phalanx_router.balancing.ladder import Action
-from tests.router.balancing.groups import FREE, World, stream
-from tests.router.balancing.test_balancer import first_moves, hot_world
+from phalanx_router.balancing.ladder import HotspotAction
+from tests.router.balancing.groups import FREE, World, first_moves, hot_world, stream
 
 PREFIX = b"p" * 16
 
 
 def prefix_world(policy: BalancePolicy | None = None, holders: Sequence[str] = ("a",), **fields: object) -> World:
-    """Half of the prompt tokens of a group begin with 2,000 tokens that it holds, and it has some seconds of them to compute."""
+    """Half of the prompt tokens of group a begin with its cached prefix of 2,000 tokens; its backlog lasts seconds."""
     world = hot_world(policy, count=5)
     world.balancer = Balancer(world.balancer.policy, lambda key: [f"{name}/1/1" for name in holders if key == PREFIX])
     world.balancer.policy = structs.replace(world.balancer.policy, ttft_target_s=2.0)
-    heavy: dict[str, object] = {"prefix_share": 0.5, "prefix": PREFIX, "prefix_tokens": 2000, "queued_prompt_tokens": 20_000}
+    heavy: dict[str, object] = {"hot_prefix": wire.HotPrefix(PREFIX, 125, 0.5), "queued_prompt_tokens": 20_000}
     world.fields = {"a": heavy | fields}
     world.contexts = {name: 3000 - 300 * place for place, name in enumerate(world.where)}
-    world.records = {name: stream(name, "a", size, has_prefix=size > 2400) for name, size in world.contexts.items()}
+    world.records = {name: stream(name, "a", size, has_hot_prefix=size > 2400) for name, size in world.contexts.items()}
     return world
 
 
@@ -32,11 +32,11 @@ def test_hot_prefix_is_replicated_by_the_cheapest_stream() -> None:
     decision = first_moves(world)
     (spot,) = decision.hotspots
     assert (spot.cause, spot.action) == ("prefix", "replicate")
-    (proposal,) = decision.proposals
-    assert (proposal.stream, proposal.rung, proposal.way, proposal.context) == ("s01", "replicate", "precopy", 2700)
+    (proposal,) = decision.moves
+    assert (proposal.stream, proposal.rung, proposal.transfer, proposal.context) == ("s01", "replicate", "precopy", 2700)
     assert "gets the prefix of 2000 tokens, 50% of the prompt tokens of a" in proposal.why
     world.obey(proposal, 0.5)
-    found = {0.25 * number: [p.rung for p in world.tick(0.25 * number).proposals] for number in range(3, 60)}
+    found = {0.25 * number: [p.rung for p in world.tick(0.25 * number).moves] for number in range(3, 60)}
     assert [now for now, rungs in found.items() if rungs] == [10.25], "the prefix went at 0.25"
 
 
@@ -45,15 +45,15 @@ def test_hot_prefix_goes_to_a_group_with_compatible_pages() -> None:
     for name in world.names[1:]:
         world.fields[name] = {"used_pages": 100}
     world.fields[world.names[-1]] = {"layout": "tp4"}
-    (proposal,) = first_moves(world).proposals
-    assert (proposal.target, proposal.way) == ("b/1/1", "precopy")
+    (proposal,) = first_moves(world).moves
+    assert (proposal.target, proposal.transfer) == ("b/1/1", "precopy")
 
 
 NO_HOME = {
     "three hold it": ({}, ("a", "b", "c"), "no_target"),
     "all cool groups hold it": ({}, ("b", "a"), "no_target"),
     "it is computed as soon": ({"page_bytes": 1 << 24}, ("a",), "no_victim"),
-    "nobody begins with it": ({"records": None}, ("a",), "no_victim"),
+    "no prompt begins with it": ({"records": None}, ("a",), "no_victim"),
     "others have no room": ({"others": {"used_pages": 810}}, ("a",), "no_target"),
     "others have another layout": ({"others": {"layout": "tp4"}}, ("a",), "no_target"),
 }
@@ -70,11 +70,11 @@ def test_a_hot_prefix_stays_where_it_is_when(fields: dict[str, Any], holders: Se
     for name in "bcde" if others else "":
         world.fields[name] = others
     decisions = [world.tick(0.25 * number) for number in range(8)]
-    assert not any(decision.proposals for decision in decisions)
+    assert not any(decision.moves for decision in decisions)
     assert decisions[-1].hotspots and [(r.rung, r.code) for r in decisions[-1].refusals] == [("replicate", code)]
 
 
 @pytest.mark.parametrize(("mode", "action"), [("Requeue", "requeue"), ("Route", "steer"), ("Off", "none")])
-def test_no_replication_in_a_forbidding_mode(mode: Mode, action: Action) -> None:
+def test_no_replication_in_a_forbidding_mode(mode: Mode, action: HotspotAction) -> None:
     decision = first_moves(prefix_world(BalancePolicy(mode=mode, budgets=FREE)))
-    assert not decision.proposals and decision.hotspots[0].action == action
+    assert not decision.moves and decision.hotspots[0].action == action

@@ -1,4 +1,4 @@
-"""The tick of a running router: hotspots are shown and relieved, groups emptied, requests rescued, over real links."""
+"""The balancing tick of a running router over real links: hotspots, evacuation, rescue."""
 
 import asyncio
 import dataclasses
@@ -11,9 +11,10 @@ from phalanx_api import moves, wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.session import StreamSession
-from tests.router.fakes import Script, World, expected, hear, make_request, make_settings, running_world
+from tests.polling import until
+from tests.router.fakes import Script, World, expected, group_of, make_request, make_settings, read_stream, running_world
+from tests.router.loads import report_load
 from tests.router.moves.moving_leaders import SERVED, MoveScript, MovingLeader
-from tests.router.routing.test_queued_requests import reported
 
 PROMPT = list(range(1, 321))
 FULL = wire.Load(
@@ -35,7 +36,7 @@ LONG_PROMPTS = wire.Load(
 
 
 def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
-    """Both with room; the first one holds its streams after 5 steps."""
+    """Two leaders with room; the first one holds its streams after 5 steps."""
     peers: list[MovingLeader] = []
     leaders = MovingLeader("a", peers, Script(hold_at=5)), MovingLeader("b", peers, None, target)
     for leader in leaders:
@@ -43,17 +44,22 @@ def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
     return leaders
 
 
-async def begin(world: World) -> tuple[StreamSession, asyncio.Task[list[int]]]:
-    """A stream with 5 tokens in the first group, and the client that hears it."""
+async def start_stream(world: World) -> tuple[StreamSession, asyncio.Task[list[int]]]:
+    """A stream with 5 tokens in the first group, and the task of its client."""
 
     async def tokens() -> list[int]:
-        return (await hear(world.fleet, make_request(PROMPT, max_tokens=20))).tokens
+        return (await read_stream(world.fleet, make_request(PROMPT, max_tokens=20))).tokens
 
     client = asyncio.create_task(tokens())
-    await world.until(lambda: any(len(run.stream.journal.delivered) >= 5 for run in world.fleet.runs))
-    (run,) = world.fleet.runs
-    assert run.link is not None and run.link.endpoint.group == "a"
-    return run, client
+    await until(lambda: any(len(session.stream.journal.delivered) >= 5 for session in world.fleet.sessions))
+    (session,) = world.fleet.sessions
+    assert group_of(session) == "a"
+    return session, client
+
+
+def handle_of(session: StreamSession) -> int:
+    assert session.assignment is not None
+    return session.assignment.handle
 
 
 def moved(world: World, why: str) -> float:
@@ -64,18 +70,18 @@ async def test_hotspot_is_reported_once_and_sends_a_stream(caplog: pytest.LogCap
     caplog.set_level(logging.INFO, "phalanx_router.migration.balance_loop")
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
-        run, client = await begin(world)
+        session, client = await start_stream(world)
         source.load = FULL
         assert await client == expected(PROMPT, 20)
         assert moved(world, "hotspot") == 1
         assert world.metric("phalanx_router_moves_proposed_total", rung="migrate") == 1
         assert world.metric("phalanx_router_hotspot", group="a", cause="kv") == 1
-        assert (run.balanced, world.fleet.balancing.count.moved) == (1, 1)
+        assert (session.moves.num_balanced, world.fleet.balancing.counts.moved) == (1, 1)
         source.load = EMPTY
-        await world.until(lambda: not world.fleet.balancing.last.hotspots)
+        await until(lambda: not world.fleet.balancing.decision.hotspots)
         assert world.registry.get_sample_value("phalanx_router_hotspot", {"group": "a", "cause": "kv"}) is None
-    told = [(r.getMessage(), r.__dict__["group"], r.__dict__["cause"]) for r in caplog.records if "hotspot" in r.getMessage()]
-    assert told == [("hotspot", "a", "kv"), ("hotspot over", "a", None)]
+    messages = [(r.getMessage(), r.__dict__["group"], r.__dict__["cause"]) for r in caplog.records if "hotspot" in r.getMessage()]
+    assert messages == [("hotspot", "a", "kv"), ("hotspot over", "a", None)]
 
 
 async def test_hot_prefix_is_replicated_with_one_of_its_streams() -> None:
@@ -84,33 +90,31 @@ async def test_hot_prefix_is_replicated_with_one_of_its_streams() -> None:
     async with running_world(
         source, target, settings=dataclasses.replace(TICKING, policy=BalancePolicy(ttft_target_s=0.5))
     ) as world:
-        run, client = await begin(world)
-        await source.tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
-        await world.until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
-        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HeavyPrefix(keys[-1], len(keys), 0.6)])
+        session, client = await start_stream(world)
+        await source.send(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
+        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HotPrefix(keys[-1], len(keys), 0.6)])
         assert await client == expected(PROMPT, 20)
         assert world.metric("phalanx_router_moves_proposed_total", rung="replicate") == 1
-        assert (moved(world, "hotspot"), run.balanced) == (1, 1)
+        assert (moved(world, "hotspot"), session.moves.num_balanced) == (1, 1)
 
 
 async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
-        run, client = await begin(world)
+        session, client = await start_stream(world)
         world.fleet.balancing.set_policy(BalancePolicy(number=1, mode="Off", empty=["a"]))
         assert await client == expected(PROMPT, 20)
-        assert moved(world, "drain") == 1 and run.balanced == 0
-        await hear(world.fleet, make_request([7, 8], max_tokens=4))
+        assert moved(world, "drain") == 1 and session.moves.num_balanced == 0
+        await read_stream(world.fleet, make_request([7, 8], max_tokens=4))
         assert [submit.request.prompt for submit in source.submitted] == [PROMPT]
 
 
 async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
-        _, client = await begin(world)
-        await source.tell(
-            wire.State(serving=False, incarnation=1, reason="told to leave", draining=True, served=source.move.served)
-        )
+        _, client = await start_stream(world)
+        await source.send(wire.State(serving=False, incarnation=1, reason="draining", draining=True, served=source.move.served))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "drain") == 1
 
@@ -124,57 +128,57 @@ async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
         ):
             world.fleet.balancing.set_policy(policy)
         assert world.fleet.balancing.policy == BalancePolicy(number=4, mode="Route")
-        assert world.fleet.links.fleet_view.emptied == frozenset()
+        assert world.fleet.links.fleet_view.evacuated == frozenset()
 
 
 async def test_request_about_to_be_preempted_moves() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
-        run, client = await begin(world)
-        await source.tell(moves.AskRescue([run.handle], 0.5))
+        session, client = await start_stream(world)
+        await source.send(moves.RescueRequest([handle_of(session)], 0.5))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "rescue") == 1
         assert [frame.mode for frame in source.frames if isinstance(frame, moves.MoveOut)] == ["stop"]
 
 
 async def test_source_group_gets_no_new_request_at_once() -> None:
-    """Both tell the same all the time, and the draw is the first one's: only the router knows what left it."""
+    """Both groups report equal loads and the draw selects the first: only the attraction guard differs."""
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
-        await asyncio.gather(*(reported(world, leader, THIRD_FREE) for leader in (source, target)))
-        run, client = await begin(world)
-        await source.tell(moves.AskRescue([run.handle], 0.5))
+        await asyncio.gather(*(report_load(world, leader, THIRD_FREE) for leader in (source, target)))
+        session, client = await start_stream(world)
+        await source.send(moves.RescueRequest([handle_of(session)], 0.5))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "rescue") == 1
         source.release()
-        await hear(world.fleet, make_request(PROMPT, max_tokens=4, id="newcomer"))
+        await read_stream(world.fleet, make_request(PROMPT, max_tokens=4, id="new"))
         assert [submit.request.id for submit in source.submitted] == ["request"]
-        assert [submit.request.id for submit in target.submitted] == ["request", "newcomer"]
+        assert [submit.request.id for submit in target.submitted] == ["request", "new"]
 
 
 async def test_request_stays_without_a_free_group() -> None:
     source, target = pair()
     target.load = FULL
     async with running_world(source, target, settings=TICKING) as world:
-        run, client = await begin(world)
-        await source.tell(moves.AskRescue([run.handle], 0.5))
-        await world.until(lambda: world.metric("phalanx_router_moves_refused_total", rung="rescue", why="no_target") == 1)
+        session, client = await start_stream(world)
+        await source.send(moves.RescueRequest([handle_of(session)], 0.5))
+        await until(lambda: world.metric("phalanx_router_moves_refused_total", rung="rescue", why="no_target") == 1)
         source.release()
         assert await client == expected(PROMPT, 20)
-        assert run.moved == 0
+        assert session.moves.num_completed == 0
 
 
 async def test_a_move_that_the_target_refuses_is_tried_again() -> None:
     source, target = pair(MoveScript(refuse="no_room"))
     async with running_world(source, target, settings=TICKING) as world:
-        _, client = await begin(world)
+        _, client = await start_stream(world)
         world.fleet.balancing.set_policy(BalancePolicy(budgets=Budgets(tokens_share_per_s=10.0)))
         source.load = FULL
-        await world.until(lambda: world.metric("phalanx_router_moves_total", outcome="refused", why="hotspot") >= 2)
+        await until(lambda: world.metric("phalanx_router_moves_total", outcome="refused", why="hotspot") >= 2)
         target.move.refuse = None
         assert await client == expected(PROMPT, 20)
         assert moved(world, "hotspot") == 1
-        assert world.fleet.balancing.count.failed >= 2
+        assert world.fleet.balancing.counts.failed >= 2
 
 
 async def test_a_bug_costs_one_tick(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,9 +189,9 @@ async def test_a_bug_costs_one_tick(caplog: pytest.LogCaptureFixture) -> None:
             calls.append(1)
             raise ValueError("a bug")
 
-        world.fleet.balancing.ticked.append(fail)
-        await world.until(lambda: len(calls) >= 2)
-        _, client = await begin(world)
+        world.fleet.balancing.tick_listeners.append(fail)
+        await until(lambda: len(calls) >= 2)
+        _, client = await start_stream(world)
         world.leaders[0].release()
         assert await client == expected(PROMPT, 20)
     assert "balancing failed" in caplog.text and "a bug" in caplog.text

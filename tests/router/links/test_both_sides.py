@@ -1,4 +1,4 @@
-"""The router's fleet over the leader's real link: both sides as they run, only the engine is scripted."""
+"""The router's backend over the leader's real link; only the engine is scripted."""
 
 import asyncio
 import dataclasses
@@ -9,8 +9,9 @@ from phalanx_api import wire
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.metrics import RouterMetrics
+from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
-from tests.router.fakes import ASSETS, expected, hear, make_request, make_settings
+from tests.router.fakes import ASSETS, expected, make_request, make_settings, read_stream
 
 
 async def test_streams_survive_a_new_incarnation_over_real_links() -> None:
@@ -19,21 +20,17 @@ async def test_streams_survive_a_new_incarnation_over_real_links() -> None:
         fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([first, second])))]
         try:
-            async with asyncio.timeout(10):
-                while fleet.links.num_ready < 2:
-                    await asyncio.sleep(0.002)
+            await until(lambda: fleet.links.num_ready == 2)
             assert fleet.assets() == ASSETS
             requests = [make_request([i, 2], max_tokens=50, id=f"r{i}") for i in range(8)]
-            streams = [asyncio.create_task(hear(fleet, request)) for request in requests]
-            async with asyncio.timeout(10):
-                while [len(engine.submitted) for engine in engines] != [4, 4]:
-                    await asyncio.sleep(0.002)
+            streams = [asyncio.create_task(read_stream(fleet, request)) for request in requests]
+            await until(lambda: [len(engine.submitted) for engine in engines] == [4, 4])
             for _ in range(10):
                 engines[0].step()
             engines[0].change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
             tasks += [asyncio.create_task(engine.run()) for engine in engines]
-            heard = await asyncio.gather(*streams)
-            assert [h.tokens for h in heard] == [expected(r.prompt, 50) for r in requests]
+            received = await asyncio.gather(*streams)
+            assert [h.tokens for h in received] == [expected(r.prompt, 50) for r in requests]
         finally:
             for task in tasks:
                 task.cancel()
@@ -46,16 +43,12 @@ async def test_streams_finish_while_their_leader_drains() -> None:
         fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
         tasks = [asyncio.create_task(fleet.run(StaticLeaders([address])))]
         try:
-            async with asyncio.timeout(10):
-                while fleet.links.num_ready < 1:
-                    await asyncio.sleep(0.002)
-                stream = asyncio.create_task(hear(fleet, make_request(max_tokens=50)))
-                while not engine.submitted:
-                    await asyncio.sleep(0.002)
-                engine.step()
-                engine.change(wire.State(serving=False, incarnation=1, reason="the pod is stopping", draining=True))
-                while fleet.links.num_ready:
-                    await asyncio.sleep(0.002)
+            await until(lambda: fleet.links.num_ready == 1)
+            stream = asyncio.create_task(read_stream(fleet, make_request(max_tokens=50)))
+            await until(lambda: engine.submitted)
+            engine.step()
+            engine.change(wire.State(serving=False, incarnation=1, reason="the pod is stopping", draining=True))
+            await until(lambda: not fleet.links.num_ready)
             tasks.append(asyncio.create_task(engine.run()))
             assert (await stream).tokens == expected([1, 2, 3], 50)
             assert engine.aborted == []
@@ -67,17 +60,15 @@ async def test_streams_finish_while_their_leader_drains() -> None:
 
 async def test_idle_link_stays_connected() -> None:
     engine = FakeEngine()
-    async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, door):
+    async with running_leader(engine, dataclasses.replace(make_link_settings(), silence_s=0.3)) as (address, endpoint):
         metrics = CollectorRegistry()
         fleet = RouterBackend(make_settings(heartbeat_timeout_s=0.2), RouterMetrics(metrics))
         task = asyncio.create_task(fleet.run(StaticLeaders([address])))
         try:
-            async with asyncio.timeout(10):
-                while fleet.links.num_ready < 1:
-                    await asyncio.sleep(0.002)
-                await asyncio.sleep(0.7)  # more than two silences of either side
+            await until(lambda: fleet.links.num_ready == 1)
+            await asyncio.sleep(0.7)  # more than twice the heartbeat timeout of either side
             assert metrics.get_sample_value("phalanx_router_links_lost_total") == 0
-            assert (door.routers, fleet.links.num_ready) == (1, 1)
+            assert (endpoint.num_routers, fleet.links.num_ready) == (1, 1)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,19 +1,13 @@
-"""Leaders are the leader pods of the service; while the API server is away the last list stands."""
+"""Leaders are the leader pods of the service; while the API server fails the last list remains."""
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from phalanx_router.links.endpoints import Endpoint, Leaders, Pod, StaticLeaders, leaders_of
+from tests.polling import until
 from tests.router.kube import FakeApi, make_pod, watching
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +19,12 @@ async def until(condition: Callable[[], bool]) -> None:
             Endpoint(key="u1", address="[fd00::7]:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z"),
         ),
         (
-            make_pod("u1", leaving=True),
-            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", leaving=True),
+            make_pod("u1", is_leaving=True),
+            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", is_leaving=True),
         ),
         (
             make_pod("u1", draining=True),
-            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", leaving=True),
+            Endpoint(key="u1", address="10.0.0.1:8000", group="chat-g-u1", created="2026-01-01T00:00:00Z", is_leaving=True),
         ),
         (make_pod("u1", ip=""), None),
         (make_pod("u1", phase="Failed"), None),
@@ -44,44 +38,44 @@ def test_leaders_of_pods(pod: dict[str, dict[str, object]], endpoint: Endpoint |
 
 
 async def test_fixed_list_is_reported_once() -> None:
-    seen: list[Leaders] = []
-    task = asyncio.create_task(StaticLeaders(["h:1", "i:2"]).run(seen.append))
-    await until(lambda: bool(seen))
+    recorded: list[Leaders] = []
+    task = asyncio.create_task(StaticLeaders(["h:1", "i:2"]).run(recorded.append))
+    await until(lambda: bool(recorded))
     task.cancel()
-    assert [list(leaders) for leaders in seen] == [["h:1", "i:2"]]
+    assert [list(leaders) for leaders in recorded] == [["h:1", "i:2"]]
 
 
 async def test_pods_are_listed_in_pages_then_followed() -> None:
     api = FakeApi()
     api.page = 2
     api.pods = {uid: make_pod(uid) for uid in "abc"}
-    async with watching(api) as seen:
-        await seen.until("a", "b", "c")
+    async with watching(api) as recorded:
+        await recorded.wait_for("a", "b", "c")
         assert api.lists == 2
         api.change("ADDED", make_pod("d"))
-        await seen.until("a", "b", "c", "d")
+        await recorded.wait_for("a", "b", "c", "d")
         api.change("DELETED", make_pod("a"))
-        await seen.until("b", "c", "d")
-        api.change("MODIFIED", make_pod("b", leaving=True))
-        await until(lambda: seen.lists[-1]["b"].leaving)
+        await recorded.wait_for("b", "c", "d")
+        api.change("MODIFIED", make_pod("b", is_leaving=True))
+        await until(lambda: recorded.lists[-1]["b"].is_leaving)
         assert api.lists == 2
 
 
 async def test_irrelevant_change_is_not_reported() -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
-    async with watching(api) as seen:
-        await seen.until("a")
+    async with watching(api) as recorded:
+        await recorded.wait_for("a")
         api.change("MODIFIED", make_pod("a"))
         api.change("ADDED", make_pod("b"))
-        await seen.until("a", "b")
-        assert len(seen.lists) == 2
+        await recorded.wait_for("a", "b")
+        assert len(recorded.lists) == 2
 
 
 async def test_ended_watch_resumes_at_the_last_bookmark() -> None:
     api = FakeApi()
-    async with watching(api) as seen:
-        await seen.until()
+    async with watching(api) as recorded:
+        await recorded.wait_for()
         api.emit("BOOKMARK", {"metadata": {"resourceVersion": "77"}})
         api.end_watch()
         await until(lambda: len(api.watches) == 2)
@@ -96,50 +90,50 @@ async def test_ended_watch_resumes_at_the_last_bookmark() -> None:
         {"code": 410, "message": "too old resource version"},
         {"code": 500, "message": "etcd is away"},
     ],
-    ids=["version gone", "server error"],
+    ids=["version expired", "server error"],
 )
 async def test_watch_error_lists_again_and_replaces_all(trouble: dict[str, object]) -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
-    async with watching(api) as seen:
-        await seen.until("a")
+    async with watching(api) as recorded:
+        await recorded.wait_for("a")
         api.pods = {"b": make_pod("b")}
         api.emit("ERROR", trouble)
-        await seen.until("b")
+        await recorded.wait_for("b")
         assert api.lists == 2
 
 
 async def test_split_event_is_joined_and_broken_event_lists_again() -> None:
     api = FakeApi()
-    async with watching(api) as seen:
-        await seen.until()
+    async with watching(api) as recorded:
+        await recorded.wait_for()
         await until(lambda: len(api.watches) == 1)
         api.emit_raw(b'{"type": "ADDED", "object": {"metadata": {"uid": "a", "resourceVersion": "11"},')
         api.emit_raw(b' "status": {"phase": "Running", "podIP": "10.0.0.9"}}}\n\n')
-        await seen.until("a")
+        await recorded.wait_for("a")
         api.pods = {"b": make_pod("b")}
         api.emit_raw(b"no json\n")
-        await seen.until("b")
+        await recorded.wait_for("b")
 
 
 @pytest.mark.parametrize("failure", [(500, "away"), (403, "no rights"), (410, "expired")], ids=["500", "403", "410"])
 async def test_last_list_is_used_while_the_api_server_fails(failure: tuple[int, str]) -> None:
     api = FakeApi()
     api.pods = {"a": make_pod("a")}
-    async with watching(api) as seen:
-        await seen.until("a")
+    async with watching(api) as recorded:
+        await recorded.wait_for("a")
         api.fail = failure
         api.end_watch()
         await until(lambda: api.failures >= 3)
-        assert len(seen.lists) == 1
+        assert len(recorded.lists) == 1
         api.fail = None
         api.change("ADDED", make_pod("b"))
-        await seen.until("a", "b")
+        await recorded.wait_for("a", "b")
 
 
 async def test_a_watch_that_outlives_its_time_is_given_up() -> None:
     api = FakeApi()
-    async with watching(api, watch_s=0, slack_s=0.2) as seen:
-        await seen.until()
+    async with watching(api, watch_s=0, slack_s=0.2) as recorded:
+        await recorded.wait_for()
         api.pods = {"a": make_pod("a")}
-        await seen.until("a")
+        await recorded.wait_for("a")

@@ -1,76 +1,29 @@
 """The leader's side of the link, driven by a bare WebSocket client."""
 
 import asyncio
-import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 import pytest
-from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from phalanx_api import wire
 from phalanx_api.wire import PROTOCOL_VERSION
-from phalanx_runtime.server.link.endpoint import LinkEndpoint
-from phalanx_runtime.server.link.gateway import EngineSink
+from phalanx_runtime.engine.open_requests import RequestSink
+from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
-
-HELLO = wire.Hello(PROTOCOL_VERSION, "router-0")
-
-
-def dial(address: str, token: str = TOKEN) -> connect:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return connect(
-        f"ws://{address}{wire.LINK_PATH}",
-        additional_headers=headers,
-        proxy=None,
-        compression=None,
-        max_size=None,
-        close_timeout=1,
-    )
-
-
-F = TypeVar("F", bound=wire.FromLeader)
-
-
-async def receive(connection: ClientConnection, kind: type[F]) -> F:
-    """The next frame of this kind."""
-    async with asyncio.timeout(10):
-        while True:
-            frame = wire.decode_from_leader(await connection.recv(decode=False))
-            if isinstance(frame, kind):
-                return frame
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-@asynccontextmanager
-async def opened(engine: FakeEngine, **bounds: Any) -> AsyncIterator[tuple[ClientConnection, LinkEndpoint]]:
-    """A link whose handshake is done, Welcome read."""
-    settings = dataclasses.replace(make_link_settings(), **bounds)
-    async with running_leader(engine, settings) as (address, door):
-        async with dial(address) as connection:
-            await connection.send(wire.encode(HELLO))
-            await receive(connection, wire.Welcome)
-            yield connection, door
+from tests.router.link_clients import HELLO, dial, receive, served_link
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "ünïcode"], ids=["none", "wrong", "longer", "not ASCII"])
 async def test_a_peer_without_the_token_gets_401(token: str) -> None:
-    async with running_leader(FakeEngine()) as (address, door):
+    async with running_leader(FakeEngine()) as (address, endpoint):
         with pytest.raises((InvalidStatus, UnicodeEncodeError)) as caught:
             async with dial(address, token):
                 pass
         if isinstance(caught.value, InvalidStatus):
             assert caught.value.response.status_code == 401
-            assert door.turned_away["token"] == 1
+            assert endpoint.refusals["token"] == 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +38,7 @@ async def test_a_peer_without_the_token_gets_401(token: str) -> None:
     ids=["version", "other frame", "no frame", "text", "nothing"],
 )
 async def test_invalid_hello_closes_the_link_with_a_reason(first: bytes | str | None, code: int, reason: str) -> None:
-    async with running_leader(FakeEngine(), make_link_settings(hello_s=0.05)) as (address, door), dial(address) as connection:
+    async with running_leader(FakeEngine(), make_link_settings(hello_s=0.05)) as (address, endpoint), dial(address) as connection:
         if first is not None:
             await connection.send(first)
         with pytest.raises(ConnectionClosed) as caught:
@@ -93,18 +46,18 @@ async def test_invalid_hello_closes_the_link_with_a_reason(first: bytes | str | 
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == code
         assert reason in caught.value.rcvd.reason
-        assert sum(door.turned_away.values()) == 1
+        assert sum(endpoint.refusals.values()) == 1
 
 
 async def test_a_peer_may_leave_before_hello() -> None:
-    async with running_leader(FakeEngine()) as (address, door):
+    async with running_leader(FakeEngine()) as (address, endpoint):
         async with dial(address):
             pass
-        assert door.turned_away.total() == 0
+        assert endpoint.refusals.total() == 0
 
 
 async def test_leader_sends_identity_then_state_then_load() -> None:
-    async with running_leader(FakeEngine()) as (address, door), dial(address) as connection:
+    async with running_leader(FakeEngine()) as (address, endpoint), dial(address) as connection:
         await connection.send(wire.encode(HELLO))
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
         assert frames == [
@@ -114,12 +67,12 @@ async def test_leader_sends_identity_then_state_then_load() -> None:
             wire.State(serving=True, incarnation=1),
             wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8),
         ]
-        assert door.routers == 1
+        assert endpoint.num_routers == 1
 
 
 async def test_one_frame_has_all_tokens_of_a_step() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         for handle in (7, 8, 9):
             await connection.send(wire.encode(wire.Submit(handle, make_request([handle], max_tokens=2))))
         await until(lambda: len(engine.submitted) == 3)
@@ -134,15 +87,17 @@ async def test_one_frame_has_all_tokens_of_a_step() -> None:
 
 async def test_details_stay_with_their_tokens_in_joined_frames() -> None:
     engine, detail = FakeEngine(), wire.TokenDetail(logprob=-1.0, rank=0, top_ids=[], top_logprobs=[])
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         for handle in (7, 8):
             await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
         await until(lambda: len(engine.submitted) == 2)
         sink = engine.submitted[1000][1]
         sink.tokens(wire.Tokens(handles=[1000], epochs=[0], indices=[0], tokens=[5], finished=[]))
-        told = [wire.PromptDetails(1001, 0, 1, [detail])]
+        prompt_details = [wire.PromptDetails(1001, 0, 1, [detail])]
         sink.tokens(
-            wire.Tokens(handles=[1001], epochs=[0], indices=[0], tokens=[6], finished=[], details=[detail], prompt_details=told)
+            wire.Tokens(
+                handles=[1001], epochs=[0], indices=[0], tokens=[6], finished=[], details=[detail], prompt_details=prompt_details
+            )
         )
         sink.tokens(
             wire.Tokens(handles=[1000], epochs=[0], indices=[1], tokens=[7], finished=[], cached=[wire.Cached(1000, 0, 4)])
@@ -155,7 +110,7 @@ async def test_details_stay_with_their_tokens_in_joined_frames() -> None:
 
 async def test_tokens_that_wait_together_leave_together() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request(max_tokens=9))))
         await until(lambda: len(engine.submitted) == 1)
         for _ in range(4):
@@ -166,7 +121,7 @@ async def test_tokens_that_wait_together_leave_together() -> None:
 
 async def test_aborted_requests_are_aborted_in_the_engine() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await connection.send(wire.encode(wire.Abort([7, 99])))
         await until(lambda: engine.aborted == [1000])
@@ -174,17 +129,17 @@ async def test_aborted_requests_are_aborted_in_the_engine() -> None:
 
 async def test_the_requests_of_a_router_that_left_are_aborted() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, door):
+    async with served_link(engine) as (connection, endpoint):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
         connection.transport.abort()
-        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
         assert len(engine.subscribers) == 1, "that of the orphans"
 
 
 async def test_refusals_carry_the_handle_of_the_router() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
         engine.submitted[1000][1].refused(
@@ -198,7 +153,7 @@ async def test_refusals_carry_the_handle_of_the_router() -> None:
 async def test_a_group_that_does_not_serve_refuses() -> None:
     engine = FakeEngine()
     engine.present = wire.State(serving=False, incarnation=1, reason="rank 1 loads")
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         assert await receive(connection, wire.Refused) == wire.Refused(
             handle=7, epoch=0, status=503, code="not_ready", message="rank 1 loads"
@@ -207,7 +162,7 @@ async def test_a_group_that_does_not_serve_refuses() -> None:
 
 async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await receive(connection, wire.State)
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
@@ -223,7 +178,7 @@ async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:
 async def test_assets_are_sent_on_request_and_on_change() -> None:
     engine = FakeEngine()
     engine.known_assets = None
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Fetch("anything")))
         engine.known_assets = ASSETS
         engine.change(wire.State(serving=True, incarnation=2))
@@ -235,13 +190,13 @@ async def test_assets_are_sent_on_request_and_on_change() -> None:
 
 async def test_last_report_is_repeated_without_a_newer_one() -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         assert await receive(connection, wire.Load) == await receive(connection, wire.Load) == engine.reported
 
 
 async def test_newest_report_replaces_unsent_ones() -> None:
     engine = FakeEngine()
-    async with opened(engine, heartbeat_s=1000) as (connection, _):
+    async with served_link(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
         for sequence in range(1, 50):
             engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, sequence=sequence))
@@ -250,17 +205,17 @@ async def test_newest_report_replaces_unsent_ones() -> None:
 
 async def test_report_contains_the_routers_newest_handle() -> None:
     engine = FakeEngine()
-    async with opened(engine, heartbeat_s=1000) as (connection, _):
+    async with served_link(engine, heartbeat_s=1000) as (connection, _):
         await receive(connection, wire.Load)
-        told = []
+        last_handles = []
         for handle in (7, 8, 9):
             await connection.send(wire.encode(wire.Submit(handle, make_request([handle]))))
             await until(lambda: len(engine.submitted) == handle - 6)  # noqa: B023
             engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, last_handle=1000))
-            told.append((await receive(connection, wire.Load)).last_handle)
+            last_handles.append((await receive(connection, wire.Load)).last_handle)
         engine.report(wire.Load(waiting=0, running=1, outstanding_tokens=10, free_pages=4, total_pages=8, last_handle=1002))
-        told.append((await receive(connection, wire.Load)).last_handle)
-        assert told == [7, 7, 7, 9]
+        last_handles.append((await receive(connection, wire.Load)).last_handle)
+        assert last_handles == [7, 7, 7, 9]
         engine.present = wire.State(serving=False, incarnation=1, reason="rank 1 loads")
         await connection.send(wire.encode(wire.Submit(10, make_request())))
         await receive(connection, wire.Refused)
@@ -271,15 +226,15 @@ async def test_report_contains_the_routers_newest_handle() -> None:
 async def test_page_changes_follow_a_requested_snapshot() -> None:
     engine = FakeEngine()
     keys = [bytes([i]) * 16 for i in range(4)]
-    async with opened(engine) as (connection, _):
-        engine.tell_pages(wire.PageChanges(0, [(True, keys[0]), (True, keys[1]), (False, keys[0])]))
+    async with served_link(engine) as (connection, _):
+        engine.send_pages(wire.PageChanges(0, [(True, keys[0]), (True, keys[1]), (False, keys[0])]))
         await connection.send(wire.encode(wire.SendPages()))
         snapshot = await receive(connection, wire.PageChanges)
         assert snapshot == wire.PageChanges(3, [(True, keys[1])], is_snapshot=True)
-        engine.tell_pages(wire.PageChanges(3, [(True, keys[2])]))
+        engine.send_pages(wire.PageChanges(3, [(True, keys[2])]))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(3, [(True, keys[2])])
         engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
-        engine.tell_pages(wire.PageChanges(0, [(True, keys[3])]))
+        engine.send_pages(wire.PageChanges(0, [(True, keys[3])]))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(0, [(True, keys[3])])
         await connection.send(wire.encode(wire.SendPages()))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(1, [(True, keys[3])], is_snapshot=True)
@@ -292,7 +247,7 @@ async def test_page_changes_follow_a_requested_snapshot() -> None:
 )
 async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> None:
     engine = FakeEngine()
-    async with opened(engine) as (connection, _):
+    async with served_link(engine) as (connection, _):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await connection.send(bad)
         with pytest.raises(ConnectionClosed) as caught:
@@ -304,27 +259,27 @@ async def test_a_router_that_breaks_the_rules_is_closed(bad: bytes | str) -> Non
 
 async def test_leader_bug_is_not_blamed_on_the_router(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeEngine):
-        def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
+        def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
             if request.id == "bad":
                 raise KeyError("a bug")
             return super().submit(request, sink, move)
 
     engine = Broken()
-    async with opened(engine) as (connection, door):
+    async with served_link(engine) as (connection, endpoint):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await connection.send(wire.encode(wire.Submit(8, make_request(id="bad"))))
         with pytest.raises(ConnectionClosed) as caught:
             await receive(connection, wire.Assets)
         assert caught.value.rcvd is not None and caught.value.rcvd.code == 1011
-        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
     assert "link failed" in caplog.text and "a bug" in caplog.text
 
 
 async def test_silent_router_counts_as_lost() -> None:
     engine = FakeEngine()
-    async with opened(engine, silence_s=0.1) as (connection, door):
+    async with served_link(engine, silence_s=0.1) as (connection, endpoint):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
-        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +287,7 @@ async def test_silent_router_counts_as_lost() -> None:
 )
 async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -> None:
     engine = FakeEngine()
-    async with opened(engine, **bounds) as (connection, door):
+    async with served_link(engine, **bounds) as (connection, endpoint):
         await connection.send(wire.encode(wire.Submit(7, make_request())))
         await until(lambda: len(engine.submitted) == 1)
         connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -345,5 +300,5 @@ async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -
             )
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        await until(lambda: engine.aborted == [1000] and door.routers == 0)
+        await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
         connection.transport.abort()

@@ -1,7 +1,7 @@
-"""What a router knows of a group, over both real sockets: scheduler over fake ranks, engine client, link of both sides."""
+"""A router's data about a group, over both real sockets: scheduler over fake ranks, engine client, both sides of the link."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,10 +17,11 @@ from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
-from phalanx_runtime.engine.channel import ZmqChannel
+from phalanx_runtime.engine.channel import EngineSocket, ZmqChannel
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.server.http.metrics import EngineMetrics
+from tests.polling import until
 from tests.router.api_servers import make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN
 from tests.runtime.fake_runner import FakeRunner, make_request
@@ -30,7 +31,7 @@ LIMITS = Limits(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32)
 
 @dataclass(eq=False)
 class Router:
-    """A listener that keeps which pages are found; and a sink for its own requests."""
+    """A link listener that records page keys, and a sink for its own requests."""
 
     found: set[bytes] = field(default_factory=set)
     snapshots: int = 0
@@ -58,10 +59,10 @@ class Router:
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
         pass
 
-    def prompt_details_received(self, told: wire.PromptDetails) -> None:
+    def prompt_details(self, details: wire.PromptDetails) -> None:
         pass
 
-    def cached(self, found: wire.Cached) -> None:
+    def cached(self, frame: wire.Cached) -> None:
         pass
 
     def finished(self, end: wire.Finished) -> None:
@@ -70,13 +71,13 @@ class Router:
     def refused(self, refused: wire.Refused) -> None:
         self.ended += 1
 
-    def lost(self, epoch: int, why: str, is_leave: bool = False, cause: wire.Cause = "") -> None:
+    def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
         self.ended += 1
 
 
 @dataclass
 class Group:
-    """A group whose incarnations the test starts. `loop` is the engine loop of the present one."""
+    """A group with incarnations that the test starts. `loop`: engine loop of the present one."""
 
     client: EngineClient
     address: str
@@ -86,7 +87,7 @@ class Group:
     loop: EngineLoop | None = None
 
     def start(self, num_pages: int = 40, depth: int = 1) -> None:
-        """The next incarnation, with an empty cache."""
+        """Starts the next incarnation, with an empty cache."""
         self.end()
         endpoint = f"ipc://{self.folder}/engine-{len(self.contexts)}"
         self.client.end_incarnation(len(self.contexts) + 1, "it starts")
@@ -95,7 +96,7 @@ class Group:
         self.contexts.append(context)
         channel = ZmqChannel(endpoint, context)
         self.loop = EngineLoop(
-            FakeRunner(num_pages, 4, depth), LIMITS, channel, rules=SchedulerConfig(model="m", eviction_policy="lru")
+            FakeRunner(num_pages, 4, depth), LIMITS, channel, config=SchedulerConfig(model="m", eviction_policy="lru")
         )
         self.pool.submit(self._run, self.loop, channel)
         self.client.serve(ASSETS)
@@ -110,14 +111,14 @@ class Group:
         channel.close()
 
     def keys(self) -> set[bytes]:
-        """What the cache finds. The engine is idle."""
+        """Page keys in the cache of the idle engine."""
         assert self.loop is not None
-        return set(self.loop._scheduler.pool.keys())
+        return set(self.loop.scheduler.pool.keys())
 
 
 @asynccontextmanager
 async def running_group(folder: Path) -> AsyncIterator[Group]:
-    client = EngineClient(EngineMetrics(CollectorRegistry(), "tiny", RequestTotals()))
+    client = EngineClient(EngineMetrics(CollectorRegistry(), "tiny", RequestTotals()), EngineSocket())
     with ThreadPoolExecutor(4) as pool:
         async with running_leader(client, make_link_settings(heartbeat_s=0.1)) as (address, _):
             group = Group(client, address, folder, pool)
@@ -141,14 +142,8 @@ async def linked(group: Group, router: Router) -> AsyncIterator[LeaderLink]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def serve(link: LeaderLink, router: Router, count: int, first: int = 0) -> None:
-    """Some requests to their end."""
+    """Runs requests to their end."""
     ended = router.ended
     for seed in range(first, first + count):
         link.submit(make_request(30, 8, seed=seed), router)

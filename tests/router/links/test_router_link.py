@@ -1,4 +1,4 @@
-"""The router's side of the link: what it says of a leader that is of no use, and how assets come."""
+"""The router's side of the link: errors of a leader, and transfer of assets."""
 
 import asyncio
 import logging
@@ -12,7 +12,8 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
 from phalanx_router.streams.stream import AdoptedStream
-from tests.router.fakes import ASSETS, FakeLeader, Script, expected, hear, make_request, make_settings, running_world
+from tests.polling import until
+from tests.router.fakes import ASSETS, FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
 
 WELCOME = wire.encode(wire.Welcome(protocol_version=1, group="a", revision="r1", page_size=16, assets_hash=""))
 
@@ -42,9 +43,9 @@ WELCOME = wire.encode(wire.Welcome(protocol_version=1, group="a", revision="r1",
 async def test_unusable_leader_is_named_with_the_reason(leader: FakeLeader, why: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with running_world(leader, ready=0) as world:
-        await world.until(lambda: any(why in getattr(record, "why", "") for record in caplog.records))
+        await until(lambda: any(why in getattr(record, "why", "") for record in caplog.records))
         with pytest.raises(BackendError, match="no group is ready"):
-            await hear(world.fleet, make_request())
+            await read_stream(world.fleet, make_request())
 
 
 async def test_frame_with_unequal_lists_closes_the_link() -> None:
@@ -52,7 +53,7 @@ async def test_frame_with_unequal_lists_closes_the_link() -> None:
     async with running_world(leader, other) as world:
         stream = world.fleet.generate(make_request())
         await anext(stream)
-        await leader.tell(wire.Tokens(handles=[1], epochs=[0], indices=[], tokens=[], finished=[]))
+        await leader.send(wire.Tokens(handles=[1], epochs=[0], indices=[], tokens=[], finished=[]))
         tokens = [item async for item in stream]
         assert tokens
         assert len(other.submitted) == 1
@@ -65,7 +66,7 @@ async def test_unreachable_address_is_retried() -> None:
         await world.until_ready(0)
         await leader.start()
         await world.until_ready(1)
-        assert (await hear(world.fleet, make_request())).tokens == expected([1, 2, 3], 16)
+        assert (await read_stream(world.fleet, make_request())).tokens == expected([1, 2, 3], 16)
 
 
 async def test_assets_are_fetched_once_and_outlive_their_group() -> None:
@@ -93,16 +94,16 @@ async def test_configured_model_names_replace_the_leaders() -> None:
 async def test_group_with_wrong_asset_hash_gets_no_requests() -> None:
     lying = FakeLeader("a", Script(assets=msgspec.structs.replace(ASSETS, max_model_len=9)))
     async with running_world(lying, FakeLeader("b"), ready=1) as world:
-        assert (await hear(world.fleet, make_request())).tokens
+        assert (await read_stream(world.fleet, make_request())).tokens
         assert lying.submitted == []
 
 
 async def test_assets_that_a_leader_sends_unasked_are_used() -> None:
-    leader = FakeLeader(script=Script(tell_assets=False))
+    leader = FakeLeader(script=Script(sends_assets=False))
     async with running_world(leader, ready=0) as world:
-        await world.until(lambda: world.metric("phalanx_router_groups_known") == 1)
+        await until(lambda: world.metric("phalanx_router_groups_known") == 1)
         await leader.until_linked()
-        await leader.tell(ASSETS)
+        await leader.send(ASSETS)
         await world.until_ready(1)
         assert leader.fetched == 0
 
@@ -113,11 +114,11 @@ async def test_newest_ready_group_provides_the_assets() -> None:
     async with running_world(old, new) as world:
         world.source.change(old.endpoint("2026-01-02T00:00:00Z"), new.endpoint("2026-01-03T00:00:00Z"))
         assert world.fleet.assets() == changed
-        await hear(world.fleet, make_request())
+        await read_stream(world.fleet, make_request())
         assert (len(old.submitted), len(new.submitted)) == (0, 1)
         world.source.change(old.endpoint("2026-01-02T00:00:00Z"))
         assert world.fleet.assets() == ASSETS
-        await hear(world.fleet, make_request())
+        await read_stream(world.fleet, make_request())
         assert len(old.submitted) == 1
 
 
@@ -136,6 +137,6 @@ async def test_a_disowned_request_is_not_aborted() -> None:
         [link] = world.fleet.links.open_links()
         handle = link.adopt("a", "", AdoptedStream())
         link.disown(handle)
-        assert link.running == 0
+        assert link.num_requests == 0
         await asyncio.sleep(0.2)
         assert leader.aborted == []

@@ -1,34 +1,33 @@
-"""A fake leader that takes part in moves: it prepares, freezes, and gives its pages to its peers by a call."""
+"""A fake leader that takes part in moves: it prepares, freezes, and passes pages to its peers by a call."""
 
 from dataclasses import dataclass
 
 from websockets.asyncio.server import ServerConnection
 
 from phalanx_api import moves, wire
-from tests.router.fakes import FakeLeader, Script, _Running
+from tests.router.fakes import FakeLeader, RunningRequest, Script
 
 SERVED = wire.Served("model-1", "tp2 bf16 16")
 
 
 @dataclass(slots=True)
 class MoveScript:
-    """refuse: the answer to every Prepare. deaf: kinds of frames that change nothing here. break_copy: no page arrives.
-    served: what the group computes with."""
+    """Behaviour of a leader in moves."""
 
-    refuse: str | None = None
-    deaf: tuple[type, ...] = ()
-    break_copy: bool = False
+    refuse: str | None = None  # answer to every Prepare
+    ignored: tuple[type, ...] = ()  # kinds of frames
+    break_copy: bool = False  # no page arrives
     served: wire.Served = SERVED
 
 
 @dataclass(slots=True, eq=False)
-class _Out:
+class FrozenRequest:
     handle: int
-    entry: _Running
+    entry: RunningRequest
 
 
 class MovingLeader(FakeLeader):
-    """`peers` are all leaders by port. `frames`: what routers sent about moves. `reserved`: moves that hold pages here."""
+    """A leader that moves requests to and from `peers`, which are all leaders."""
 
     def __init__(
         self, group: str, peers: list["MovingLeader"], script: Script | None = None, move: MoveScript | None = None
@@ -38,22 +37,22 @@ class MovingLeader(FakeLeader):
         self.state = wire.State(serving=True, incarnation=1, served=self.move.served)
         self.peers = peers
         peers.append(self)
-        self.frames: list[wire.ToLeader] = []
-        self.reserved: dict[str, ServerConnection] = {}
-        self.arrived: dict[str, int] = {}
-        self.out: dict[str, _Out] = {}
+        self.frames: list[wire.ToLeader] = []  # received frames of moves
+        self.reserved: dict[str, ServerConnection] = {}  # by move: the router to report to
+        self.arrived: dict[str, int] = {}  # by move: computed tokens
+        self.frozen: dict[str, FrozenRequest] = {}  # by move
 
-    async def _obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
+    async def obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
         if isinstance(frame, wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel):
             self.frames.append(frame)
-            if not isinstance(frame, self.move.deaf):
+            if not isinstance(frame, self.move.ignored):
                 await self._obey_move(connection, frame)
             return
         if isinstance(frame, wire.Submit) and frame.move:
-            assert frame.move in self.arrived, "a move starts before its pages are here"
+            assert frame.move in self.arrived, "a moved request starts after the arrival of its pages"
             self.arrived.pop(frame.move)
             self.reserved.pop(frame.move)
-        await super()._obey(connection, frame)
+        await super().obey(connection, frame)
 
     async def _obey_move(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
         match frame:
@@ -63,32 +62,32 @@ class MovingLeader(FakeLeader):
                     return
                 self.reserved[move] = connection
                 address = moves.PageAddress("127.0.0.1", self.port)
-                await connection.send(wire.encode(moves.Prepared(move=move, held_tokens=0, addresses=[address], key=b"key")))
+                await connection.send(wire.encode(moves.Prepared(move=move, cached_tokens=0, addresses=[address], key=b"key")))
             case moves.MoveOut(move=move, handle=handle):
                 await self._send_pages(connection, move, handle, frame)
             case moves.Thaw(move):
-                out = self.out.pop(move, None)
-                if out is not None:
-                    self._running[connection][out.handle] = out.entry
+                frozen = self.frozen.pop(move, None)
+                if frozen is not None:
+                    self.running[connection][frozen.handle] = frozen.entry
             case moves.Release(move):
-                self.out.pop(move, None)
+                self.frozen.pop(move, None)
             case moves.Cancel(move):
                 self.reserved.pop(move, None)
                 self.arrived.pop(move, None)
 
-    async def _send_pages(self, connection: ServerConnection, move: str, handle: int, asked: moves.MoveOut) -> None:
-        entry = self._running[connection].pop(handle, None)
+    async def _send_pages(self, connection: ServerConnection, move: str, handle: int, order: moves.MoveOut) -> None:
+        entry = self.running[connection].pop(handle, None)
         if entry is None:
             await connection.send(wire.encode(moves.MoveFailed(move, "unknown", "no such request")))
             return
-        self.out[move] = _Out(handle, entry)
+        self.frozen[move] = FrozenRequest(handle, entry)
         num_computed = len(entry.submit.request.prompt) + entry.next_index - 1
         await connection.send(
             wire.encode(
                 moves.Frozen(move=move, epoch=entry.submit.request.epoch, num_output=entry.next_index, num_computed=num_computed)
             )
         )
-        target = next(peer for peer in self.peers if peer.port == asked.prepared.addresses[0].port)
+        target = next(peer for peer in self.peers if peer.port == order.prepared.addresses[0].port)
         if not self.move.break_copy and move in target.reserved:
             target.arrived[move] = num_computed
             await target.reserved[move].send(wire.encode(moves.Arrived(move, num_computed, 1000)))

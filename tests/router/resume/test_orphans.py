@@ -1,35 +1,24 @@
-"""Requests whose router was lost, at a real leader's link: they go on, another router adopts them, or they end."""
+"""Requests of a lost router at a real leader's link: they continue, are adopted, or end."""
 
 import asyncio
 import dataclasses
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 
 from phalanx_api import moves, wire
-from phalanx_api.wire import PROTOCOL_VERSION
-from phalanx_runtime.server.link.orphans import KEPT_BYTES, TOKEN_BYTES, Orphan
+from phalanx_runtime.server.link.orphans import RECORD_BYTES, TOKEN_BYTES, RequestRecord
+from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
-from tests.router.fakes import TOKEN, expected, make_request
-
-
-@asynccontextmanager
-async def dialled(address: str, router: str = "router-1", instance: str = "first") -> AsyncIterator[ClientConnection]:
-    """A link whose handshake is done."""
-    header = {"Authorization": f"Bearer {TOKEN}"}
-    url = f"ws://{address}{wire.LINK_PATH}"
-    async with connect(url, additional_headers=header, proxy=None, compression=None, close_timeout=1) as connection:
-        await connection.send(wire.encode(wire.Hello(PROTOCOL_VERSION, router, instance)))
-        yield connection
+from tests.router.fakes import expected, make_request
+from tests.router.link_clients import orphan_request, resumable, router_link
 
 
 async def answer(connection: ClientConnection) -> wire.Adopted | wire.Refused:
-    """What comes of an Adopt."""
+    """Answer to an Adopt."""
     async with asyncio.timeout(10):
         while True:
             frame = wire.decode_from_leader(await connection.recv(decode=False))
@@ -38,7 +27,7 @@ async def answer(connection: ClientConnection) -> wire.Adopted | wire.Refused:
 
 
 async def tokens_of(connection: ClientConnection, handle: int, count: int) -> list[int]:
-    """The next tokens of a request."""
+    """Next tokens of a request."""
     tokens: list[int] = []
     async with asyncio.timeout(10):
         while len(tokens) < count:
@@ -46,26 +35,6 @@ async def tokens_of(connection: ClientConnection, handle: int, count: int) -> li
             if isinstance(frame, wire.Tokens):
                 tokens += [token for h, token in zip(frame.handles, frame.tokens, strict=True) if h == handle]
     return tokens
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-def resumable(id: str = "a", max_tokens: int = 9, prompt: tuple[int, ...] = (1, 2, 3)) -> wire.Request:
-    return msgspec.structs.replace(make_request(prompt, max_tokens, id), can_resume=True)
-
-
-async def orphaned(engine: FakeEngine, address: str, request: wire.Request, steps: int = 2, **who: str) -> None:
-    """A request of a router that was killed after so many steps."""
-    async with dialled(address, **who) as first:
-        await first.send(wire.encode(wire.Submit(1, request)))
-        await until(lambda: len(engine.submitted) == 1)
-        for _ in range(steps):
-            engine.step()
-        first.transport.abort()
 
 
 @pytest.fixture
@@ -78,15 +47,15 @@ def settings(**bounds: Any) -> Any:
 
 
 async def test_another_router_adopts_a_stream_at_its_position(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, door):
-        await orphaned(engine, address, resumable())
-        await until(lambda: door.routers == 0)
+    async with running_leader(engine) as (address, endpoint):
+        await orphan_request(engine, address, resumable())
+        await until(lambda: endpoint.num_routers == 0)
         engine.step()
-        async with dialled(address, "router-2") as second:
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             adopted = await answer(second)
             assert isinstance(adopted, wire.Adopted)
-            assert (adopted.handle, adopted.finish, adopted.runs) == (7, None, True)
+            assert (adopted.handle, adopted.finish, adopted.is_running) == (7, None, True)
             assert adopted.request == msgspec.structs.replace(resumable(), delivered=expected([1, 2, 3], 3))
             for _ in range(6):
                 engine.step()
@@ -96,60 +65,60 @@ async def test_another_router_adopts_a_stream_at_its_position(engine: FakeEngine
 
 async def test_an_adopted_stream_survives_the_second_router_too(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _):
-        await orphaned(engine, address, resumable())
-        async with dialled(address, "router-2") as second:
+        await orphan_request(engine, address, resumable())
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             await answer(second)
             engine.step()
             second.transport.abort()
-        async with dialled(address, "router-3") as third:
+        async with router_link(address, "router-3") as third:
             await third.send(wire.encode(wire.Adopt(1, "a")))
             adopted = await answer(third)
             assert isinstance(adopted, wire.Adopted) and adopted.request.delivered == expected([1, 2, 3], 3)
 
 
 async def test_a_stream_is_adopted_before_its_router_is_missed(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
+    async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
         await first.send(wire.encode(wire.Submit(5, resumable())))
         await until(lambda: len(engine.submitted) == 1)
         engine.step()
         await second.send(wire.encode(wire.Adopt(7, "a")))
         adopted = await answer(second)
         assert isinstance(adopted, wire.Adopted) and adopted.request.delivered == expected([1, 2, 3], 1)
-        told = await answer(first)
-        assert isinstance(told, wire.Refused) and (told.handle, told.status, told.code) == (5, 409, "adopted")
+        frame = await answer(first)
+        assert isinstance(frame, wire.Refused) and (frame.handle, frame.status, frame.code) == (5, 409, "adopted")
         engine.step()
         assert await tokens_of(second, 7, 1) == expected([1, 2, 3], 2)[1:]
 
 
 async def test_unclaimed_orphan_ends(engine: FakeEngine) -> None:
     async with running_leader(engine, settings(orphan_s=0.05)) as (address, _):
-        await orphaned(engine, address, resumable())
+        await orphan_request(engine, address, resumable())
         await until(lambda: engine.aborted == [1000])
-        async with dialled(address, "router-2") as second:
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
-            told = await answer(second)
-            assert isinstance(told, wire.Refused) and (told.status, told.code) == (404, "unknown_stream")
+            frame = await answer(second)
+            assert isinstance(frame, wire.Refused) and (frame.status, frame.code) == (404, "unknown_stream")
 
 
 async def test_an_orphan_that_ended_stays_to_be_read(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, door):
-        await orphaned(engine, address, resumable(max_tokens=4))
-        await until(lambda: door.routers == 0)
+    async with running_leader(engine) as (address, endpoint):
+        await orphan_request(engine, address, resumable(max_tokens=4))
+        await until(lambda: endpoint.num_routers == 0)
         for _ in range(2):
             engine.step()
         for router in ("router-2", "router-3"):
-            async with dialled(address, router) as other:
+            async with router_link(address, router) as other:
                 await other.send(wire.encode(wire.Adopt(7, "a")))
                 adopted = await answer(other)
-                assert isinstance(adopted, wire.Adopted) and (adopted.finish, adopted.runs) == ("length", False)
+                assert isinstance(adopted, wire.Adopted) and (adopted.finish, adopted.is_running) == ("length", False)
                 assert adopted.request.delivered == expected([1, 2, 3], 4)
 
 
 async def test_request_that_ended_before_the_loss_is_readable(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _):
-        await orphaned(engine, address, resumable(max_tokens=2))
-        async with dialled(address, "router-2") as second:
+        await orphan_request(engine, address, resumable(max_tokens=2))
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             adopted = await answer(second)
             assert isinstance(adopted, wire.Adopted) and adopted.finish == "length"
@@ -157,73 +126,73 @@ async def test_request_that_ended_before_the_loss_is_readable(engine: FakeEngine
 
 @pytest.mark.parametrize("how", ["aborted on purpose", "cannot be resumed"])
 async def test_unresumable_requests_leave_no_orphan(engine: FakeEngine, how: str) -> None:
-    async with running_leader(engine) as (address, door):
-        async with dialled(address) as first:
+    async with running_leader(engine) as (address, endpoint):
+        async with router_link(address) as first:
             can_resume = how == "aborted on purpose"
             await first.send(wire.encode(wire.Submit(1, msgspec.structs.replace(resumable(), can_resume=can_resume))))
             await until(lambda: len(engine.submitted) == 1)
             if can_resume:
                 await first.send(wire.encode(wire.Abort([1])))
-        await until(lambda: engine.aborted == [1000] and door.routers == 0)
-        async with dialled(address, "router-2") as second:
+        await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             assert isinstance(await answer(second), wire.Refused)
 
 
 async def test_new_incarnation_drops_orphans_and_keeps_their_tokens(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, door):
-        await orphaned(engine, address, resumable())
-        await until(lambda: door.routers == 0)
+    async with running_leader(engine) as (address, endpoint):
+        await orphan_request(engine, address, resumable())
+        await until(lambda: endpoint.num_routers == 0)
         engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
-        async with dialled(address, "router-2") as second:
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             adopted = await answer(second)
-            assert isinstance(adopted, wire.Adopted) and (adopted.finish, adopted.runs) == (None, False)
+            assert isinstance(adopted, wire.Adopted) and (adopted.finish, adopted.is_running) == (None, False)
             assert adopted.request.delivered == expected([1, 2, 3], 2)
 
 
 @pytest.mark.parametrize(("instance", "aborted"), [("first", [1000]), ("second", [])], ids=["it lived", "it was lost"])
 async def test_a_router_that_lived_has_given_its_streams_elsewhere(engine: FakeEngine, instance: str, aborted: list[int]) -> None:
-    async with running_leader(engine) as (address, door):
-        await orphaned(engine, address, resumable())
-        await until(lambda: door.routers == 0)
-        async with dialled(address, instance=instance):
-            await until(lambda: door.routers == 1)
+    async with running_leader(engine) as (address, endpoint):
+        await orphan_request(engine, address, resumable())
+        await until(lambda: endpoint.num_routers == 0)
+        async with router_link(address, instance=instance):
+            await until(lambda: endpoint.num_routers == 1)
             assert engine.aborted == aborted
 
 
 async def test_orphans_are_bounded(engine: FakeEngine) -> None:
     submit = wire.encode(wire.Submit(1, resumable("r1")))
-    bound = 3 * (KEPT_BYTES + len(submit) + TOKEN_BYTES) + TOKEN_BYTES
-    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, door):
-        async with dialled(address) as first:
+    bound = 3 * (RECORD_BYTES + len(submit) + TOKEN_BYTES) + TOKEN_BYTES
+    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, endpoint):
+        async with router_link(address) as first:
             for handle in range(3):
                 await first.send(wire.encode(wire.Submit(handle, resumable(f"r{handle}"))))
             await until(lambda: len(engine.submitted) == 3)
             engine.step()
             first.transport.abort()
-        await until(lambda: door.routers == 0)
+        await until(lambda: endpoint.num_routers == 0)
         assert engine.aborted == []
         engine.step()
         assert engine.aborted == [1000]
 
 
 async def test_evicted_orphan_costs_no_other_stream_a_token(engine: FakeEngine) -> None:
-    """The first router's request ends, and its orphan is forgotten before its own part of the step is told."""
+    """The first router's request ends and evicts its orphan before its part of the step is delivered."""
     submit = wire.encode(wire.Submit(1, resumable("r1")))
     async with (
-        running_leader(engine, settings(max_kept_bytes=KEPT_BYTES + len(submit) + 8 * TOKEN_BYTES)) as (address, door),
-        dialled(address) as ends,
-        dialled(address, "router-3") as goes_on,
+        running_leader(engine, settings(max_kept_bytes=RECORD_BYTES + len(submit) + 8 * TOKEN_BYTES)) as (address, endpoint),
+        router_link(address) as ends,
+        router_link(address, "router-3") as goes_on,
     ):
         await ends.send(wire.encode(wire.Submit(1, resumable("r1", max_tokens=2))))
         await until(lambda: len(engine.submitted) == 1)
-        async with dialled(address, "router-2") as lost:
+        async with router_link(address, "router-2") as lost:
             await lost.send(wire.encode(wire.Submit(1, resumable("r2"))))
             await until(lambda: len(engine.submitted) == 2)
             lost.transport.abort()
         await goes_on.send(wire.encode(wire.Submit(1, make_request())))
-        await until(lambda: len(engine.submitted) == 3 and door.routers == 2)
+        await until(lambda: len(engine.submitted) == 3 and endpoint.num_routers == 2)
         engine.step()
         assert engine.aborted == []
         engine.step()
@@ -235,21 +204,21 @@ async def test_evicted_orphan_costs_no_other_stream_a_token(engine: FakeEngine) 
 
 async def test_forgotten_orphan_is_held_nowhere(engine: FakeEngine) -> None:
     large = resumable(max_tokens=1, prompt=tuple(range(2000)))
-    bound = 4 * (KEPT_BYTES + len(wire.encode(wire.Submit(1, large))))
-    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, _), dialled(address) as first:
+    bound = 4 * (RECORD_BYTES + len(wire.encode(wire.Submit(1, large))))
+    async with running_leader(engine, settings(max_kept_bytes=bound)) as (address, _), router_link(address) as first:
         for handle in range(20):
             await first.send(wire.encode(wire.Submit(handle, msgspec.structs.replace(large, id=f"r{handle}"))))
             await until(lambda: len(engine.submitted) == 1)
             engine.step()
         gc.collect()
-        # `isinstance` would ask every object there is for its class, which some answer with a warning.
-        assert 0 < sum(type(held) is Orphan for held in gc.get_objects()) <= 4
+        # `isinstance` reads `__class__` of every object, which warns for some
+        assert 0 < sum(type(held) is RequestRecord for held in gc.get_objects()) <= 4
 
 
 async def test_disowned_stream_continues_and_is_adopted_again(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _):
-        await orphaned(engine, address, resumable())
-        async with dialled(address, "router-2") as second:
+        await orphan_request(engine, address, resumable())
+        async with router_link(address, "router-2") as second:
             for handle in (7, 8):
                 await second.send(wire.encode(wire.Adopt(handle, "a")))
                 assert isinstance(await answer(second), wire.Adopted)
@@ -262,21 +231,21 @@ async def test_disowned_stream_continues_and_is_adopted_again(engine: FakeEngine
 
 
 async def test_disowned_unresumable_request_ends(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, _), dialled(address) as first:
+    async with running_leader(engine) as (address, _), router_link(address) as first:
         await first.send(wire.encode(wire.Submit(1, make_request())))
         await first.send(wire.encode(wire.Disown([1])))
         await until(lambda: engine.aborted == [1000])
 
 
 async def test_router_finds_a_stream_after_a_lost_adoption(engine: FakeEngine) -> None:
-    async with running_leader(engine) as (address, door):
-        await orphaned(engine, address, resumable())
-        async with dialled(address, "router-2") as second:
+    async with running_leader(engine) as (address, endpoint):
+        await orphan_request(engine, address, resumable())
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
             await answer(second)
             second.transport.abort()
-        await until(lambda: door.routers == 0)
-        async with dialled(address, "router-2") as again:
+        await until(lambda: endpoint.num_routers == 0)
+        async with router_link(address, "router-2") as again:
             await again.send(wire.encode(wire.Adopt(1, "a")))
             assert isinstance(await answer(again), wire.Adopted)
         assert engine.aborted == []
@@ -284,12 +253,12 @@ async def test_router_finds_a_stream_after_a_lost_adoption(engine: FakeEngine) -
 
 async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:
     mine = msgspec.structs.replace(resumable(), tenant="alice")
-    async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
+    async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
         await first.send(wire.encode(wire.Submit(5, mine)))
         await until(lambda: len(engine.submitted) == 1)
         await second.send(wire.encode(wire.Adopt(7, "a", "bob")))
-        told = await answer(second)
-        assert isinstance(told, wire.Refused) and (told.handle, told.status) == (7, 404)
+        frame = await answer(second)
+        assert isinstance(frame, wire.Refused) and (frame.handle, frame.status) == (7, 404)
         engine.step()
         assert await tokens_of(first, 5, 1) == expected([1, 2, 3], 1), "its router still has it"
         first.transport.abort()
@@ -300,15 +269,15 @@ async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:
 
 
 async def test_router_without_the_stream_stops_its_move(engine: FakeEngine) -> None:
-    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
-    async with running_leader(engine) as (address, _), dialled(address) as first, dialled(address, "router-2") as second:
+    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", cached_tokens=0, addresses=[], key=b"k"))
+    async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
         await first.send(wire.encode(wire.Submit(5, resumable())))
         await first.send(wire.encode(out))
         await until(lambda: len(engine.ordered) == 1)
         await second.send(wire.encode(wire.Adopt(7, "a")))
         assert isinstance(await answer(second), wire.Adopted)
         assert engine.ordered[1:] == [moves.Thaw("m")]
-        await first.send(wire.encode(moves.Release("m")))  # the first router had committed the move before it heard
+        await first.send(wire.encode(moves.Release("m")))  # the first router had committed the move
         await until(lambda: engine.ordered[-1] == moves.Release("m"))
         engine.step()
         assert await tokens_of(second, 7, 1) == expected([1, 2, 3], 1)
@@ -316,15 +285,15 @@ async def test_router_without_the_stream_stops_its_move(engine: FakeEngine) -> N
 
 
 async def test_moved_request_is_no_orphan(engine: FakeEngine) -> None:
-    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
-    async with running_leader(engine) as (address, door):
-        async with dialled(address) as first:
+    out = moves.MoveOut(move="m", handle=5, epoch=0, prepared=moves.Prepared(move="m", cached_tokens=0, addresses=[], key=b"k"))
+    async with running_leader(engine) as (address, endpoint):
+        async with router_link(address) as first:
             await first.send(wire.encode(wire.Submit(5, resumable())))
             for frame in (out, moves.Release("m")):
                 await first.send(wire.encode(frame))
             await until(lambda: engine.aborted == [1000])
             first.transport.abort()  # before the Abort that follows a Release
-        await until(lambda: door.routers == 0)
-        async with dialled(address, "router-2") as second:
+        await until(lambda: endpoint.num_routers == 0)
+        async with router_link(address, "router-2") as second:
             await second.send(wire.encode(wire.Adopt(7, "a")))
-            assert isinstance(await answer(second), wire.Refused), "nobody waits for a stream that runs elsewhere"
+            assert isinstance(await answer(second), wire.Refused), "no router waits for a stream that runs elsewhere"

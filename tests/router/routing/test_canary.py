@@ -1,4 +1,4 @@
-"""The share of new requests that the newest revision gets while two of them serve."""
+"""Share of new requests for the newest revision while two revisions serve."""
 
 import asyncio
 import random
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.routing.choose import canary_groups
-from tests.router.fakes import FakeLeader, expected, hear, make_request, make_settings, running_world
+from tests.polling import until
+from tests.router.fakes import FakeLeader, expected, make_request, make_settings, read_stream, running_world
 
 KEYS = ("a", "b", "c", "d")
 BUSY = wire.Load(
@@ -36,7 +37,7 @@ def test_request_uses_the_other_side_only_if_necessary(
 ) -> None:
     kept = canary_groups(revisions, "new", percent, canary_draw, excluded)
     able = {key for key in revisions if key not in excluded}
-    assert bool(kept - excluded) == bool(able), "whoever can be answered is"
+    assert bool(kept - excluded) == bool(able), "a request is served if any group can serve it"
     sides = {revisions[key] == "new" for key in kept if able}
     wanted = canary_draw * 100 < percent
     if any((revisions[key] == "new") == wanted for key in able):
@@ -86,8 +87,8 @@ async def test_newest_revision_gets_its_share_however_free() -> None:
     async with running_world(old, other, new, draw=chance.random) as world:
         world.fleet.balancing.set_policy(policy(25))
         for number in range(200):
-            heard = await hear(world.fleet, make_request(id=f"r{number}"))
-            assert heard.tokens == expected([1, 2, 3], 16)
+            received = await read_stream(world.fleet, make_request(id=f"r{number}"))
+            assert received.tokens == expected([1, 2, 3], 16)
         assert 25 <= len(new.submitted) <= 75, "50 are expected, give or take four standard deviations"
         assert len(old.submitted) + len(other.submitted) + len(new.submitted) == 200
 
@@ -98,7 +99,7 @@ async def test_a_share_of_nothing_and_of_all(percent: int, canary_draw: float, t
     async with running_world(old, other, new, draw=lambda: canary_draw) as world:
         world.fleet.balancing.set_policy(policy(percent))
         for number in range(6):
-            await hear(world.fleet, make_request(id=f"r{number}"))
+            await read_stream(world.fleet, make_request(id=f"r{number}"))
         assert len(new.submitted) == (6 if taken == "new" else 0)
 
 
@@ -106,10 +107,10 @@ async def test_unready_revision_leaves_its_share_to_the_other() -> None:
     old, other, new = leaders()
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
         world.fleet.balancing.set_policy(policy(100))
-        await new.tell(wire.State(serving=False, incarnation=1, reason="loading"))
+        await new.send(wire.State(serving=False, incarnation=1, reason="loading"))
         await world.until_ready(2)
-        heard = await hear(world.fleet, make_request())
-        assert heard.tokens == expected([1, 2, 3], 16)
+        received = await read_stream(world.fleet, make_request())
+        assert received.tokens == expected([1, 2, 3], 16)
         assert new.submitted == []
 
 
@@ -118,13 +119,13 @@ async def test_busy_canary_keeps_no_request_from_idle_groups() -> None:
     new.load = BUSY
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
         world.fleet.balancing.set_policy(policy(100))
-        await world.until(
+        await until(
             lambda: any(
                 link.group_report.load is not None and link.group_report.load.waiting for link in world.fleet.links.serving()
             )
         )
-        heard = await asyncio.gather(*(hear(world.fleet, make_request(id=f"r{number}")) for number in range(6)))
-        assert all(each.tokens == expected([1, 2, 3], 16) for each in heard)
+        received = await asyncio.gather(*(read_stream(world.fleet, make_request(id=f"r{number}")) for number in range(6)))
+        assert all(each.tokens == expected([1, 2, 3], 16) for each in received)
         assert len(old.submitted) + len(other.submitted) == 6 and new.submitted == []
 
 
@@ -132,5 +133,5 @@ async def test_without_a_share_requests_go_where_they_cost_least() -> None:
     old, other, new = leaders()
     async with running_world(old, other, new, settings=make_settings()) as world:
         for number in range(6):
-            await hear(world.fleet, make_request(id=f"r{number}"))
+            await read_stream(world.fleet, make_request(id=f"r{number}"))
         assert len(old.submitted) + len(other.submitted) + len(new.submitted) == 6

@@ -1,4 +1,4 @@
-"""What a router makes of the numbers of page changes."""
+"""Sequence check of page changes."""
 
 from phalanx_api import wire
 from phalanx_router.routing.prefixes import PageFeed
@@ -17,17 +17,17 @@ def snapshot(first: int) -> wire.PageChanges:
 def test_changes_are_of_use_from_a_snapshot_on() -> None:
     feed = PageFeed()
     frames = [changes(5), snapshot(6), changes(6, 2), changes(8, 0), changes(8)]
-    assert [feed.take(frame) for frame in frames] == ["drop", "use", "use", "use", "use"]
+    assert [feed.check(frame) for frame in frames] == ["drop", "apply", "apply", "apply", "apply"]
 
 
 def test_gap_is_requested_once() -> None:
     feed = PageFeed()
     frames = [snapshot(0), changes(1), changes(2), snapshot(3), changes(2), snapshot(3), changes(3)]
-    assert [feed.take(frame) for frame in frames] == ["use", "ask", "drop", "use", "ask", "use", "use"]
+    assert [feed.check(frame) for frame in frames] == ["apply", "resync", "drop", "apply", "resync", "apply", "apply"]
 
 
 def test_an_incarnation_begins_with_no_pages_at_number_0() -> None:
     feed = PageFeed()
-    assert feed.take(snapshot(9)) == "use"
+    assert feed.check(snapshot(9)) == "apply"
     feed.restart()
-    assert [feed.take(frame) for frame in (changes(0, 4), changes(4))] == ["use", "use"]
+    assert [feed.check(frame) for frame in (changes(0, 4), changes(4))] == ["apply", "apply"]

@@ -1,4 +1,4 @@
-"""Requests that wait at the router, through real links: late binding, refusals, priority, replays, requeueing."""
+"""Requests queued at the router, over real links: late binding, refusals, priority, replays, requeueing."""
 
 import asyncio
 import time
@@ -13,74 +13,39 @@ from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_frontend.backend import BackendError
 from phalanx_router.routing.queue import PER_KIND, QueueBounds
 from phalanx_router.routing.view import DEGRADED_AFTER_S
-from tests.router.fakes import FakeLeader, Heard, Script, World, expected, hear, make_request, make_settings, running_world
-
-ROOM = wire.Load(
-    waiting=0, running=1, outstanding_tokens=0, free_pages=900, total_pages=1000, max_num_seqs=8, max_num_batched_tokens=512
-)
-FULL = wire.Load(
-    waiting=2,
-    running=8,
-    outstanding_tokens=0,
-    free_pages=0,
-    total_pages=1000,
-    max_num_seqs=8,
-    max_num_batched_tokens=512,
-    waiting_prompt_tokens=50_000,
-)
-
-
-async def reported(world: World, leader: FakeLeader, load: wire.Load) -> None:
-    """Returns when the router knows this load."""
-    leader.load = load
-    await world.until(
-        lambda: any(
-            _is(link.group_report.load, load) for link in world.fleet.links.serving() if link.endpoint.key == leader.group
-        )
-    )
-
-
-def _is(told: wire.Load | None, load: wire.Load) -> bool:
-    return told is not None and msgspec.structs.replace(told, sequence=0, last_handle=0) == load
-
-
-def start(world: World, id: str, priority: int = 0, tenant: str = "") -> asyncio.Task[Heard]:
-    request = msgspec.structs.replace(make_request(id=id), priority=priority, tenant=tenant)
-    return asyncio.create_task(hear(world.fleet, request))
-
-
-def ids(leader: FakeLeader) -> list[str]:
-    return [submit.request.id for submit in leader.submitted]
+from tests.polling import until
+from tests.router.fakes import FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
+from tests.router.loads import FULL, ROOM, report_load, start_stream, submitted_ids
 
 
 async def test_requests_wait_at_the_router_above_two_per_group() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        await reported(world, leader, FULL)
+        await report_load(world, leader, FULL)
         streams = [
-            start(world, "late", priority=5),
-            start(world, "first"),
-            start(world, "second"),
-            start(world, "urgent", priority=-1),
+            start_stream(world, "late", priority=5),
+            start_stream(world, "first"),
+            start_stream(world, "second"),
+            start_stream(world, "urgent", priority=-1),
         ]
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 4)
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 4)
         assert leader.submitted == []
         leader.load = ROOM
-        heard = await asyncio.gather(*streams)
-        assert all(each.tokens == expected([1, 2, 3], 16) for each in heard)
-        assert ids(leader) == ["urgent", "first", "second", "late"]
+        received = await asyncio.gather(*streams)
+        assert all(each.tokens == expected([1, 2, 3], 16) for each in received)
+        assert submitted_ids(leader) == ["urgent", "first", "second", "late"]
         assert world.metric("phalanx_router_wait_seconds_count") == 4
         assert world.metric("phalanx_router_queued_requests") == 0
 
 
 async def test_process_stall_makes_no_full_group_available() -> None:
-    """The clock of these tests does not count it, so a slow machine fails none of them."""
+    """The clock of these tests ignores pauses of the process."""
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        await reported(world, leader, FULL)
+        await report_load(world, leader, FULL)
         time.sleep(2 * DEGRADED_AFTER_S)
-        waiting = start(world, "x")
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        waiting = start_stream(world, "x")
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 1)
         leader.load = ROOM
         await waiting
 
@@ -88,32 +53,32 @@ async def test_process_stall_makes_no_full_group_available() -> None:
 async def test_full_queue_returns_429_with_the_drain_time() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(queue=QueueBounds(2))) as world:
-        await reported(world, leader, FULL)
-        waiting = [start(world, name) for name in ("x", "y")]
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 2)
-        with pytest.raises(BackendError, match="2 requests wait already") as caught:
-            await start(world, "z")
+        await report_load(world, leader, FULL)
+        waiting = [start_stream(world, name) for name in ("x", "y")]
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 2)
+        with pytest.raises(BackendError, match="2 requests are queued already") as caught:
+            await start_stream(world, "z")
         assert (caught.value.status, caught.value.code) == (429, "queue_full")
         assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
-        urgent = start(world, "urgent", priority=-1)
-        with pytest.raises(BackendError, match="2 requests wait already"):
+        urgent = start_stream(world, "urgent", priority=-1)
+        with pytest.raises(BackendError, match="2 requests are queued already"):
             await waiting[1]
         leader.load = ROOM
         await asyncio.gather(waiting[0], urgent)
-        assert ids(leader) == ["urgent", "x"]
+        assert submitted_ids(leader) == ["urgent", "x"]
         assert world.metric("phalanx_router_shed_total", why="queue_full") == 2
 
 
 async def test_a_client_that_leaves_gives_up_its_place() -> None:
     leader = FakeLeader("a")
     async with running_world(leader, settings=make_settings(queue=QueueBounds(1))) as world:
-        await reported(world, leader, FULL)
-        leaving = start(world, "leaves")
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        await report_load(world, leader, FULL)
+        leaving = start_stream(world, "leaves")
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 1)
         leaving.cancel()
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 0)
-        staying = start(world, "stays")
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 0)
+        staying = start_stream(world, "stays")
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 1)
         leader.load = ROOM
         assert (await staying).tokens == expected([1, 2, 3], 16)
 
@@ -121,60 +86,60 @@ async def test_a_client_that_leaves_gives_up_its_place() -> None:
 async def test_replays_go_before_newcomers_and_are_never_shed() -> None:
     dying, full = FakeLeader("a", Script(hold_at=2)), FakeLeader("b")
     async with running_world(dying, full, settings=make_settings(queue=QueueBounds(1))) as world:
-        await reported(world, full, FULL)
-        begun = start(world, "begun")
-        await world.until(lambda: dying.steps == 2)
-        await reported(world, dying, FULL)
-        demand = start(world, "newcomer")
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 1)
+        await report_load(world, full, FULL)
+        started = start_stream(world, "started")
+        await until(lambda: dying.steps == 2)
+        await report_load(world, dying, FULL)
+        demand = start_stream(world, "new")
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 1)
         await dying.stop()
-        assert (await begun).tokens == expected([1, 2, 3], 16)
+        assert (await started).tokens == expected([1, 2, 3], 16)
         full.load = ROOM
         await demand
-        assert ids(full) == ["begun", "newcomer"]
+        assert submitted_ids(full) == ["started", "new"]
         assert world.metric("phalanx_router_replays_total") == 1
 
 
 async def test_shedding_refuses_the_least_urgent_bands() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        await reported(world, leader, FULL)
-        streams = {name: start(world, name, priority) for name, priority in (("low", 9), ("middle", 5), ("high", 0))}
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 3)
+        await report_load(world, leader, FULL)
+        streams = {name: start_stream(world, name, priority) for name, priority in (("low", 9), ("middle", 5), ("high", 0))}
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 3)
         assert world.fleet.dispatcher.shed(1, 7.0, "every group is loaded") == 1
         with pytest.raises(BackendError, match="every group is loaded") as caught:
             await streams.pop("low")
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "overloaded", 7.0)
         leader.load = ROOM
         await asyncio.gather(*streams.values())
-        assert ids(leader) == ["high", "middle"]
+        assert submitted_ids(leader) == ["high", "middle"]
 
 
 async def test_saturated_fleet_refuses_waiting_requests_only() -> None:
     leaders = [FakeLeader("a", Script(hold_at=2)), FakeLeader("b")]
     settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(ttft_target_s=0.5))
     async with running_world(*leaders, settings=settings) as world:
-        begun = start(world, "begun")
-        await world.until(lambda: leaders[0].steps == 2)
-        await asyncio.gather(*(reported(world, leader, FULL) for leader in leaders))
+        started = start_stream(world, "started")
+        await until(lambda: leaders[0].steps == 2)
+        await asyncio.gather(*(report_load(world, leader, FULL) for leader in leaders))
         with pytest.raises(BackendError, match=r"every group is loaded.* the target is 0\.5 s") as caught:
-            await start(world, "newcomer")
+            await start_stream(world, "new")
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1
         leaders[0].release()
-        assert (await begun).tokens == expected([1, 2, 3], 16)
+        assert (await started).tokens == expected([1, 2, 3], 16)
         assert world.metric("phalanx_router_shed_total", why="overloaded") == 1
 
 
 async def test_unstarted_request_is_withdrawn_for_a_better_group() -> None:
     stuck, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
     async with running_world(stuck, free, settings=make_settings(tick_s=0.05)) as world:
-        await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
-        stream = start(world, "request")
-        await world.until(lambda: ids(stuck) == ["request"])
+        await report_load(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        stream = start_stream(world, "request")
+        await until(lambda: submitted_ids(stuck) == ["request"])
         stuck.load, free.load = msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000), ROOM
         assert (await stream).tokens == expected([1, 2, 3], 16)
-        assert (ids(free), stuck.aborted) == (["request"], [1])
+        assert (submitted_ids(free), stuck.aborted) == (["request"], [1])
         assert free.submitted[0].request.epoch == 0
         assert world.metric("phalanx_router_requeues_total") == 1
         assert world.metric("phalanx_router_replays_total") == 0
@@ -184,31 +149,31 @@ async def test_waiting_request_in_a_draining_group_is_withdrawn() -> None:
     leaving, free = FakeLeader("a", Script(hold_at=0)), FakeLeader("b")
     settings = replace(make_settings(tick_s=0.05), policy=BalancePolicy(budgets=Budgets(moves_per_group=0)))
     async with running_world(leaving, free, settings=settings) as world:
-        await reported(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
-        stream = start(world, "request")
-        await world.until(lambda: ids(leaving) == ["request"])
-        world.source.change(leaving.endpoint(leaving=True), free.endpoint())
+        await report_load(world, free, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        stream = start_stream(world, "request")
+        await until(lambda: submitted_ids(leaving) == ["request"])
+        world.source.change(leaving.endpoint(is_leaving=True), free.endpoint())
         leaving.load, free.load = msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000), ROOM
         assert (await stream).tokens == expected([1, 2, 3], 16)
-        assert (ids(free), leaving.aborted) == (["request"], [1])
+        assert (submitted_ids(free), leaving.aborted) == (["request"], [1])
         assert world.metric("phalanx_router_requeues_total") == 1
 
 
 async def test_unplaceable_streams_block_no_started_ones() -> None:
-    """A group that is being emptied takes what has started, and nothing else."""
+    """An emptied group takes only started streams."""
     refusing, dying = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))
     async with running_world(refusing, dying, settings=make_settings(hold_s=60.0)) as world:
-        await reported(world, dying, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
-        refused = [start(world, f"refused{number}") for number in range(PER_KIND)]
-        await world.until(lambda: len(refusing.submitted) == PER_KIND)
-        await reported(world, refusing, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
-        await reported(world, dying, ROOM)
-        started = start(world, "started")
-        await world.until(lambda: ids(dying) == ["started"])
-        world.source.change(refusing.endpoint(leaving=True), dying.endpoint(leaving=True))
+        await report_load(world, dying, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        refused = [start_stream(world, f"refused{number}") for number in range(PER_KIND)]
+        await until(lambda: len(refusing.submitted) == PER_KIND)
+        await report_load(world, refusing, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))
+        await report_load(world, dying, ROOM)
+        started = start_stream(world, "started")
+        await until(lambda: submitted_ids(dying) == ["started"])
+        world.source.change(refusing.endpoint(is_leaving=True), dying.endpoint(is_leaving=True))
         for submit in list(refusing.submitted):
-            await refusing.tell(wire.Refused(handle=submit.handle, epoch=0, status=503, code="draining", message="it is leaving"))
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == PER_KIND)
+            await refusing.send(wire.Refused(handle=submit.handle, epoch=0, status=503, code="draining", message="it is leaving"))
+        await until(lambda: world.metric("phalanx_router_queued_requests") == PER_KIND)
         refusing.release()
         await dying.stop()
         assert (await started).tokens == expected([1, 2, 3], 16)
@@ -225,38 +190,38 @@ async def test_prompt_goes_to_the_group_with_its_pages() -> None:
     keys = PrefixKeys(root_key("hash"), 16).extend(prompt)
     async with running_world(*leaders) as world:
         for leader in leaders:
-            await leader.tell(served)
-        await leaders[1].tell(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
-        await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 4)
+            await leader.send(served)
+        await leaders[1].send(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 4)
         for number in range(3):
-            await hear(world.fleet, make_request(prompt, id=f"r{number}"))
+            await read_stream(world.fleet, make_request(prompt, id=f"r{number}"))
         assert [len(leader.submitted) for leader in leaders] == [0, 3]
         assert world.metric("phalanx_router_choices_total", why="home") == 3
         leaders[1].cut()
-        await world.until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 0)
+        await until(lambda: world.fleet.links.fleet_view.prefixes.num_keys == 0)
 
 
 async def test_old_reports_show_and_stop_nothing() -> None:
-    """Two of three groups tell nothing more: requests go on by the ledger."""
+    """Two of three groups stop reporting: requests are dispatched by the ledger."""
     leaders = [FakeLeader(name, Script(silent=name != "c", hold_at=0)) for name in "abc"]
     async with running_world(*leaders, settings=make_settings(tick_s=0.02, heartbeat_timeout_s=30)) as world:
-        streams = [start(world, f"r{number}") for number in range(6)]
-        await world.until(lambda: world.metric("phalanx_router_groups", state="suspect") == 2)
+        streams = [start_stream(world, f"r{number}") for number in range(6)]
+        await until(lambda: world.metric("phalanx_router_groups", state="suspect") == 2)
         before = world.metric("phalanx_router_choices_total", why="ledger")
-        streams += [start(world, f"late{number}") for number in range(6)]
-        await world.until(lambda: world.metric("phalanx_router_choices_total", why="ledger") == before + 6)
+        streams += [start_stream(world, f"late{number}") for number in range(6)]
+        await until(lambda: world.metric("phalanx_router_choices_total", why="ledger") == before + 6)
         for leader in leaders:
             leader.release()
-        assert all(heard.tokens == expected([1, 2, 3], 16) for heard in await asyncio.gather(*streams))
+        assert all(received.tokens == expected([1, 2, 3], 16) for received in await asyncio.gather(*streams))
 
 
 async def test_a_request_that_cannot_be_sent_harms_no_other() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        await reported(world, leader, FULL)
+        await report_load(world, leader, FULL)
         bad = msgspec.structs.replace(make_request(id="\ud800"), tenant="bad")
-        streams = [asyncio.create_task(hear(world.fleet, bad)), start(world, "good")]
-        await world.until(lambda: world.metric("phalanx_router_queued_requests") == 2)
+        streams = [asyncio.create_task(read_stream(world.fleet, bad)), start_stream(world, "good")]
+        await until(lambda: world.metric("phalanx_router_queued_requests") == 2)
         leader.load = ROOM
         with pytest.raises(UnicodeEncodeError):
             await streams[0]

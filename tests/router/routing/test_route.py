@@ -1,6 +1,7 @@
-"""Which group a request goes to: by cost, by what pages it holds, by the ledger when reports are old."""
+"""Choice of the group: by cost, cached pages, and the dispatch ledger when reports are old."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,11 +19,12 @@ from phalanx_router.routing.cost import (
     RequestDemand,
     TtftWeight,
     cost_terms,
-    stall_s,
+    stall_cost_s,
     ttft_weight,
 )
 from phalanx_router.routing.ledger import DispatchLedger, SentRequest, make_sent_request
-from phalanx_router.routing.look import (
+from phalanx_router.routing.view import GroupView, freshness
+from phalanx_router.routing.view_builder import (
     NOISE,
     SPEED_HALF_LIFE_S,
     TYPICAL_WORK,
@@ -32,10 +34,9 @@ from phalanx_router.routing.look import (
     relative_speeds,
     scale_model,
 )
-from phalanx_router.routing.view import GroupView, freshness
 from tests.router.fakes import make_request
+from tests.router.views import STEP_MODEL, make_group_view
 
-MODEL = StepModel(fixed_s=0.005, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
 REQUEST = RequestDemand(prompt_tokens=1000, output_tokens=100)
 
 
@@ -48,16 +49,16 @@ def group(
     draining: bool = False,
     speed: float = 1.0,
 ) -> GroupView:
-    return GroupView(
-        key=key,
+    return make_group_view(
+        key,
         queued_prompt_tokens=queued,
         running=running,
         context_tokens=running * 500,
         used_pages=used,
         total_pages=1000,
         state=state,
-        draining=draining,
-        model=MODEL,
+        is_draining=draining,
+        step_model=STEP_MODEL,
         speed=speed,
     )
 
@@ -138,7 +139,7 @@ def test_a_short_target_weighs_the_first_token_more() -> None:
 
 
 def test_long_prompt_waits_instead_of_stalling_others() -> None:
-    """Ten of its own seconds: it goes behind another prompt where few run; one of a tenth of a second where nothing is left."""
+    """A prompt of ten seconds waits where few requests run; one of a tenth of a second goes where the queue is empty."""
     prompts, decodes = group("prompts", queued=60_000), group("decodes", running=20)
     assert chosen([prompts, decodes], RequestDemand(100_000, 100)).key == "prompts"
     assert chosen([prompts, decodes], RequestDemand(1000, 100)).key == "decodes"
@@ -146,7 +147,7 @@ def test_long_prompt_waits_instead_of_stalling_others() -> None:
 
 @given(st.integers(1, 500_000), st.integers(0, 500_000), st.floats(1.0, 10.0))
 def test_longer_prompts_are_in_less_haste(tokens: int, more: int, slowness: float) -> None:
-    """A tenth of a millisecond a token. A slow group takes no haste away, and costs all that the prompt takes longer there."""
+    """0.1 ms per token. A slow group lowers no haste, and its extra prompt time counts in full."""
     views = [group("a"), group("slow", speed=slowness)]
     wait, longer = ttft_weight(RequestDemand(tokens, 100), views, {}), ttft_weight(RequestDemand(tokens + more, 100), views, {})
     assert wait == ttft_weight(RequestDemand(tokens, 100), views[:1], {})
@@ -175,10 +176,10 @@ def test_more_load_and_fewer_pages_never_lower_ttft(held: int, more: int, queued
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3))
 def test_longer_pauses_cost_others_more(own_s: float, more_s: float) -> None:
-    assert own_s / 2 <= stall_s(own_s) <= MAX_PAUSE_FACTOR * own_s / 2
-    assert stall_s(own_s) <= stall_s(own_s + more_s)
+    assert own_s / 2 <= stall_cost_s(own_s) <= MAX_PAUSE_FACTOR * own_s / 2
+    assert stall_cost_s(own_s) <= stall_cost_s(own_s + more_s)
     if own_s <= PAUSE_S:
-        assert stall_s(own_s) == own_s / 2
+        assert stall_cost_s(own_s) == own_s / 2
 
 
 STATES: list[Freshness] = ["fresh", "degraded", "suspect", "dead"]
@@ -194,7 +195,7 @@ GROUPS = st.lists(
     ),
     min_size=1,
     max_size=9,
-).map(lambda views: [GroupView(**{**view.__dict__, "key": f"g{i}"}) for i, view in enumerate(views)])
+).map(lambda views: [replace(view, key=f"g{i}") for i, view in enumerate(views)])
 
 
 @given(
@@ -209,10 +210,10 @@ def test_a_choice_never_halts_and_is_near_the_least(
     demand = RequestDemand(prompt, 64)
     hits = {f"g{name}": min(tokens, prompt) for name, tokens in held.items()}
     choice = chosen(views, demand, draw, hits=hits)
-    staying = [view for view in views if not view.draining]
+    staying = [view for view in views if not view.is_draining]
     picked = next(view for view in views if view.key == choice.key)
     if staying:
-        assert not picked.draining
+        assert not picked.is_draining
         fresh = [view for view in staying if view.state in ("fresh", "degraded")]
         if len(fresh) * 2 >= len(staying):
             assert picked in fresh
@@ -237,17 +238,17 @@ def test_freshness(silent_s: float, state: str) -> None:
 
 def test_a_dispatch_is_unseen_until_a_report_names_it() -> None:
     ledger = DispatchLedger()
-    ledger.dispatch(1, SentRequest(prompt_tokens=7, context_tokens=9, pages=1, output_tokens=5), now=10.0)
+    ledger.dispatch(1, SentRequest(prompt_tokens=7, context_tokens=9, pages=1), now=10.0)
     ledger.dispatch(2, SentRequest(prompt_tokens=3, context_tokens=3, pages=2), now=11.0)
-    assert (ledger.unseen.requests, ledger.unseen.prompt_tokens, ledger.unseen.pages) == (2, 10, 3)
-    assert ledger.unseen_since() == 10.0
+    assert (ledger.unreported.requests, ledger.unreported.prompt_tokens, ledger.unreported.pages) == (2, 10, 3)
+    assert ledger.unreported_since() == 10.0
     ledger.report(last_handle=1)
-    assert (ledger.unseen.requests, ledger.unseen.prompt_tokens, ledger.unseen_since()) == (1, 3, 11.0)
-    ledger.ended(2)
-    assert (ledger.unseen.requests, ledger.unseen_since(), ledger.live.requests) == (0, None, 1)
-    ledger.ended(1)
-    ledger.ended(1)
-    assert (ledger.live.requests, ledger.live.context_tokens, ledger.unseen.requests) == (0, 0, 0)
+    assert (ledger.unreported.requests, ledger.unreported.prompt_tokens, ledger.unreported_since()) == (1, 3, 11.0)
+    ledger.end(2)
+    assert (ledger.unreported.requests, ledger.unreported_since(), ledger.live.requests) == (0, None, 1)
+    ledger.end(1)
+    ledger.end(1)
+    assert (ledger.live.requests, ledger.live.context_tokens, ledger.unreported.requests) == (0, 0, 0)
 
 
 @given(
@@ -256,45 +257,50 @@ def test_a_dispatch_is_unseen_until_a_report_names_it() -> None:
     )
 )
 def test_the_ledger_equals_a_slow_one(events: list[object]) -> None:
-    """Unseen: sent, not ended, above the highest handle that a report named. Live: sent and not ended."""
+    """Unreported: sent, not ended, above the highest reported handle. Live: sent and not ended."""
     ledger, sent, ended, seen = DispatchLedger(), 0, set[int](), 0
     for event in events:
         match event:
             case "send":
                 sent += 1
-                ledger.dispatch(
-                    sent, SentRequest(prompt_tokens=sent, context_tokens=2 * sent, pages=1, output_tokens=0), now=float(sent)
-                )
+                ledger.dispatch(sent, SentRequest(prompt_tokens=sent, context_tokens=2 * sent, pages=1), now=float(sent))
             case ("seen", int(handle)):
                 seen = max(seen, min(handle, sent))
                 ledger.report(min(handle, sent))
             case ("end", int(handle)):
                 ended |= {handle} if handle <= sent else set()
-                ledger.ended(handle)
+                ledger.end(handle)
         live = [handle for handle in range(1, sent + 1) if handle not in ended]
         unseen = [handle for handle in live if handle > seen]
         assert (ledger.live.requests, ledger.live.prompt_tokens) == (len(live), sum(live))
-        assert (ledger.unseen.requests, ledger.unseen.context_tokens) == (len(unseen), 2 * sum(unseen))
-        assert ledger.unseen_since() == (float(unseen[0]) if unseen else None)
+        assert (ledger.unreported.requests, ledger.unreported.context_tokens) == (len(unseen), 2 * sum(unseen))
+        assert ledger.unreported_since() == (float(unseen[0]) if unseen else None)
 
 
 def test_added_load_table() -> None:
     many, few = make_request(range(40), max_tokens=16), make_request(range(32), max_tokens=16)
     assert make_sent_request(many, page_size=16, hit_tokens=16) == SentRequest(
-        prompt_tokens=24, context_tokens=40, pages=2, output_tokens=16, attended=(40**2 - 16**2) / 2
+        prompt_tokens=24, context_tokens=40, pages=2, attention=(40**2 - 16**2) / 2
     )
     assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(
-        prompt_tokens=1, context_tokens=32, pages=1, output_tokens=16, attended=(32**2 - 31**2) / 2
+        prompt_tokens=1, context_tokens=32, pages=1, attention=(32**2 - 31**2) / 2
     )
 
 
 def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
     slow = StepModel(fixed_s=0.01, token_s=2e-4, knee_tokens=0, context_s=2e-7, attention_s=0.0)
     other = StepModel(fixed_s=0.1, token_s=1e-3, knee_tokens=0, context_s=0.0, attention_s=0.0)
-    fits = {"a": ("h", MODEL), "b": ("h", MODEL), "c": ("h", slow), "d": ("H", other), "e": ("h", None), "f": ("?", None)}
+    fits = {
+        "a": ("h", STEP_MODEL),
+        "b": ("h", STEP_MODEL),
+        "c": ("h", slow),
+        "d": ("H", other),
+        "e": ("h", None),
+        "f": ("?", None),
+    }
     found = relative_speeds({key: StepMeasurement(shape, model) for key, (shape, model) in fits.items()})
     assert {key: round(speed, 6) for key, (_, speed) in found.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}
-    assert found["e"][0].predict(TYPICAL_WORK) == pytest.approx(MODEL.predict(TYPICAL_WORK))
+    assert found["e"][0].predict(TYPICAL_WORK) == pytest.approx(STEP_MODEL.predict(TYPICAL_WORK))
 
 
 @given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.integers(1, 64)), min_size=1, max_size=7))
@@ -332,7 +338,7 @@ def test_measurements_decay_while_a_group_is_idle(idle_s: float, speed: float) -
 
 
 def test_groups_without_cost_models_share_requests_evenly() -> None:
-    """Each always had 21 requests: one fit has all of a step's time as fixed, one all by request, and none is quite as fast."""
+    """All groups had 21 requests: one fit has only a fixed time, one only a time per token, and their speeds differ slightly."""
     fits = [
         StepModel(fixed_s=0.0111, token_s=0.0, knee_tokens=0, context_s=0.0, attention_s=0.0),
         StepModel(fixed_s=0.0, token_s=0.0123 / 21, knee_tokens=0, context_s=0.0, attention_s=0.0),
@@ -342,7 +348,9 @@ def test_groups_without_cost_models_share_requests_evenly() -> None:
     running = dict.fromkeys(found, 0)
     for at in range(64):
         views = [
-            GroupView(key=key, model=model, speed=speed, running=running[key], context_tokens=20 * running[key], total_pages=1000)
+            make_group_view(
+                key, step_model=model, speed=speed, running=running[key], context_tokens=20 * running[key], total_pages=1000
+            )
             for key, (model, speed) in found.items()
         ]
         running[chosen(views, RequestDemand(20, 600), draw=at * 0.37 % 1).key] += 1

@@ -1,8 +1,9 @@
-"""Tenants by their API keys: quotas with an honest Retry-After, keys that are rotated without a restart."""
+"""Tenants by API key: quotas with Retry-After, and keys that are rotated without a restart."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from phalanx_router.app import make_router
 from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
+from tests.polling import until
 from tests.router.fakes import FakeLeader, Leaders, Script, make_settings
 
 SIXTY = Quota(requests_per_minute=60, tokens_per_minute=6000, concurrent=3)
@@ -40,7 +42,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert refused.limit == "tokens"
     assert refused.retry_after_s == pytest.approx(3.8)
     assert isinstance(granted, QuotaGrant)
-    quotas.end("t", granted, used_tokens=410, lasted_s=1.0)
+    quotas.end("t", granted, used_tokens=410, duration_s=1.0)
     assert isinstance(quotas.take("t", quota, 100, 10, now=0.0), QuotaGrant)
 
 
@@ -58,13 +60,13 @@ def test_requests_at_once_end_before_others_begin() -> None:
     refused = quotas.take("t", quota, 1, 1, now=1.0)
     assert isinstance(refused, QuotaExceeded) and isinstance(first, QuotaGrant)
     assert (refused.limit, refused.retry_after_s > 0) == ("concurrent", True)
-    quotas.end("t", first, 2, lasted_s=5.0)
+    quotas.end("t", first, 2, duration_s=5.0)
     assert isinstance(quotas.take("t", quota, 1, 1, now=1.0), QuotaGrant)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000), st.integers(1, 500)), max_size=60))
 def test_a_minute_admits_at_most_twice_the_quota(arrivals: list[tuple[float, int, int]]) -> None:
-    """A bucket gives at most its content and what flows in; whoever waits as long as he is told is let in, if he is alone."""
+    """A bucket grants at most its content and its inflow; a retry after the stated time is granted."""
     quotas, quota, now = Quotas(), Quota(requests_per_minute=10, tokens_per_minute=4000), 0.0
     taken: list[float] = []
     for pause_s, prompt, output in arrivals:
@@ -89,37 +91,40 @@ def test_routers_share_a_quota() -> None:
 
 
 @asynccontextmanager
-async def running_door(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def running_server(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
     leader = FakeLeader(script=Script(assets=tiny_assets()))
     await leader.start()
     app, fleet = make_router(make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file)
     assert isinstance(app, FastAPI)
     try:
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
-            async with asyncio.timeout(10):
-                while fleet.links.num_ready != 1:
-                    await asyncio.sleep(0.002)
+            await until(lambda: fleet.links.num_ready == 1)
             yield http
     finally:
         await leader.stop()
 
 
-async def ask(http: httpx.AsyncClient, key: str) -> httpx.Response:
+async def post(http: httpx.AsyncClient, key: str) -> httpx.Response:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
     return await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
 
+async def are_applied(http: httpx.AsyncClient, known: str, unknown: str) -> bool:
+    """Whether the router accepts key `known` and rejects key `unknown`."""
+    return (await post(http, known)).status_code == 200 and (await post(http, unknown)).status_code == 401
+
+
 async def test_exceeded_quota_returns_429_in_openai_form() -> None:
     keys = [ApiKey("small", "sk-small", quota=Quota(requests_per_minute=2)), ApiKey("other", "sk-other")]
-    async with running_door(keys) as http:
-        assert [(await ask(http, "sk-small")).status_code for _ in range(2)] == [200, 200]
-        refused = await ask(http, "sk-small")
+    async with running_server(keys) as http:
+        assert [(await post(http, "sk-small")).status_code for _ in range(2)] == [200, 200]
+        refused = await post(http, "sk-small")
         assert refused.status_code == 429
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert error["message"] == "Rate limit reached for small: 2 requests per minute are allowed."
         assert 25 <= int(refused.headers["retry-after"]) <= 30
-        assert (await ask(http, "sk-other")).status_code == 200
+        assert (await post(http, "sk-other")).status_code == 200
         metrics = (await http.get("/metrics")).text
         assert 'phalanx_router_shed_total{why="quota_requests"} 1.0' in metrics
 
@@ -137,29 +142,27 @@ async def test_a_rotated_key_works_without_a_restart(tmp_path: Path) -> None:
             ("not a key file at all, but too many words\n", b"Bearer sk-new", b"Bearer sk-old"),
             ('[{"name": "team", "key": "sk-third"}]', b"Bearer sk-third", b"Bearer sk-new"),
         ]:
-            new = tmp_path / "new"  # a kubelet points a link elsewhere; the file is never half written
+            new = tmp_path / "new"  # a kubelet replaces a link: the file is never half written
             new.write_text(content)
             new.rename(file)
-            async with asyncio.timeout(10):
-                while keys.find(known) is None or keys.find(unknown) is not None:
-                    await asyncio.sleep(0.01)
+            await until(lambda: keys.find(known) is not None and keys.find(unknown) is None)  # noqa: B023
         file.unlink()
         await asyncio.sleep(0.05)
-        assert keys.find(b"Bearer sk-third") is not None, "a file that is gone takes no keys away"
+        assert keys.find(b"Bearer sk-third") is not None, "a deleted file removes no keys"
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
 
 class SecretVolume:
-    """A folder as a kubelet keeps it for a Secret: files are links through `..data`, which is pointed elsewhere each time."""
+    """A mounted Secret as a kubelet updates it: files are links through `..data`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
 
     def write(self, name: str, content: str) -> None:
-        """All at once, as the kubelet's atomic writer does."""
+        """Updates atomically, as the kubelet does."""
         self._count += 1
         data, old = self._folder / "..data", self._folder / f"..{self._count - 1}"
         new = self._folder / f"..{self._count}"
@@ -177,16 +180,14 @@ class SecretVolume:
 async def test_router_reloads_keys_of_a_changed_secret(tmp_path: Path) -> None:
     volume, file = SecretVolume(tmp_path), tmp_path / "list"
     volume.write("list", "team sk-one\n")
-    async with running_door(gather_keys((), file), KeyFile((), file)) as http:
-        assert (await ask(http, "sk-one")).status_code == 200
+    async with running_server(gather_keys((), file), KeyFile((), file)) as http:
+        assert (await post(http, "sk-one")).status_code == 200
         for content, known, unknown in [
             ("team sk-one\nteam2 sk-two\n", "sk-two", "sk-no"),
             ("team2 sk-two\n", "sk-two", "sk-one"),
         ]:
             volume.write("list", content)
-            async with asyncio.timeout(20):
-                while (await ask(http, known)).status_code != 200 or (await ask(http, unknown)).status_code != 401:
-                    await asyncio.sleep(0.05)
+            await until(partial(are_applied, http, known, unknown))
 
 
 def test_quotas_come_with_keys(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A request under which groups die is computed alone, and then ended; the streams beside it go on."""
+"""A request under which groups die runs alone, and is then ended; other streams continue."""
 
 import asyncio
 from functools import partial
@@ -8,23 +8,15 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
+from tests.polling import until
 from tests.router.api_servers import FakeEngine, running_leader
-from tests.router.fakes import FakeLeader, Heard, Script, expected, hear, make_request, make_settings, running_world
-from tests.router.resume.test_orphans import orphaned, resumable, until
-from tests.router.resume.test_resuming import running_router
-
-POISON = [6, 6, 6]
-
-
-def is_poison(request: wire.Request) -> bool:
-    return request.prompt == POISON
+from tests.router.fakes import FakeLeader, Script, StreamResult, expected, make_request, make_settings, read_stream, running_world
+from tests.router.http_routers import running_router
+from tests.router.link_clients import orphan_request, resumable
+from tests.router.poison import POISON, is_poison, poisoned_leaders
 
 
-def leaders(names: str) -> list[FakeLeader]:
-    return [FakeLeader(name, Script(kills=is_poison)) for name in names]
-
-
-def was_asked(group: FakeLeader, stream: asyncio.Task[Heard]) -> bool:
+def was_reached(group: FakeLeader, stream: asyncio.Task[StreamResult]) -> bool:
     return bool(group.submitted) or stream.done()
 
 
@@ -33,16 +25,16 @@ def has(group: FakeLeader, count: int) -> bool:
 
 
 async def test_request_that_kills_groups_ends_after_the_third() -> None:
-    groups = leaders("abcd")
+    groups = poisoned_leaders("abcd")
     async with running_world(*groups) as world:
         streams = [make_request([i, 1], max_tokens=60, id=f"r{i}") for i in range(6)]
-        others = [asyncio.create_task(hear(world.fleet, request)) for request in streams]
+        others = [asyncio.create_task(read_stream(world.fleet, request)) for request in streams]
         with pytest.raises(BackendError) as caught:
-            await hear(world.fleet, make_request(POISON, max_tokens=60, id="poison"))
-        heard = await asyncio.gather(*others)
+            await read_stream(world.fleet, make_request(POISON, max_tokens=60, id="poison"))
+        received = await asyncio.gather(*others)
         assert (caught.value.status, caught.value.code) == (500, "groups_died")
         assert "3 groups died while they computed this request" in caught.value.message
-        assert [h.tokens for h in heard] == [expected(r.prompt, 60) for r in streams]
+        assert [h.tokens for h in received] == [expected(r.prompt, 60) for r in streams]
         assert sum(group.deaths for group in groups) == 3
         excused = {group.group: world.fleet.excused[group.endpoint().key] for group in groups if group.deaths}
         assert excused == {group.group: group.deaths for group in groups if group.deaths}, "none of them is to blame"
@@ -56,13 +48,13 @@ async def test_request_that_kills_groups_ends_after_the_third() -> None:
 @pytest.mark.parametrize(
     ("cause", "is_counted"), [("", True), ("outside", False), ("alone", False)], ids=["unknown", "outside", "another's"]
 )
-async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_counted: bool) -> None:
+async def test_only_deaths_that_may_be_its_fault_count(cause: wire.EndCause, is_counted: bool) -> None:
     groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
     async with running_world(*groups, settings=make_settings(max_replays=5)) as world:
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         for group in groups[:3]:
-            await world.until(partial(was_asked, group, stream))
-            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died", cause=cause))
+            await until(partial(was_reached, group, stream))
+            await group.send(wire.State(serving=False, incarnation=2, reason="rank 1 died", cause=cause))
         if is_counted:
             with pytest.raises(BackendError, match="3 groups died"):
                 await stream
@@ -74,14 +66,14 @@ async def test_only_deaths_that_may_be_its_fault_count(cause: wire.Cause, is_cou
 
 
 async def test_deaths_of_one_group_alone_stay_charged() -> None:
-    """Its hardware may be broken: then every request is under some of its deaths."""
+    """Its hardware may be broken: every request may run under one of its deaths."""
     group = FakeLeader("a", Script(hold_at=1))
     async with running_world(group) as world:
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         for count in range(3):
-            await world.until(partial(has, group, count + 1))
-            await group.tell(wire.State(serving=False, incarnation=2 + count, reason="rank 1 died"))
-            await group.tell(wire.State(serving=True, incarnation=2 + count))
+            await until(partial(has, group, count + 1))
+            await group.send(wire.State(serving=False, incarnation=2 + count, reason="rank 1 died"))
+            await group.send(wire.State(serving=True, incarnation=2 + count))
         with pytest.raises(BackendError, match="3 groups died"):
             await stream
         assert not +world.fleet.excused
@@ -91,15 +83,15 @@ async def test_group_failure_is_excused_once() -> None:
     first, second, *last = [FakeLeader(name, Script(hold_at=1)) for name in "abcd"]
     async with running_world(first, second, *last) as world:
         world.source.change(first.endpoint())
-        streams = [asyncio.create_task(hear(world.fleet, make_request([i, 1], id=f"r{i}"))) for i in range(2)]
+        streams = [asyncio.create_task(read_stream(world.fleet, make_request([i, 1], id=f"r{i}"))) for i in range(2)]
         for group, *others in ([first, second], [second, *last]):
-            await world.until(partial(has, group, 2))
+            await until(partial(has, group, 2))
             world.source.change(*(one.endpoint() for one in (first, second, *others)))
             await world.until_ready(len({first, second, *others}) - (group is second))
-            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
+            await group.send(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         for group in last:
-            await world.until(partial(has, group, 1))
-            await group.tell(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
+            await until(partial(has, group, 1))
+            await group.send(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         found = await asyncio.gather(*streams, return_exceptions=True)
         assert [getattr(one, "code", one) for one in found] == ["groups_died"] * 2
         assert world.fleet.excused == {first.endpoint().key: 1, second.endpoint().key: 1}, "the last ones know it by themselves"
@@ -108,9 +100,9 @@ async def test_group_failure_is_excused_once() -> None:
 async def test_a_leader_that_leaves_the_list_did_not_die() -> None:
     groups = [FakeLeader(name, Script(hold_at=1)) for name in "abc"] + [FakeLeader("d")]
     async with running_world(*groups) as world:
-        stream = asyncio.create_task(hear(world.fleet, make_request()))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         for count, group in enumerate(groups[:3], 1):
-            await world.until(partial(was_asked, group, stream))
+            await until(partial(was_reached, group, stream))
             world.source.change(*(other.endpoint() for other in groups[count:]))
         assert (await stream).tokens == expected([1, 2, 3], 16)
         assert not any(submit.request.alone for group in groups for submit in group.submitted)
@@ -121,10 +113,10 @@ async def test_two_isolated_requests_use_two_groups() -> None:
     for group in groups:
         group.release()
     async with running_world(*groups) as world:
-        asked = [make_request([i, 1], max_tokens=30, id=f"r{i}") for i in range(2)]
-        alone = [wire.Request(id=r.id, epoch=1, prompt=r.prompt, delivered=[], sampling=r.sampling, alone=True) for r in asked]
-        heard = await asyncio.gather(*(hear(world.fleet, request) for request in alone))
-        assert [h.tokens for h in heard] == [expected(r.prompt, 30) for r in alone]
+        requests = [make_request([i, 1], max_tokens=30, id=f"r{i}") for i in range(2)]
+        alone = [wire.Request(id=r.id, epoch=1, prompt=r.prompt, delivered=[], sampling=r.sampling, alone=True) for r in requests]
+        received = await asyncio.gather(*(read_stream(world.fleet, request) for request in alone))
+        assert [h.tokens for h in received] == [expected(r.prompt, 30) for r in alone]
     assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
 
 
@@ -133,15 +125,15 @@ async def test_adopted_isolated_request_is_blamed_alone() -> None:
     engine.hold = 2
     alone = msgspec.structs.replace(resumable(), alone=True)
     async with running_leader(engine) as (address, _), running_router(address) as router:
-        await orphaned(engine, address, alone)
+        await orphan_request(engine, address, alone)
         found = await router.fleet.find(["a"], "")
-        streams = [asyncio.create_task(hear(router.fleet, r)) for r in (found["a"].request, make_request(id="beside"))]
+        streams = [asyncio.create_task(read_stream(router.fleet, r)) for r in (found["a"].request, make_request(id="other"))]
         await until(lambda: len(engine.submitted) == 2)
         engine.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         with pytest.raises(BackendError, match="3 groups died"):
             await streams[0]
-        [beside] = router.fleet.runs
-        assert (beside.losses, beside.deaths) == (1, 0)
+        [other] = router.fleet.sessions
+        assert (other.failures.num_losses, other.failures.num_deaths) == (1, 0)
         streams[1].cancel()
         await asyncio.gather(*streams, return_exceptions=True)
 
@@ -159,11 +151,11 @@ async def test_adopted_isolated_request_excludes_another() -> None:
         running_router(one, other) as router,
     ):
         await router.until_linked(2)
-        await orphaned(first, one, alone)
+        await orphan_request(first, one, alone)
         found = await router.fleet.find(["a"], "")
-        streams = [asyncio.create_task(hear(router.fleet, found["a"].request))]
-        await until(lambda: len(router.fleet.runs) == 1)
-        streams.append(asyncio.create_task(hear(router.fleet, msgspec.structs.replace(alone, id="b", epoch=1))))
+        streams = [asyncio.create_task(read_stream(router.fleet, found["a"].request))]
+        await until(lambda: len(router.fleet.sessions) == 1)
+        streams.append(asyncio.create_task(read_stream(router.fleet, msgspec.structs.replace(alone, id="b", epoch=1))))
         await until(lambda: len(first.submitted) + len(second.submitted) == 2)
         assert len(second.submitted) == 1
         for stream in streams:

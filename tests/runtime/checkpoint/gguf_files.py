@@ -1,4 +1,4 @@
-"""Small GGUF files with random weights, written as llama.cpp's converter writes them."""
+"""Small GGUF files with random weights, in the format of llama.cpp's converter."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ def vocabulary() -> tuple[list[str], list[str]]:
 
 @dataclass
 class TinyGguf:
-    """What goes into the file; a test changes what it is about. `drop` are metadata keys to leave out."""
+    """Content of the file. `drop`: metadata keys to omit."""
 
     architecture: str = "llama"
     pre: str = "smollm"
@@ -69,9 +69,9 @@ class TinyGguf:
         def weights(*shape: int) -> Array:
             return random.standard_normal(shape, dtype=np.float32)
 
-        made = {"token_embd.weight": weights(len(vocabulary()[0]), HIDDEN), "output_norm.weight": weights(HIDDEN)}
+        tensors = {"token_embd.weight": weights(len(vocabulary()[0]), HIDDEN), "output_norm.weight": weights(HIDDEN)}
         if not self.tied:
-            made["output.weight"] = weights(len(vocabulary()[0]), HIDDEN)
+            tensors["output.weight"] = weights(len(vocabulary()[0]), HIDDEN)
         for layer in range(LAYERS):
             shapes = {
                 "attn_norm.weight": (HIDDEN,),
@@ -88,11 +88,11 @@ class TinyGguf:
                 shapes |= {"attn_q.bias": (HEADS * HEAD_DIM,), "attn_k.bias": (32,), "attn_v.bias": (32,)}
             if self.architecture == "qwen3":
                 shapes |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
-            made |= {f"blk.{layer}.{name}": weights(*shape) for name, shape in shapes.items()}
-        return made | self.extra_tensors
+            tensors |= {f"blk.{layer}.{name}": weights(*shape) for name, shape in shapes.items()}
+        return tensors | self.extra_tensors
 
     def write(self, path: Path) -> Path:
-        """The file at `path`."""
+        """Writes the file; returns `path`."""
         writer = GGUFWriter(path, self.architecture)
         for key, value in self.metadata().items():
             _add(writer, key, value)

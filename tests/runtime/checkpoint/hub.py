@@ -1,4 +1,4 @@
-"""A model hub on this machine: the part of the Hub's HTTP API that downloads use, with faults on demand; and downloads."""
+"""A local model hub: the part of the HTTP API that downloads use, with faults on demand."""
 
 import hashlib
 import json
@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-
-import pytest
 
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
 from phalanx_runtime.checkpoint.sources.remote import Snapshot
@@ -31,54 +29,54 @@ FILES = {
 
 
 @dataclass
-class Seen:
-    """One request as it arrived."""
+class RecordedRequest:
+    """One request and its response."""
 
     path: str
     range: str | None
     if_range: str | None
     authorization: str | None
     status: int
-    sent: int = 0
-    """Bytes of the answer, up to the cut."""
+    sent_bytes: int = 0
+    """Bytes of the response before a cut."""
 
 
 @dataclass
 class HubServer:
-    """Repositories by name, commit and file name; what to break; and what was asked."""
+    """Repositories by name, commit and file name; faults to inject; recorded requests."""
 
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
     private: dict[str, str] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
     cut_after: dict[str, list[int]] = field(default_factory=dict)
-    trouble: dict[str, list[int]] = field(default_factory=dict)
+    errors: dict[str, list[int]] = field(default_factory=dict)
     hold_after: dict[str, tuple[int, threading.Event]] = field(default_factory=dict)
-    """By name: after how many bytes an answer stops until the event is set."""
-    wrong: set[str] = field(default_factory=set)
-    without_etag: bool = False
-    new_etag_each_time: bool = False
+    """By name: a response pauses after this many bytes until the event is set."""
+    corrupt: set[str] = field(default_factory=set)
+    omits_etag: bool = False
+    changes_etag: bool = False
     redirect_to: str | None = None
     endpoint: str = ""
-    seen: list[Seen] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repository: str, files: dict[str, bytes], branch: str = "main", commit: str | None = None) -> str:
-        """A new commit on a branch; gives its id."""
+        """Adds a commit to a branch; returns its id."""
         digest = hashlib.sha1(json.dumps([repository, branch, sorted(files), len(self.branches)]).encode()).hexdigest()
         commit = commit or digest
         self.repositories.setdefault(repository, {})[commit] = files
         self.branches[(repository, branch)] = commit
         return commit
 
-    def asked_for(self, suffix: str) -> list[Seen]:
-        """Requests whose path ends so."""
-        return [seen for seen in self.seen if seen.path.endswith(suffix)]
+    def requests_for(self, suffix: str) -> list[RecordedRequest]:
+        """Returns the requests for paths with this suffix."""
+        return [request for request in self.requests if request.path.endswith(suffix)]
 
     def next_fault(self, faults: dict[str, list[int]], name: str) -> int | None:
         with self._lock:
-            waiting = faults.get(name, [])
-            return waiting.pop(0) if waiting else None
+            pending = faults.get(name, [])
+            return pending.pop(0) if pending else None
 
     def listing(self, repository: str, commit: str) -> bytes:
         files = self.repositories[repository][commit]
@@ -101,7 +99,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        fault = self.hub.next_fault(self.hub.trouble, path.rsplit("/", 1)[-1])
+        fault = self.hub.next_fault(self.hub.errors, path.rsplit("/", 1)[-1])
         if fault is not None:
             self.answer(fault, b"", {"Retry-After": "0"})
             return
@@ -113,7 +111,7 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             self.answer(404, b"")
 
-    def _refused(self, repository: str) -> bool:
+    def _is_refused(self, repository: str) -> bool:
         secret = self.hub.private.get(repository)
         if secret is None or self.headers.get("Authorization") == f"Bearer {secret}":
             return False
@@ -121,7 +119,7 @@ class HubHandler(BaseHTTPRequestHandler):
         return True
 
     def _list(self, repository: str, revision: str) -> None:
-        if self._refused(repository):
+        if self._is_refused(repository):
             return
         commit = self.hub.branches.get((repository, revision), revision)
         if commit not in self.hub.repositories.get(repository, {}):
@@ -131,7 +129,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def _file(self, repository: str, commit: str, name: str) -> None:
         redirected = self.headers.get("Host", "").startswith("localhost")
-        if not redirected and self._refused(repository):
+        if not redirected and self._is_refused(repository):
             return
         if self.hub.redirect_to and not redirected:
             self.answer(302, b"", {"Location": self.hub.redirect_to + self.path})
@@ -140,19 +138,19 @@ class HubHandler(BaseHTTPRequestHandler):
         if content is None:
             self.answer(404, b"")
             return
-        if name in self.hub.wrong:
+        if name in self.hub.corrupt:
             content = content[:-1] + bytes([content[-1] ^ 1])
         self.send_range(name, content)
 
     def send_range(self, name: str, content: bytes) -> None:
-        version = len(self.hub.seen) if self.hub.new_etag_each_time else 0
+        version = len(self.hub.requests) if self.hub.changes_etag else 0
         etag = f'"{hashlib.sha1(content).hexdigest()}-{version}"'
-        headers = {} if self.hub.without_etag else {"ETag": etag}
-        asked, condition = self.headers.get("Range"), self.headers.get("If-Range")
-        if asked is None or condition not in (None, etag):
+        headers = {} if self.hub.omits_etag else {"ETag": etag}
+        requested, condition = self.headers.get("Range"), self.headers.get("If-Range")
+        if requested is None or condition not in (None, etag):
             self.answer(200, content, headers, name)
             return
-        start = int(asked.removeprefix("bytes=").removesuffix("-"))
+        start = int(requested.removeprefix("bytes=").removesuffix("-"))
         if start >= len(content):
             self.answer(416, b"")
         else:
@@ -161,19 +159,19 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
         cut = self.hub.next_fault(self.hub.cut_after, name) if name else None
-        known, body_sent = self.headers, b"" if self.command == "HEAD" else body[:cut]
-        asked = (known.get("Range"), known.get("If-Range"), known.get("Authorization"))
-        self.hub.seen.append(Seen(self.path, *asked, status, len(body_sent)))
+        received, body_sent = self.headers, b"" if self.command == "HEAD" else body[:cut]
+        conditions = (received.get("Range"), received.get("If-Range"), received.get("Authorization"))
+        self.hub.requests.append(RecordedRequest(self.path, *conditions, status, len(body_sent)))
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        num_bytes, go_on = self.hub.hold_after.get(name, (0, None))
-        self.wfile.write(body_sent[:num_bytes] if go_on else body_sent)
-        if go_on is not None:
-            go_on.wait(60)
-            with suppress(ConnectionError):  # who asked may be gone
+        num_bytes, resume = self.hub.hold_after.get(name, (0, None))
+        self.wfile.write(body_sent[:num_bytes] if resume else body_sent)
+        if resume is not None:
+            resume.wait(60)
+            with suppress(ConnectionError):  # the client may have disconnected
                 self.wfile.write(body_sent[num_bytes:])
         self.close_connection = self.close_connection or cut is not None
 
@@ -188,7 +186,7 @@ def running_hub(address: str = "127.0.0.1") -> Iterator[HubServer]:
 
 @contextmanager
 def listening(hub: HubServer, handler_class: type["HubHandler"], address: str = "127.0.0.1") -> Iterator[None]:
-    """Lets a handler answer for `hub` on a free port until the block ends."""
+    """Serves `hub` with a handler on a free port until the block ends."""
     handler = type("Handler", (handler_class,), {"hub": hub})
     with ThreadingHTTPServer((address, 0), handler) as server:
         hub.endpoint = f"http://{address}:{server.server_port}"
@@ -201,30 +199,22 @@ def listening(hub: HubServer, handler_class: type["HubHandler"], address: str = 
             thread.join()
 
 
-def statuses(seen: list[Seen]) -> Counter[int]:
-    """How often each status was answered."""
-    return Counter(entry.status for entry in seen)
-
-
-@pytest.fixture
-def server() -> Iterator[HubServer]:
-    """A hub that keeps weights where large files lie."""
-    with running_hub() as hub:
-        hub.large.add("model.safetensors")
-        yield hub
+def statuses(requests: list[RecordedRequest]) -> Counter[int]:
+    """Returns how often each status occurred."""
+    return Counter(request.status for request in requests)
 
 
 def hub_at(endpoint: str, token: str | None = None, progress: list[str] | None = None) -> Hub:
-    """This hub, as a download asks it; without waits between attempts."""
-    told = [] if progress is None else progress
-    return Hub(endpoint, token, DownloadControl(progress=told.append, stop=threading.Event(), backoff_s=0.0))
+    """Client settings for the hub, without backoff."""
+    messages = [] if progress is None else progress
+    return Hub(endpoint, token, DownloadControl(progress=messages.append, stop=threading.Event(), backoff_s=0.0))
 
 
 def fetch(server: HubServer, cache: Path, revision: str | None = None, token: str | None = None) -> Snapshot:
-    """What a download brings."""
+    """Downloads the repository."""
     return download(hub_at(server.endpoint, token), NAME, revision, cache)
 
 
 def names(folder: Path) -> set[str]:
-    """What lies in a folder."""
+    """Returns all paths in a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

@@ -1,11 +1,11 @@
-"""Sources of models, each with its small server: how files get there, and how a secret is told."""
+"""Kinds of object stores, and the files of a model in each."""
 
 import base64
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,27 +13,23 @@ import pytest
 
 from phalanx_runtime.checkpoint.locate import LocalModel, locate
 from tests.runtime.checkpoint.hub import HubHandler
-from tests.runtime.checkpoint.stores import REGION, GcsHandler, RegistryHandler, S3Handler, StoreServer, running_store
+from tests.runtime.checkpoint.stores import GcsHandler, RegistryHandler, S3Handler, StoreServer
 
 WEIGHTS = bytes(range(256)) * 400
 FILES = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "model.safetensors": WEIGHTS, "README.md": b"not needed"}
 TITLE = "org.opencontainers.image.title"
-VARIABLES = (
-    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"),
-    *("GOOGLE_OAUTH_ACCESS_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST"),
-)
 
 
 def layer(store: StoreServer, content: bytes, title: str | None, **more: str) -> dict[str, object]:
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
     store.objects[f"/v2/team/tiny/blobs/{digest}"] = content
     kind = more.pop("kind", "application/octet-stream")
-    notes = ({TITLE: title} if title else {}) | more
-    return {"mediaType": kind, "digest": digest, "size": len(content), "annotations": notes}
+    annotations = ({TITLE: title} if title else {}) | more
+    return {"mediaType": kind, "digest": digest, "size": len(content), "annotations": annotations}
 
 
 def manifest(store: StoreServer, layers: list[dict[str, object]], reference: str = "v1") -> str:
-    """Puts a manifest under a tag and under its digest, which it gives."""
+    """Stores a manifest by tag and by digest; returns the digest."""
     body = json.dumps({"schemaVersion": 2, "layers": layers}).encode()
     digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
     for name in (reference, digest):
@@ -55,7 +51,7 @@ def tar(files: dict[str, bytes], link: str = "") -> bytes:
 
 @dataclass
 class Kind:
-    """One kind of source with its server: how files get there, and how a secret is told."""
+    """A kind of object store with its server."""
 
     scheme: str
     store: StoreServer
@@ -73,16 +69,16 @@ class Kind:
             self.store.objects |= {f"team/tiny/{name}": content for name, content in files.items()}
 
     def path_end(self, content: bytes, name: str) -> str:
-        """End of the path, in requests, of a file."""
+        """Returns the end of the request path of a file."""
         names = {"oci": f"/v2/team/tiny/blobs/sha256:{hashlib.sha256(content).hexdigest()}"}
         return names.get(self.scheme, name)
 
     def fault(self, content: bytes, name: str) -> str:
-        """The file's name as the server's faults have it."""
+        """Returns the key of a file in the server's faults."""
         return self.path_end(content, name).rsplit("/", 1)[-1] if self.scheme != "oci" else self.path_end(content, name)
 
-    def tell(self, secret: str) -> None:
-        """Gives the runtime a secret, as the operator does."""
+    def set_secret(self, secret: str) -> None:
+        """Sets the runtime's credentials, as the operator does."""
         if self.scheme == "s3":
             self.set("AWS_ACCESS_KEY_ID", "AKID")
             self.set("AWS_SECRET_ACCESS_KEY", secret)
@@ -100,25 +96,12 @@ class Kind:
 HANDLERS: dict[str, type[HubHandler]] = {"s3": S3Handler, "gs": GcsHandler, "oci": RegistryHandler}
 
 
-@pytest.fixture
-def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
-    scheme: str = request.param
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    with running_store(HANDLERS[scheme]) as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.endpoint)
-        monkeypatch.setenv("AWS_REGION", REGION)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.host)
-        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-        yield Kind(scheme, store, tmp_path, monkeypatch.setenv)
-
-
-def each(*schemes: str) -> pytest.MarkDecorator:
+def for_stores(*schemes: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", schemes or list(HANDLERS), indirect=True)
 
 
-def left(folder: Path) -> list[str]:
-    """Files that a refused download could have left: none is a snapshot, none is the bad file."""
+def downloaded_names(folder: Path) -> list[str]:
+    """Returns snapshot and weight files in the folder, without those of incomplete downloads."""
     return sorted(
         p.name for p in folder.rglob("*") if p.is_file() and ("safetensors" in p.name or not str(p.parent).endswith(".part"))
     )

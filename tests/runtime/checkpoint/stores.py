@@ -1,6 +1,6 @@
-"""Buckets and registries on this machine: the parts of three protocols that downloads use, each checking who asks.
+"""Local buckets and registries: the parts of three protocols that downloads use, with authentication.
 
-The S3 server computes the signature of a request anew from what arrived; the registry gives tokens for a name and a password.
+The S3 server recomputes the signature of each request; the registry issues tokens for user and password.
 """
 
 import base64
@@ -20,7 +20,7 @@ REGION = "eu-test-1"
 
 @dataclass
 class StoreServer(HubServer):
-    """Objects by key (a registry: blobs and manifests by path), and what must be proved to read them."""
+    """Objects by key (of a registry, blobs and manifests by path), and the secret that protects them."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     bucket: str = "models"
@@ -28,7 +28,7 @@ class StoreServer(HubServer):
     """Secret key of the access key AKID, the bearer token, or the password of the user `bot`."""
     page: int = 1000
     head: dict[str, str] = field(default_factory=dict)
-    """More headers of S3's answers to HEAD."""
+    """Additional headers of S3's responses to HEAD."""
     etags: dict[str, str] = field(default_factory=dict)
     composite: set[str] = field(default_factory=set)
     tokens: set[str] = field(default_factory=set)
@@ -38,13 +38,13 @@ class StoreServer(HubServer):
         return self.endpoint.removeprefix("http://")
 
     def fetched(self, end: str) -> int:
-        """Bytes that were sent of what ends so."""
-        return sum(seen.sent for seen in self.seen if urlsplit(seen.path).path.endswith(end))
+        """Returns the bytes sent for paths with this suffix."""
+        return sum(request.sent_bytes for request in self.requests if urlsplit(request.path).path.endswith(end))
 
 
 @functools.cache
 def crc32c(data: bytes) -> str:
-    """Bit by bit, as the definition has it."""
+    """Computes CRC-32C bit by bit."""
     register = 0xFFFFFFFF
     for byte in data:
         register ^= byte
@@ -64,7 +64,7 @@ class _Handler(HubHandler):
         return parts.path, dict(parse_qsl(parts.query, keep_blank_values=True))
 
     def listed(self, query: dict[str, str], after: str) -> tuple[list[str], str]:
-        """A page of the keys under the prefix, and where the next begins. Keys that climb are listed, as a bad server would."""
+        """Returns a page of the keys below the prefix and the start of the next. Lists unsafe keys too, as a bad server would."""
         keys = sorted(k for k in self.hub.objects if k.startswith(query["prefix"]) and k > after)
         keys = [k for k in keys if "/" not in k.removeprefix(query["prefix"]) or ".." in k]
         page = keys[: self.hub.page]
@@ -72,13 +72,13 @@ class _Handler(HubHandler):
 
     def content(self, key: str) -> bytes:
         content = self.hub.objects[key]
-        return content[:-1] + bytes([content[-1] ^ 1]) if key.rsplit("/", 1)[-1] in self.hub.wrong else content
+        return content[:-1] + bytes([content[-1] ^ 1]) if key.rsplit("/", 1)[-1] in self.hub.corrupt else content
 
 
 class S3Handler(_Handler):
     def do_GET(self) -> None:
         path, query = self.split()
-        if fault := self.hub.next_fault(self.hub.trouble, path.rsplit("/", 1)[-1]):
+        if fault := self.hub.next_fault(self.hub.errors, path.rsplit("/", 1)[-1]):
             self.answer(fault, b"")
         elif self.hub.secret and self.headers.get("Authorization") != self.signature(self.hub.secret):
             code = "SignatureDoesNotMatch" if self.headers.get("Authorization") else "AccessDenied"
@@ -159,7 +159,7 @@ class RegistryHandler(_Handler):
             if self.headers.get("Authorization") != f"Basic {basic}" or query.get("scope") != "repository:team/tiny:pull":
                 self.answer(401, b"")
                 return
-            token = f"t{len(self.hub.seen)}"
+            token = f"t{len(self.hub.requests)}"
             self.hub.tokens = self.hub.tokens | {token}
             self.answer(200, json.dumps({"token": token}).encode())
         elif self.hub.secret and self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.hub.tokens:
@@ -169,7 +169,7 @@ class RegistryHandler(_Handler):
             self.answer(404, b"")
         else:
             if self.hub.cut_after.get(path) and self.hub.secret:
-                # the token of this download ends while it is cut; what others were given meanwhile does not
+                # expires only the token of the interrupted download
                 self.hub.tokens = self.hub.tokens - {self.headers.get("Authorization", "").removeprefix("Bearer ")}
             self.send_range(path, self.content(path))
 

@@ -1,4 +1,4 @@
-"""Caches that are only read: what is in them is served, and no source is asked."""
+"""Read-only caches: cached models are served without requests."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.conditions.model import cause_of
+from phalanx_operator.decide.conditions.model import download_failure
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.commands import FetchSettings
@@ -33,7 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 def lock(folder: Path) -> None:
-    """Nobody may write there any more; who runs as root may all the same, so what is there is compared too."""
+    """Makes the folder read-only. Root can still write, so tests compare the content too."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             os.chmod(path, stat.S_IRUSR | stat.S_IXUSR)
@@ -52,7 +52,7 @@ def test_cached_model_is_served_without_network_or_write(
     commit = server.add("org/tiny", FILES)
     assert main(["fetch", URI, "--download-dir", str(cache)]) == 0
     assert capsys.readouterr().out.strip().endswith(commit)
-    before, asked = sorted(cache.rglob("*")), len(server.seen)
+    before, num_requests = sorted(cache.rglob("*")), len(server.requests)
     lock(cache)
     try:
         found = locate(URI, cache_dir=cache, cached_only=True)
@@ -60,24 +60,24 @@ def test_cached_model_is_served_without_network_or_write(
         unlock(cache)
     assert found.dir.name == commit
     assert sorted(cache.rglob("*")) == before
-    assert len(server.seen) == asked
+    assert len(server.requests) == num_requests
 
 
 def test_moved_branch_is_served_as_cached(server: HubServer, tmp_path: Path) -> None:
     first = server.add("org/tiny", FILES)
     locate(URI, cache_dir=tmp_path)
     server.add("org/tiny", FILES | {"model.safetensors": b"others"})
-    told: list[str] = []
-    assert locate(URI, cache_dir=tmp_path, cached_only=True, progress=told.append).dir.name == first
-    assert "when last fetched" in told[-1]
+    messages: list[str] = []
+    assert locate(URI, cache_dir=tmp_path, cached_only=True, progress=messages.append).dir.name == first
+    assert "serving the last downloaded version" in messages[-1]
 
 
 def test_missing_cached_model_has_a_condition_message(server: HubServer, tmp_path: Path) -> None:
     server.add("org/tiny", FILES)
-    with pytest.raises(ModelError, match=r"there is no copy of org/tiny at revision main in .*phalanx-runtime fetch") as told:
+    with pytest.raises(ModelError, match=r"there is no copy of org/tiny at revision main in .*phalanx-runtime fetch") as caught:
         locate(URI, cache_dir=tmp_path, cached_only=True)
-    assert cause_of(str(told.value)) is Reason.NOT_FOUND
-    assert server.seen == [] and list(tmp_path.rglob("*")) == []
+    assert download_failure(str(caught.value)) is Reason.NOT_FOUND
+    assert server.requests == [] and list(tmp_path.rglob("*")) == []
 
 
 def test_failed_fetch_ends_with_the_reason(server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,14 +90,14 @@ def test_an_exit_is_fetched_with_its_model(server: HubServer, tmp_path: Path, ca
     server.add("org/exits", {"exit.safetensors": b"the map"})
     exit = "hf://org/exits/exit.safetensors"
     assert main(["fetch", URI, "--download-dir", str(tmp_path)]) == 0
-    with pytest.raises(ModelError, match=r"there is no copy of .*phalanx-runtime fetch \(an exit: with --exit\)") as told:
+    with pytest.raises(ModelError, match=r"there is no copy of .*phalanx-runtime fetch \(an exit: with --exit\)") as caught:
         locate_exit(exit, cache_dir=tmp_path, cached_only=True)
-    assert cause_of(str(told.value)) is Reason.NOT_FOUND
+    assert download_failure(str(caught.value)) is Reason.NOT_FOUND
     capsys.readouterr()
     assert main(["fetch", URI, "--exit", exit, "--download-dir", str(tmp_path)]) == 0
-    asked = len(server.seen)
+    num_requests = len(server.requests)
     found = locate_exit(exit, cache_dir=tmp_path, cached_only=True)
-    assert found.read_bytes() == b"the map" and len(server.seen) == asked
+    assert found.read_bytes() == b"the map" and len(server.requests) == num_requests
     assert capsys.readouterr().out.splitlines()[1:] == [str(found)]
 
 

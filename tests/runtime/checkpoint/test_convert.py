@@ -60,12 +60,12 @@ def tensors_as_transformers_loads_them(gguf: Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in loaded["tensors"].items()}
 
 
-def assert_same_tensors(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        assert ours[name].dtype == values.dtype == np.float32
-        assert ours[name].shape == values.shape
-        assert np.array_equal(ours[name].view(np.uint32), np.ascontiguousarray(values).view(np.uint32)), name
+def assert_same_tensors(converted: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> None:
+    assert converted.keys() == reference.keys()
+    for name, values in reference.items():
+        assert converted[name].dtype == values.dtype == np.float32
+        assert converted[name].shape == values.shape
+        assert np.array_equal(converted[name].view(np.uint32), np.ascontiguousarray(values).view(np.uint32)), name
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +92,24 @@ def test_smollm2_tensors_equal_transformers(converted_smollm2: Path) -> None:
 def test_smollm2_tokens_equal_those_of_transformers(converted_smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours = Tokenizer.from_file(str(converted_smollm2 / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=SMOLLM2_GGUF)
+    converted = Tokenizer.from_file(str(converted_smollm2 / "tokenizer.json"))
+    reference = AutoTokenizer.from_pretrained(smollm2().parent, gguf_file=SMOLLM2_GGUF)
     reloaded = AutoTokenizer.from_pretrained(converted_smollm2)
     for prompt in PROMPTS:
-        ids = ours.encode(prompt, add_special_tokens=False).ids
-        assert ids == theirs.encode(prompt, add_special_tokens=False), prompt
-        assert ours.decode(ids, skip_special_tokens=False) == prompt
+        ids = converted.encode(prompt, add_special_tokens=False).ids
+        assert ids == reference.encode(prompt, add_special_tokens=False), prompt
+        assert converted.decode(ids, skip_special_tokens=False) == prompt
     for prompt in [*PROMPTS, " ½ "]:
-        assert ours.encode(prompt).ids == reloaded.encode(prompt)
-    assert ours.encode(" ½ ").tokens == ["Ġ", "Â½", "Ġ"], "a numeral stands alone, as llama.cpp has it"
-    assert theirs.tokenize(" ½ ") == ["ĠÂ", "½", "Ġ"], "transformers does not know the pre-tokenizer"
+        assert converted.encode(prompt).ids == reloaded.encode(prompt)
+    assert converted.encode(" ½ ").tokens == ["Ġ", "Â½", "Ġ"], "as in llama.cpp, a numeral is its own piece"
+    assert reference.tokenize(" ½ ") == ["ĠÂ", "½", "Ġ"], "transformers does not know the pre-tokenizer"
     message = [{"role": "user", "content": "hi"}]
-    assert reloaded.apply_chat_template(message, tokenize=False) == theirs.apply_chat_template(message, tokenize=False)
-    assert (reloaded.bos_token, reloaded.eos_token, reloaded.pad_token) == (theirs.bos_token, theirs.eos_token, theirs.pad_token)
+    assert reloaded.apply_chat_template(message, tokenize=False) == reference.apply_chat_template(message, tokenize=False)
+    assert (reloaded.bos_token, reloaded.eos_token, reloaded.pad_token) == (
+        reference.bos_token,
+        reference.eos_token,
+        reference.pad_token,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -120,11 +124,21 @@ def test_tensors_and_config_equal_transformers(tmp_path: Path, tiny: TinyGguf, q
     gguf = tiny.write(tmp_path / "tiny.gguf")
     convert(gguf, tmp_path / "out")
     assert_same_tensors(load_file(tmp_path / "out" / "model.safetensors"), tensors_as_transformers_loads_them(gguf))
-    ours = AutoConfig.from_pretrained(tmp_path / "out").to_dict()
-    theirs = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf").to_dict()
-    apart = {"_name_or_path", "_model_name_or_path", "architectures", "dtype", "quantization_config", "pad_token_id", "head_dim"}
-    assert {key: ours.get(key) for key in theirs.keys() - apart} == {key: theirs[key] for key in theirs.keys() - apart}
-    assert ours["head_dim"] == HEAD_DIM
+    converted = AutoConfig.from_pretrained(tmp_path / "out").to_dict()
+    reference = AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf").to_dict()
+    ignored = {
+        "_name_or_path",
+        "_model_name_or_path",
+        "architectures",
+        "dtype",
+        "quantization_config",
+        "pad_token_id",
+        "head_dim",
+    }
+    assert {key: converted.get(key) for key in reference.keys() - ignored} == {
+        key: reference[key] for key in reference.keys() - ignored
+    }
+    assert converted["head_dim"] == HEAD_DIM
 
 
 def pieces_by_definition(pre: str, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Downloads from a hub, over real HTTP: what is fetched, of which revision, and where it ends up."""
+"""Hub downloads over HTTP: files, revisions and folders."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +8,11 @@ import pytest
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.checkpoint.sources.hub import download
-from phalanx_runtime.checkpoint.sources.remote import wanted
+from phalanx_runtime.checkpoint.sources.remote import select_files
 from phalanx_runtime.checkpoint.sources.remote_file import RemoteFile, mismatch
 from phalanx_runtime.errors import ModelError
 from tests.runtime.checkpoint.gguf_files import TinyGguf
-from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, names, server
-
-__all__ = ["server"]
+from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, names
 
 
 def test_only_needed_files_are_fetched(server: HubServer, tmp_path: Path) -> None:
@@ -28,9 +26,9 @@ def test_only_needed_files_are_fetched(server: HubServer, tmp_path: Path) -> Non
 def test_a_second_download_fetches_no_file_again(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     first = fetch(server, tmp_path)
-    asked = len(server.asked_for("config.json"))
+    num_requests = len(server.requests_for("config.json"))
     assert fetch(server, tmp_path) == first
-    assert len(server.asked_for("config.json")) == asked
+    assert len(server.requests_for("config.json")) == num_requests
 
 
 def test_a_branch_with_a_slash_is_a_revision(server: HubServer, tmp_path: Path) -> None:
@@ -72,8 +70,8 @@ def listed(*names: str) -> list[RemoteFile]:
     ],
     ids=["one-file", "sharded", "odd-name", "companions"],
 )
-def test_wanted_files(files: list[str], expected: list[str]) -> None:
-    assert [file.name for file in wanted(listed(*files), None, "here", "hf://org/name")] == expected
+def test_selected_files(files: list[str], expected: list[str]) -> None:
+    assert [file.name for file in select_files(listed(*files), None, "here", "hf://org/name")] == expected
 
 
 def test_gguf_file_is_fetched_only_on_request(server: HubServer, tmp_path: Path) -> None:
@@ -93,7 +91,7 @@ def test_gguf_file_is_fetched_only_on_request(server: HubServer, tmp_path: Path)
 )
 def test_names_that_leave_the_folder_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match="unsafe name"):
-        wanted(listed("model.safetensors", name), None, "here", "hf://org/name")
+        select_files(listed("model.safetensors", name), None, "here", "hf://org/name")
 
 
 def test_locate_downloads_from_the_endpoint_of_the_environment(
@@ -102,12 +100,12 @@ def test_locate_downloads_from_the_endpoint_of_the_environment(
     commit = server.add(NAME, FILES)
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
     monkeypatch.chdir(tmp_path)
-    told: list[str] = []
-    found = locate(NAME, cache_dir=tmp_path / "cache", progress=told.append)
+    messages: list[str] = []
+    found = locate(NAME, cache_dir=tmp_path / "cache", progress=messages.append)
     assert found == locate(f"hf://{NAME}", revision=commit, cache_dir=tmp_path / "cache")
     assert (found.source, found.version) == (f"hf://org/tiny@{commit}", commit)
     assert (found.dir / "model.safetensors").read_bytes() == WEIGHTS
-    assert told == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
+    assert messages == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
 
 
 def test_repository_without_tokenizer_is_reported(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +125,10 @@ def test_gguf_file_of_a_repository_is_converted(server: HubServer, tmp_path: Pat
 
 def test_long_download_logs_its_progress(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
-    told: list[str] = []
-    hub = hub_at(server.endpoint, progress=told)
-    download(replace(hub, work=replace(hub.work, report_every_s=0.0)), NAME, None, tmp_path)
-    assert told[-1] == "downloading org/tiny: 1 of 1 MB"
+    messages: list[str] = []
+    hub = hub_at(server.endpoint, progress=messages)
+    download(replace(hub, control=replace(hub.control, report_every_s=0.0)), NAME, None, tmp_path)
+    assert messages[-1] == "downloading org/tiny: 1 of 1 MB"
 
 
 def test_file_without_hash_is_accepted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Downloads from a hub with the faults that networks, hubs, tokens and disks have: mended, or told with their reason."""
+"""Hub downloads with faults of networks, hubs, tokens and disks: recovered, or reported with their reason."""
 
 import errno
 import json
@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.conditions.model import cause_of
+from phalanx_operator.decide.conditions.model import download_failure
 from phalanx_runtime.checkpoint.folder import make_once
 from phalanx_runtime.checkpoint.sources.hub import download
 from phalanx_runtime.errors import ModelError
-from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at, server
-
-__all__ = ["server"]
+from tests.runtime.checkpoint.hub import FILES, NAME, WEIGHTS, HubServer, fetch, hub_at
 
 
 def test_pinned_commit_is_fetched_once_then_offline(server: HubServer, tmp_path: Path) -> None:
@@ -24,36 +22,36 @@ def test_pinned_commit_is_fetched_once_then_offline(server: HubServer, tmp_path:
     server.add(NAME, FILES | {"config.json": b'{"model_type": "newer"}'})
     snapshot = fetch(server, tmp_path, revision=old)
     assert (snapshot.dir / "config.json").read_bytes() == FILES["config.json"]
-    asked = len(server.seen)
+    num_requests = len(server.requests)
     assert fetch(server, tmp_path, revision=old) == snapshot
-    assert len(server.seen) == asked
+    assert len(server.requests) == num_requests
 
 
 def test_unreachable_hub_serves_the_cached_snapshot(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     first = fetch(server, tmp_path)
-    server.trouble["main"] = [503] * 9
-    told: list[str] = []
-    assert download(hub_at(server.endpoint, progress=told), NAME, None, tmp_path) == first
-    assert "when last fetched" in told[-1]
+    server.errors["main"] = [503] * 9
+    messages: list[str] = []
+    assert download(hub_at(server.endpoint, progress=messages), NAME, None, tmp_path) == first
+    assert "serving the last downloaded version" in messages[-1]
 
 
 def test_unreachable_hub_without_snapshot_is_an_error(server: HubServer, tmp_path: Path) -> None:
-    server.trouble["main"] = [503] * 9
+    server.errors["main"] = [503] * 9
     with pytest.raises(ModelError, match=rf"{server.endpoint}: gave up after 5 attempts: HTTP 503"):
         fetch(server, tmp_path)
 
 
 @pytest.mark.parametrize("with_etag", [True, False], ids=["etag", "no-etag"])
 def test_interrupted_download_resumes(server: HubServer, tmp_path: Path, with_etag: bool) -> None:
-    server.without_etag = not with_etag
+    server.omits_etag = not with_etag
     server.add(NAME, FILES)
     server.cut_after["model.safetensors"] = [100_000, 100_000]
     snapshot = fetch(server, tmp_path)
     assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
-    ranges = [seen.range for seen in server.asked_for("model.safetensors")]
+    ranges = [request.range for request in server.requests_for("model.safetensors")]
     assert ranges == [None, "bytes=100000-", "bytes=200000-"]
-    assert all((seen.if_range is not None) == with_etag for seen in server.asked_for("model.safetensors")[1:])
+    assert all((request.if_range is not None) == with_etag for request in server.requests_for("model.safetensors")[1:])
 
 
 def test_later_process_resumes_a_killed_download(server: HubServer, tmp_path: Path) -> None:
@@ -63,7 +61,7 @@ def test_later_process_resumes_a_killed_download(server: HubServer, tmp_path: Pa
     (part / "model.safetensors.incomplete").write_bytes(WEIGHTS[:77_777])
     snapshot = fetch(server, tmp_path)
     assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
-    assert [seen.range for seen in server.asked_for("model.safetensors")] == ["bytes=77777-"]
+    assert [request.range for request in server.requests_for("model.safetensors")] == ["bytes=77777-"]
     assert not part.exists()
 
 
@@ -81,21 +79,21 @@ def test_a_useless_left_over_is_thrown_away(server: HubServer, tmp_path: Path, l
 
 
 def test_file_changed_since_the_interruption_is_fetched_whole(server: HubServer, tmp_path: Path) -> None:
-    server.new_etag_each_time = True
+    server.changes_etag = True
     server.add(NAME, FILES)
     server.cut_after["model.safetensors"] = [1000]
     assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
-    assert [seen.status for seen in server.asked_for("model.safetensors")] == [200, 200]
+    assert [request.status for request in server.requests_for("model.safetensors")] == [200, 200]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"], ids=["sha256", "git-sha1"])
 def test_a_wrong_hash_is_refused_and_leaves_no_snapshot(server: HubServer, tmp_path: Path, name: str) -> None:
     commit = server.add(NAME, FILES)
-    server.wrong.add(name)
-    with pytest.raises(ModelError, match=rf"{name} arrived wrong: its (git )?SHA-\d+ is"):
+    server.corrupt.add(name)
+    with pytest.raises(ModelError, match=rf"{name} is corrupt: its (git )?SHA-\d+ is"):
         fetch(server, tmp_path)
     assert not (tmp_path / "org--tiny" / commit).exists()
-    server.wrong.clear()
+    server.corrupt.clear()
     assert (fetch(server, tmp_path).dir / name).read_bytes() == FILES[name]
 
 
@@ -104,12 +102,12 @@ def test_hub_that_always_disconnects_is_given_up(server: HubServer, tmp_path: Pa
     server.cut_after["model.safetensors"] = [0] * 99
     with pytest.raises(ModelError, match=r"model.safetensors: gave up after 5 attempts"):
         fetch(server, tmp_path)
-    assert len(server.asked_for("model.safetensors")) == 5
+    assert len(server.requests_for("model.safetensors")) == 5
 
 
 def test_passing_trouble_is_waited_out(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
-    server.trouble = {"main": [503, 429], "config.json": [500, 502, 429]}
+    server.errors = {"main": [503, 429], "config.json": [500, 502, 429]}
     assert (fetch(server, tmp_path).dir / "config.json").read_bytes() == FILES["config.json"]
 
 
@@ -129,7 +127,7 @@ def test_a_private_repository_without_its_token_names_the_secret(
     with pytest.raises(ModelError, match=reason) as caught:
         fetch(server, tmp_path, token=token)
     assert token is None or token not in str(caught.value)
-    assert cause_of(str(caught.value)) is Reason.AUTH_FAILED, "the operator knows it by these words"
+    assert download_failure(str(caught.value)) is Reason.AUTH_FAILED, "the operator matches these words"
 
 
 def test_a_private_repository_opens_with_its_token(server: HubServer, tmp_path: Path) -> None:
@@ -144,9 +142,9 @@ def test_token_is_not_sent_to_redirect_hosts(server: HubServer, tmp_path: Path) 
     server.redirect_to = server.endpoint.replace("127.0.0.1", "localhost")
     server.cut_after["model.safetensors"] = [1000]
     assert (fetch(server, tmp_path, token="good").dir / "model.safetensors").read_bytes() == WEIGHTS
-    served = [seen for seen in server.asked_for("model.safetensors") if seen.status in (200, 206)]
-    assert [seen.authorization for seen in served] == [None, None]
-    assert [seen.range for seen in served] == [None, "bytes=1000-"]
+    served = [request for request in server.requests_for("model.safetensors") if request.status in (200, 206)]
+    assert [request.authorization for request in served] == [None, None]
+    assert [request.range for request in served] == [None, "bytes=1000-"]
 
 
 @pytest.mark.parametrize(
@@ -163,25 +161,25 @@ def test_missing_file_or_repository_is_named(
     server.add(NAME, FILES)
     with pytest.raises(ModelError, match=reason) as caught:
         download(hub_at(server.endpoint), name, revision, tmp_path)
-    assert cause_of(str(caught.value)) is Reason.NOT_FOUND
+    assert download_failure(str(caught.value)) is Reason.NOT_FOUND
 
 
 def test_listed_but_missing_file_ends_the_download(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
-    server.trouble["tokenizer.json"] = [404]
+    server.errors["tokenizer.json"] = [404]
     with pytest.raises(ModelError, match=r"there is no file tokenizer.json in org/tiny"):
         fetch(server, tmp_path)
 
 
 def test_unexpected_response_is_reported(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
-    server.trouble["main"] = [418]
+    server.errors["main"] = [418]
     with pytest.raises(ModelError, match="answers HTTP 418 for org/tiny"):
         fetch(server, tmp_path)
 
 
 def test_server_that_is_no_hub_is_reported(server: HubServer, tmp_path: Path) -> None:
-    server.trouble["main"] = [200]
+    server.errors["main"] = [200]
     with pytest.raises(ModelError, match="is no model hub"):
         fetch(server, tmp_path)
 
@@ -195,19 +193,19 @@ def test_invalid_endpoint_is_reported(tmp_path: Path, endpoint: str) -> None:
 def test_stop_ends_a_download(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     hub = hub_at(server.endpoint)
-    stopping = replace(hub, work=replace(hub.work, progress=lambda message: hub.work.stop.set()))
+    stopping = replace(hub, control=replace(hub.control, progress=lambda message: hub.control.stop.set()))
     with pytest.raises(ModelError, match="stopped"):
         download(stopping, NAME, None, tmp_path)
     assert (fetch(server, tmp_path).dir / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_stop_ends_the_wait_before_another_attempt(server: HubServer, tmp_path: Path) -> None:
-    server.trouble["main"] = [503] * 9
+    server.errors["main"] = [503] * 9
     hub = hub_at(server.endpoint)
-    hub.work.stop.set()
+    hub.control.stop.set()
     with pytest.raises(ModelError, match="stopped"):
         download(hub, NAME, None, tmp_path)
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 def test_too_little_disk_space_is_reported_before_downloading(server: HubServer, tmp_path: Path) -> None:
@@ -217,7 +215,7 @@ def test_too_little_disk_space_is_reported_before_downloading(server: HubServer,
     server.listing = lambda repository, commit: json.dumps(listing).encode()  # type: ignore[method-assign]
     with pytest.raises(ModelError, match=r"too full for org/tiny: 1000000000.0 GB are needed"):
         fetch(server, tmp_path)
-    assert not server.asked_for("model.safetensors")
+    assert not server.requests_for("model.safetensors")
 
 
 def test_full_disk_is_reported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a model is found, and what is said when it is not."""
+"""Resolution of model URIs, conversion, assets, and their errors."""
 
 import json
 import os
@@ -48,10 +48,10 @@ def test_path_precedes_a_repository_of_the_same_name(tmp_path: Path, monkeypatch
 
 def test_gguf_file_is_converted_once_per_content(tmp_path: Path) -> None:
     gguf = TinyGguf().write(tmp_path / "tiny.gguf")
-    told: list[str] = []
-    first = locate(str(gguf), cache_dir=tmp_path / "cache", progress=told.append)
-    assert locate(f"file://{gguf}", cache_dir=tmp_path / "cache", progress=told.append) == first
-    assert told == [f"converting {gguf}"]
+    messages: list[str] = []
+    first = locate(str(gguf), cache_dir=tmp_path / "cache", progress=messages.append)
+    assert locate(f"file://{gguf}", cache_dir=tmp_path / "cache", progress=messages.append) == first
+    assert messages == [f"converting {gguf}"]
     assert read_assets(first.dir, ["tiny"], None).max_model_len == 128
     status = os.stat(gguf)
     TinyGguf(tied=False).write(gguf)
@@ -128,12 +128,12 @@ def test_folder_created_by_another_process_is_used(tmp_path: Path) -> None:
 
 
 def test_two_processes_create_a_folder_once(tmp_path: Path) -> None:
-    making, go_on, makers = threading.Event(), threading.Event(), list[str]()
+    making, resume, makers = threading.Event(), threading.Event(), list[str]()
 
     def slow(part: Path) -> None:
         makers.append("first")
         making.set()
-        assert go_on.wait(30)
+        assert resume.wait(30)
 
     def never(part: Path) -> None:
         makers.append("second")
@@ -146,7 +146,7 @@ def test_two_processes_create_a_folder_once(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="stopped while another process makes"):
             make_once(tmp_path / "x", never, stopped)
         second = pool.submit(make_once, tmp_path / "x", never, threading.Event())
-        go_on.set()
+        resume.set()
         assert first.result(30) == second.result(30) == tmp_path / "x"
     assert makers == ["first"]
 
@@ -189,17 +189,17 @@ def test_end_of_sequence_ids(tmp_path: Path, files: dict[str, str], config: dict
 
 
 @pytest.mark.parametrize(
-    ("config", "asked", "expected"),
+    ("config", "requested", "expected"),
     [(64, None, 64), (64, 32, 32), (64, 64, 64), (None, 32, 32)],
     ids=["all", "less", "same", "unknown"],
 )
-def test_maximum_length(tmp_path: Path, config: int | None, asked: int | None, expected: int) -> None:
+def test_maximum_length(tmp_path: Path, config: int | None, requested: int | None, expected: int) -> None:
     folder = model_folder(tmp_path / "model", **{"config.json": json.dumps({"max_position_embeddings": config})})
-    assert read_assets(folder, ["m"], asked).max_model_len == expected
+    assert read_assets(folder, ["m"], requested).max_model_len == expected
 
 
 @pytest.mark.parametrize(
-    ("leave_out", "files", "asked", "reason"),
+    ("leave_out", "files", "requested", "reason"),
     [
         (("tokenizer.json",), {}, None, "has no tokenizer.json"),
         (("config.json",), {}, None, "cannot read .*config.json: No such file"),
@@ -209,7 +209,7 @@ def test_maximum_length(tmp_path: Path, config: int | None, asked: int | None, e
     ids=["tokenizer", "config", "positions", "too-long"],
 )
 def test_unreadable_assets_are_reported(
-    tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], asked: int | None, reason: str
+    tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], requested: int | None, reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
-        read_assets(model_folder(tmp_path / "model", *leave_out, **files), ["m"], asked)
+        read_assets(model_folder(tmp_path / "model", *leave_out, **files), ["m"], requested)

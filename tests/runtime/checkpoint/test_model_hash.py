@@ -1,4 +1,4 @@
-"""What names a group's model: equal for copies, another for whatever computes otherwise."""
+"""The model hash: equal for copies, different for any other computation."""
 
 import json
 import shutil

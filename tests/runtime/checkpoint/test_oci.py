@@ -1,4 +1,4 @@
-"""oci:// over real HTTP, against a small registry: tokens, manifests, archives, layers, credentials."""
+"""oci:// against a local registry: tokens, manifests, archives, layers, credentials."""
 
 import gzip
 import json
@@ -9,43 +9,41 @@ import pytest
 
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.checkpoint.sources import oci
-from phalanx_runtime.checkpoint.sources.oci import Credentials, RegistryAuth, credentials_of
+from phalanx_runtime.checkpoint.sources.oci import Credentials, RegistryAuth, read_credentials
 from phalanx_runtime.errors import ModelError
-from tests.runtime.checkpoint.store_kinds import FILES, WEIGHTS, Kind, each, kind, layer, manifest, tar
-
-__all__ = ["kind"]
+from tests.runtime.checkpoint.store_kinds import FILES, WEIGHTS, Kind, for_stores, layer, manifest, tar
 
 
-@each("oci")
+@for_stores("oci")
 def test_expired_token_is_renewed_during_a_download(kind: Kind) -> None:
     kind.store.secret = "right"
     kind.put(FILES)
-    kind.tell("right")
+    kind.set_secret("right")
     kind.store.cut_after[kind.fault(WEIGHTS, "")] = [40_000]
     assert (kind.locate().dir / "model.safetensors").read_bytes() == WEIGHTS
-    assert len(kind.store.asked_for("pull")) >= 2
+    assert len(kind.store.requests_for("pull")) >= 2
     assert kind.store.fetched(kind.path_end(WEIGHTS, "")) == len(WEIGHTS)
 
 
-@each("oci")
+@for_stores("oci")
 def test_digest_pins_the_manifest_then_works_offline(kind: Kind) -> None:
     digest = manifest(kind.store, [layer(kind.store, content, name) for name, content in FILES.items()])
     uri = kind.uri.replace(":v1", f"@{digest}")
     found = locate(uri, cache_dir=kind.cache)
     assert (found.source, found.version) == (uri, digest)
-    asked = len(kind.store.seen)
-    assert locate(uri, cache_dir=kind.cache) == found and len(kind.store.seen) == asked
+    num_requests = len(kind.store.requests)
+    assert locate(uri, cache_dir=kind.cache) == found and len(kind.store.requests) == num_requests
 
 
-@each("oci")
+@for_stores("oci")
 def test_another_manifest_than_the_digest_is_refused(kind: Kind) -> None:
     digest = manifest(kind.store, [])
     kind.store.objects[f"/v2/team/tiny/manifests/{digest}"] = b'{"layers": []}'
-    with pytest.raises(ModelError, match="the manifest arrived wrong"):
+    with pytest.raises(ModelError, match="the manifest is corrupt"):
         locate(kind.uri.replace(":v1", f"@{digest}"), cache_dir=kind.cache)
 
 
-@each("oci")
+@for_stores("oci")
 def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
     first = tar({"etc/config.json": b"{}", "etc/passwd": b"x", "./models/config.json": b"old", "../../evil": b"x"})
     second = {"./models/config.json": b"{}", "./models/model.safetensors": WEIGHTS, "./models/notes.txt": b"x"}
@@ -60,15 +58,15 @@ def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
     assert not list(kind.cache.rglob("evil"))
 
 
-@each("oci")
+@for_stores("oci")
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (tar({"../config.json": b"{}", "../model.safetensors": b"x"}), "unsafe name"),
         (tar({"config.json": b"{}", "model.safetensors": b""}, link="model.safetensors"), "is a link or a device"),
-        (tar({"model.safetensors": b"x"}), "hold no config.json"),
+        (tar({"model.safetensors": b"x"}), "have no config.json"),
         (tar({"config.json": b"{}"}), r"has no \*.safetensors"),
-        (b"no archive", "cannot be read"),
+        (b"no archive", "cannot read an archive"),
     ],
     ids=["climbs", "link", "no-config", "no-weights", "no-archive"],
 )
@@ -79,10 +77,10 @@ def test_unsafe_archive_is_reported(kind: Kind, content: bytes, words: str) -> N
     assert not list(kind.cache.rglob("model.safetensors"))
 
 
-@each("oci")
+@for_stores("oci")
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"digest": "sha512:00"}, "only sha256 is known"), ({"annotations": {}}, "neither a named file nor tar")],
+    [({"digest": "sha512:00"}, "only sha256 is supported"), ({"annotations": {}}, "neither a named file nor tar")],
 )
 def test_unknown_layer_is_reported(kind: Kind, change: dict[str, object], words: str) -> None:
     manifest(kind.store, [layer(kind.store, b"x", "config.json") | change])
@@ -91,7 +89,7 @@ def test_unknown_layer_is_reported(kind: Kind, change: dict[str, object], words:
 
 
 def test_default_registry_uses_its_api_host() -> None:
-    address = oci.address("docker.io/team/tiny:v1")
+    address = oci.parse_address("docker.io/team/tiny:v1")
     assert address.base_url == "https://registry-1.docker.io/v2/team/tiny"
 
 
@@ -99,7 +97,7 @@ def test_default_registry_uses_its_api_host() -> None:
 def test_unreadable_credentials_are_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"credentials for r\.example cannot be read"):
-        credentials_of({"DOCKER_CONFIG": str(tmp_path)}, "r.example")
+        read_credentials({"DOCKER_CONFIG": str(tmp_path)}, "r.example")
 
 
 def test_credentials_go_to_no_plain_address() -> None:

@@ -1,4 +1,4 @@
-"""Our own exchange gives what gloo gives, for ranks in one pod, in several, and mixed; and it knows its peers."""
+"""`DirectCollective` against gloo, for ranks in one pod, in several pods, and mixed; authentication; lost peers."""
 
 import errno
 import socket
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.connect import RankPlace, connect
+from phalanx_runtime.collective.direct import DirectCollective
 from phalanx_runtime.collective.library import join_library
-from phalanx_runtime.collective.links import Links
-from phalanx_runtime.collective.own import DirectCollective
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
-from phalanx_runtime.collective.shared import FRAGMENT_BYTES, SharedMemory, SharedPod, has_futex
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES, EmptyPodMemory, SharedMemory, SharedPod, has_futex
+from phalanx_runtime.collective.sockets import PeerSockets
 from phalanx_runtime.errors import PeerLost
 from tests.runtime.ranks import JOIN_S, in_threads, make_places, with_group
 
@@ -45,9 +45,9 @@ def test_operations_equal_those_of_gloo(pods: list[int], dtype: torch.dtype) -> 
             shape = [size + own.rank if axis == dim % len(equal) else size for axis, size in enumerate(equal)]
             mine = values(own.rank, torch.Size(shape).numel(), dtype).view(shape)
             assert torch.equal(own.all_gather(mine, dim), gloo.all_gather(mine, dim))
-            ours, theirs = own.gather(mine, dim), gloo.gather(mine, dim)
-            assert (ours is None) == (theirs is None) == (own.rank > 0)
-            assert ours is None or theirs is None or torch.equal(ours, theirs)
+            gathered, reference = own.gather(mine, dim), gloo.gather(mine, dim)
+            assert (gathered is None) == (reference is None) == (own.rank > 0)
+            assert gathered is None or reference is None or torch.equal(gathered, reference)
 
     with_group(pods, work)
 
@@ -66,8 +66,8 @@ def test_all_reduce_is_bit_equal_in_rank_order(pods: list[int]) -> None:
 @pytest.mark.parametrize("size", [0, 1, FRAGMENT_BYTES, 2 * FRAGMENT_BYTES + 1])
 def test_every_rank_gets_the_bytes_of_rank_0(pods: list[int], size: int) -> None:
     message = bytes(range(256)) * (size // 256) + bytes(size % 256)
-    got = with_group(pods, lambda group: group.broadcast(message if group.rank == 0 else None))
-    assert all(each == message for each in got)
+    received = with_group(pods, lambda group: group.broadcast(message if group.rank == 0 else None))
+    assert received == [message] * sum(pods)
 
 
 @groups
@@ -88,7 +88,7 @@ def test_group_survives_many_mixed_operations(pods: list[int]) -> None:
 @groups
 @pytest.mark.parametrize("size", SIZES)
 def test_send_and_receive_equal_gloo(pods: list[int], size: int) -> None:
-    """A ring: each rank hears from the one before it, then tells the one after it; rank 0 begins."""
+    """A ring: each rank receives from its predecessor and sends to its successor; rank 0 starts."""
 
     def work(own: Collective) -> None:
         for group in (own, join_library("gloo", own, "127.0.0.1")):
@@ -133,7 +133,7 @@ def test_tensor_of_another_size_is_refused() -> None:
         if group.rank:
             group.send(torch.zeros(3), 0)
         else:
-            with pytest.raises(PeerLost, match="sent 12 bytes where 16 are due"):
+            with pytest.raises(PeerLost, match="sent 12 bytes, expected 16"):
                 group.receive(torch.zeros(4), 1)
 
     with_group([2], work)
@@ -143,9 +143,9 @@ def test_tensor_of_another_size_is_refused() -> None:
 def test_a_subgroup_notices_when_one_of_its_processes_ends() -> None:
     def work(group: Collective) -> None:
         half = group.subgroup([0, 1])
-        assert isinstance(half, DirectCollective) and half._shared is not None
+        assert isinstance(half, DirectCollective) and isinstance(half.memory, SharedMemory)
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-            half._shared.watch(1 - group.rank, ended.pid)
+            half.memory.watch(1 - group.rank, ended.pid)
             with pytest.raises(PeerLost, match=f"rank {1 - group.rank}"):
                 half.receive(torch.zeros(1), 1 - group.rank)
 
@@ -171,14 +171,14 @@ def test_a_group_of_one_moves_nothing() -> None:
     group.close()
 
 
-def test_rank_0_has_to_give_a_message() -> None:
+def test_rank_0_must_pass_a_message() -> None:
     with pytest.raises(ValueError, match="rank 0"):
-        DirectCollective(range(2), 0, None, None).broadcast(None)
+        DirectCollective(range(2), 0, EmptyPodMemory(), PeerSockets({})).broadcast(None)
 
 
 @pytest.mark.parametrize("pods", [[2], [1, 1]], ids=["shm", "tcp"])
-def test_a_peer_with_another_token_is_not_let_in(pods: list[int]) -> None:
-    (first, door), (second, other) = make_places(pods)
+def test_a_peer_with_another_token_is_rejected(pods: list[int]) -> None:
+    (first, listener), (second, other) = make_places(pods)
     other.close()
     stranger = replace(second, token=b"another token")
 
@@ -190,20 +190,20 @@ def test_a_peer_with_another_token_is_not_let_in(pods: list[int]) -> None:
         finally:
             if listener is not None:
                 listener.close()
-        return "let in"
+        return "admitted"
 
-    said = in_threads([lambda: join(first, door), lambda: join(stranger, None)])
-    assert "let in" not in said
+    outcomes = in_threads([lambda: join(first, listener), lambda: join(stranger, None)])
+    assert "admitted" not in outcomes
 
 
 def test_unknown_connections_delay_no_rank() -> None:
-    (first, door), (second, other) = make_places([1, 1])
-    address = door.getsockname()
+    (first, listener), (second, other) = make_places([1, 1])
+    address = listener.getsockname()
     strangers = [socket.create_connection(("127.0.0.1", address[1])) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     strangers[1].sendall(b"phalanx1" + bytes([9, 0, 0, 0]) + bytes(16))
     started = time.monotonic()
-    joined = in_threads([lambda: connect(first, 10.0, door), lambda: connect(second, 10.0, other)])
+    joined = in_threads([lambda: connect(first, 10.0, listener), lambda: connect(second, 10.0, other)])
     assert time.monotonic() - started < 5.0
     for group in joined:
         group.close()
@@ -213,15 +213,15 @@ def test_unknown_connections_delay_no_rank() -> None:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    (first, door), (_, other) = make_places([1, 1])
+    (first, listener), (_, other) = make_places([1, 1])
     other.close()
     with pytest.raises(PeerLost, match=r"\[1\]"):
-        connect(first, 0.1, door)
+        connect(first, 0.1, listener)
 
 
 def test_missing_rank_of_the_pod_is_named() -> None:
-    (first, door), (second, other) = make_places([2])
-    door.close()
+    (first, listener), (second, other) = make_places([2])
+    listener.close()
     other.close()
     with pytest.raises(PeerLost, match=r"\[1\]"):
         connect(first, 0.05)
@@ -231,38 +231,38 @@ def test_missing_rank_of_the_pod_is_named() -> None:
 
 def test_a_closed_connection_is_a_lost_peer() -> None:
     left, right = _pair()
-    links = Links({1: left})
+    sockets = PeerSockets({1: left})
     right.close()
     with pytest.raises(PeerLost, match="rank 1"):
-        links.receive([1], 4, {})
+        sockets.receive([1], 4, {})
     with pytest.raises(PeerLost, match="rank 1"):
         for _ in range(100):
-            links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
-    links.close()
+            sockets.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    sockets.close()
 
 
 def test_peer_lost_during_a_long_exchange_is_detected() -> None:
     left, right = _pair()
-    links = Links({1: left})
-    left_over = links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    sockets = PeerSockets({1: left})
+    unsent = sockets.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
     for _ in range(20):
-        if left_over:
+        if unsent:
             break
-        left_over = links.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
-    assert left_over
+        unsent = sockets.send([1], torch.zeros(FRAGMENT_BYTES, dtype=torch.uint8), False)
+    assert unsent
     threading.Thread(target=right.close).start()
     with pytest.raises(PeerLost, match="rank 1"):
-        links.receive([1], 4, left_over)
-    links.close()
+        sockets.receive([1], 4, unsent)
+    sockets.close()
 
 
 def test_busy_peer_is_awaited() -> None:
-    """With TCP_USER_TIMEOUT the kernel ends a connection whose reader takes nothing for that long, though it lives."""
+    """With TCP_USER_TIMEOUT the kernel would end the connection to a peer that reads nothing for that long."""
     left, right = _pair()
-    links = Links({1: left})
+    sockets = PeerSockets({1: left})
     assert left.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-    links.close()
+    sockets.close()
     right.close()
 
 
@@ -270,22 +270,20 @@ def test_a_fragment_longer_than_any_is_refused() -> None:
     left, right = _pair()
     right.sendall((FRAGMENT_BYTES + 1).to_bytes(4, "little") + bytes(4))
     with pytest.raises(PeerLost, match="fragment"):
-        Links({1: left}).receive([1], 0, {})
+        PeerSockets({1: left}).receive([1], 0, {})
     left.close()
     right.close()
 
 
 @pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
 def test_ended_process_of_the_pod_is_a_lost_peer() -> None:
-    (first, door), (second, other) = make_places([2])
-    door.close()
+    (first, listener), (second, other) = make_places([2])
+    listener.close()
     other.close()
 
     def shared(place: RankPlace) -> SharedMemory:
-        return SharedMemory(
-            SharedPod(ranks=place.near, rank=place.rank, name=place.pod_name, token=place.token, incarnation=place.incarnation),
-            10.0,
-        )
+        ranks, rank, name = place.pod_ranks, place.rank, place.pod_name
+        return SharedMemory(SharedPod(ranks=ranks, rank=rank, name=name, token=place.token, incarnation=place.incarnation), 10.0)
 
     mine, _ = in_threads([lambda: shared(first), lambda: shared(second)])
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -296,10 +294,10 @@ def test_ended_process_of_the_pod_is_a_lost_peer() -> None:
 
 @pytest.mark.skipif(not has_futex(), reason="no futex on this processor")
 def test_shared_memory_is_unlinked_and_stale_files_are_ignored() -> None:
-    (first, door), (second, other) = make_places([2])
-    door.close()
+    (first, listener), (second, other) = make_places([2])
+    listener.close()
     other.close()
-    pod = SharedPod(ranks=first.near, rank=0, name=first.pod_name, token=first.token, incarnation=1)
+    pod = SharedPod(ranks=first.pod_ranks, rank=0, name=first.pod_name, token=first.token, incarnation=1)
     stale = pod.path
     stale.write_bytes(bytes(16 << 20))
     collectives = in_threads([lambda: connect(first, 10.0), lambda: connect(second, 10.0)])
@@ -317,7 +315,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 class ShortOfDescriptors(socket.socket):
-    """A listening socket whose first two callers find no descriptor left."""
+    """A listening socket without descriptors for its first two connections."""
 
     failures = 0
 

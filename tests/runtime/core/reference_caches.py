@@ -1,4 +1,4 @@
-"""Slow caches that are plainly right: each eviction policy as lists, written from the papers and not from our code."""
+"""Reference eviction policies as lists, written from the papers."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ def low_64(key: bytes) -> int:
 
 
 class SlowOrder:
-    """LRU, LFU or FIFO: the idle key of the smallest rank goes first."""
+    """LRU, LFU or FIFO: evicts the idle key with the smallest rank."""
 
     def __init__(self, rank: Callable[["SlowOrder", bytes], tuple[int, ...]]) -> None:
         self.rank = rank
@@ -38,7 +38,7 @@ class SlowOrder:
 
 
 class SlowSketch:
-    """Count-min with 4 rows of counters up to 15, halved after ten additions per page."""
+    """Count-min sketch: 4 rows of counters up to 15, halved after ten additions per page."""
 
     def __init__(self, capacity: int) -> None:
         self.width = 16
@@ -48,24 +48,24 @@ class SlowSketch:
         self.capacity = capacity
         self.additions = 0
 
-    def places(self, key: bytes) -> list[int]:
+    def columns(self, key: bytes) -> list[int]:
         low, high = low_64(key) % 2**32, low_64(key) // 2**32
         return [(low + row * (high | 1)) % self.width for row in range(4)]
 
     def add(self, key: bytes) -> None:
-        for row, place in zip(self.rows, self.places(key), strict=True):
-            row[place] = min(15, row[place] + 1)
+        for row, column in zip(self.rows, self.columns(key), strict=True):
+            row[column] = min(15, row[column] + 1)
         self.additions += 1
         if self.additions == 10 * self.capacity:
             self.rows = [[count // 2 for count in row] for row in self.rows]
             self.additions //= 2
 
     def estimate(self, key: bytes) -> int:
-        return min(row[place] for row, place in zip(self.rows, self.places(key), strict=True))
+        return min(row[column] for row, column in zip(self.rows, self.columns(key), strict=True))
 
 
 class ExactCounts(SlowSketch):
-    """The same without collisions: what a sketch would say if it had all the room it wants."""
+    """A sketch without collisions."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -83,7 +83,7 @@ class ExactCounts(SlowSketch):
 
 
 class SlowWTinyLfu:
-    """Window 1 %, main 99 % of which 80 % protected; lists in the order of use, the oldest first."""
+    """Window 1 %, main 99 %, of which 80 % are protected; lists by last use, the oldest first."""
 
     def __init__(self, capacity: int, counts: type[SlowSketch] = SlowSketch) -> None:
         self.counts = counts(capacity)
@@ -121,14 +121,14 @@ class SlowWTinyLfu:
 
     def victim(self, idle: Idle) -> bytes:
         newcomers = [key for key in self.window if idle(key)]
-        settled = [key for key in self.probation + self.protected if idle(key)]
-        if not newcomers or not settled:
-            return (newcomers + settled)[0]
-        if self.counts.estimate(newcomers[0]) <= self.counts.estimate(settled[0]):
+        residents = [key for key in self.probation + self.protected if idle(key)]
+        if not newcomers or not residents:
+            return (newcomers + residents)[0]
+        if self.counts.estimate(newcomers[0]) <= self.counts.estimate(residents[0]):
             return newcomers[0]
         self.window.remove(newcomers[0])
         self.probation.append(newcomers[0])
-        return settled[0]
+        return residents[0]
 
     def part_of(self, key: bytes) -> list[bytes]:
         return next(part for part in (self.window, self.probation, self.protected) if key in part)
@@ -138,7 +138,7 @@ SlowPolicy = SlowOrder | SlowWTinyLfu
 
 
 def make_slow(name: str, capacity: int) -> SlowPolicy:
-    """The slow twin of a policy."""
+    """Returns the reference of a policy."""
     if name == "lru":
         return SlowOrder(lambda order, key: (order.released[key],))
     if name == "lfu":
@@ -149,7 +149,7 @@ def make_slow(name: str, capacity: int) -> SlowPolicy:
 
 
 def slow_hits(policy: SlowPolicy, capacity: int, trace: list[bytes]) -> list[bool]:
-    """For each key of a trace without chains, whether a cache of so many keys has it."""
+    """Returns for each key of a trace without chains whether a cache of `capacity` keys has it."""
     held: set[bytes] = set()
     found = []
     for key in trace:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx_runtime.core.admission import Admit, Limits, Refuse, Wait, fits_ever, fits_now, may_wait
+from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_length, check_queue
 from phalanx_runtime.core.step_plan import PoolShape
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, max_waiting=2)
@@ -14,13 +14,13 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32, max
     ids=["empty", "no room for an output token", "longer than the model"],
 )
 def test_impossible_prompt_is_refused_with_400(num_prompt: int, code: str) -> None:
-    answer = fits_ever(num_prompt, LIMITS)
-    assert isinstance(answer, Refuse)
-    assert (answer.status, answer.code, answer.backlog_tokens) == (400, code, None)
+    refusal = check_length(num_prompt, LIMITS)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.code, refusal.backlog_tokens) == (400, code, None)
 
 
 def test_the_longest_prompt_that_fits_is_admitted() -> None:
-    assert fits_ever(63, LIMITS) == Admit()
+    assert check_length(63, LIMITS) is None
 
 
 def test_the_pool_bounds_the_length_of_a_request() -> None:
@@ -29,28 +29,30 @@ def test_the_pool_bounds_the_length_of_a_request() -> None:
 
 
 def test_a_full_queue_refuses_with_429_and_its_backlog() -> None:
-    assert may_wait(1, 500, LIMITS) == Wait()
+    assert check_queue(1, 500, LIMITS) is None
     tight = replace(LIMITS, max_waiting_tokens=500)
-    assert (may_wait(0, 500, tight), may_wait(1, 499, tight)) == (Wait(), Wait())
-    assert isinstance(may_wait(1, 500, tight), Refuse)
-    answer = may_wait(2, 500, LIMITS)
-    assert isinstance(answer, Refuse)
-    assert (answer.status, answer.code, answer.backlog_tokens) == (429, "queue_full", 500)
+    assert check_queue(0, 500, tight) is check_queue(1, 499, tight) is None
+    assert isinstance(check_queue(1, 500, tight), Refusal)
+    refusal = check_queue(2, 500, LIMITS)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.code, refusal.backlog_tokens) == (429, "queue_full", 500)
 
 
 @pytest.mark.parametrize(
-    ("context_pages", "free_pages", "free_rows", "running", "answer"),
+    ("context_pages", "free_pages", "free_rows", "num_running", "can_start_now"),
     [
-        (4, 4, 1, 0, Admit()),
-        (4, 3, 1, 0, Wait()),
-        (4, 9, 0, 5, Wait()),
-        (4, 6, 1, 2, Admit()),
-        (4, 5, 1, 2, Wait()),
+        (4, 4, 1, 0, True),
+        (4, 3, 1, 0, False),
+        (4, 9, 0, 5, False),
+        (4, 6, 1, 2, True),
+        (4, 5, 1, 2, False),
     ],
-    ids=["alone takes all pages", "pages are short", "no row", "room for all to grow", "no room to grow"],
+    ids=["alone takes all pages", "too few pages", "no row", "room for all to grow", "no room to grow"],
 )
-def test_fits_now(context_pages: int, free_pages: int, free_rows: int, running: int, answer: Admit | Wait) -> None:
-    assert fits_now(context_pages, free_pages, free_rows, running) == answer
+def test_start_needs_a_row_and_room_to_grow(
+    context_pages: int, free_pages: int, free_rows: int, num_running: int, can_start_now: bool
+) -> None:
+    assert can_start(context_pages, free_pages, free_rows, num_running) == can_start_now
 
 
 @pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])

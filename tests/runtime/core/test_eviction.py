@@ -29,7 +29,7 @@ def zipf(length: int = 6000, keys: int = 1000, seed: int = 1) -> list[bytes]:
 
 
 def zipf_with_scans(length: int = 6000, keys: int = 1000) -> list[bytes]:
-    """Popular keys, and between them long runs of keys that never come again."""
+    """Returns popular keys, and between them long runs of unique keys."""
     popular = zipf(length, keys)
     scans = as_keys(f"scan {i}" for i in range(length))
     return [key for start in range(0, length, 300) for key in popular[start : start + 300] + scans[start : start + 300]]
@@ -43,7 +43,7 @@ TRACES = {"zipf": zipf, "zipf with scans": zipf_with_scans, "loop": loop}
 
 
 def pool_hits(policy: EvictionPolicy, capacity: int, trace: Iterable[bytes]) -> tuple[list[bool], PagePool]:
-    """For each key, a request of one page, whether the pool found it."""
+    """Returns for each key, a request of one page, whether the pool found it."""
     pool = PagePool(capacity, 1, policy)
     found = []
     for key in trace:
@@ -51,10 +51,10 @@ def pool_hits(policy: EvictionPolicy, capacity: int, trace: Iterable[bytes]) -> 
         found.append(bool(pages))
         pool.reuse(pages, 1)
         if not pages:
-            pages = pool.take(1) or []
+            pages = pool.allocate(1) or []
             pool.publish(pages[0], key, None)
             pool.mark_written(pages[0], 1)
-        pool.give_back(pages)
+        pool.release(pages)
     return found, pool
 
 
@@ -108,18 +108,18 @@ def test_adaptive_is_near_the_best(trace: str) -> None:
 
 def test_adaptive_policy_switches_to_the_better_one() -> None:
     pool = PagePool(100, 1, "adaptive")
-    policy = pool._policy
+    policy = pool.eviction
     assert isinstance(policy, Adaptive) and policy.name == "lru"
     for key in zipf_with_scans():
         pages = pool.match([key])
         pool.reuse(pages, 1)
         if not pages:
-            pages = pool.take(1) or []
+            pages = pool.allocate(1) or []
             pool.publish(pages[0], key, None)
             pool.mark_written(pages[0], 1)
-        pool.give_back(pages)
+        pool.release(pages)
     assert policy.name in ("lfu", "w-tinylfu")
-    assert pool.take(100) is not None, "the policy in charge names every page"
+    assert pool.allocate(100) is not None, "the current policy selects every page"
     assert pool.cached_pages == 0
 
 
@@ -149,8 +149,8 @@ def test_a_lead_must_last_two_periods() -> None:
 
 def test_ghosts_of_a_large_pool_see_a_sample() -> None:
     ghosts = GhostCaches(512 * 64, {"lru": Lru})
-    seen = sum(key < ghosts._below for key in (int.from_bytes(k[:8], "little") for k in as_keys(range(6400))))
-    assert 50 <= seen <= 150
+    num_sampled = sum(key < ghosts.sample_bound for key in (int.from_bytes(k[:8], "little") for k in as_keys(range(6400))))
+    assert 50 <= num_sampled <= 150
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)

@@ -1,10 +1,10 @@
-"""How long a step may take: tables of the steps before it."""
+"""Timeouts of steps after past step times."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_api.cost import HUNG_FACTOR, HUNG_FLOOR_S
+from phalanx_api.cost import HANG_FACTOR, HANG_FLOOR_S
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.core.step_timeout import ENOUGH_STEPS, FIRST_BOUND_S, NEW_FORM_BOUND_S, StepTimes, form_of
 
@@ -17,44 +17,44 @@ FORM = (3, 9)
         ([], FIRST_BOUND_S),
         ([0.1] * (ENOUGH_STEPS - 1), FIRST_BOUND_S),
         ([100.0], 500.0),
-        ([0.1] * ENOUGH_STEPS, HUNG_FLOOR_S),
+        ([0.1] * ENOUGH_STEPS, HANG_FLOOR_S),
         ([4.0] * ENOUGH_STEPS, 20.0),
-        ([90.0, *[0.1] * 100], HUNG_FLOOR_S),
+        ([90.0, *[0.1] * 100], HANG_FLOOR_S),
     ],
-    ids=["none", "too few", "one that took long", "quick ones", "slow ones", "one slow one long ago"],
+    ids=["no step", "too few", "one long step", "fast steps", "slow steps", "one old slow step"],
 )
 def test_bound(times: list[float], bound: float) -> None:
     steps = StepTimes()
-    for took in times:
-        steps.took(FORM, took)
+    for wall_s in times:
+        steps.record(FORM, wall_s)
     assert steps.bound_s(FORM) == bound
 
 
 @pytest.mark.parametrize(
     ("steps", "expected_s", "bound"),
-    [(ENOUGH_STEPS, 0.1, HUNG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, NEW_FORM_BOUND_S), (0, 100.0, 500.0)],
-    ids=["quick", "slow", "the first of its form", "the first of its form, and slow"],
+    [(ENOUGH_STEPS, 0.1, HANG_FLOOR_S), (ENOUGH_STEPS, 4.0, 20.0), (0, 0.1, NEW_FORM_BOUND_S), (0, 100.0, 500.0)],
+    ids=["fast", "slow", "first of its form", "first of its form, slow"],
 )
 def test_fitted_time_precedes_observed_time(steps: int, expected_s: float, bound: float) -> None:
     times = StepTimes()
     for _ in range(steps):
-        times.took(FORM, 90.0)
+        times.record(FORM, 90.0)
     assert times.bound_s(FORM, expected_s) == bound
 
 
-def test_a_new_form_is_not_judged_by_others() -> None:
+def test_a_new_form_does_not_inherit_times() -> None:
     steps = StepTimes()
     for _ in range(100):
-        steps.took((1, 4), 0.01)
+        steps.record((1, 4), 0.01)
     assert steps.bound_s((10, 12)) == FIRST_BOUND_S
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50))
 def test_step_as_long_as_the_last_never_times_out(times: list[float]) -> None:
     steps = StepTimes()
-    for took in times:
-        steps.took(FORM, took)
-    assert steps.bound_s(FORM) >= max(HUNG_FLOOR_S, HUNG_FACTOR * times[-1])
+    for wall_s in times:
+        steps.record(FORM, wall_s)
+    assert steps.bound_s(FORM) >= max(HANG_FLOOR_S, HANG_FACTOR * times[-1])
 
 
 def test_forms_are_magnitudes_of_tokens_and_context() -> None:

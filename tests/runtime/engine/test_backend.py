@@ -1,4 +1,4 @@
-"""The local engine behind the door: deltas in order, the end, refusals, losses, silence."""
+"""Backend over the local engine: deltas in order, refusals, a lost engine, keep-alives."""
 
 import asyncio
 
@@ -7,18 +7,16 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_runtime.engine.backend import LocalBackend
-from tests.runtime.engine.engine_rig import Rig, drain, rig
+from tests.runtime.engine.engine_scene import EngineScene, collect
 from tests.runtime.fake_runner import make_request
 
-__all__ = ["rig"]
 
-
-async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
-    reading = asyncio.create_task(drain(backend, make_request(delivered=[1, 2])))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[2], tokens=[7], finished=[]))
-    await rig.engine.say(
+async def test_the_backend_gives_deltas_in_order_and_the_end(scene: EngineScene) -> None:
+    backend = LocalBackend(scene.client)
+    reading = asyncio.create_task(collect(backend, make_request(delivered=[1, 2])))
+    handle = (await scene.engine.receive_submit()).handle
+    await scene.engine.send(wire.Tokens(handles=[handle], epochs=[0], indices=[2], tokens=[7], finished=[]))
+    await scene.engine.send(
         wire.Tokens(handles=[handle], epochs=[0], indices=[3], tokens=[8], finished=[wire.Finished(handle, 0, "stop", 4)])
     )
     deltas = [delta for delta in await reading if isinstance(delta, Delta)]
@@ -27,12 +25,12 @@ async def test_the_backend_gives_deltas_in_order_and_the_end(rig: Rig) -> None:
     assert (deltas[-1].finish, deltas[-1].cached_tokens) == ("stop", 4)
 
 
-async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
+async def test_queued_tokens_leave_as_one_delta(scene: EngineScene) -> None:
+    backend = LocalBackend(scene.client)
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
+    handle = (await scene.engine.receive_submit()).handle
+    await scene.engine.send(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
     assert await first == Delta(index=0, tokens=[5])
     for index in range(1, 4):
         backend.tokens(wire.Tokens(handles=[handle], epochs=[0], indices=[index], tokens=[index], finished=[]))
@@ -42,34 +40,36 @@ async def test_tokens_that_wait_leave_together(rig: Rig) -> None:
     assert [delta async for delta in stream] == []
 
 
-async def test_closing_the_stream_early_aborts_the_request(rig: Rig) -> None:
-    stream = LocalBackend(rig.client).generate(make_request())
+async def test_closing_the_stream_early_aborts_the_request(scene: EngineScene) -> None:
+    stream = LocalBackend(scene.client).generate(make_request())
     reading = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
+    handle = (await scene.engine.receive_submit()).handle
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert await rig.engine.take() == wire.Abort([handle])
+    assert await scene.engine.receive() == wire.Abort([handle])
 
 
-async def test_refusal_reaches_the_api_server(rig: Rig) -> None:
-    reading = asyncio.create_task(drain(LocalBackend(rig.client), make_request()))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Refused(handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5))
+async def test_refusal_reaches_the_api_server(scene: EngineScene) -> None:
+    reading = asyncio.create_task(collect(LocalBackend(scene.client), make_request()))
+    handle = (await scene.engine.receive_submit()).handle
+    await scene.engine.send(
+        wire.Refused(handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5)
+    )
     with pytest.raises(BackendError) as caught:
         await reading
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 2.5)
 
 
-async def test_lost_engine_ends_open_streams_after_their_tokens(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
+async def test_lost_engine_ends_open_streams_after_their_tokens(scene: EngineScene) -> None:
+    backend = LocalBackend(scene.client)
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
+    handle = (await scene.engine.receive_submit()).handle
+    await scene.engine.send(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
     await first
     backend.tokens(wire.Tokens(handles=[handle], epochs=[0], indices=[1], tokens=[6], finished=[]))
-    rig.client.end_incarnation(2, "rank 0 was killed")
+    scene.client.end_incarnation(2, "rank 0 was killed")
     assert await anext(stream) == Delta(index=1, tokens=[6])
     with pytest.raises(BackendError, match="rank 0 was killed") as caught:
         await anext(stream)
@@ -77,22 +77,22 @@ async def test_lost_engine_ends_open_streams_after_their_tokens(rig: Rig) -> Non
     assert backend.not_ready() == "rank 0 was killed"
 
 
-async def test_finished_stream_ignores_a_lost_engine(rig: Rig) -> None:
-    backend = LocalBackend(rig.client)
+async def test_finished_stream_ignores_a_lost_engine(scene: EngineScene) -> None:
+    backend = LocalBackend(scene.client)
     stream = backend.generate(make_request())
     first = asyncio.ensure_future(anext(stream))
-    handle = (await rig.engine.take_submit()).handle
-    await rig.engine.say(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
+    handle = (await scene.engine.receive_submit()).handle
+    await scene.engine.send(wire.Tokens(handles=[handle], epochs=[0], indices=[0], tokens=[5], finished=[]))
     await first
     backend.tokens(
         wire.Tokens(handles=[handle], epochs=[0], indices=[1], tokens=[6], finished=[wire.Finished(handle, 0, "stop")])
     )
-    rig.client.end_incarnation(2, "rank 0 was killed")
+    scene.client.end_incarnation(2, "rank 0 was killed")
     assert await anext(stream) == Delta(index=1, tokens=[6], finish="stop")
     assert [delta async for delta in stream] == []
 
 
-async def test_a_silent_stream_is_kept_alive(rig: Rig) -> None:
-    stream = LocalBackend(rig.client, keep_alive_s=0.001).generate(make_request())
+async def test_a_silent_stream_is_kept_alive(scene: EngineScene) -> None:
+    stream = LocalBackend(scene.client, keep_alive_s=0.001).generate(make_request())
     assert await anext(stream) == KeepAlive()
     await stream.aclose()

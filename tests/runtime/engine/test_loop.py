@@ -21,7 +21,7 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max
 
 
 class Script:
-    """A channel that hands out batches of frames, one a turn, and keeps what was sent. Closed when the script is over."""
+    """A channel that returns one batch of frames per turn, then is closed; records sent frames."""
 
     def __init__(self, *batches: list[wire.ToEngine | bytes]) -> None:
         self._batches = [[m if isinstance(m, bytes) else wire.encode(m) for m in batch] for batch in batches]
@@ -40,14 +40,14 @@ class Script:
         self.sent.append(frame)
 
     def wake(self) -> None:
-        raise AssertionError("nothing here is compiled")
+        raise AssertionError("no grammar is compiled")
 
     def of(self, kind: type[wire.Load]) -> list[wire.Load]:
         return [frame for frame in self.sent if isinstance(frame, kind)]
 
 
 class Clock:
-    """Every look takes `tick_s`."""
+    """Advances by `tick_s` at each call."""
 
     def __init__(self, tick_s: float) -> None:
         self.now = 0.0
@@ -59,7 +59,7 @@ class Clock:
 
 
 class CountingCheck:
-    """A check of pages that counts how often it is asked for."""
+    """Counts the calls of a page pool check."""
 
     def __init__(self, inner: Callable[[], list[str]]) -> None:
         self.count = 0
@@ -130,9 +130,9 @@ def test_full_queue_gives_the_retry_time(tick_s: float, steps_before: bool, retr
 
 def test_load_is_reported_every_50_ms_or_once_idle() -> None:
     script = Script([wire.Submit(1, make_request(3, 40))], [])
-    run_script(script, tick_s=0.01)
+    run_script(script, tick_s=0.02 / 3)
     loads = script.of(wire.Load)
-    # 40 steps of 20 ms (two looks each), a report after every third; then one when idle.
+    # 40 steps of 20 ms (three clock calls each), a report after every third; then one when idle.
     assert 10 <= len(loads) <= 20
     assert (loads[0].running, loads[0].free_pages, loads[0].total_pages) == (0, 64, 64)
     assert [load.sequence for load in loads] == list(range(1, len(loads) + 1))
@@ -159,24 +159,24 @@ def test_unknown_frame_ends_the_incarnation(frame: bytes) -> None:
 
 
 def test_pages_are_checked_once_a_second() -> None:
-    for tick_s, looks in ((0.001, 1), (0.5, 4)):
+    for tick_s, num_checks in ((0.001, 1), (0.5, 4)):
         batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(handle, make_request(3, 1))] for handle in (1, 2, 3)]
         script = Script(*batches)
         loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))
-        counted = CountingCheck(loop._scheduler.check)
-        loop._scheduler.check = counted  # type: ignore[method-assign]
+        counted = CountingCheck(loop.scheduler.check)
+        loop.scheduler.check = counted  # type: ignore[method-assign]
         loop.run()
-        assert counted.count == looks
+        assert counted.count == num_checks
 
 
 def test_page_leak_is_logged_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
     script = Script([wire.Submit(1, make_request(3, 2))])
     loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(1.0))
-    loop._scheduler.pool.take(1)
+    loop.scheduler.pool.allocate(1)
     loop.run()
     assert len(tokens_of(script, 1)) == 2
     assert "page 0 has 1 holders, expected 0" in caplog.text
-    assert [load.leaks for load in script.of(wire.Load)][-1] == 2, "counted each time that idleness begins"
+    assert [load.leaks for load in script.of(wire.Load)][-1] == 2, "counted each time the engine becomes idle"
 
 
 def test_cached_tokens_are_reported_at_end_and_in_load() -> None:
@@ -184,13 +184,13 @@ def test_cached_tokens_are_reported_at_end_and_in_load() -> None:
     run_script(script)
     ends = [end for frame in script.sent if isinstance(frame, wire.Tokens) for end in frame.finished]
     assert [end.cached_tokens for end in ends] == [0, 20]
-    told = [(frame.handles, frame.cached) for frame in script.sent if isinstance(frame, wire.Tokens) and frame.cached]
-    assert told == [([2], [wire.Cached(2, 0, 20)])], "once, with the first token"
+    reported = [(frame.handles, frame.cached) for frame in script.sent if isinstance(frame, wire.Tokens) and frame.cached]
+    assert reported == [([2], [wire.Cached(2, 0, 20)])], "once, with the first token"
     load = script.of(wire.Load)[-1]
     assert (load.prefix_queried_tokens, load.prefix_hit_tokens, load.preemptions) == (42, 20, 0)
 
 
-def test_the_order_is_that_of_the_policy() -> None:
+def test_requests_run_in_the_order_of_the_policy() -> None:
     first: list[wire.ToEngine | bytes] = [
         wire.Submit(h, msgspec.structs.replace(make_request(3, 2), priority=-h)) for h in (1, 2, 3)
     ]
@@ -211,30 +211,30 @@ def test_plans_in_flight_equal_the_runners_depth(depth: int) -> None:
     assert runner.most_in_flight == depth
     assert {h: tokens_of(script, h) for h in range(3)} == {h: expected_output(requests[h]) for h in range(3)}
     assert len(tokens_of(script, 3)) < 6
-    assert loop._scheduler.check() == []
+    assert loop.scheduler.check() == []
 
 
 def test_pipelined_step_time_excludes_its_predecessor() -> None:
-    """Two plans are in flight all the time; each look at the clock takes 1 s, and two of them are between two ends."""
+    """Two plans are always in flight, with three clock calls of 1 s between two ends."""
     script = Script([wire.Submit(h, make_request(1, 20, seed=h)) for h in range(2)])
     loop = EngineLoop(FakeRunner(64, 4, depth=2), LIMITS, script, Clock(1.0))
-    learned: list[float] = []
-    commit = loop._scheduler.commit
+    step_times: list[float] = []
+    commit = loop.scheduler.commit
 
-    def noting(result: StepResult, wall_s: float | None = None) -> wire.Tokens:
+    def recording(result: StepResult, wall_s: float | None = None) -> wire.Tokens:
         assert wall_s is not None
-        learned.append(wall_s)
+        step_times.append(wall_s)
         return commit(result, wall_s)
 
-    loop._scheduler.commit = noting  # type: ignore[method-assign]
+    loop.scheduler.commit = recording  # type: ignore[method-assign]
     loop.run()
-    assert len(learned) > 20
-    assert max(learned[2:]) <= 3.0
+    assert len(step_times) > 20
+    assert max(step_times[2:]) <= 3.0
 
 
 class LostRunner(FakeRunner):
     def finish(self) -> StepResult:
-        raise PeerLost("rank 1 is gone")
+        raise PeerLost("rank 1 is lost")
 
 
 def test_a_lost_peer_ends_the_loop() -> None:
@@ -258,16 +258,16 @@ def test_a_lost_peer_ends_the_engine_and_its_socket(tmp_path: Path) -> None:
 
 def test_frames_pass_the_socket_and_closing_ends_the_loop(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/engine"
-    ours: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = ours.socket(zmq.PAIR)
+    server_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = server_context.socket(zmq.PAIR)
     server.bind(endpoint)
-    channel = ZmqChannel(endpoint, theirs)
+    channel = ZmqChannel(endpoint, engine_context)
     ended = threading.Event()
 
     def serve() -> None:
         EngineLoop(FakeRunner(64, 4), LIMITS, channel).run()
-        channel.send(b"nobody reads this")
+        channel.send(b"dropped")
         channel.close()
         ended.set()
 
@@ -277,16 +277,16 @@ def test_frames_pass_the_socket_and_closing_ends_the_loop(tmp_path: Path) -> Non
     server.send(wire.encode(wire.Submit(9, request)))
     tokens: list[int] = []
     while len(tokens) < 5:
-        assert server.poll(10_000), "no frame came"
+        assert server.poll(10_000), "no frame"
         frame = wire.decode_from_engine(server.recv())
         if isinstance(frame, wire.Tokens):
             tokens += frame.tokens
     assert tokens == expected_output(request)
-    theirs.term()
+    engine_context.term()
     thread.join(10)
     assert ended.is_set()
     server.close()
-    ours.term()
+    server_context.term()
 
 
 def queue_times(script: Script) -> list[float]:
@@ -296,7 +296,7 @@ def queue_times(script: Script) -> list[float]:
 def test_queue_time_is_reported_once_at_the_first_step() -> None:
     requests: list[wire.ToEngine | bytes] = [
         wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)
-    ]  # four rows: the last one waits
+    ]  # four rows: the last request waits
     script = Script(requests[:2], requests[2:])
     run_script(script)
     waits = queue_times(script)
@@ -309,7 +309,7 @@ def test_preemption_adds_no_queue_time() -> None:
     script = Script(requests[:2], requests[2:])
     loop = EngineLoop(FakeRunner(14, 4), LIMITS, script, Clock(0.001))
     loop.run()
-    assert loop._scheduler.num_preemptions > 0
+    assert loop.scheduler.num_preemptions > 0
     assert len(queue_times(script)) == 4
 
 
@@ -317,13 +317,13 @@ def test_unserved_request_has_no_queue_time() -> None:
     requests: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(3, 6, seed=h)) for h in range(5)]
     script = Script(requests[:2], [*requests[2:], wire.Abort([4])])
     loop = run_script(script)
-    assert len(queue_times(script)) == 4 and not loop._queued
+    assert len(queue_times(script)) == 4 and not loop.num_unstarted
 
 
-def test_a_refusal_is_reported_before_the_next_step() -> None:
+def test_refusal_is_reported_before_the_next_step() -> None:
     warm: list[list[wire.ToEngine | bytes]] = [[wire.Submit(0, make_request(3, 40))], [], []]
-    crowd: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(4, 4, seed=h)) for h in range(1, 12)]
-    script = Script(*warm, crowd, [])
+    burst: list[wire.ToEngine | bytes] = [wire.Submit(h, make_request(4, 4, seed=h)) for h in range(1, 12)]
+    script = Script(*warm, burst, [])
     run_script(script, tick_s=0.004)
     [at] = [i for i, frame in enumerate(script.sent) if isinstance(frame, wire.Load) and frame.refusals][:1]
     kinds = [type(frame) for frame in script.sent[:at]]
@@ -332,7 +332,7 @@ def test_a_refusal_is_reported_before_the_next_step() -> None:
 
 
 class TimedScript(Script):
-    """Notes when each report was sent."""
+    """Records the time of each report."""
 
     def __init__(self, clock: Clock, *batches: list[wire.ToEngine | bytes]) -> None:
         super().__init__(*batches)
@@ -351,7 +351,7 @@ def test_preemptions_are_reported_at_most_every_10_ms() -> None:
     EngineLoop(FakeRunner(16, 4), limits, script, clock, SchedulerConfig(eviction_policy="lru")).run()
     pairs = [(b_s - a_s, b.preemptions - a.preemptions) for (a_s, a), (b_s, b) in itertools.pairwise(script.reports[:-1])]
     assert all(gap_s >= 0.01 for gap_s, _ in pairs)
-    assert any(gap_s < 0.02 and rise for gap_s, rise in pairs), "one did not wait for the 50 ms"
+    assert any(gap_s < 0.02 and rise for gap_s, rise in pairs), "some reports are sent before 50 ms"
 
 
 def test_reports_contain_cache_changes() -> None:
@@ -364,6 +364,6 @@ def test_reports_contain_cache_changes() -> None:
         for is_added, key in frame.changes:
             (found.add if is_added else found.remove)(key)
     assert len(frames) > 2
-    assert found == set(loop._scheduler.pool.keys())
+    assert found == set(loop.scheduler.pool.keys())
     assert [frame.first for frame in frames] == [sum(len(f.changes) for f in frames[:i]) for i in range(len(frames))]
-    assert any(not is_added for frame in frames for is_added, _ in frame.changes), "some were evicted"
+    assert any(not is_added for frame in frames for is_added, _ in frame.changes), "some pages are evicted"

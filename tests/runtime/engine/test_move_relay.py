@@ -1,4 +1,4 @@
-"""Who hears of a move, for how long, and that a request that was released ends here whatever the engine said."""
+"""Routing of move reports to routers, and the end of released requests."""
 
 import pytest
 
@@ -6,64 +6,64 @@ from phalanx_api import moves, wire
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay, MoveReport
 from tests.runtime.fake_runner import make_request
 
-OUT = moves.MoveOut(move="m", handle=7, epoch=0, prepared=moves.Prepared(move="m", held_tokens=0, addresses=[], key=b"k"))
+OUT = moves.MoveOut(move="m", handle=7, epoch=0, prepared=moves.Prepared(move="m", cached_tokens=0, addresses=[], key=b"k"))
 IN = wire.Prepare("m", make_request(3, 4))
 FROZEN = moves.Frozen(move="m", epoch=0, num_output=1, num_computed=3)
-FAILED = moves.MoveFailed("m", "lease", "it took too long")
+FAILED = moves.MoveFailed("m", "lease", "lease expired")
 
 
-class Ends:
-    """Both ends of a relay."""
+class RelayEnds:
+    """Records both ends of a relay."""
 
     def __init__(self) -> None:
         self.sent: list[MoveOrder] = []
-        self.let_go: list[int] = []
-        self.heard: list[MoveReport] = []
-        self.relay = MoveRelay(self.sent.append, self.let_go.append)
+        self.ended: list[int] = []
+        self.reports: list[MoveReport] = []
+        self.relay = MoveRelay(self.sent.append, self.ended.append)
 
     def order(self, *frames: MoveOrder) -> None:
         for frame in frames:
-            self.relay.order(frame, self.heard.append)
+            self.relay.order(frame, self.reports.append)
 
 
 def test_requesting_router_receives_updates_until_it_decides() -> None:
-    ends = Ends()
+    ends = RelayEnds()
     ends.order(OUT)
-    ends.relay.tell(FROZEN)
+    ends.relay.deliver(FROZEN)
     ends.order(moves.Thaw("m"))
-    ends.relay.tell(FAILED)
-    assert ends.heard == [FROZEN]
+    ends.relay.deliver(FAILED)
+    assert ends.reports == [FROZEN]
     assert ends.sent == [OUT, moves.Thaw("m")]
 
 
-@pytest.mark.parametrize("said", [[], [FAILED]], ids=["frozen", "thawed by its lease"])
-def test_a_released_request_ends_here(said: list[MoveReport]) -> None:
-    ends = Ends()
+@pytest.mark.parametrize("reports", [[], [FAILED]], ids=["frozen", "thawed by its lease"])
+def test_a_released_request_ends_here(reports: list[MoveReport]) -> None:
+    ends = RelayEnds()
     ends.order(OUT)
-    for report in said:
-        ends.relay.tell(report)
+    for report in reports:
+        ends.relay.deliver(report)
     ends.order(moves.Release("m"), moves.Release("m"))
-    assert ends.let_go == [7]
+    assert ends.ended == [7]
 
 
 def test_abandoned_move_is_reported_once() -> None:
-    ends = Ends()
+    ends = RelayEnds()
     ends.order(IN)
-    ends.relay.tell(FAILED)
-    ends.relay.tell(FAILED)
-    assert ends.heard == [FAILED]
-    assert ends.let_go == []
+    ends.relay.deliver(FAILED)
+    ends.relay.deliver(FAILED)
+    assert ends.reports == [FAILED]
+    assert ends.ended == []
 
 
-@pytest.mark.parametrize("how", ["left", "next incarnation"])
-def test_lost_router_or_incarnation_receives_no_updates(how: str) -> None:
-    ends = Ends()
-    hear = ends.heard.append
-    ends.relay.order(OUT, hear)
-    if how == "left":
-        ends.relay.leave(hear)
+@pytest.mark.parametrize("loss", ["router", "incarnation"])
+def test_lost_router_or_incarnation_receives_no_updates(loss: str) -> None:
+    ends = RelayEnds()
+    handler = ends.reports.append
+    ends.relay.order(OUT, handler)
+    if loss == "router":
+        ends.relay.unregister_handler(handler)
     else:
         ends.relay.clear()
-    ends.relay.tell(FROZEN)
+    ends.relay.deliver(FROZEN)
     ends.order(moves.Release("m"))
-    assert (ends.heard, ends.let_go) == ([], [])
+    assert (ends.reports, ends.ended) == ([], [])

@@ -1,20 +1,20 @@
-"""A proposer that knows what will be drawn, and is wrong now and then: it makes runs of every length, with any model."""
+"""A proposer with the expected outputs, wrong at some indices: it gives runs of all lengths with any model."""
 
 from collections.abc import Mapping, Sequence
 
-from phalanx_runtime.core.draft_tree import chain, levels, places
+from phalanx_runtime.core.draft_tree import chain, levels, sibling_ranks
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.rank.drafting.proposer import Pageless
 from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import NO_TOKEN, DraftedPath
+from phalanx_runtime.rank.step.draft_paths import NO_TOKEN, DraftedPath
 
 WRONG = (3, 4, 9)
-"""Of each eleven output indexes those that are proposed wrongly: runs of 0, 1, 4 and 5 follow."""
+"""Indices modulo 11 with a wrong first child: runs of 0, 1, 4 and 5 draft tokens."""
 
 
 class Oracle(Pageless):
-    """`outputs` by the seed of their request. Behind their end it has no token."""
+    """Drafts from `outputs`, by seed of the request."""
 
     def __init__(self, outputs: Mapping[int, Sequence[int]]) -> None:
         self.outputs = outputs
@@ -27,13 +27,13 @@ class Oracle(Pageless):
                 parents = path.parents or chain(path.depth)
                 tokens = [
                     self._token(output, first[path.request] + level, place)
-                    for level, place in zip(levels(tuple(parents)), places(tuple(parents)), strict=True)
+                    for level, place in zip(levels(tuple(parents)), sibling_ranks(tuple(parents)), strict=True)
                 ]
-                drafted.append(DraftedPath(tokens, [] if path.growth is None else parents))
+                drafted.append(DraftedPath(tokens, [] if path.tree_bounds is None else parents))
         return drafted
 
     def _token(self, output: Sequence[int], index: int, place: int) -> int:
-        """What is proposed for an index: the right one first, or second where the first is wrong; behind a wrong one, too."""
+        """Returns a draft token: the first child is right, or the second one if the first is wrong."""
         right = output[index] if index < len(output) else NO_TOKEN
         if right == NO_TOKEN:
             return NO_TOKEN

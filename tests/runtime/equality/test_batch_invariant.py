@@ -1,4 +1,4 @@
-"""With --batch-invariant a request in bf16 gets the tokens, and the bits of their logprobs, that it gets alone."""
+"""With --batch-invariant a request in bf16 gets the tokens and the bits of logprobs that it gets alone."""
 
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,21 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit
-from tests.runtime.equality.test_sampling import requests
+from tests.runtime.equality.requests import requests
 from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import with_group
-from tests.runtime.served import Served, Watched, serve
+from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
 
 CPU = torch.device("cpu")
-MADE = library()
-here = pytest.mark.skipif(MADE is None or not MADE.has_runs, reason="this processor does not multiply pairs of bf16")
+LIBRARY = library()
+needs_kernel = pytest.mark.skipif(LIBRARY is None or not LIBRARY.has_bf16_dot, reason="this processor has no bf16 kernel")
 ROOMY = Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=1024)
 SIZES: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 1024}
 
 
 def save(folder: Path, family: str) -> Path:
-    """Its last layers change little, so that its first ones tell what it will say."""
+    """Saves a model of the family, with a sliding window if it has one."""
     return save_tiny(folder, family, **SIZES, **({"sliding_window": 70} if family == "mistral" else {}))
 
 
@@ -42,8 +42,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
-def asked() -> list[wire.Request]:
-    """One for each way to sample, two that begin with the same 80 tokens, one that repeats itself, a long one first."""
+def make_requests() -> list[wire.Request]:
+    """Returns a long request, two with a common prefix of 80 tokens, a repetitive one, and one per sampling mode."""
     common = [(7 * at + 3) % 40 for at in range(40)] * 2
     longest = [(11 * at * at + 5) % 250 for at in range(700)]
     more: list[tuple[list[int], dict[str, Any]]] = [
@@ -52,18 +52,22 @@ def asked() -> list[wire.Request]:
         ([*common, 9], {"temperature": 0.9}),
         ([3, 4, 5, 3, 4, 5, 3, 4], {"temperature": 0.6, "allowed_token_ids": [3, 4, 5]}),
     ]
-    begun = [
+    own = [
         wire.Request(
-            id=f"more{n}", epoch=1, prompt=prompt, delivered=[], sampling=wire.Sampling(max_tokens=40, seed=n, logprobs=2, **ways)
+            id=f"more{n}",
+            epoch=1,
+            prompt=prompt,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=40, seed=n, logprobs=2, **fields),
         )
-        for n, (prompt, ways) in enumerate(more)
+        for n, (prompt, fields) in enumerate(more)
     ]
     longer = [msgspec.structs.replace(one.sampling, max_tokens=50) for one in requests()]
-    return begun + [msgspec.structs.replace(one, sampling=how) for one, how in zip(requests(), longer, strict=True)]
+    return own + [msgspec.structs.replace(one, sampling=sampling) for one, sampling in zip(requests(), longer, strict=True)]
 
 
-def load(folder: Path, group: Collective | None = None, **told: Any) -> ModelRunner:
-    fields = {"dtype": "bfloat16", "page_size": 16, "max_model_len": 768, "kv_cache_memory_bytes": 4 << 20, **told}
+def load(folder: Path, group: Collective | None = None, **settings: Any) -> ModelRunner:
+    fields = {"dtype": "bfloat16", "page_size": 16, "max_model_len": 768, "kv_cache_memory_bytes": 4 << 20, **settings}
     group = group or SoloCollective()
     spec = with_settings(make_spec(folder, group.rank, group.world_size), batch_invariant=True, **fields)
     return load_rank(spec, group, CPU, System())[0]
@@ -71,85 +75,85 @@ def load(folder: Path, group: Collective | None = None, **told: Any) -> ModelRun
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Served]:
-    """What each gets alone, without proposals."""
+    """Results of each request alone, without draft tokens."""
     runner = load(folder)
-    return [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
+    return [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in make_requests()]
 
 
-def chains(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> SchedulerConfig:
+def chain_config(method: Any, num_tokens: int = 4, tree: Tree | None = None) -> SchedulerConfig:
     return SchedulerConfig(
-        speculating=SpeculationConfig(
+        speculation=SpeculationConfig(
             method=method,
             num_tokens=num_tokens,
             is_adaptive=False,
-            drafts=frozenset({method}),
+            draft_methods=frozenset({method}),
             tree=tree or Tree(),
-            may_branch=False,
+            allows_trees=False,
         )
     )
 
 
-WAYS: dict[str, tuple[Limits, SchedulerConfig, dict[str, Any]]] = {
+CASES: dict[str, tuple[Limits, SchedulerConfig, dict[str, Any]]] = {
     "all at once": (ROOMY, SchedulerConfig(), {}),
     "in chunks": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37), SchedulerConfig(), {}),
-    "one after the other": (Limits(max_model_len=768, max_num_seqs=1, max_num_batched_tokens=300), SchedulerConfig(), {}),
+    "one by one": (Limits(max_model_len=768, max_num_seqs=1, max_num_batched_tokens=300), SchedulerConfig(), {}),
     "preempted": (Limits(max_model_len=768, max_num_seqs=12, max_num_batched_tokens=256), SchedulerConfig(), {"pages": 50}),
-    "lookups": (ROOMY, chains("ngram"), {}),
-    "lookups that would branch": (ROOMY, chains("ngram", 6, Tree([3, 2])), {}),
-    "drafts": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64), chains("draft"), {"draft": 0.02}),
-    "first layers": (ROOMY, chains("self_draft"), {"exit": True}),
+    "lookups": (ROOMY, chain_config("ngram"), {}),
+    "lookups that would branch": (ROOMY, chain_config("ngram", 6, Tree([3, 2])), {}),
+    "drafts": (Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64), chain_config("draft"), {"draft": 0.02}),
+    "first layers": (ROOMY, chain_config("self_draft"), {"exit": True}),
 }
 
 
-@here
-@pytest.mark.parametrize(("limits", "rules", "more"), WAYS.values(), ids=WAYS.keys())
+@needs_kernel
+@pytest.mark.parametrize(("limits", "config", "more"), CASES.values(), ids=CASES.keys())
 def test_tokens_and_logprobs_are_those_of_a_request_alone(
-    folder: Path, alone: list[Served], tmp_path: Path, limits: Limits, rules: SchedulerConfig, more: dict[str, Any]
+    folder: Path, alone: list[Served], tmp_path: Path, limits: Limits, config: SchedulerConfig, more: dict[str, Any]
 ) -> None:
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "draft" in more:
         draft = save_draft(folder, tmp_path / "draft", noise=more["draft"])
-        told = {"speculative_method": "draft", "draft_dir": str(draft)}
+        settings = {"speculative_method": "draft", "draft_dir": str(draft)}
     elif "exit" in more:
-        told = {"speculative_method": "self_draft", "draft_exit": str(save_exit(folder, tmp_path / "exit"))}
+        settings = {"speculative_method": "self_draft", "draft_exit": str(save_exit(folder, tmp_path / "exit"))}
     elif "pages" in more:
-        told = {"kv_cache_memory_bytes": more["pages"] * 16 * 2 * 2 * 32 * 2 * 3}
-    runner = load(folder, **told)
-    watched = Watched(runner)
-    served = serve(watched, asked(), limits, rules, runner.fitting)
+        settings = {"kv_cache_memory_bytes": more["pages"] * 16 * 2 * 2 * 32 * 2 * 3}
+    runner = load(folder, **settings)
+    counter = CountingRunner(runner)
+    served = serve(counter, make_requests(), limits, config, runner.fitting)
     for one, other in zip(served, alone, strict=True):
         assert (one.tokens, one.finish) == (other.tokens, other.finish)
-        assert one.details == other.details, "to the last bit"
-    if rules.speculating.method != "none":
-        assert 0 < watched.num_accepted < watched.num_proposed and watched.num_branched == 0
+        assert one.details == other.details, "bitwise"
+    if config.speculation.method != "none":
+        assert 0 < counter.num_accepted < counter.num_proposed and counter.num_branched == 0
     if "pages" in more:
-        assert len(watched.admitted) > len(served), "some were preempted"
+        assert len(counter.admitted) > len(served), "requests were preempted"
 
 
-@here
+@needs_kernel
 @pytest.mark.parametrize("stages", [1, 2], ids=["tp2", "pp2"])
 def test_several_ranks_equal_one_rank(folder: Path, tmp_path: Path, stages: int) -> None:
     draft = save_draft(folder, tmp_path / "draft", noise=0.02)
-    told = {"speculative_method": "draft", "draft_dir": str(draft), "pipeline_parallel_size": stages}
+    settings = {"speculative_method": "draft", "draft_dir": str(draft), "pipeline_parallel_size": stages}
 
     def work(group: Collective) -> tuple[list[Served], list[Served], int]:
-        runner = load(folder, group, **told)
+        runner = load(folder, group, **settings)
         if group.rank:
             runner.follow()
             return [], [], 0
-        alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in asked()]
-        watched = Watched(runner)
+        alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in make_requests()]
+        counter = CountingRunner(runner)
         limits = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=64)
-        served = serve(watched, asked(), limits, chains("draft"), runner.fitting)
+        served = serve(counter, make_requests(), limits, chain_config("draft"), runner.fitting)
         runner.dismiss()
-        return served, alone, watched.num_accepted
+        return served, alone, counter.num_accepted
 
     served, alone, accepted = with_group([2], work)[0]
     assert [(one.tokens, one.details) for one in served] == [(one.tokens, one.details) for one in alone]
     assert accepted > 0
 
 
-@here
+@needs_kernel
 @pytest.mark.parametrize(
     ("family", "fields", "why"),
     [

@@ -1,7 +1,4 @@
-"""Requests that move between real engines at random indexes: the same tokens as undisturbed, on pages that came over TCP.
-
-In float64, where no near-tie is excused.
-"""
+"""Requests that move between real engines at random indices give the same tokens. In float64, without near-ties."""
 
 import random
 import time
@@ -18,16 +15,16 @@ from phalanx_api import moves
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.speculation.config import SpeculationConfig
-from phalanx_runtime.model.source import Level
-from tests.runtime.corrupting import Corrupting
-from tests.runtime.moving_engines import RULES, Field, running_field
-from tests.runtime.moving_requests import KINDS, MODES, TOKENS, make_request, moved_bytes, moved_to_and_fro, undisturbed
+from phalanx_runtime.model.source import ModelImpl
+from tests.runtime.corrupting import CorruptingProxy
+from tests.runtime.moving_engines import RULES, MovingGroups, running_groups
+from tests.runtime.moving_requests import KINDS, MODES, TOKENS, make_request, moved_back_and_forth, moved_bytes, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=120)
-MOST_ROUNDS = 30
-"""Of requests that might be rescued: in each the router has another chance to hear in time."""
+MAX_ROUNDS = 30
+"""Attempts to rescue a request before its preemption."""
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def field(model: Path) -> Iterator[Field]:
-    with running_field(model, [[1], [1]], BUILD) as field:
+def field(model: Path) -> Iterator[MovingGroups]:
+    with running_groups(model, [[1], [1]], BUILD) as field:
         yield field
 
 
 @pytest.fixture
-def router(field: Field) -> Mover:
+def router(field: MovingGroups) -> Mover:
     return field.mover
 
 
@@ -51,16 +48,16 @@ def test_moved_requests_continue_with_equal_tokens(router: Mover, mode: moves.Mo
     requests = [make_request(f"{kind} {mode}", **sampling) for kind, sampling in KINDS.items()]
     plain = undisturbed(router, requests)
     streams = [router.submit(request) for request in requests]
-    chance = random.Random(mode)
+    rng = random.Random(mode)
     num_bytes = num_moves = 0
     for turn in range(3):
         for stream in streams:
-            at = chance.randrange(1 + 10 * turn, 11 + 10 * turn)
+            at = rng.randrange(1 + 10 * turn, 11 + 10 * turn)
             router.until(lambda stream=stream, at=at: len(stream.tokens) >= at or stream.finish is not None)  # type: ignore[misc]
             if stream.finish is None and len(stream.tokens) < TOKENS - 4:
-                came = moved_bytes(router, stream, mode)
-                num_bytes += came
-                num_moves += came > 0
+                transferred = moved_bytes(router, stream, mode)
+                num_bytes += transferred
+                num_moves += transferred > 0
     router.until(lambda: all(stream.finish for stream in streams))
     assert [stream.tokens for stream in streams] == [stream.tokens for stream in plain]
     assert [stream.finish for stream in streams] == [stream.finish for stream in plain]
@@ -70,7 +67,7 @@ def test_moved_requests_continue_with_equal_tokens(router: Mover, mode: moves.Mo
 
 
 def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> None:
-    """They are looked up anew at the target. What was accepted lies in the pages that move, what was rejected does not count."""
+    """N-gram lookups restart at the target; pages have accepted draft tokens only."""
     few = {"allowed_token_ids": [3, 4, 5]}
     kinds = {
         "greedy": {"presence_penalty": 0.1, **few},
@@ -78,12 +75,12 @@ def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> N
         "schema": KINDS["schema"],
         "penalised": KINDS["penalised"] | few,
     }
-    rules = replace(RULES, speculating=SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False))
-    with running_field(model, [[1], [1]], BUILD, rules=rules) as field:
+    rules = replace(RULES, speculation=SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False))
+    with running_groups(model, [[1], [1]], BUILD, rules=rules) as field:
         router = field.mover
         requests = [make_request(kind, **sampling) for kind, sampling in kinds.items()]
         plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
-        assert moved_to_and_fro(router, requests, plain) > 0
+        assert moved_back_and_forth(router, requests, plain) > 0
         counts = [group.loop.speculation for group in field.groups if group.loop is not None]
         proposed, accepted = (
             sum(sum(part) for part in some) for some in zip(*((c.proposed, c.accepted) for c in counts), strict=True)
@@ -96,16 +93,16 @@ def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> N
     [([2], 1, "auto"), ([1, 1], 2, "auto"), ([1], 1, "transformers")],
     ids=["tp2", "pp2 in two pods", "by transformers"],
 )
-def test_every_rank_sends_to_the_rank_of_its_place(model: Path, pods: list[int], stages: int, level: Level) -> None:
+def test_every_rank_sends_to_its_counterpart(model: Path, pods: list[int], stages: int, level: ModelImpl) -> None:
     build = Build(dtype=torch.float64, num_pages=120, stages=stages, level=level)
-    with running_field(model, [pods, pods], build) as field:
+    with running_groups(model, [pods, pods], build) as field:
         router = field.mover
         requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "schema")]
         plain = undisturbed(router, requests)
-        assert moved_to_and_fro(router, requests, plain) > 0
+        assert moved_back_and_forth(router, requests, plain) > 0
 
 
-def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:
+def test_cached_pages_are_not_transferred(router: Mover) -> None:
     request = make_request("shared", prompt=64)
     at_source = router.submit(request)
     router.until(lambda: len(at_source.tokens) >= 2)
@@ -114,10 +111,10 @@ def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:
     again = router.submit(request)
     router.until(lambda: len(again.tokens) >= 2)
     move = router.prepare(again, 1)
-    assert router.heard(moves.Prepared, move)[0].held_tokens >= 64 // PAGE_SIZE * PAGE_SIZE
+    assert router.frames_of(moves.Prepared, move)[0].cached_tokens >= 64 // PAGE_SIZE * PAGE_SIZE
     router.move_out(again, move, "stop")
     router.wait_for_pages(move)
-    assert router.heard(moves.Arrived, move)[0].num_bytes < without / 2
+    assert router.frames_of(moves.Arrived, move)[0].num_bytes < without / 2
     router.commit(again, move, 1)
     router.until(lambda: again.finish is not None)
     assert again.tokens == at_source.tokens
@@ -125,7 +122,7 @@ def test_pages_that_the_target_has_do_not_come_again(router: Mover) -> None:
 
 
 def test_target_uses_transferred_pages_without_recomputation(model: Path) -> None:
-    with running_field(model, [[1], [1]], BUILD) as field:
+    with running_groups(model, [[1], [1]], BUILD) as field:
         router = field.mover
         (plain,) = undisturbed(router, [make_request("zeroed")])
         stream = router.submit(make_request("zeroed"))
@@ -143,34 +140,34 @@ def test_target_uses_transferred_pages_without_recomputation(model: Path) -> Non
 
 
 def test_wrong_key_is_refused_and_the_source_continues(model: Path) -> None:
-    """The engines' clock is slow, so that no lease ends before the door of a crowded machine has answered."""
+    """The engines' clock is slow, so no lease expires on a busy machine."""
     request = make_request("key", max_tokens=150)
-    with running_field(model, [[1], [1]], BUILD, clock=lambda: time.monotonic() / 30) as field:
+    with running_groups(model, [[1], [1]], BUILD, clock=lambda: time.monotonic() / 30) as field:
         router = field.mover
         (plain,) = undisturbed(router, [request])
         stream = router.submit(request)
         router.until(lambda: len(stream.tokens) >= 2)
         move = router.prepare(stream, 1)
         router.move_out(stream, move, "stop", key=b"x" * 32)
-        router.until(lambda: bool(router.heard(moves.MoveFailed, move)))
-        assert router.heard(moves.MoveFailed, move)[0].code == "target_lost"
-        router.ends[1].put(moves.Cancel(move))
+        router.until(lambda: bool(router.frames_of(moves.MoveFailed, move)))
+        assert router.frames_of(moves.MoveFailed, move)[0].code == "target_lost"
+        router.groups[1].put(moves.Cancel(move))
         router.until(lambda: stream.finish is not None)
         assert stream.tokens == plain.tokens
         router.settle()
-        router.until(lambda: router.loads[1].refused_copies == 1)
+        router.until(lambda: router.loads[1].refused_transfers == 1)
 
 
-def test_corrupted_page_ends_the_move_and_the_source_continues(field: Field, router: Mover) -> None:
+def test_corrupted_page_ends_the_move_and_the_source_continues(field: MovingGroups, router: Mover) -> None:
     (plain,) = undisturbed(router, [make_request("corrupted")])
     stream = router.submit(make_request("corrupted"))
     router.until(lambda: len(stream.tokens) >= 2)
     move = router.prepare(stream, 1)
-    between = Corrupting(field.groups[1].doors[0].port, 5000)
-    router.move_out(stream, move, "stop", addresses=[between.address])
-    router.until(lambda: len(router.heard(moves.MoveFailed, move)) >= 2)
-    assert {failed.code for failed in router.heard(moves.MoveFailed, move)} == {"checksum"}
-    assert not router.heard(moves.Arrived, move)
+    proxy = CorruptingProxy(field.groups[1].servers[0].port, 5000)
+    router.move_out(stream, move, "stop", addresses=[proxy.address])
+    router.until(lambda: len(router.frames_of(moves.MoveFailed, move)) >= 2)
+    assert {failed.code for failed in router.frames_of(moves.MoveFailed, move)} == {"checksum"}
+    assert not router.frames_of(moves.Arrived, move)
     router.until(lambda: stream.finish is not None)
     assert stream.tokens == plain.tokens
     router.settle()
@@ -183,10 +180,10 @@ def test_uncommitted_move_leaves_both_groups_unchanged(router: Mover) -> None:
     move = router.prepare(stream, 1)
     router.move_out(stream, move, "stop")
     router.wait_for_pages(move)
-    router.ends[1].put(moves.Cancel(move))
-    router.until(lambda: stream.finish is not None)  # nobody thaws it: its lease does
+    router.groups[1].put(moves.Cancel(move))
+    router.until(lambda: stream.finish is not None)  # its lease expires
     assert stream.tokens == plain.tokens
-    assert [failed.code for failed in router.heard(moves.MoveFailed, move)] == ["lease"]
+    assert [failed.code for failed in router.frames_of(moves.MoveFailed, move)] == ["lease"]
     router.settle()
 
 
@@ -208,7 +205,7 @@ def test_bounded_copy_rate_does_not_slow_others(router: Mover) -> None:
     router.until(lambda: len(moved.tokens) >= 2)
     move = router.prepare(moved, 1)
     router.move_out(moved, move, "stop", bytes_per_s=100_000.0)
-    router.until(lambda: bool(router.heard(moves.Frozen, move)))
+    router.until(lambda: bool(router.frames_of(moves.Frozen, move)))
     before = len(other.tokens)
     router.wait_for_pages(move)
     assert len(other.tokens) > before
@@ -219,36 +216,36 @@ def test_bounded_copy_rate_does_not_slow_others(router: Mover) -> None:
 
 
 def rescued(router: Mover, streams: list[Stream]) -> int:
-    """How many of these streams moved when their group asked for it. Returns once all have ended."""
+    """Moves streams at the request of their group until all have ended, and returns the number of moves."""
 
-    def asked() -> list[moves.AskRescue]:
-        return [frame for _, frame in router.said if isinstance(frame, moves.AskRescue)]
+    def rescue_requests() -> list[moves.RescueRequest]:
+        return [frame for _, frame in router.move_frames if isinstance(frame, moves.RescueRequest)]
 
-    def is_news() -> bool:
-        return len(asked()) > seen or all(stream.finish for stream in streams)
+    def has_news() -> bool:
+        return len(rescue_requests()) > seen or all(stream.finish for stream in streams)
 
-    num_rescued, seen = 0, len(asked())
+    num_rescued, seen = 0, len(rescue_requests())
     while any(stream.finish is None for stream in streams):
-        router.until(is_news)
-        news, seen = asked()[seen:], len(asked())
+        router.until(has_news)
+        news, seen = rescue_requests()[seen:], len(rescue_requests())
         for handle in [handle for frame in news for handle in frame.handles]:
-            victim = next((one for one in streams if one.handle == handle and one.at == 0 and not one.finish), None)
+            victim = next((one for one in streams if one.handle == handle and one.group == 0 and not one.finish), None)
             if victim is not None:
                 num_rescued += isinstance(router.move(victim, 1, "stop"), moves.Arrived)
     return num_rescued
 
 
 def test_victims_that_another_group_takes_need_not_be_preempted(model: Path) -> None:
-    """A group preempts when it must and waits for nobody: where the router hears too late, it is tried again."""
+    """A group does not wait for a rescue before it preempts, so several attempts may be needed."""
     limits = Limits(max_model_len=192, max_num_seqs=6, max_num_batched_tokens=64)
-    with running_field(model, [[1], [1]], Build(dtype=torch.float64, num_pages=24), limits) as field:
+    with running_groups(model, [[1], [1]], Build(dtype=torch.float64, num_pages=24), limits) as field:
         router = field.mover
         requests = [make_request(f"rescue {i}", prompt=30, max_tokens=60) for i in range(4)]
         plain = undisturbed(router, requests)
         router.settle()
         without = router.loads[0].preemptions
         assert without > 0
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             before = router.loads[0].preemptions
             streams = [router.submit(request) for request in requests]
             num_rescued = rescued(router, streams)

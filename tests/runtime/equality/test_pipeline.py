@@ -1,4 +1,4 @@
-"""Stages of layers: the tokens of one rank, with a plan computed in each stage side by side. In float64: no excuse."""
+"""Pipeline stages give the tokens of one rank, with a plan in flight per stage. In float64, without near-ties."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -23,12 +23,12 @@ from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.process.group import join_group
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
-from tests.runtime.equality.test_sampling import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
+from tests.runtime.equality.requests import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
 from tests.runtime.model.equal import compare
-from tests.runtime.model.test_parity import as_bf16, generate, reference
+from tests.runtime.model.reference import as_bf16, generate, reference
 from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, Build, make_model_runner, on_ranks, with_group
-from tests.runtime.served import Script, Served, Watched, serve
+from tests.runtime.served import CountingRunner, ScriptedChannel, Served, serve
 from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
 
 GROUPS: dict[str, tuple[list[int], int]] = {
@@ -40,7 +40,7 @@ GROUPS: dict[str, tuple[list[int], int]] = {
 }
 groups = pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
 LAYERS = 4
-"""Three stages have 2, 1 and 1 of them."""
+"""Three stages have 2, 1 and 1 layers."""
 
 Models = Callable[[Family], Path]
 
@@ -60,13 +60,13 @@ def wide(stages: int, num_pages: int = 200) -> Build:
 
 
 def alone(folder: Path, one: wire.Request) -> Served:
-    """What the request gets on one rank."""
+    """Returns the answer on one rank."""
     return on_ranks(folder, [1], wide(1), lambda runner: serve(runner, [one], ROOMY))[0]
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Served]:
-    """What each request gets alone, on one rank."""
+    """Answers of each request alone, on one rank."""
     return [alone(folder, one) for one in requests()]
 
 
@@ -103,8 +103,8 @@ def test_plans_in_flight_sample_equal_tokens(
     folder: Path, plain: list[Served], pods: list[int], stages: int, limits: Limits
 ) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
-        watched = Watched(runner)
-        return serve(watched, requests(), limits), watched.most_in_flight
+        counter = CountingRunner(runner)
+        return serve(counter, requests(), limits), counter.most_in_flight
 
     served, most_in_flight = on_ranks(folder, pods, wide(stages), work)
     assert most_in_flight == (stages if limits.max_num_seqs > 1 else 1)
@@ -114,24 +114,24 @@ def test_plans_in_flight_sample_equal_tokens(
 @groups
 def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served], pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
-        watched = Watched(runner)
+        counter = CountingRunner(runner)
         return (
-            serve(watched, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)),
-            len(watched.admitted),
-            watched.most_in_flight,
+            serve(counter, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)),
+            len(counter.admitted),
+            counter.most_in_flight,
         )
 
     served, num_admitted, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=11), work)
-    assert num_admitted > len(FIELDS), "some were preempted"
+    assert num_admitted > len(FIELDS), "requests were preempted"
     assert most_in_flight == stages
     assert_equal(served, plain)
 
 
 @groups
-def test_requests_with_a_common_beginning_share_its_pages(folder: Path, pods: list[int], stages: int) -> None:
-    """Whoever comes in a plan later reads pages that the plan before it writes, while both are in flight."""
+def test_requests_with_a_common_prefix_share_its_pages(folder: Path, pods: list[int], stages: int) -> None:
+    """A later plan reads pages that an earlier one writes, while both are in flight."""
     common = requests()[-1].prompt
-    asked = [
+    submitted = [
         wire.Request(
             id=str(i),
             epoch=1,
@@ -143,38 +143,38 @@ def test_requests_with_a_common_beginning_share_its_pages(folder: Path, pods: li
     ]
 
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
-        watched = Watched(runner)
+        counter = CountingRunner(runner)
         return (
-            serve(watched, asked, Limits(max_model_len=120, max_num_seqs=6, max_num_batched_tokens=20)),
-            watched.num_computed,
-            watched.most_in_flight,
+            serve(counter, submitted, Limits(max_model_len=120, max_num_seqs=6, max_num_batched_tokens=20)),
+            counter.num_computed,
+            counter.most_in_flight,
         )
 
     served, num_computed, most_in_flight = on_ranks(folder, pods, wide(stages), work)
-    assert [one.tokens for one in served] == [alone(folder, one).tokens for one in asked]
+    assert [one.tokens for one in served] == [alone(folder, one).tokens for one in submitted]
     assert most_in_flight == stages
-    whole = sum(len(one.prompt) + NUM_TOKENS - 1 for one in asked)
+    whole = sum(len(one.prompt) + NUM_TOKENS - 1 for one in submitted)
     assert num_computed <= whole - 5 * (len(common) // PAGE_SIZE) * PAGE_SIZE
 
 
 def test_details_of_prompts_come_from_the_last_stage(folder: Path) -> None:
-    asked = requests(prompt_logprobs=1)
+    submitted = requests(prompt_logprobs=1)
 
-    def told(pods: list[int], stages: int) -> list[Served]:
-        return on_ranks(folder, pods, wide(stages), lambda runner: serve(runner, asked, SHAPES["chunks of 7"]))
+    def answers(pods: list[int], stages: int) -> list[Served]:
+        return on_ranks(folder, pods, wide(stages), lambda runner: serve(runner, submitted, SHAPES["chunks of 7"]))
 
-    for one, ours, same in zip(asked, told([4], 2), told([1], 1), strict=True):
-        assert sorted(ours.prompt_details) == list(range(1, len(one.prompt)))
-        for position, detail in ours.prompt_details.items():
+    for one, pipelined, same in zip(submitted, answers([4], 2), answers([1], 1), strict=True):
+        assert sorted(pipelined.prompt_details) == list(range(1, len(one.prompt)))
+        for position, detail in pipelined.prompt_details.items():
             assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
 
 
 @pytest.mark.parametrize(("pods", "stages"), [([2], 2), ([1, 1], 2), ([3], 3)], ids=["pp2", "pp2 over two pods", "pp3"])
 def test_large_hidden_states_cause_no_deadlock(tmp_path: Path, pods: list[int], stages: int) -> None:
     folder = save_tiny(tmp_path / "model", hidden_size=512, max_position_embeddings=1024)
-    chance = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, VOCAB_SIZE, (700,), generator=chance).tolist() for _ in range(5)]
-    asked = [
+    rng = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCAB_SIZE, (700,), generator=rng).tolist() for _ in range(5)]
+    submitted = [
         wire.Request(id=str(i), epoch=1, prompt=p, delivered=[], sampling=wire.Sampling(max_tokens=3, seed=i, prompt_logprobs=20))
         for i, p in enumerate(prompts)
     ]
@@ -182,8 +182,8 @@ def test_large_hidden_states_cause_no_deadlock(tmp_path: Path, pods: list[int], 
     assert 700 * 512 * 8 > 2 * FRAGMENT_BYTES
 
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
-        watched = Watched(runner)
-        return serve(watched, asked, limits), watched.most_in_flight
+        counter = CountingRunner(runner)
+        return serve(counter, submitted, limits), counter.most_in_flight
 
     plain, _ = on_ranks(folder, [1], wide(1, num_pages=450), work)
     served, most_in_flight = on_ranks(folder, pods, wide(stages, num_pages=450), work)
@@ -195,25 +195,25 @@ def test_large_hidden_states_cause_no_deadlock(tmp_path: Path, pods: list[int], 
 def test_requests_that_are_aborted_in_flight_harm_no_other(
     folder: Path, plain: list[Served], pods: list[int], stages: int
 ) -> None:
-    class Aborting(Watched):
-        """Aborts a request at each start while plans are in flight, until only the odd ones are left."""
+    class Aborting(CountingRunner):
+        """Aborts a request at each start with plans in flight, until only the odd ones are left."""
 
-        todo = list(range(0, len(FIELDS), 2))
+        to_abort = list(range(0, len(FIELDS), 2))
 
         def start(self, plan: StepPlan) -> None:
             super().start(plan)
             if self.num_in_flight == stages and len(plan.tokens) < 20:
-                channel.abort(self.todo[:1])
-                del self.todo[:1]
+                channel.abort(self.to_abort[:1])
+                del self.to_abort[:1]
 
-    channel = Script(requests())
+    channel = ScriptedChannel(requests())
 
     def work(runner: ModelRunner) -> tuple[int, list[str]]:
-        watched = Aborting(runner)
-        loop = EngineLoop(watched, ROOMY, channel)
-        while not all(answer.is_over for answer in channel.answers[1::2]) or not loop._scheduler.is_idle():
+        counter = Aborting(runner)
+        loop = EngineLoop(counter, ROOMY, channel)
+        while not all(answer.is_over for answer in channel.answers[1::2]) or not loop.scheduler.is_idle():
             assert loop.turn()
-        return len(watched.todo), loop._scheduler.check()
+        return len(counter.to_abort), loop.scheduler.check()
 
     assert on_ranks(folder, pods, wide(stages), work) == (0, [])
     assert_equal(channel.answers[1::2], plain[1::2], list(FIELDS)[1::2])
@@ -240,7 +240,7 @@ def test_each_layer_is_held_and_cached_once(tmp_path: Path, tied: bool) -> None:
 
     def held(pods: list[int], stages: int) -> tuple[list[int], int]:
         runners = with_group(pods, lambda group: make_model_runner(folder, group, Build(stages=stages)))
-        return [len(runner._model.kv.head_dims) for runner in runners], sum(runner._model.num_bytes for runner in runners)
+        return [len(runner.model.kv.head_dims) for runner in runners], sum(runner.model.num_bytes for runner in runners)
 
     table = 320 * 64 * 4
     whole = held([1], 1)[1]
@@ -257,14 +257,13 @@ def test_more_stages_than_layers_are_refused(models: Models) -> None:
 
 
 def test_stages_on_gpus_are_refused() -> None:
-    for device, backend in ("cuda", "auto"), ("cuda", "gloo"), ("cpu", "nccl"):
-        spec = msgspec.structs.replace(make_spec(Path("m"), 0, 2), backend=backend, pipeline_parallel_size=2)
-        with pytest.raises(ModelError, match="pipeline parallel: stages exchange over the CPU only"):
-            join_group(spec, torch.device(device))
+    spec = msgspec.structs.replace(make_spec(Path("m"), 0, 2), pipeline_parallel_size=2)
+    with pytest.raises(ModelError, match="pipeline_parallel_size > 1 needs CPU ranks"):
+        join_group(spec, torch.device("cuda"))
 
 
 def test_stages_measure_their_memory_and_agree_on_pages(folder: Path) -> None:
-    """Stages of 2, 1 and 1 layers: a page of the first is twice as large, and its pool holds the fewest."""
+    """Stages of 2, 1 and 1 layers: pages of the first are twice as large, so its pool has the fewest."""
 
     def load(group: Collective) -> RankReady:
         spec = with_settings(

@@ -1,6 +1,5 @@
-"""A request draws equal tokens alone, in a batch, in other steps, on two ranks, preempted and replayed. In float64: no excuse."""
+"""A request gets equal tokens alone, batched, in other steps, on two ranks, preempted and replayed. In float64."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,10 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.equality.requests import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
-from tests.runtime.served import Served, Watched, serve
-from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tiny
-
-NUM_TOKENS = 24
-ROOMY = Limits(max_model_len=120, max_num_seqs=8, max_num_batched_tokens=512)
-SHAPES: dict[str, Limits] = {
-    "together": ROOMY,
-    "chunks of 7": Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=7),
-    "one by one": Limits(max_model_len=120, max_num_seqs=1, max_num_batched_tokens=11),
-}
-FIELDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 1.0},
-    "filters": {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0},
-    "bias and words": {"temperature": 0.9, "logit_bias": {3: 5.0, 9: -100.0}, "bad_words": [[3, 3], [11], [7, 3, 12]]},
-    "allowed, min tokens": {"allowed_token_ids": [*range(60), EOS_ID], "min_tokens": 9, "logit_bias": {EOS_ID: 6.0}},
-    "grammar": {"temperature": 1.0, "grammar": wire.Grammar("regex", "([a-p]{3} ){20}")},
-}
+from tests.runtime.served import CountingRunner, Served, serve
+from tests.runtime.tiny import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -39,40 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("equality") / "model", "qwen2")
 
 
-def requests(**more: Any) -> list[wire.Request]:
-    chance = torch.Generator().manual_seed(3)
-    asked = []
-    for number, fields in enumerate(FIELDS.values()):
-        prompt = torch.randint(0, VOCAB_SIZE, (3 + 5 * number,), generator=chance).tolist()
-        both: dict[str, Any] = {"stop_token_ids": [EOS_ID], "logprobs": 2, **fields, **more}
-        asked.append(
-            wire.Request(
-                id=str(number),
-                epoch=1,
-                prompt=prompt,
-                delivered=[],
-                sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=7 + number, **both),
-            )
-        )
-    return asked
-
-
-def answers(folder: Path, asked: list[wire.Request], limits: Limits = ROOMY, pods: tuple[int, ...] = (1,)) -> list[Served]:
-    return on_ranks(folder, pods, Build(torch.float64, num_pages=200), lambda runner: serve(runner, asked, limits))
+def answers(folder: Path, submitted: list[wire.Request], limits: Limits = ROOMY, pods: tuple[int, ...] = (1,)) -> list[Served]:
+    return on_ranks(folder, pods, Build(torch.float64, num_pages=200), lambda runner: serve(runner, submitted, limits))
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[Served]:
-    """What each gets alone."""
+    """Answers of each request alone."""
     return [answers(folder, [request])[0] for request in requests()]
-
-
-def assert_equal(ours: list[Served], plain: list[Served], names: Sequence[str] = tuple(FIELDS)) -> None:
-    for name, one, other in zip(names, ours, plain, strict=True):
-        assert (one.tokens, one.finish) == (other.tokens, other.finish), name
-        for detail, same in zip(one.details, other.details, strict=True):
-            assert detail is not None and same is not None
-            assert detail.logprob == pytest.approx(same.logprob, abs=1e-9) and detail.top_ids == same.top_ids, name
 
 
 @pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
@@ -87,13 +43,13 @@ def test_two_ranks_sample_equal_tokens(folder: Path, plain: list[Served]) -> Non
 
 def test_preempted_requests_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
-        watched = Watched(runner)
-        return serve(watched, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)), len(
-            watched.admitted
+        counter = CountingRunner(runner)
+        return serve(counter, requests(), Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)), len(
+            counter.admitted
         )
 
     served, num_admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=11), work)
-    assert num_admitted > len(FIELDS), "some were preempted"
+    assert num_admitted > len(FIELDS), "requests were preempted"
     assert 11 * PAGE_SIZE < sum(len(one.prompt) + NUM_TOKENS for one in requests())
     assert_equal(served, plain)
 
@@ -114,17 +70,17 @@ def test_replayed_requests_sample_equal_tokens(folder: Path, plain: list[Served]
 
 
 def test_prompt_logprobs_come_once_and_equal_other_steps(folder: Path) -> None:
-    asked = requests(prompt_logprobs=1)
-    whole = answers(folder, asked)
+    submitted = requests(prompt_logprobs=1)
+    whole = answers(folder, submitted)
     for limits in SHAPES.values():
-        for one, answer, same in zip(asked, answers(folder, asked, limits), whole, strict=True):
+        for one, answer, same in zip(submitted, answers(folder, submitted, limits), whole, strict=True):
             assert sorted(answer.prompt_details) == list(range(1, len(one.prompt)))
             for position, detail in answer.prompt_details.items():
                 assert detail.logprob == pytest.approx(same.prompt_details[position].logprob, abs=1e-9)
 
 
 def test_preempted_prompt_is_reported_once(folder: Path) -> None:
-    """Requests that decode take the pages of one whose long prompt comes in chunks."""
+    """Decoding requests take the pages of one with a long prompt in chunks."""
     short = [
         wire.Request(
             id=str(n),
@@ -144,10 +100,10 @@ def test_preempted_prompt_is_reported_once(folder: Path) -> None:
     )
 
     def work(runner: ModelRunner) -> tuple[list[Served], list[NewRow]]:
-        watched = Watched(runner)
+        counter = CountingRunner(runner)
         return serve(
-            watched, [*short, long], Limits(max_model_len=72, max_num_seqs=4, max_num_batched_tokens=5)
-        ), watched.admitted
+            counter, [*short, long], Limits(max_model_len=72, max_num_seqs=4, max_num_batched_tokens=5)
+        ), counter.admitted
 
     (*others, answer), admitted = on_ranks(folder, (1,), Build(torch.float64, num_pages=14), work)
     assert [len(new.history) for new in admitted if new.num_prompt == 60] == [60, 60], "preempted before its first token"
@@ -159,11 +115,11 @@ def test_preempted_prompt_is_reported_once(folder: Path) -> None:
         assert detail.logprob == pytest.approx(alone.prompt_details[position].logprob, abs=1e-9)
 
 
-@pytest.mark.parametrize("told", [None, 0], ids=["prompt computed once", "prompt told by each"])
-def test_siblings_sample_the_same_as_alone(folder: Path, told: int | None) -> None:
-    """n = 4: four requests of one prompt with seeds of their own share its pages, unless each wants its prompt's logprobs."""
+@pytest.mark.parametrize("prompt_logprobs", [None, 0], ids=["shared prompt", "prompt logprobs of each"])
+def test_siblings_sample_the_same_as_alone(folder: Path, prompt_logprobs: int | None) -> None:
+    """n = 4: four requests of one prompt share its pages, except with prompt logprobs."""
     prompt = requests()[7].prompt
-    fields: dict[str, Any] = {"presence_penalty": 0.5, "prompt_logprobs": told}
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "prompt_logprobs": prompt_logprobs}
     siblings = [
         wire.Request(
             id=str(seed),
@@ -176,12 +132,14 @@ def test_siblings_sample_the_same_as_alone(folder: Path, told: int | None) -> No
     ]
 
     def work(runner: ModelRunner) -> tuple[list[Served], int]:
-        watched = Watched(runner)
-        return serve(watched, siblings, ROOMY), watched.num_computed
+        counter = CountingRunner(runner)
+        return serve(counter, siblings, ROOMY), counter.num_computed
 
     together, num_computed = on_ranks(folder, (1,), Build(torch.float64, num_pages=200), work)
     assert [answer.tokens for answer in together] == [answers(folder, [sibling])[0].tokens for sibling in siblings]
     assert len({tuple(answer.tokens) for answer in together}) == 4
     whole = 4 * (len(prompt) + NUM_TOKENS - 1)
-    assert num_computed == whole if told is not None else num_computed <= whole - 3 * (len(prompt) // PAGE_SIZE) * PAGE_SIZE
-    assert [sorted(answer.prompt_details) for answer in together] == [[] if told is None else [*range(1, len(prompt))]] * 4
+    shared = 3 * (len(prompt) // PAGE_SIZE) * PAGE_SIZE
+    assert num_computed == whole if prompt_logprobs is not None else num_computed <= whole - shared
+    positions = [] if prompt_logprobs is None else [*range(1, len(prompt))]
+    assert [sorted(answer.prompt_details) for answer in together] == [positions] * 4

@@ -1,6 +1,6 @@
-"""A real tiny model under the scheduler: however requests are cut, shared, preempted and mixed, tokens are those of plain runs.
+"""Chunks, prefix sharing, preemption and batching change no token of a tiny model.
 
-In float64, where no near-tie is excused. The plain run: each request alone, its prompt in one step, nothing shared.
+In float64, without near-ties. The plain run has each request alone, its prompt in one step, nothing shared.
 """
 
 import random
@@ -34,12 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_requests() -> dict[int, wire.Request]:
-    """Greedy and sampled ones; 0 to 3 are siblings of n = 4, 4 and 5 begin like them, the others are on their own."""
-    chance = random.Random(3)
-    common = [chance.randrange(VOCAB_SIZE) for _ in range(29)]
-    prompts = (
-        [common] * 4 + [[*common[:18], 1, 2, 3], [*common, 7, 8]] + [[chance.randrange(VOCAB_SIZE)] * n for n in (1, 12, 33)]
-    )
+    """Returns greedy and sampled requests: siblings of n = 4, two with their prefix, and unrelated ones."""
+    rng = random.Random(3)
+    common = [rng.randrange(VOCAB_SIZE) for _ in range(29)]
+    prompts = [common] * 4 + [[*common[:18], 1, 2, 3], [*common, 7, 8]] + [[rng.randrange(VOCAB_SIZE)] * n for n in (1, 12, 33)]
     return {
         i: wire.Request(
             id=f"r{i}",
@@ -54,30 +52,33 @@ def make_requests() -> dict[int, wire.Request]:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """A budget of tokens a step, requests that come one every `lag` steps, and pages that go away at random steps."""
+    """Conditions of a run."""
 
     budget: int = 64
+    """Tokens per step."""
     lag: int = 0
+    """Steps between arrivals."""
     thief: int | None = None
+    """Seed of steps in which all free pages are taken."""
     policy: SchedulingPolicy = "fcfs"
 
 
 def serve(
     runner: ModelRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
 ) -> dict[int, list[int]]:
-    """Output tokens of all requests. Plans are finished late: when as many are in flight as the runner works on."""
+    """Returns the output tokens of all requests. Plans finish late: with `runner.depth` in flight."""
     outputs: dict[int, list[int]] = {handle: [] for handle in requests}
-    todo = list(requests.items())
-    chance = random.Random(disturbance.thief)
+    pending = list(requests.items())
+    rng = random.Random(disturbance.thief)
     stolen: list[int] = []
     in_flight = 0
     for step in range(2000):
-        while todo and step >= disturbance.lag * (len(requests) - len(todo)):
-            handle, request = todo.pop(0)
+        while pending and step >= disturbance.lag * (len(requests) - len(pending)):
+            handle, request = pending.pop(0)
             assert scheduler.submit(handle, request, float(step)) is None
         if disturbance.thief is not None:
-            scheduler.pool.give_back(stolen)
-            stolen = scheduler.pool.take(scheduler.pool.free_pages) or [] if chance.random() < 0.3 else []
+            scheduler.pool.release(stolen)
+            stolen = scheduler.pool.allocate(scheduler.pool.free_pages) or [] if rng.random() < 0.3 else []
         plan = scheduler.schedule(float(step))
         if plan is not None:
             assert sum(plan.counts) <= disturbance.budget
@@ -88,15 +89,15 @@ def serve(
             frame = scheduler.commit(runner.finish())
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
                 outputs[handle].append(token)
-        if not todo and scheduler.is_idle():
-            scheduler.pool.give_back(stolen)
+        if not pending and scheduler.is_idle():
+            scheduler.pool.release(stolen)
             assert scheduler.check() == []
             return outputs
-    raise AssertionError("requests that never ended")
+    raise AssertionError("a request did not end")
 
 
 def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
-    """The disturbed run's scheduler, after both runs gave the same tokens."""
+    """Compares a disturbed run with plain ones and returns its scheduler."""
     requests = make_requests()
     plain: dict[int, list[int]] = {}
     for handle, request in requests.items():
@@ -111,7 +112,7 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
 @groups
 def test_chunks_and_shared_prefixes_change_no_token(model: Path, ranks: int, stages: int) -> None:
     scheduler = on_ranks(model, [ranks], replace(BUILD, stages=stages), partial(compare_runs, Disturbance(budget=7)))
-    assert scheduler.sharing.hit_tokens > 3 * 28, "the siblings shared their prompt, and others a part of it"
+    assert scheduler.sharing.hit_tokens > 3 * 28, "siblings share their prompt, others a part of it"
     assert scheduler.pool.counters.copied > 0
 
 
@@ -138,7 +139,7 @@ def test_late_requests_join_the_batch_and_change_no_token(model: Path) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_every_family_keeps_its_tokens_under_all_schedules(tmp_path: Path, family: str) -> None:
-    """Windows, soft caps, layers without positions and experts; mixtures by the models of transformers."""
+    """Windows, softcaps, layers without positions and experts."""
     folder = save_tiny(tmp_path / "model", family)
     scheduler = on_ranks(folder, [1], BUILD, partial(compare_runs, Disturbance(budget=7, lag=2, thief=5)))
     assert scheduler.num_preemptions > 0

@@ -1,4 +1,4 @@
-"""`phalanx-runtime fit-exit`: what it fits, what it writes, and what it refuses."""
+"""`phalanx-runtime fit-exit`: the fit, its file and its errors."""
 
 import itertools
 from pathlib import Path
@@ -38,34 +38,34 @@ def test_fit_equals_least_squares_for_any_split() -> None:
     for part in torch.split(x, 33):
         ridge.add(part, part @ weight.t() + bias)
     assert ridge.num_pairs == 200
-    found, moved = ridge.solve(penalty=1e-12)
-    assert torch.allclose(found, weight, atol=1e-6) and torch.allclose(moved, bias, atol=1e-6)
-    held_back, _ = ridge.solve(penalty=1e3)
-    assert held_back.norm() < 0.1 * weight.norm(), "a penalty draws the weights to zero"
+    fitted_weight, fitted_bias = ridge.solve(penalty=1e-12)
+    assert torch.allclose(fitted_weight, weight, atol=1e-6) and torch.allclose(fitted_bias, bias, atol=1e-6)
+    penalised, _ = ridge.solve(penalty=1e3)
+    assert penalised.norm() < 0.1 * weight.norm(), "a penalty shrinks the weights"
 
 
 @pytest.mark.parametrize(("ratio", "layers", "first"), [(0.4, 6, 2), (0.4, 30, 12), (0.01, 6, 1), (1.0, 6, 5), (0.5, 1, 1)])
-def test_a_ratio_is_so_many_layers_and_never_all(ratio: float, layers: int, first: int) -> None:
+def test_ratio_selects_at_least_one_layer_and_never_all(ratio: float, layers: int, first: int) -> None:
     assert exit_layers(ratio, layers) == first
 
 
 def test_fitted_exit_agrees_more_and_round_trips(folder: Path, tmp_path: Path) -> None:
-    made = fit(spec(folder, ratio=0.75), CPU, itertools.count().__next__)
-    card = made.card
+    fitted = fit(spec(folder, ratio=0.75), CPU, itertools.count().__next__)
+    card = fitted.card
     assert (card.num_layers, card.ratio, card.model_hash) == (3, 0.75, weights_hash(folder))
     assert 3000 * 0.8 < card.num_tokens <= 3100
     assert card.agreement_fitted > card.agreement_raw, card
-    write_exit(tmp_path / "exit", made)
+    write_exit(tmp_path / "exit", fitted)
     read = read_exit(tmp_path / "exit", torch.float64, CPU)
     assert read.card == card and list(tmp_path.iterdir()) == [tmp_path / "exit"]
     states = torch.randn((3, 64), dtype=torch.float64)
-    assert torch.allclose(read(states), made(states), atol=1e-4)
+    assert torch.allclose(read(states), fitted(states), atol=1e-4)
 
 
 def test_equal_seeds_give_equal_exits_within_the_time(folder: Path) -> None:
     one, same, other = (fit(spec(folder, seconds=40.0, seed=seed), CPU, itertools.count().__next__) for seed in (5, 5, 6))
     assert one.card == same.card and bool((one.weight == same.weight).all())
-    assert one.card.num_tokens < 3000 * 0.5, "the time was over first"
+    assert one.card.num_tokens < 3000 * 0.5, "the time limit ended it"
     assert not bool((one.weight == other.weight).all())
 
 
@@ -98,7 +98,7 @@ def test_invalid_exit_file_is_refused(folder: Path, tmp_path: Path) -> None:
             read_exit(tmp_path / name, torch.float32, CPU)
 
 
-@pytest.mark.parametrize(("flags", "ratio", "layers"), [([], 0.4, 2), (["--ratio", "0.75"], 0.75, 3)], ids=["default", "told"])
+@pytest.mark.parametrize(("flags", "ratio", "layers"), [([], 0.4, 2), (["--ratio", "0.75"], 0.75, 3)], ids=["default", "flag"])
 def test_command_fits_and_prints_the_agreement(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], ratio: float, layers: int
 ) -> None:

@@ -1,8 +1,8 @@
-"""Whether two runs gave equal tokens, near-ties aside: the rule of the design, as a pure comparison.
+"""Compares the tokens of two runs, except after near-ties.
 
-A near-tie: the tokens differ and, in the reference run, the gap that decided the token (best two scores, or winner to a cut) is
-under 2e-5 standard deviations of that step's logits / T. The comparison of that stream ends there. At most 1 + tokens / 2,000
-near-ties in one comparison, and at least 90 % of all tokens compared.
+A near-tie: the tokens differ, and the deciding gap of the reference (best two logits, or winner to a cut) is under 2e-5 standard
+deviations of that step's logits / T. The comparison of that stream ends there. At most 1 + tokens / 2,000 near-ties, and at least
+90 % of all tokens compared.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ NEAR_TIE = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One reference stream: its tokens, and for each the gap in standard deviations."""
+    """A reference stream: tokens, and the gap of each in standard deviations."""
 
     tokens: Sequence[int]
     gaps: Sequence[float]
@@ -21,7 +21,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """The outcome. `different` holds (stream, index) of each token that differs without excuse."""
+    """Result. `different`: (stream, index) of each difference that is no near-tie."""
 
     num_tokens: int
     num_compared: int
@@ -31,12 +31,12 @@ class Equality:
     @property
     def holds(self) -> bool:
         """Whether the runs are equal."""
-        few = self.num_near_ties <= 1 + self.num_tokens / 2000
-        return not self.different and few and self.num_compared >= 0.9 * self.num_tokens
+        has_few_ties = self.num_near_ties <= 1 + self.num_tokens / 2000
+        return not self.different and has_few_ties and self.num_compared >= 0.9 * self.num_tokens
 
 
 def compare(reference: Sequence[Stream], outputs: Sequence[Sequence[int]]) -> Equality:
-    """Outputs against the reference streams. A shorter or longer output differs at its end."""
+    """Compares outputs with reference streams. Another length is a difference."""
     compared, ties, different = 0, 0, []
     for number, (stream, output) in enumerate(zip(reference, outputs, strict=True)):
         index = first_difference(stream.tokens, output)
@@ -51,8 +51,8 @@ def compare(reference: Sequence[Stream], outputs: Sequence[Sequence[int]]) -> Eq
 
 
 def first_difference(reference: Sequence[int], output: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter length if one ends early, None if they are the same."""
-    for index, (ours, theirs) in enumerate(zip(reference, output, strict=False)):
-        if ours != theirs:
+    """Returns the index of the first difference, the shorter length if one ends early, None if equal."""
+    for index, (expected, actual) in enumerate(zip(reference, output, strict=False)):
+        if expected != actual:
             return index
     return None if len(reference) == len(output) else min(len(reference), len(output))

@@ -1,4 +1,4 @@
-"""docs/architectures.md says of every causal class of `transformers` what becomes of it, and says it truly."""
+"""docs/architectures.md has the true outcome of each causal class of `transformers`."""
 
 import multiprocessing
 
@@ -16,19 +16,19 @@ def test_the_page_has_every_class_with_its_reason() -> None:
     text = PAGE.read_text()
     rows = read(text)
     outcomes = [row.outcome for row in rows.values()]
-    assert all(outcome.why for outcome in outcomes if (outcome.status, outcome.stages) != ("works", "works"))
+    assert all(outcome.reason for outcome in outcomes if (outcome.status, outcome.stages) != ("works", "works"))
     assert all((outcome.status == "works") == (outcome.stages is not None) for outcome in outcomes)
     works, staged = summary(list(rows.values()))
     assert f"{works} of {len(rows)} work, {staged} of these on two stages." in text and works >= 40 and staged >= 40
-    assert not any("other tokens than transformers" in outcome.why for outcome in outcomes), "wrong tokens are never served"
+    assert not any("other tokens than transformers" in outcome.reason for outcome in outcomes), "wrong tokens are never served"
     assert all("failed" not in (outcome.status, outcome.stages) for outcome in outcomes), "each works or is refused"
     if f"`transformers` {transformers.__version__}," in text:
         assert set(rows) == set(causal_classes())
         assert render(list(rows.values())) == text
 
 
-def told() -> dict[str, tuple[str, str | None]]:
-    """What the page says of each model_type: what becomes of it, and of two stages of it."""
+def documented() -> dict[str, tuple[str, str | None]]:
+    """Returns the outcome on the page by model_type, on one stage and on two."""
     return {row.model_type: short(row.outcome) for row in read(PAGE.read_text()).values()}
 
 
@@ -39,7 +39,7 @@ def short(outcome: Outcome) -> tuple[str, str | None]:
 @pytest.mark.parametrize("model_type", SOME)
 def test_some_architectures_work_as_documented(model_type: str) -> None:
     outcome = try_model(model_type)
-    assert short(outcome) == told()[model_type], outcome
+    assert short(outcome) == documented()[model_type], outcome
 
 
 @pytest.mark.slow
@@ -48,5 +48,5 @@ def test_all_architectures_work_as_documented() -> None:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.architectures.apart"])
-    expected = told()
+    expected = documented()
     assert {model_type: short(try_apart(context, model_type)) for model_type in expected} == expected

@@ -1,4 +1,4 @@
-"""config.json is read as `transformers` means it, and what we cannot compute is refused by name."""
+"""Parsing of config.json, unsupported fields, and the partition over ranks."""
 
 import json
 from pathlib import Path
@@ -119,21 +119,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+@pytest.mark.parametrize(("fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
         parsed(**fields)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [(None, "does not exist"), ("{", "cannot be read"), ("[]", "expected a JSON object")],
     ids=["missing", "broken", "list"],
 )
-def test_invalid_config_file_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_invalid_config_file_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=reason):
         read_json(tmp_path)
 
 
@@ -208,8 +208,8 @@ def test_shards_cover_the_model_once(kv_heads: int, group: int, mlp: int, vocab:
         assert [index for span in spans for index in range(span.start, span.stop)] == list(range(total))
         assert all(span.size for span in spans)
     for shard in shards:
-        wanted = {head // group for head in range(shard.heads.start, shard.heads.stop)}
-        assert wanted == set(range(shard.kv_heads.start, shard.kv_heads.stop))
+        expected = {head // group for head in range(shard.heads.start, shard.heads.stop)}
+        assert expected == set(range(shard.kv_heads.start, shard.kv_heads.stop))
     if world_size <= kv_heads:
         assert sum(shard.kv_heads.size for shard in shards) == kv_heads
 
@@ -233,8 +233,8 @@ def test_rank_with_fewer_heads_gets_more_mlp() -> None:
     first, second = partition(smol, 2)
     assert (first.heads, second.heads) == (Span(0, 6), Span(6, 9))
     assert first.mlp.size < second.mlp.size and first.mlp.size % 16 == 0
-    ours, theirs = num_linear_weights(smol, first), num_linear_weights(smol, second)
-    assert abs(ours - theirs) < 0.01 * ours
+    weights = [num_linear_weights(smol, shard) for shard in (first, second)]
+    assert abs(weights[0] - weights[1]) < 0.01 * weights[0]
 
 
 def test_the_families_are_those_that_the_tests_make() -> None:

@@ -1,4 +1,4 @@
-"""Models of `transformers` around our attention give its own greedy tokens, as the fused decoder does; others are refused."""
+"""Models of `transformers` with paged attention against `transformers` and the fused decoder; unsupported models."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,14 +14,14 @@ from phalanx_runtime.model.generic.source import GenericModel
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.source import open_model
 from tests.runtime.model.equal import compare
-from tests.runtime.model.test_parity import generate, prompts, reference
-from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group
+from tests.runtime.model.reference import generate, prompts, reference
+from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
 from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
 
 Models = Callable[[str], Path]
 GENERIC = Build(level="transformers")
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
-"""What three ranks can share."""
+"""Divisible by three ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_families_give_the_tokens_of_transformers(models: Models, family: str, w
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_levels_and_transformers_give_the_same_tokens(models: Models, family: str) -> None:
     fused, generic = (generate(models(family), [1], build) for build in (Build(level="fused"), GENERIC))
-    wanted = reference(models(family), fused)
-    assert compare(wanted, fused).holds and compare(wanted, generic).holds
+    expected = reference(models(family), fused)
+    assert compare(expected, fused).holds and compare(expected, generic).holds
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
@@ -49,7 +49,7 @@ def test_every_way_of_batching_gives_the_same_tokens(models: Models, family: str
     wide = Build(dtype=torch.float64, level="transformers")
     whole = generate(models(family), [1], wide)
     assert generate(models(family), [1], wide, chunk=3) == whole, "chunked prefill"
-    assert generate(models(family), [1], wide, lag=2) == whole, "prefill beside decode"
+    assert generate(models(family), [1], wide, lag=2) == whole, "prefill during decodes"
     assert generate(models(family), [1], wide, chunk=7, lag=500) == whole, "one by one"
 
 
@@ -57,9 +57,9 @@ def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
     def tokens(spoil: bool) -> list[list[int]]:
         def work(runner: Any) -> list[list[int]]:
             driver = Driver(runner)
-            driver.generate([Asked(prompts()[-1])], 1)
+            driver.generate([DriverRequest(prompts()[-1])], 1)
             if spoil:
-                runner._caches[0].k[driver.pages[0][2]] = 0
+                runner.caches[0].k[driver.pages[0][2]] = 0
             return driver.resume(12)
 
         return on_ranks(models("mixtral"), [1], GENERIC, work)
@@ -69,7 +69,7 @@ def test_a_zeroed_page_changes_the_tokens(models: Models) -> None:
 
 def test_the_level_is_chosen_by_the_architecture(models: Models) -> None:
     def level(family: str, build: Build) -> type:
-        return with_group([1], lambda group: type(make_model_runner(models(family), group, build)._model))[0]
+        return with_group([1], lambda group: type(make_model_runner(models(family), group, build).model))[0]
 
     assert level("llama", Build()) is Decoder
     assert level("llama", GENERIC) is GenericModel
@@ -80,7 +80,7 @@ def test_the_level_is_chosen_by_the_architecture(models: Models) -> None:
 
 def test_ranks_share_the_parameters(models: Models) -> None:
     def held(world_size: int) -> list[int]:
-        return with_group([world_size], lambda group: make_model_runner(models("mixtral"), group, GENERIC)._model.num_bytes)
+        return with_group([world_size], lambda group: make_model_runner(models("mixtral"), group, GENERIC).model.num_bytes)
 
     (whole,) = held(1)
     assert max(held(2)) < 0.7 * whole and sum(held(2)) < 1.1 * whole
@@ -93,10 +93,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "changes", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_unsupported_attention_is_refused_with_the_reason(tmp_path: Path, kind: str, changes: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_unsupported_attention_is_refused_with_the_reason(
+    tmp_path: Path, kind: str, changes: dict[str, Any], reason: str
+) -> None:
     folder = save_tiny(tmp_path / "model", kind, **changes)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=reason):
         generate(folder, [1], Build())
 
 
@@ -116,5 +118,5 @@ def test_int8_weights_are_refused(models: Models) -> None:
 def test_a_model_that_brings_code_is_refused(models: Models, tmp_path: Path) -> None:
     config = (models("mixtral") / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoModel": "own.Own"},', 1))
-    with pytest.raises(ModelError, match="code of its own"):
+    with pytest.raises(ModelError, match="has code"):
         open_model(tmp_path)

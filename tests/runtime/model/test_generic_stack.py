@@ -1,4 +1,4 @@
-"""Experts' matrices are read one by one into their places: what comes of it is what stacking, joining and cutting them gives."""
+"""Stacked experts, read one by one, against stacking, concatenating and cutting whole tensors."""
 
 import json
 from itertools import pairwise
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.generic.load import intersect_spans, kinds_of, read_stack
+from phalanx_runtime.model.generic.load import intersect_spans, read_stack, stacked_experts
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import INDEX, Checkpoint
@@ -29,7 +29,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def stored(folder: Path, kept: dict[str, Tensor]) -> Checkpoint:
-    """A checkpoint with a file for each tensor."""
+    """A checkpoint with one file per tensor."""
     for name, tensor in kept.items():
         save_file({name: tensor}, folder / f"{name}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in kept}}))
@@ -55,7 +55,7 @@ def test_stack_equals_its_concatenated_parts(tmp_path: Path, cut: Cut | None) ->
     with stored(tmp_path, kept) as checkpoint:
         read = read_stack(KINDS, checkpoint, SHAPE, torch.float64, cut)
         halved = read_stack(KINDS, checkpoint, SHAPE, torch.float32, cut)
-    expected = whole(kept) if cut is None else cut.of(whole(kept))
+    expected = whole(kept) if cut is None else cut.apply(whole(kept))
     assert read is not None and torch.equal(read, expected)
     assert halved is not None and torch.equal(halved, expected.float())
 
@@ -98,7 +98,7 @@ def test_only_conversions_that_stack_are_taken() -> None:
     def kinds(patterns: list[str], *operations: Any) -> Any:
         converter = WeightConverter(patterns, "all", list(operations))
         found = [(f"{expert}.{pattern}", pattern) for expert in range(2) for pattern in converter.source_patterns]
-        return kinds_of(converter, found)
+        return stacked_experts(converter, found)
 
     assert kinds(["w1", "w3"], MergeModulelist(0), Concatenate(1)) == [["0.w1", "1.w1"], ["0.w3", "1.w3"]]
     assert kinds(["w2"], MergeModulelist(0)) == [["0.w2", "1.w2"]]

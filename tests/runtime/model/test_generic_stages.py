@@ -1,4 +1,4 @@
-"""Models of `transformers` cut into stages by their own list of layers: the tokens of one rank, or a refusal with the reason."""
+"""Pipeline stages of `transformers` models against one rank; models that cannot be split."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,11 +17,11 @@ from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.source import GenericModel
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.rank.runner import ModelRunner
-from tests.runtime.equality.test_sampling import ROOMY, assert_equal, requests
+from tests.runtime.equality.requests import ROOMY, assert_equal, requests
 from tests.runtime.model.equal import compare
-from tests.runtime.model.test_parity import generate, reference
+from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build, make_model_runner, on_ranks, with_group
-from tests.runtime.served import Served, Watched, serve
+from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
 
 Models = Callable[[str], Path]
@@ -38,9 +38,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
-"""Layers that are called otherwise than Llama's, positions that are added to embeddings."""
+"""Layers with other arguments than Llama's, positions added to embeddings."""
 TWO_STAGES = [(family, 2) for family in (*FAMILIES, *MIXTURES, *OTHERS)] + [(family, 4) for family in (*FAMILIES, *MIXTURES)]
-"""Families by the number of ranks: one in each stage, or two. The others have no plan of how to split them."""
+"""Families by number of ranks: one or two per stage. `OTHERS` have no tensor-parallel plan."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_two_stages_give_the_tokens_of_transformers(models: Models, family: str,
 @groups
 @pytest.mark.parametrize("family", ["mixtral", "gemma3_text"])
 def test_stages_and_ranks_equal_one_rank(models: Models, family: str, pods: list[int], stages: int) -> None:
-    """In float64, where no near-tie is excused."""
+    """In float64, without near-ties."""
     alone = generate(models(family), [1], staged(1, torch.float64))
     assert generate(models(family), pods, staged(stages, torch.float64), chunk=5) == alone
 
@@ -70,7 +70,7 @@ def test_stages_and_ranks_equal_one_rank(models: Models, family: str, pods: list
 @groups
 def test_plans_in_flight_sample_equal_tokens(models: Models, pods: list[int], stages: int) -> None:
     def work(runner: ModelRunner) -> tuple[list[Served], int, int]:
-        watched = Watched(runner)
+        watched = CountingRunner(runner)
         return serve(watched, requests(), limits), watched.most_in_flight, len(watched.admitted)
 
     limits = ROOMY
@@ -90,8 +90,8 @@ def test_each_stage_reads_only_its_layers_and_tables(tmp_path: Path, tied: bool)
 
     def held(stages: int) -> list[tuple[int, int]]:
         def one(runner: ModelRunner) -> tuple[int, int]:
-            assert isinstance(runner._model, GenericModel)
-            return len(runner._model.kv.head_dims), runner._model.num_bytes
+            assert isinstance(runner.model, GenericModel)
+            return len(runner.model.kv.head_dims), runner.model.num_bytes
 
         return with_group([stages], lambda group: one(make_model_runner(folder, group, staged(stages))))
 
@@ -105,7 +105,7 @@ def test_each_stage_reads_only_its_layers_and_tables(tmp_path: Path, tied: bool)
 
 
 class Toy(nn.Module):
-    """A model without attention: layers are told the hidden states and `extra`."""
+    """A model without attention. Layers receive hidden states and `extra`."""
 
     def __init__(self, takes_tokens: bool = False, in_tuple: bool = False, in_width: int = 8, claims: int = 5) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ class ToyLayer(nn.Module):
 CUTS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, NO_ATTENTION),
     "in tuples": ({"in_tuple": True}, NO_ATTENTION),
-    "the tokens beside": ({"takes_tokens": True}, "more than hidden states goes from layer to layer"),
-    "wider inside": ({"in_width": 16}, "hand on something else than hidden states"),
+    "tokens as extra input": ({"takes_tokens": True}, "pass more than hidden states"),
+    "wider inside": ({"in_width": 16}, "do not pass hidden states"),
     "another number of layers": ({"claims": 4}, "the model's 4 layers are not one list"),
 }
-"""A model that can be cut is refused later, for it has no attention. What is wider inside shows where a stage ends in it."""
+"""Models that can be split are rejected later, without attention. A wider inside shows only where a stage ends in it."""
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_layers_of_other_stages_are_empty_with_their_kind() -> None:
     part = Part(Toy(), Stage(1, 3), 8)
     assert [isinstance(layer, ToyLayer) for layer in part.model.layers] == [False, False, True, True, False]
     assert [layer.kind for layer in part.model.layers] == ["toy"] * 5
-    assert part.unread == {"embed.weight", "head.weight", "head.bias"}
+    assert part.unused == {"embed.weight", "head.weight", "head.bias"}
 
 
 def test_more_stages_than_layers_are_refused(models: Models) -> None:

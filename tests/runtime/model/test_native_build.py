@@ -1,4 +1,4 @@
-"""Kernels that an image brings: one for each kind of processor, chosen by what the processor at hand can do."""
+"""Prebuilt kernels of an image: selection by CPU flags, compilation, and loading without a compiler."""
 
 import os
 import platform
@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_runtime.model.native.build import FLAGS, LEVELS, compile_to, ship, shipped, shipped_path, source_key
+from phalanx_runtime.model.native.build import (
+    FLAGS,
+    INSTRUCTION_SETS,
+    compile_to,
+    find_prebuilt,
+    prebuild,
+    prebuilt_path,
+    source_key,
+)
 from phalanx_runtime.model.native.library import library
 
-V3 = next(level for level in LEVELS if level.name == "x86-64-v3").flags
-V4 = next(level for level in LEVELS if level.name == "x86-64-v4").flags
+V3 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v3").flags
+V4 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v4").flags
 CHOICES = {
     "bf16": ("x86_64", V4 | {"avx512_bf16", "amx_bf16"}, "x86-64-v4-bf16"),
     "AVX-512": ("x86_64", V4 | {"avx512_vnni"}, "x86-64-v4"),
@@ -25,34 +33,34 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(("machine", "flags", "wanted"), CHOICES.values(), ids=CHOICES.keys())
+@pytest.mark.parametrize(("machine", "flags", "expected"), CHOICES.values(), ids=CHOICES.keys())
 def test_a_processor_takes_the_best_that_it_can_run(
-    tmp_path: Path, machine: str, flags: frozenset[str], wanted: str | None
+    tmp_path: Path, machine: str, flags: frozenset[str], expected: str | None
 ) -> None:
-    for level in LEVELS:
-        shipped_path(tmp_path, level).touch()
-    found = shipped(tmp_path, machine, flags)
-    assert (None if found is None else found.name.removesuffix(found.name[-20:])) == wanted
+    for target in INSTRUCTION_SETS:
+        prebuilt_path(tmp_path, target).touch()
+    found = find_prebuilt(tmp_path, machine, flags)
+    assert (None if found is None else found.name.removesuffix(found.name[-20:])) == expected
 
 
 def test_missing_kernel_file_is_not_loaded(tmp_path: Path) -> None:
-    assert shipped(tmp_path, "x86_64", V4) is None
+    assert find_prebuilt(tmp_path, "x86_64", V4) is None
     (tmp_path / "x86-64-v4-0123456789abcdef.so").touch()
-    assert shipped(tmp_path, "x86_64", V4) is None, "it was made from other sources"
-    v3 = shipped_path(tmp_path, LEVELS[2])
+    assert find_prebuilt(tmp_path, "x86_64", V4) is None, "it has other sources"
+    v3 = prebuilt_path(tmp_path, INSTRUCTION_SETS[2])
     v3.touch()
-    assert shipped(tmp_path, "x86_64", V4) == v3
+    assert find_prebuilt(tmp_path, "x86_64", V4) == v3
 
 
 def test_levels_differ_in_their_names_and_keys() -> None:
-    keys = {source_key(*level.options) for level in LEVELS}
-    assert len(keys) == len({level.name for level in LEVELS}) == len(LEVELS)
+    keys = {source_key(*target.options) for target in INSTRUCTION_SETS}
+    assert len(keys) == len({target.name for target in INSTRUCTION_SETS}) == len(INSTRUCTION_SETS)
     assert "-fopenmp" in FLAGS, "threads are torch's"
 
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program in the place of g++ that writes what it was told to compile for, and fails for Arm."""
+    """A fake g++ that writes its options to the output, and fails for Arm."""
     path = tmp_path / "bin/g++"
     path.parent.mkdir()
     path.write_text(
@@ -66,11 +74,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("compiler")
 def test_an_image_is_given_every_level_of_its_architecture(tmp_path: Path) -> None:
     folder = tmp_path / "built"
-    assert ship(folder, "x86_64") == ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
-    assert sorted(folder.iterdir()) == sorted(shipped_path(folder, level) for level in LEVELS[:3])
-    for level in LEVELS[:3]:
-        assert all(option in shipped_path(folder, level).read_text() for option in level.options)
-    assert ship(folder, "riscv64") == []
+    assert prebuild(folder, "x86_64") == ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
+    assert sorted(folder.iterdir()) == sorted(prebuilt_path(folder, target) for target in INSTRUCTION_SETS[:3])
+    for target in INSTRUCTION_SETS[:3]:
+        assert all(option in prebuilt_path(folder, target).read_text() for option in target.options)
+    assert prebuild(folder, "riscv64") == []
 
 
 @pytest.mark.usefixtures("compiler")
@@ -86,16 +94,16 @@ def test_failed_compilation_leaves_no_file_and_fails_the_build(tmp_path: Path) -
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
-def test_shipped_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the lowest level, so that every test machine has it."""
-    level = LEVELS[2]
-    compile_to(shipped_path(tmp_path, level), level.options)
+def test_prebuilt_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the lowest instruction set, which every test machine has."""
+    target = INSTRUCTION_SETS[2]
+    compile_to(prebuilt_path(tmp_path, target), target.options)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))
-    made = library(folder=tmp_path)
-    assert made is not None and made.name == shipped_path(tmp_path, level).stem
-    assert (made.lanes, made.has_runs) == (8, False)
+    kernels = library(folder=tmp_path)
+    assert kernels is not None and kernels.name == prebuilt_path(tmp_path, target).stem
+    assert (kernels.lanes, kernels.has_bf16_dot) == (8, False)
     assert not (tmp_path / "cache").exists(), "nothing was compiled"
     threads = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert len(threads) == 1 and "torch" in threads.pop()
-    assert library("haswell", tmp_path) is None, "what is not shipped needs a compiler"
+    assert library("haswell", tmp_path) is None, "other targets need a compiler"

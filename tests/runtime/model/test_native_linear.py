@@ -1,20 +1,19 @@
-"""Compiled linears and steps give the numbers of their twins, on every kind of processor, for any number of rows."""
+"""Compiled linears and operations against their references, for each instruction set and number of rows."""
 
 import pytest
 import torch
 
 from phalanx_runtime.model.attention.cpu import NativeAttention
 from phalanx_runtime.model.attention.registry import choose_attention
-from phalanx_runtime.model.decoder.cpu import NativeSteps
-from phalanx_runtime.model.decoder.load import choose_steps
-from phalanx_runtime.model.layers import gated, rms_norm
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies, quantized
+from phalanx_runtime.model.decoder.cpu import NativeOps
+from phalanx_runtime.model.decoder.load import choose_ops
+from phalanx_runtime.model.layers import gate, rms_norm
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply, quantize
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, QuantizedLinear
 from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_gated, make_linear
-from phalanx_runtime.model.native.library import Library
 from phalanx_runtime.model.processor import Processor
 from phalanx_runtime.model.rope import rotate
-from tests.runtime.model.test_native_attention import TARGETS, compiled
+from tests.runtime.model.targets import TARGETS, compiled
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = [1, 2, 3, 5, 7, 8, 15, 17, 66, 130]
@@ -25,22 +24,18 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def kept(weight: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """What is left of a weight after rounding, in fp32."""
+def rounded_weight(weight: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """Returns the weight after rounding, in fp32."""
     if precision == "bf16":
         return weight.bfloat16().float()
-    rounded, scales = quantized(weight)
+    rounded, scales = quantize(weight)
     return rounded.float() * scales[:, None]
 
 
-def close(given: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal within the rounding of the result, and of sums in another order."""
-    relative = 2**-8 if given.dtype == torch.bfloat16 else 2e-6
-    torch.testing.assert_close(given.float(), wanted, rtol=relative, atol=float(wanted.abs().max()) * relative)
-
-
-def on(target: str) -> Library:
-    return compiled(target)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Asserts equality within rounding and another summation order."""
+    relative = 2**-8 if actual.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(actual.float(), expected, rtol=relative, atol=float(expected.abs().max()) * relative)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
@@ -49,16 +44,16 @@ def on(target: str) -> Library:
 def test_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for outputs, inputs, biased in [(48, 64, False), (250, 38, True), (16, 2, True), (7, 130, False), (400, 96, True)]:
         weight, bias = noise(outputs, inputs), noise(outputs) if biased else None
-        linear = NativeLinear(on(target), weight, bias, precision)
-        exact = DenseLinear(kept(weight, precision), bias)
+        linear = NativeLinear(compiled(target), weight, bias, precision)
+        exact = DenseLinear(rounded_weight(weight, precision), bias)
         for rows in ROWS:
             wide = noise(rows, inputs + 6, dtype=dtype)
             x = wide[:, :inputs]
             close(linear(x), exact(x.float()))
             residual = noise(rows, outputs, dtype=dtype)
-            wanted = residual.float() + exact(x.float())
+            expected = residual.float() + exact(x.float())
             linear.add_to(residual, x)
-            close(residual, wanted)
+            close(residual, expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
@@ -67,27 +62,27 @@ def test_linear_equals_its_reference_implementation(target: str, dtype: torch.dt
 def test_gated_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for inner, inputs, biased in [(48, 64, False), (33, 38, True), (200, 96, True)]:
         weight, bias = noise(2 * inner, inputs), noise(2 * inner) if biased else None
-        linear = NativeGated(on(target), weight, bias, precision)
-        exact = DenseLinear(kept(weight, precision), bias)
+        linear = NativeGated(compiled(target), weight, bias, precision)
+        exact = DenseLinear(rounded_weight(weight, precision), bias)
         for rows in ROWS:
             x = noise(rows, inputs, dtype=dtype)
-            close(linear(x), gated(exact(x.float()), "silu"))
+            close(linear(x), gate(exact(x.float()), "silu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("target", TARGETS)
 def test_steps_equal_their_twins(target: str, dtype: torch.dtype) -> None:
-    steps = NativeSteps(on(target))
+    ops = NativeOps(compiled(target))
     for rows, size in [(1, 64), (5, 41), (300, 96)]:
         x, weight = noise(rows, size + 3, dtype=dtype)[:, :size], noise(size)
         for scale in (weight, weight.to(dtype)):
-            close(steps.norm(x, scale, 1e-5), rms_norm(x.float(), scale.float(), 1e-5))
-    for rows, heads, dim, turned in [(1, 3, 16, 16), (40, 5, 64, 64), (9, 2, 40, 20)]:
+            close(ops.norm(x, scale, 1e-5), rms_norm(x.float(), scale.float(), 1e-5))
+    for rows, heads, dim, rotated_dims in [(1, 3, 16, 16), (40, 5, 64, 64), (9, 2, 40, 20)]:
         x = noise(rows, heads + 1, dim, dtype=dtype)
-        cos, sin = noise(rows, 1, turned, dtype=dtype), noise(rows + 1, 1, turned, dtype=dtype)[:rows]
-        wanted = rotate(x[:, :heads].float(), (cos.float(), sin.float()))
+        cos, sin = noise(rows, 1, rotated_dims, dtype=dtype), noise(rows + 1, 1, rotated_dims, dtype=dtype)[:rows]
+        expected = rotate(x[:, :heads].float(), (cos.float(), sin.float()))
         rest = x[:, heads:].clone()
-        close(steps.turned(x[:, :heads], (cos, sin)), wanted)
+        close(ops.rotate(x[:, :heads], (cos, sin)), expected)
         assert torch.equal(x[:, heads:], rest)
 
 
@@ -101,18 +96,18 @@ def test_weights_are_compiled_only_when_bf16_holds_them_exactly() -> None:
     assert isinstance(make_linear(rough, None, Kernels(compiled=True, precision="int8")), NativeLinear)
     assert isinstance(make_gated(exact, None, "silu", kernels), NativeGated)
     assert isinstance(make_gated(exact, None, "gelu_tanh", kernels), PlainGated)
-    assert not multiplies(noise(4, 3), torch.float32), "pairs of inputs"
-    assert not multiplies(noise(4, 4), torch.float64)
+    assert not can_multiply(noise(4, 3), torch.float32), "pairs of inputs"
+    assert not can_multiply(noise(4, 4), torch.float64)
 
 
 def test_int8_without_a_compiler_gives_the_same_numbers() -> None:
     weight, bias, x = noise(40, 32), noise(40), noise(3, 32)
-    twin = make_linear(weight, bias, Kernels(precision="int8"))
-    assert isinstance(twin, QuantizedLinear) and twin.num_bytes < weight.nbytes / 2
-    torch.testing.assert_close(NativeLinear(compiled("native"), weight, bias, "int8")(x), twin(x), rtol=1e-5, atol=1e-5)
+    reference = make_linear(weight, bias, Kernels(precision="int8"))
+    assert isinstance(reference, QuantizedLinear) and reference.num_bytes < weight.nbytes / 2
+    torch.testing.assert_close(NativeLinear(compiled("native"), weight, bias, "int8")(x), reference(x), rtol=1e-5, atol=1e-5)
     residual = torch.ones(3, 40)
-    twin.add_to(residual, x)
-    torch.testing.assert_close(residual, twin(x) + 1)
+    reference.add_to(residual, x)
+    torch.testing.assert_close(residual, reference(x) + 1)
 
 
 def test_tied_embedding_is_read_from_the_heads_blocks() -> None:
@@ -125,4 +120,4 @@ def test_this_machine_uses_its_compiled_kernels() -> None:
     compiled("native")
     assert choose_kernels(torch.bfloat16, CPU, Processor(), 0, 1).compiled
     assert isinstance(choose_attention(CPU), NativeAttention)
-    assert isinstance(choose_steps(CPU), NativeSteps)
+    assert isinstance(choose_ops(CPU), NativeOps)

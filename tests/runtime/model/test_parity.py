@@ -1,4 +1,4 @@
-"""Our decoder gives the greedy tokens of `transformers`, for every family, alone and on two and three ranks."""
+"""The fused decoder against greedy tokens of `transformers`, for each family, on one to three ranks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.model.attention.paged import DenseAttention
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import can_pack
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
-from tests.runtime.model.equal import Stream, compare
-from tests.runtime.ranks import Asked, Build, Driver, make_model_runner, on_ranks, with_group
-from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, Family, save_tiny
-
-NUM_TOKENS = 16
-PROMPT_LENGTHS = (1, 5, 8, 17, 40)
+from tests.runtime.model.equal import compare
+from tests.runtime.model.reference import NUM_TOKENS, as_bf16, generate, prompts, reference
+from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
+from tests.runtime.tiny import FAMILIES, Family, save_tiny
 
 Models = Callable[[Family], Path]
 
@@ -45,7 +42,7 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
             }
         },
     ),
-    "half of each head turned": (
+    "half of each head rotated": (
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
@@ -68,41 +65,6 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return cache(lambda family: save_tiny(tmp_path_factory.mktemp(family) / "model", family))
-
-
-@cache
-def prompts() -> list[list[int]]:
-    chance = torch.Generator().manual_seed(7)
-    return [torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist() for size in PROMPT_LENGTHS]
-
-
-@cache
-def transformer(folder: Path, dtype: torch.dtype) -> Any:
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-
-
-@torch.inference_mode()
-def reference(folder: Path, outputs: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Stream]:
-    """What transformers chooses greedily after each prefix of our outputs, with the gaps.
-
-    Up to the first difference this is its own greedy run, and there a comparison ends.
-    """
-    return [_chosen(transformer(folder, dtype), prompt, output) for prompt, output in zip(prompts(), outputs, strict=True)]
-
-
-def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:
-    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    best = logits.topk(2).values
-    gaps = (best[:, 0] - best[:, 1]) / logits.std(-1)
-    return Stream(logits.argmax(-1).tolist(), gaps.tolist())
-
-
-def generate(folder: Path, pods: list[int], build: Build, chunk: int = 1 << 20, lag: int = 0) -> list[list[int]]:
-    asked = [Asked(prompt) for prompt in prompts()]
-    return on_ranks(folder, pods, build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk, lag))
 
 
 @pytest.mark.parametrize("pods", [[1], [2], [3], [1, 1]], ids=["tp1", "tp2", "tp3", "tp2 over two pods"])
@@ -142,8 +104,8 @@ def test_compiled_kernels_give_the_tokens_of_transformers(tmp_path: Path, family
     outputs = generate(folder, pods, build, chunk=7)
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome
-    taken = with_group([1], lambda group: compiled_parts(make_model_runner(folder, group, build)))[0]
-    assert taken, "no linear was compiled"
+    num_compiled = with_group([1], lambda group: compiled_parts(make_model_runner(folder, group, build)))[0]
+    assert num_compiled, "no linear was compiled"
 
 
 def test_tied_table_is_stored_once_and_equal_in_bf16(tmp_path: Path) -> None:
@@ -153,27 +115,20 @@ def test_tied_table_is_stored_once_and_equal_in_bf16(tmp_path: Path) -> None:
 
     def run(compiled: bool) -> tuple[list[list[int]], Any]:
         build = Build(torch.bfloat16, Kernels(compiled=compiled))
-        asked = [Asked(prompt) for prompt in prompts()]
+        requests = [DriverRequest(prompt) for prompt in prompts()]
 
         def work(runner: Any) -> tuple[list[list[int]], Any]:
-            return Driver(runner).generate(asked, 1), runner._model.embedding.weight
+            return Driver(runner).generate(requests, 1), runner.model.embedding.weight
 
         return on_ranks(folder, [1], build, work)
 
     (plain, copied), (fused, shared) = run(False), run(True)
     assert isinstance(copied, torch.Tensor) and not isinstance(shared, torch.Tensor)
-    assert sum(a == b for a, b in zip(plain, fused, strict=True)) >= len(plain) - 1, "bf16 may turn one near-tie"
-
-
-def as_bf16(folder: Path) -> Path:
-    """The same checkpoint with its weights rounded to bf16."""
-    for path in folder.glob("*.safetensors"):
-        save_file({name: weight.bfloat16() for name, weight in load_file(path).items()}, path, {"format": "pt"})
-    return folder
+    assert sum(a == b for a, b in zip(plain, fused, strict=True)) >= len(plain) - 1, "bf16 may change one near-tie"
 
 
 def compiled_parts(runner: Any) -> int:
-    return sum(isinstance(part, NativeLinear) for layer in runner._model.layers for part in (layer.qkv, layer.o, layer.down))
+    return sum(isinstance(part, NativeLinear) for layer in runner.model.layers for part in (layer.qkv, layer.o, layer.down))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,23 +137,23 @@ def test_every_batching_gives_equal_tokens_in_float64(models: Models, family: Fa
     whole = generate(models(family), [1], wide)
     assert whole == [stream.tokens for stream in reference(models(family), whole, torch.float64)]
     assert generate(models(family), [1], wide, chunk=3) == whole, "chunked prefill"
-    assert generate(models(family), [1], wide, lag=2) == whole, "prefill beside decode"
+    assert generate(models(family), [1], wide, lag=2) == whole, "prefill during decodes"
     assert generate(models(family), [1], wide, chunk=7, lag=500) == whole, "one by one"
     assert generate(models(family), [2], wide, chunk=5) == whole, "two ranks"
     dense = Build(dtype=torch.float64, attention=DenseAttention())
-    assert generate(models(family), [1], dense, chunk=6, lag=1) == whole, "the slow twin"
+    assert generate(models(family), [1], dense, chunk=6, lag=1) == whole, "the reference implementation"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_zeroed_page_changes_the_tokens(models: Models, family: Family) -> None:
-    asked = [Asked(prompts()[-1])]
+    requests = [DriverRequest(prompts()[-1])]
 
     def with_and_without(spoil: bool) -> list[list[int]]:
         def work(runner: Any) -> list[list[int]]:
             driver = Driver(runner)
-            driver.generate(asked, 1)
+            driver.generate(requests, 1)
             if spoil:
-                runner._caches[0].k[driver.pages[0][2]] = 0
+                runner.caches[0].k[driver.pages[0][2]] = 0
             return driver.resume(12)
 
         return on_ranks(models(family), [1], Build(), work)
@@ -210,22 +165,24 @@ def test_a_zeroed_page_changes_the_tokens(models: Models, family: Family) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_norms_are_held_twice(models: Models, family: Family, world_size: int) -> None:
     def held(pods: list[int]) -> int:
-        return sum(with_group(pods, lambda group: make_model_runner(models(family), group, Build())._model.num_bytes))
+        return sum(with_group(pods, lambda group: make_model_runner(models(family), group, Build()).model.num_bytes))
 
     assert held([world_size]) <= 1.02 * held([1])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_request_replayed_from_any_point_samples_equal_tokens(models: Models, temperature: float) -> None:
-    asked = [Asked(prompt, seed=11 + i, temperature=temperature, top_p=0.95, top_k=40) for i, prompt in enumerate(prompts())]
+    requests = [
+        DriverRequest(prompt, seed=11 + i, temperature=temperature, top_p=0.95, top_k=40) for i, prompt in enumerate(prompts())
+    ]
     wide = Build(dtype=torch.float64)
-    whole = on_ranks(models("llama"), [1], wide, lambda runner: Driver(runner).generate(asked, NUM_TOKENS))
+    whole = on_ranks(models("llama"), [1], wide, lambda runner: Driver(runner).generate(requests, NUM_TOKENS))
     replayed = [
-        Asked(one.prompt, one.seed, temperature, 0.95, 40, delivered=tuple(output[: 3 * i]))
-        for i, (one, output) in enumerate(zip(asked, whole, strict=True))
+        DriverRequest(one.prompt, one.seed, temperature, 0.95, 40, delivered=tuple(output[: 3 * i]))
+        for i, (one, output) in enumerate(zip(requests, whole, strict=True))
     ]
     assert on_ranks(models("llama"), [2], wide, lambda runner: Driver(runner).generate(replayed, NUM_TOKENS, chunk=9)) == whole
     greedy = on_ranks(
-        models("llama"), [1], wide, lambda runner: Driver(runner).generate([Asked(p) for p in prompts()], NUM_TOKENS)
+        models("llama"), [1], wide, lambda runner: Driver(runner).generate([DriverRequest(p) for p in prompts()], NUM_TOKENS)
     )
     assert whole != greedy

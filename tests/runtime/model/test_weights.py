@@ -1,4 +1,4 @@
-"""Checkpoints are read in slices, from one file or several, and what is wrong with one is said. Linears equal their slow twin."""
+"""Slices of checkpoints and their errors; linear layouts against `DenseLinear`; dtype by processor."""
 
 import json
 from collections.abc import Callable
@@ -131,7 +131,7 @@ def test_second_layout_exists_only_where_it_helps_and_fits() -> None:
 
 OLD, NEW = Processor(flags=frozenset({"avx2", "avx512f"})), Processor(flags=frozenset({"avx512_bf16"}))
 DTYPES = {
-    "asked for": ("bfloat16", "float32", CPU, OLD, torch.bfloat16),
+    "requested": ("bfloat16", "float32", CPU, OLD, torch.bfloat16),
     "no bf16 here": ("auto", "bfloat16", CPU, OLD, torch.float32),
     "bf16 here": ("auto", "bfloat16", CPU, NEW, torch.bfloat16),
     "fp32 stays": ("auto", "float32", CPU, NEW, torch.float32),
@@ -141,9 +141,9 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize(("asked", "stored", "device", "cpu", "dtype"), DTYPES.values(), ids=DTYPES.keys())
-def test_dtype_by_capability(asked: str, stored: str, device: torch.device, cpu: Processor, dtype: torch.dtype) -> None:
-    assert choose_dtype(asked, stored, device, cpu) == dtype
+@pytest.mark.parametrize(("requested", "stored", "device", "cpu", "dtype"), DTYPES.values(), ids=DTYPES.keys())
+def test_dtype_by_capability(requested: str, stored: str, device: torch.device, cpu: Processor, dtype: torch.dtype) -> None:
+    assert choose_dtype(requested, stored, device, cpu) == dtype
 
 
 def test_an_unknown_dtype_is_refused() -> None:

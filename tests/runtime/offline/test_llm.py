@@ -1,4 +1,4 @@
-"""The engine in a user's process: equal to transformers, on one rank and on two; its ranks are gone when it is closed."""
+"""The offline engine against transformers on one rank and several; errors, restarts and shutdown."""
 
 import asyncio
 import json
@@ -24,9 +24,9 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.llm import GenerationError, Prompt
 from phalanx_runtime.offline.group import GroupEnded, LocalGroup
-from phalanx_runtime.offline.outputs import CompletionOutput
-from phalanx_runtime.offline.params import StructuredOutputsParams, make_body, make_settings
+from phalanx_runtime.offline.records import CompletionOutput, StructuredOutputsParams, make_body, make_settings
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor
+from tests.polling import wait_until
 from tests.runtime.pods import is_alive
 from tests.runtime.tiny import EOS_ID, save_tiny
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["one", pytest.param("several", marks=pytest.mark.system)])  # six more starts of torch
 def engines(folder: Path, request: pytest.FixtureRequest) -> Iterator[list[LLM]]:
-    """One rank alone; or beside it two, and two stages of two, which answer the same."""
+    """One rank; or also two ranks, and two stages of two ranks, with equal outputs."""
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))
     with ExitStack() as stack:
         options: list[dict[str, Any]] = [{}] if request.param == "one" else [{}, {"tensor_parallel_size": 2}, SPLIT]
@@ -68,7 +68,7 @@ def only(output: Any) -> CompletionOutput:
 
 @torch.inference_mode()
 def continued(transformer: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates greedily; an end of sequence ends it and is the last token."""
+    """Returns the greedy tokens of transformers, up to and with the end of sequence."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens and (len(tokens) == len(prompt) or tokens[-1] != EOS_ID):
         tokens.append(int(transformer(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
@@ -101,14 +101,14 @@ def test_seeds_give_equal_outputs_for_any_parallelism(engines: list[LLM]) -> Non
 
 
 def test_cached_prompt_tokens_are_reported(engines: list[LLM]) -> None:
-    prompt = "a prompt that is asked several times, longer than a page or two of the cache"
-    asked = [
+    prompt = "a prompt that is sent several times, longer than a page or two of the cache"
+    params_list = [
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
         SamplingParams(temperature=0.0, allowed_token_ids=[ord("x")], max_tokens=9, stop="xx"),
     ]
     for engine in engines:
-        [first] = engine.generate(prompt, asked[0])
-        again = [engine.generate(prompt, params)[0] for params in asked]
+        [first] = engine.generate(prompt, params_list[0])
+        again = [engine.generate(prompt, params)[0] for params in params_list]
         assert first.num_cached_tokens < 16
         assert [output.num_cached_tokens for output in again] == [len(first.prompt_token_ids) // 16 * 16] * 2
         assert only(again[1]).stop_reason == "xx"
@@ -135,26 +135,26 @@ def test_logprobs_are_those_of_transformers(engines: list[LLM], transformer: Any
         [output] = engine.generate(PROMPTS[3], params)
         completion, prompt = only(output), output.prompt_token_ids
         with torch.inference_mode():
-            scores = transformer(torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0].log_softmax(-1)
+            expected = transformer(torch.tensor([prompt + completion.token_ids]), use_cache=False).logits[0].log_softmax(-1)
         assert completion.logprobs is not None and output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
-        for place, told in enumerate(output.prompt_logprobs[1:], 1):
-            assert told is not None and list(told) == [prompt[place]]
-            assert told[prompt[place]].logprob == pytest.approx(float(scores[place - 1, prompt[place]]), abs=1e-5)
+        for place, logprobs in enumerate(output.prompt_logprobs[1:], 1):
+            assert logprobs is not None and list(logprobs) == [prompt[place]]
+            assert logprobs[prompt[place]].logprob == pytest.approx(float(expected[place - 1, prompt[place]]), abs=1e-5)
         total = 0.0
-        for place, (token, told) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-            row = scores[len(prompt) - 1 + place]
-            assert set(told) == {token, *row.topk(3).indices.tolist()} and next(iter(told)) == token
-            for id, one in told.items():
+        for place, (token, logprobs) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            row = expected[len(prompt) - 1 + place]
+            assert set(logprobs) == {token, *row.topk(3).indices.tolist()} and next(iter(logprobs)) == token
+            for id, one in logprobs.items():
                 assert one.logprob == pytest.approx(float(row[id]), abs=1e-5)
                 assert one.rank == 1 + int((row > row[id]).sum())
-            total += told[token].logprob
+            total += logprobs[token].logprob
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
 def test_outputs_obey_stops_and_grammars(engines: list[LLM]) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
-    asked = [
+    params_list = [
         SamplingParams(seed=1, max_tokens=60, structured_outputs=StructuredOutputsParams(json=schema)),
         SamplingParams(seed=2, max_tokens=60, structured_outputs=StructuredOutputsParams(regex="[a-c]{4}")),
         SamplingParams(seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(choice=["left", "right"])),
@@ -164,7 +164,7 @@ def test_outputs_obey_stops_and_grammars(engines: list[LLM]) -> None:
         ),
         SamplingParams(temperature=0.0, logit_bias={ord("y"): 100.0}, bad_words=["yy"], max_tokens=None, stop_token_ids=[EOS_ID]),
     ]
-    one, *others = ([only(output) for output in engine.generate(["a"] * len(asked), asked)] for engine in engines)
+    one, *others = ([only(output) for output in engine.generate(["a"] * len(params_list), params_list)] for engine in engines)
     for two in others:
         assert [(out.text, out.token_ids) for out in one] == [(out.text, out.token_ids) for out in two]
     json_, regex, choice, stopped, shown, long = one
@@ -184,20 +184,20 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "grammar": ("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), "structured_outputs"),
     "bias": ("a", SamplingParams(logit_bias={5000: 1.0}), "logit_bias"),
     "two kinds": ("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", grammar="b")), "structured_outputs"),
-    "ids and a text": ([1, 2, "x"], SamplingParams(), "prompts has token ids beside"),
+    "ids and a text": ([1, 2, "x"], SamplingParams(), "prompts mixes token ids with"),
     "number of parameters": (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
 }
 
 
-@pytest.mark.parametrize(("prompts", "params", "why"), WRONG.values(), ids=WRONG.keys())
-def test_impossible_request_is_a_value_error(engines: list[LLM], prompts: Any, params: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize(("prompts", "params", "reason"), WRONG.values(), ids=WRONG.keys())
+def test_impossible_request_is_a_value_error(engines: list[LLM], prompts: Any, params: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         engines[0].generate(prompts, params)
     assert len(engines[0].generate("a", GREEDY)) == 1
 
 
-def test_more_prompts_than_go_at_once_are_all_answered(engines: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "AT_ONCE", 3)
+def test_more_prompts_than_run_concurrently_are_all_answered(engines: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "MAX_CONCURRENT", 3)
     prompts = [f"prompt {number}" for number in range(20)]
     outputs = engines[0].generate(prompts, SamplingParams(max_tokens=2, temperature=0.0))
     assert [output.prompt for output in outputs] == prompts
@@ -205,23 +205,23 @@ def test_more_prompts_than_go_at_once_are_all_answered(engines: list[LLM], monke
 
 def test_full_queue_is_awaited_and_closed_engine_raises(folder: Path) -> None:
     with LLM(str(folder), max_num_seqs=1, max_num_queued_reqs=1, **OPTIONS) as engine:
-        engine._group.backend = full = FullBackend(engine._group.backend)  # type: ignore[assignment]
+        engine.group.backend = full = FullBackend(engine.group.backend)  # type: ignore[assignment]
         assert len(engine.generate(["a"] * 6, GREEDY)) == 6
-        assert len(full.refused) == 6
-        told: list[BaseException] = []
+        assert len(full.rejected) == 6
+        errors: list[BaseException] = []
 
         def work() -> None:
             try:
-                engine._group.run(asyncio.sleep(3600))
+                engine.group.run(asyncio.sleep(3600))
             except GroupEnded as error:
-                told.append(error)
+                errors.append(error)
 
         caller = threading.Thread(target=work, daemon=True)
         caller.start()
         time.sleep(0.1)
         engine.close()
         caller.join(30)
-        assert [str(error) for error in told] == ["the engine was closed"]
+        assert [str(error) for error in errors] == ["the engine was closed"]
 
 
 def test_supervisor_failure_raises_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +242,15 @@ def test_supervisor_failure_raises_its_reason(folder: Path, monkeypatch: pytest.
 
 
 class FullBackend:
-    """The group's backend, whose queue is full for each request the first time that it comes."""
+    """A backend that rejects the first attempt of each request with a full queue."""
 
     def __init__(self, inner: LocalBackend) -> None:
-        self.refused: list[str] = []
+        self.rejected: list[str] = []
         self._inner = inner
 
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
-        if request.id not in self.refused:
-            self.refused.append(request.id)
+        if request.id not in self.rejected:
+            self.rejected.append(request.id)
             raise BackendError(429, "queue_full", "the queue is full")
         async with aclosing(self._inner.generate(request)) as deltas:
             async for delta in deltas:
@@ -267,14 +267,7 @@ def test_lost_rank_ends_the_call_and_the_engine_recovers(folder: Path) -> None:
         with pytest.raises(GenerationError, match="rank 0 was killed"):
             for _ in range(1000):
                 engine.generate(["a"] * 8, long)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                assert len(engine.generate("a", GREEDY)) == 1
-                break
-            except GenerationError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        wait_until(lambda: can_generate(engine))
         ranks = ranks_of(os.getpid())
     assert not is_alive(ranks[-1])
     with pytest.raises(GenerationError, match="closed"):
@@ -282,8 +275,16 @@ def test_lost_rank_ends_the_call_and_the_engine_recovers(folder: Path) -> None:
     engine.close()
 
 
+def can_generate(engine: LLM) -> bool:
+    """Returns whether the engine has recovered from a lost rank."""
+    try:
+        return len(engine.generate("a", GREEDY)) == 1
+    except GenerationError:
+        return False
+
+
 def ranks_of(pid: int) -> list[int]:
-    """Rank processes that this process started, the last one last."""
+    """Returns the rank processes of this process, latest last."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -308,8 +309,8 @@ def test_options_are_flags() -> None:
     settings = make_settings(".", {"max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": None}, {}).engine
     assert (settings.max_num_seqs, settings.enable_prefix_caching, settings.max_model_len) == (3, False, None)
     assert make_settings(".", {"served_model_name": ["a", "b"]}, {}).model.served_names == ["a", "b"]
-    for options, why in (({"max_num_seqs": 0}, "max-num-seqs"), ({"nonsense": 1}, "nonsense"), ({"dtype": "int3"}, "int3")):
-        with pytest.raises(ValueError, match=why):
+    for options, reason in (({"max_num_seqs": 0}, "max-num-seqs"), ({"nonsense": 1}, "nonsense"), ({"dtype": "int3"}, "int3")):
+        with pytest.raises(ValueError, match=reason):
             make_settings(".", options, {})
     with pytest.raises(ValueError, match="one machine"):
         make_settings(".", {"nnodes": 2, "tensor_parallel_size": 2, "token_file": __file__}, {})

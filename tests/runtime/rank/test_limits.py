@@ -1,4 +1,4 @@
-"""Threads and memory of a rank follow its cgroups, of version 1 and 2, and never pass the machine's own size."""
+"""Threads and memory of a rank follow its cgroups (version 1 and 2), at most the machine's size."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.memory.kv_cache import CPU_POOL_BYTES, cpu_pool_bytes, longest_request, pool_bytes
-from phalanx_runtime.rank.process.cgroup import SPINS, System, cpu_limit, memory_limit, rank_threads, wait_briefly
+from phalanx_runtime.rank.memory.kv_cache import MAX_CPU_POOL_BYTES, cpu_pool_bytes, pool_bytes, resolve_max_model_len
+from phalanx_runtime.rank.process.cgroup import OPENMP_SPINS, System, cpu_limit, limit_openmp_spin, memory_limit, rank_threads
 
 GIB = 1 << 30
 
@@ -59,56 +59,57 @@ def test_this_machine_has_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "limit", "ranks", "threads"),
+    ("num_threads", "limit", "ranks", "threads"),
     [(None, 8.0, 1, 8), (None, 8.0, 3, 2), (None, 1.5, 1, 1), (None, 0.5, 2, 1), (5, 2.0, 2, 5)],
-    ids=["alone", "shared", "fraction", "less than one each", "asked for"],
+    ids=["alone", "shared", "fraction", "less than one each", "set"],
 )
-def test_threads(asked: int | None, limit: float, ranks: int, threads: int) -> None:
-    assert rank_threads(asked, limit, ranks) == threads
+def test_threads(num_threads: int | None, limit: float, ranks: int, threads: int) -> None:
+    assert rank_threads(num_threads, limit, ranks) == threads
 
 
 def test_pool_takes_its_memory_share_up_to_the_maximum() -> None:
-    assert cpu_pool_bytes(100 * GIB, 1) == CPU_POOL_BYTES
-    assert cpu_pool_bytes(100 * GIB, 2) == CPU_POOL_BYTES // 2
+    assert cpu_pool_bytes(100 * GIB, 1) == MAX_CPU_POOL_BYTES
+    assert cpu_pool_bytes(100 * GIB, 2) == MAX_CPU_POOL_BYTES // 2
     assert cpu_pool_bytes(4 * GIB, 1) == int(0.3 * 4 * GIB)
 
 
 @pytest.mark.parametrize(
     ("usable", "taken", "most", "expected"),
     [(10 * GIB, 2 * GIB, 4 * GIB, 4 * GIB), (10 * GIB, 8 * GIB, 4 * GIB, 2 * GIB), (10, 9, 20, 1)],
-    ids=["enough", "what is left", "little is left"],
+    ids=["maximum", "remaining memory", "little memory"],
 )
 def test_pool_takes_memory_left_by_weights_and_largest_step(usable: int, taken: int, most: int, expected: int) -> None:
     assert pool_bytes(usable, taken, most, "") == expected
 
 
 def test_rank_without_memory_for_a_pool_names_the_remedy() -> None:
-    with pytest.raises(ModelError, match=r"take 3072 MiB of the 2048 MiB.*: raise the limit, or lower max_num_batched_tokens"):
+    with pytest.raises(ModelError, match=r"take 3072 MiB of 2048 MiB.*: raise the limit, or lower max_num_batched_tokens"):
         pool_bytes(2 * GIB, 3 * GIB, GIB, "raise the limit")
 
 
 def test_longest_request_is_bounded_by_flag_model_and_pool() -> None:
-    assert longest_request(None, 100, 10, 16) == 100
-    assert longest_request(None, 1000, 10, 16) == 160
-    assert longest_request(64, 1000, 10, 16) == 64
+    assert resolve_max_model_len(None, 100, 10, 16) == 100
+    assert resolve_max_model_len(None, 1000, 10, 16) == 160
+    assert resolve_max_model_len(64, 1000, 10, 16) == 64
     with pytest.raises(ModelError, match="max_model_len 161"):
-        longest_request(161, 1000, 10, 16)
+        resolve_max_model_len(161, 1000, 10, 16)
     with pytest.raises(ModelError, match="kv_cache_memory_bytes"):
-        longest_request(None, 1000, 0, 16)
+        resolve_max_model_len(None, 1000, 0, 16)
 
 
 def test_threads_that_wait_sleep_soon() -> None:
-    program = "import os; from phalanx_runtime.rank.process.cgroup import wait_briefly; wait_briefly(os.environ); import torch"
+    cgroup = "phalanx_runtime.rank.process.cgroup"
+    program = f"import os; from {cgroup} import limit_openmp_spin; limit_openmp_spin(os.environ); import torch"
     environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
     environment.pop("GOMP_SPINCOUNT", None)
-    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stderr
-    if "GOMP_SPINCOUNT" not in told:
-        pytest.skip("torch came with another OpenMP")
-    assert f"GOMP_SPINCOUNT = '{SPINS}'" in told
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch uses another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{OPENMP_SPINS}'" in done.stderr
 
 
 @pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_how_threads_wait_can_be_chosen(chosen: dict[str, str]) -> None:
     environment = dict(chosen)
-    wait_briefly(environment)
+    limit_openmp_spin(environment)
     assert environment == chosen

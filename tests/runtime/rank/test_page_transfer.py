@@ -1,4 +1,4 @@
-"""Pages between two ranks over TCP: what arrives, what is refused, and that nothing writes a page that was given up."""
+"""KV transfer between two ranks over TCP: arrival, refusals, and no writes to forgotten pages."""
 
 import socket
 import threading
@@ -27,14 +27,15 @@ from phalanx_runtime.core.migration.page_orders import (
     StopPages,
 )
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, open_pages
-from phalanx_runtime.rank.transfer import page_wire as say
-from phalanx_runtime.rank.transfer.carrier import PageCarrier, TransferReports
-from phalanx_runtime.rank.transfer.server import KvTransferServer, Secret
-from tests.runtime.corrupting import Corrupting
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, open_pages
+from phalanx_runtime.rank.transfer import page_wire
+from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink, Secret
+from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
+from tests.polling import wait_until
+from tests.runtime.corrupting import CorruptingProxy
 
 PAGE_SIZE, NUM_PAGES = 4, 12
-KEY = b"k" * say.KEY_BYTES
+KEY = b"k" * page_wire.KEY_BYTES
 SECRET = Secret(b"token", 1)
 
 
@@ -46,7 +47,7 @@ def make_caches(seed: int, dtype: torch.dtype = torch.bfloat16, heads: int = 2) 
 
 @dataclass
 class Rank:
-    """One rank with a door."""
+    """One rank with a transfer server."""
 
     caches: list[LayerCache]
     draft: DraftPages | None = None
@@ -54,39 +55,37 @@ class Rank:
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.door = KvTransferServer(
-            0, SECRET, PAGE_SIZE, self.open, self.wait_for, self.reports.append, draft=lambda: self.draft
-        )
+        pages = PageAccess(page_size=PAGE_SIZE, open=self.open, open_draft=lambda: self.draft, wait_for=self.wait_for)
+        self.server = KvTransferServer(0, SECRET, pages, LocalReports(self.reports.append))
 
     def open(self) -> Pages:
         return open_pages(self.caches)
 
     def wait_for(self, step: int) -> None:
-        while self.step < step:
-            time.sleep(0.001)
+        wait_until(lambda: self.step >= step)
 
     def __enter__(self) -> "Rank":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.door.close()
+        self.server.close()
 
     @property
     def address(self) -> PageAddress:
-        return PageAddress("localhost", self.door.port)
+        return PageAddress("localhost", self.server.port)
 
     def wait(self, kind: type[Report], count: int = 1) -> list[Report]:
-        deadline = time.monotonic() + 10
-        while len(found := [one for one in self.reports if isinstance(one, kind)]) < count:
-            assert time.monotonic() < deadline, f"no {kind} in {self.reports}"
-            time.sleep(0.002)
-        return found
+        wait_until(lambda: len(self.reports_of(kind)) >= count)
+        return self.reports_of(kind)
 
-    def same(self, other: "Rank", pages: list[tuple[int, int]]) -> bool:
+    def reports_of(self, kind: type[Report]) -> list[Report]:
+        return [report for report in self.reports if isinstance(report, kind)]
+
+    def has_same(self, other: "Rank", pages: list[tuple[int, int]]) -> bool:
         return all(
-            torch.equal(theirs.k[a], ours.k[b]) and torch.equal(theirs.v[a], ours.v[b])
+            torch.equal(left.k[a], right.k[b]) and torch.equal(left.v[a], right.v[b])
             for a, b in pages
-            for theirs, ours in zip(self.caches, other.caches, strict=True)
+            for left, right in zip(self.caches, other.caches, strict=True)
         )
 
 
@@ -109,97 +108,98 @@ def send(target: Rank, first: int, pages: list[int], num_computed: int | None = 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
     with Rank(make_caches(1, dtype)) as source, Rank(make_caches(2, dtype)) as target:
-        arrive(source, target)
+        check_arrival(source, target)
 
 
-def arrive(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=1, pages=[9, 7, 5, 3], step=0))
-    source.door.obey(send(target, 1, [0, 4]))
+def check_arrival(source: Rank, target: Rank) -> None:
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=1, pages=[9, 7, 5, 3], step=0))
+    source.server.execute(send(target, 1, [0, 4]))
     assert [(one.end, one.num_bytes) for one in source.wait(PagesSent) if isinstance(one, PagesSent)] == [
         (3, 2 * open_pages(source.caches).page_bytes)
     ]
-    source.door.obey(send(target, 3, [2], 14))
+    source.server.execute(send(target, 3, [2], 14))
     assert [one.num_computed for one in target.wait(PagesReceived, 2) if isinstance(one, PagesReceived)] == [None, 14]
     source.wait(PagesSent, 2)
-    assert source.same(target, [(0, 9), (4, 7), (2, 5)])
-    assert not source.same(target, [(2, 3)])
+    assert source.has_same(target, [(0, 9), (4, 7), (2, 5)])
+    assert not source.has_same(target, [(2, 3)])
     assert not [one for one in target.reports if isinstance(one, PeerRefused | ReceiveFailed)]
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "lost", "is_carried"),
+    ("source_draft", "target_draft", "lost", "is_moved"),
     [
         (b"d", b"d", "", True), (b"d", b"e", "", False), (b"d", None, "", False), (None, b"d", "", False),
         (b"d", b"d", "source", False), (b"d", b"d", "target", False),
     ],
-    ids=["the same", "another", "none at the target", "none at the source", "lost at the source", "lost at the target"],
+    ids=["the same", "another", "missing at the target", "missing at the source", "lost at the source", "lost at the target"],
 )  # fmt: skip
-def test_draft_layers_move_only_to_the_same_draft(theirs: bytes | None, ours: bytes | None, lost: str, is_carried: bool) -> None:
+def test_draft_layers_move_only_to_the_same_draft(
+    source_draft: bytes | None, target_draft: bytes | None, lost: str, is_moved: bool
+) -> None:
     def rank(seed: int, name: bytes | None) -> tuple[Rank, list[LayerCache]]:
         caches, layers = make_caches(seed), make_caches(seed + 10, heads=1)
         return Rank(caches, name and DraftPages(name, partial(open_pages, [*caches, *layers]))), layers  # type: ignore[arg-type]
 
-    (source, from_layers), (target, to_layers) = rank(1, theirs), rank(2, ours)
+    (source, from_layers), (target, to_layers) = rank(1, source_draft), rank(2, target_draft)
     if lost:
         (source if lost == "source" else target).draft = None
     with source, target:
-        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[9, 7], step=0))
-        source.door.obey(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
-        came = [(one.num_computed, one.num_drafted) for one in target.wait(PagesReceived) if isinstance(one, PagesReceived)]
-        assert came == [(2 * PAGE_SIZE, is_carried * (PAGE_SIZE + 1))]
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[9, 7], step=0))
+        source.server.execute(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
+        received = [(one.num_computed, one.num_drafted) for one in target.wait(PagesReceived) if isinstance(one, PagesReceived)]
+        assert received == [(2 * PAGE_SIZE, is_moved * (PAGE_SIZE + 1))]
         source.wait(PagesSent)
-        assert source.same(target, [(0, 9), (4, 7)])
-        carried = [
-            torch.equal(a.k[0], b.k[9]) and torch.equal(a.v[4], b.v[7]) for a, b in zip(from_layers, to_layers, strict=True)
-        ]
-        assert carried == [is_carried] * 3
+        assert source.has_same(target, [(0, 9), (4, 7)])
+        moved = [torch.equal(a.k[0], b.k[9]) and torch.equal(a.v[4], b.v[7]) for a, b in zip(from_layers, to_layers, strict=True)]
+        assert moved == [is_moved] * 3
 
 
 def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=2, pages=[5], step=0))
-    source.door.obey(send(target, 2, [], 8))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=2, pages=[5], step=0))
+    source.server.execute(send(target, 2, [], 8))
     assert target.wait(PagesReceived) == [PagesReceived("m1", 0, 8)]
 
 
-@pytest.mark.parametrize("what", ["wrong key", "unknown move", "used", "nonsense", "silence"])
-def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, what: str) -> None:
+@pytest.mark.parametrize("case", ["wrong key", "unknown move", "used", "nonsense", "silence"])
+def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, case: str) -> None:
     before = [cache.k.clone() for cache in target.caches]
-    if what in ("wrong key", "used"):
-        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
-    if what == "used":
-        source.door.obey(send(target, 0, [], None))
+    if case in ("wrong key", "used"):
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
+    if case == "used":
+        source.server.execute(send(target, 0, [], None))
         source.wait(PagesSent)
-    if what in ("nonsense", "silence"):
-        with socket.create_connection(("localhost", target.door.port)) as link:
-            if what == "nonsense":
-                link.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    if case in ("nonsense", "silence"):
+        with socket.create_connection(("localhost", target.server.port)) as connection:
+            if case == "nonsense":
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
     else:
         with Rank(make_caches(3)) as other:
-            other.door.obey(send(target, 0, [1], 4, b"x" * say.KEY_BYTES if what == "wrong key" else KEY))
+            other.server.execute(send(target, 0, [1], 4, b"x" * page_wire.KEY_BYTES if case == "wrong key" else KEY))
             assert isinstance(failed := other.wait(SendFailed)[0], SendFailed)
             assert failed.code == "target_lost"
     reasons = {"wrong key": "key", "unknown move": "unknown", "used": "used", "nonsense": "malformed", "silence": "silent"}
-    assert target.wait(PeerRefused) == [PeerRefused(reasons[what])]
+    assert target.wait(PeerRefused) == [PeerRefused(reasons[case])]
     assert all(torch.equal(old, cache.k) for old, cache in zip(before, target.caches, strict=True))
 
 
 def test_slow_unknown_connection_is_closed_like_a_silent_one() -> None:
-    told: list[Report] = []
-    door = KvTransferServer(0, SECRET, PAGE_SIZE, lambda: open_pages(make_caches(1)), lambda step: None, told.append, hello_s=0.1)
+    reports: list[Report] = []
+    pages = PageAccess(page_size=PAGE_SIZE, open=lambda: open_pages(make_caches(1)))
+    server = KvTransferServer(0, SECRET, pages, LocalReports(reports.append), hello_timeout_s=0.1)
     try:
-        with socket.create_connection(("localhost", door.port)) as link, pytest.raises(OSError):
-            for at in range(1000):  # a byte at a time, each soon after the one before
-                link.sendall((say.MAGIC + b"x" * 1000)[at : at + 1])
+        with socket.create_connection(("localhost", server.port)) as connection, pytest.raises(OSError):
+            for at in range(1000):  # one byte at a time, faster than the timeout
+                connection.sendall((page_wire.MAGIC + b"x" * 1000)[at : at + 1])
                 time.sleep(0.02)
     finally:
-        door.close()
+        server.close()
 
 
 @pytest.mark.parametrize("at", [200, 1000, 1800])
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6, 7], step=0))
-    between = Corrupting(target.door.port, at)
-    source.door.obey(SendPages(move="m1", address=between.address, key=KEY, first=0, pages=[1, 2, 3], step=0, num_computed=12))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6, 7], step=0))
+    proxy = CorruptingProxy(target.server.port, at)
+    source.server.execute(SendPages(move="m1", address=proxy.address, key=KEY, first=0, pages=[1, 2, 3], step=0, num_computed=12))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code in ("checksum", "malformed", "incompatible")
     assert source.wait(SendFailed)
@@ -209,27 +209,27 @@ def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Ra
 @pytest.mark.parametrize(
     ("first", "pages", "tokens", "code"),
     [(0, [1, 2, 3], None, "no_room"), (1, [1], 8, "malformed"), (0, [1], 8, "malformed")],
-    ids=["more than reserved", "one is missing before", "one is missing after"],
+    ids=["more than reserved", "a page missing before", "a page missing after"],
 )
 def test_positions_that_do_not_fit_end_the_transfer(
     source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
 ) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
-    source.door.obey(send(target, first, pages, tokens))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
+    source.server.execute(send(target, first, pages, tokens))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code == code
 
 
 def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
     with Rank(make_caches(1, heads=1)) as source:
-        target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
-        source.door.obey(send(target, 0, [1], 4))
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
+        source.server.execute(send(target, 0, [1], 4))
         assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
     assert failed.code == "incompatible"
 
 
 def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
     order = SendPages(
         move="m1",
         address=target.address,
@@ -240,21 +240,21 @@ def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
         num_computed=None,
         bytes_per_s=20_000.0,
     )
-    source.door.obey(order)
-    while source.same(target, [(0, 0)]) is False:
+    source.server.execute(order)
+    while source.has_same(target, [(0, 0)]) is False:
         time.sleep(0.001)
-    target.door.obey(ForgetMove("m1"))
+    target.server.execute(ForgetMove("m1"))
     assert target.reports[-1] == Forgotten("m1")
     kept = [cache.k.clone() for cache in target.caches]
     source.wait(SendFailed)
     assert all(torch.equal(old, cache.k) for old, cache in zip(kept, target.caches, strict=True))
-    assert not source.same(target, [(0, NUM_PAGES - 1)])
+    assert not source.has_same(target, [(0, NUM_PAGES - 1)])
 
 
 def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
     size = open_pages(source.caches).page_bytes
-    source.door.obey(
+    source.server.execute(
         SendPages(
             move="m1",
             address=target.address,
@@ -268,71 +268,72 @@ def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -
     )
     assert isinstance(sent := source.wait(PagesSent)[0], PagesSent)
     assert sent.wall_s >= 0.15
-    source.door.obey(
+    source.server.execute(
         SendPages(
             move="m1", address=target.address, key=KEY, first=3, pages=[1] * 9, step=0, num_computed=None, bytes_per_s=size / 5
         )
     )
-    source.door.obey(StopPages("m1"))
+    source.server.execute(StopPages("m1"))
     assert target.wait(ReceiveFailed)
     assert len([one for one in source.reports if isinstance(one, PagesSent)]) == 1
     assert not [one for one in source.reports if isinstance(one, SendFailed)]
 
 
 def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None:
-    target.door.obey(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=3))
-    source.door.obey(SendPages(move="m1", address=target.address, key=KEY, first=0, pages=[1], step=2, num_computed=4))
+    target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=3))
+    source.server.execute(SendPages(move="m1", address=target.address, key=KEY, first=0, pages=[1], step=2, num_computed=4))
     time.sleep(0.05)
-    assert not source.same(target, [(1, 5)])
+    assert not source.has_same(target, [(1, 5)])
     source.step = 2
     time.sleep(0.05)
-    assert not source.same(target, [(1, 5)])
+    assert not source.has_same(target, [(1, 5)])
     target.step = 3
     target.wait(PagesReceived)
-    assert source.same(target, [(1, 5)])
+    assert source.has_same(target, [(1, 5)])
 
 
 def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank) -> None:
     opened: list[KvTransferServer] = []
 
-    def group(caches: list[list[LayerCache]]) -> PageCarrier:
+    def group(caches: list[list[LayerCache]]) -> GroupPageTransport:
         reports = TransferReports()
-        doors = [
-            KvTransferServer(rank, SECRET, PAGE_SIZE, partial(open_pages, c), lambda step: None, tell)
-            for rank, (c, tell) in enumerate(zip(caches, [lambda report: reports.add(0, report), None], strict=True))
+        sinks: list[ReportSink] = [LocalReports(partial(reports.add, 0)), RemoteReports()]
+        servers = [
+            KvTransferServer(rank, SECRET, PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, own)), sink)
+            for rank, (own, sink) in enumerate(zip(caches, sinks, strict=True))
         ]
-        opened.extend(doors)
-        return PageCarrier(doors[0], reports, ["", ""], [door.port for door in doors], range(2), SECRET)
+        opened.extend(servers)
+        return GroupPageTransport(servers[0], reports, ["", ""], [server.port for server in servers], range(2), SECRET)
 
     woken = threading.Event()
-    there = group([source.caches, make_caches(3)])
-    here = group([target.caches, make_caches(4)])
-    here.start(woken.set)
-    here.expect("m1", KEY, 0, [3], 0)
-    told: list[tuple[int, Report]] = []
-    while (1, Expecting("m1")) not in told:  # a sender that came before would be turned away
+    sending = group([source.caches, make_caches(3)])
+    receiving = group([target.caches, make_caches(4)])
+    receiving.start(woken.set)
+    receiving.expect("m1", KEY, 0, [3], 0)
+    reports: list[tuple[int, Report]] = []
+    while (1, Expecting("m1")) not in reports:  # a sender that connects before is refused
         assert woken.wait(10)
         woken.clear()
-        told += here.reports()
-    told.clear()
-    addresses = [PageAddress("localhost", one.port) for one in here.addresses]
-    there.send(
-        MoveOut(move="m1", handle=1, epoch=0, prepared=Prepared(move="m1", held_tokens=0, addresses=addresses, key=KEY)),
+        reports += receiving.reports()
+    reports.clear()
+    addresses = [PageAddress("localhost", address.port) for address in receiving.addresses]
+    sending.send(
+        MoveOut(move="m1", handle=1, epoch=0, prepared=Prepared(move="m1", cached_tokens=0, addresses=addresses, key=KEY)),
         0,
         [2],
         0,
         4,
     )
-    while len(told) < 2:
+    while len(reports) < 2:
         assert woken.wait(10)
         woken.clear()
-        told += here.reports()
-    assert sorted(told, key=lambda one: one[0]) == [(0, PagesReceived("m1", 768, 4)), (1, PagesReceived("m1", 768, 4))]
-    here.forget("m1")
-    while len(told) < 4:
-        told += here.reports()
-    assert sorted(rank for rank, one in told if one == Forgotten("m1")) == [0, 1]
-    for carrier in (here, there):
-        carrier.close()
-    for door in opened:
-        door.close()
+        reports += receiving.reports()
+    assert sorted(reports, key=lambda report: report[0]) == [(0, PagesReceived("m1", 768, 4)), (1, PagesReceived("m1", 768, 4))]
+    receiving.forget("m1")
+    while len(reports) < 4:
+        reports += receiving.reports()
+    assert sorted(rank for rank, report in reports if report == Forgotten("m1")) == [0, 1]
+    for transport in (receiving, sending):
+        transport.close()
+    for server in opened:
+        server.close()

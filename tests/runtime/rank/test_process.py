@@ -1,4 +1,4 @@
-"""The rank process keeps its contract: a line in, a line out, tokens over the engine socket, an exit code that says why."""
+"""The rank process: RankSpec in, RankReady and heartbeats out, tokens over the engine socket, exit codes."""
 
 import os
 import subprocess
@@ -20,17 +20,17 @@ from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
-from phalanx_runtime.rank.process.group import join_group, place_of
-from phalanx_runtime.rank_spec import EXIT_ASKED, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from phalanx_runtime.rank.process.group import join_group, rank_place
+from phalanx_runtime.rank_spec import EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from tests.runtime.pods import with_settings
-from tests.runtime.ranks import PAGE_SIZE, Asked, Build, Driver, on_ranks
+from tests.runtime.ranks import PAGE_SIZE, Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
 ROOT = Path(__file__).parents[3]
 PROMPT = list(range(30))
 NUM_TOKENS = 12
-BOUND_S = 60
-"""Longest that any process may take; torch alone needs seconds on a busy machine."""
+TIMEOUT_S = 60
+"""Timeout of a process; importing torch takes seconds on a busy machine."""
 
 
 def spec(model_dir: Path, rank: int = 0, world_size: int = 1, engine_socket: str = "") -> RankSpec:
@@ -52,7 +52,7 @@ def spec(model_dir: Path, rank: int = 0, world_size: int = 1, engine_socket: str
 
 @contextmanager
 def process(line: bytes) -> Iterator[subprocess.Popen[bytes]]:
-    """A rank process that was given this line; killed at the end if it still runs."""
+    """Runs a rank process with this line on stdin; kills it at the end."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))}
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", "phalanx_runtime.rank"]
@@ -66,8 +66,8 @@ def process(line: bytes) -> Iterator[subprocess.Popen[bytes]]:
             started.kill()
 
 
-def said(started: subprocess.Popen[bytes]) -> RankReady:
-    """The ready line; beats come before it."""
+def read_ready(started: subprocess.Popen[bytes]) -> RankReady:
+    """Reads the ready line, after heartbeats."""
     assert started.stdout is not None
     for line in started.stdout:
         frame = msgspec.json.decode(line, type=RankSays)
@@ -81,21 +81,21 @@ def last_error(started: subprocess.Popen[bytes]) -> str:
     return started.stderr.read().decode().strip().splitlines()[-1]
 
 
-def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
+def test_two_ranks_serve_and_exit_together(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
-    expected = on_ranks(folder, [2], Build(), lambda runner: Driver(runner).generate([Asked(PROMPT)], NUM_TOKENS))[0]
+    expected = on_ranks(folder, [2], Build(), lambda runner: Driver(runner).generate([DriverRequest(PROMPT)], NUM_TOKENS))[0]
     endpoint = f"ipc://{tmp_path}/engine"
     request = wire.Request(
         id="r", epoch=1, prompt=PROMPT, delivered=[], sampling=wire.Sampling(max_tokens=NUM_TOKENS, seed=0, temperature=0.0)
     )
     with zmq.Context() as context, context.socket(zmq.PAIR) as engine:
         engine.linger = 0
-        engine.rcvtimeo = BOUND_S * 1000
+        engine.rcvtimeo = TIMEOUT_S * 1000
         engine.bind(endpoint)
         specs = [spec(folder, rank, 2, endpoint if rank == 0 else "") for rank in (0, 1)]
         lines = [msgspec.json.encode(msgspec.structs.replace(one, model_version="c0ffee")) for one in specs]
         with process(lines[0]) as first, process(lines[1]) as second:
-            ready = [said(first), said(second)]
+            ready = [read_ready(first), read_ready(second)]
             assert ready[0].num_pages == ready[1].num_pages and ready[0].max_model_len == 128 and ready[0].page_size == 16
             accounts = [rank.memory for rank in ready]
             assert [account.rank for account in accounts if account is not None] == [0, 1]
@@ -122,7 +122,7 @@ def test_two_ranks_serve_and_leave_together(tmp_path: Path) -> None:
             assert first.stdout is not None and isinstance(msgspec.json.decode(first.stdout.readline(), type=RankSays), Beat)
             second.kill()
             engine.send(wire.encode(wire.Submit(6, request)))
-            assert first.wait(BOUND_S) == EXIT_PEER_LOST
+            assert first.wait(TIMEOUT_S) == EXIT_PEER_LOST
             assert "rank 1" in last_error(first)
 
 
@@ -137,12 +137,12 @@ def tokens_of(engine: "zmq.Socket[bytes]") -> list[int]:
 
 
 def keys_of(served: wire.Served, tokens: list[int]) -> set[bytes]:
-    """The keys of the full pages of these tokens."""
+    """Returns the keys of the full pages of these tokens."""
     return set(PrefixKeys(root_key(served.model_hash), 16).extend(tokens))
 
 
 def pages_of(engine: "zmq.Socket[bytes]") -> set[bytes]:
-    """What the cache finds, by the changes up to the first report after which nothing runs."""
+    """Returns the cached page keys at the first load report without running requests."""
     found: set[bytes] = set()
     while True:
         frame = wire.decode_from_engine(engine.recv())
@@ -155,20 +155,20 @@ def pages_of(engine: "zmq.Socket[bytes]") -> set[bytes]:
 def test_rank_without_a_model_prints_the_reason_last(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     with process(msgspec.json.encode(spec(tmp_path))) as started:
-        assert started.wait(BOUND_S) == EXIT_MODEL
+        assert started.wait(TIMEOUT_S) == EXIT_MODEL
         assert "GPT2LMHeadModel" in last_error(started)
 
 
-def test_a_rank_leaves_when_its_parent_does(tmp_path: Path) -> None:
+def test_rank_exits_with_its_parent(tmp_path: Path) -> None:
     with process(msgspec.json.encode(spec(tmp_path, 0, 2))) as started:
         assert started.stdin is not None
         started.stdin.close()
-        assert started.wait(BOUND_S) == EXIT_ASKED
+        assert started.wait(TIMEOUT_S) == EXIT_OK
 
 
-def test_a_line_that_is_no_spec_is_a_bug(tmp_path: Path) -> None:
+def test_line_without_a_spec_is_an_error(tmp_path: Path) -> None:
     with process(b"{}") as started:
-        assert started.wait(BOUND_S) == 1
+        assert started.wait(TIMEOUT_S) == 1
         assert "RankSpec" in last_error(started)
 
 
@@ -178,7 +178,7 @@ def test_a_rank_imports_no_transformers() -> None:
     code = f"import sys, {modules}; print('transformers' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=BOUND_S, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
     assert done.stdout.strip() == "False"
 
@@ -187,8 +187,8 @@ def test_pool_size_follows_bytes_or_memory_limit(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     cpu = torch.device("cpu")
     page_bytes = 2 * 3 * 2 * 16 * 16 * 4
-    _, asked = load_rank(spec(folder), SoloCollective(), cpu, System())
-    assert asked.num_pages == (1 << 20) // page_bytes
+    _, configured = load_rank(spec(folder), SoloCollective(), cpu, System())
+    assert configured.num_pages == (1 << 20) // page_bytes
     own = with_settings(spec(folder), kv_cache_memory_bytes=None, max_model_len=None)
     (tmp_path / "meminfo").write_text("MemTotal: 10000000 kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
@@ -214,35 +214,30 @@ def test_largest_step_is_measured_and_changes_no_token(tmp_path: Path) -> None:
     assert account.logits_sampler_bytes > 4096 * VOCAB_SIZE * 4
     assert account.kv_pool_bytes == ready.num_pages * PAGE_SIZE * account.kv_bytes_per_token <= 1 << 20
     assert account.total_bytes == memory_limit(System())
-    asked = [Asked(PROMPT), Asked(PROMPT[:7], seed=3, temperature=1.0, top_p=0.9)]
-    plain = on_ranks(folder, [1], Build(), lambda runner: Driver(runner).generate(asked, NUM_TOKENS))
-    assert Driver(runner).generate(asked, NUM_TOKENS) == plain
+    requests = [DriverRequest(PROMPT), DriverRequest(PROMPT[:7], seed=3, temperature=1.0, top_p=0.9)]
+    plain = on_ranks(folder, [1], Build(), lambda runner: Driver(runner).generate(requests, NUM_TOKENS))
+    assert Driver(runner).generate(requests, NUM_TOKENS) == plain
 
 
 def test_the_place_of_a_rank_follows_its_spec() -> None:
-    far = msgspec.structs.replace(
+    remote = msgspec.structs.replace(
         spec(Path("m"), 2, 4), local_world_size=2, local_rank=0, hosts=["a", "a", "b", "b"], base_port=8100
     )
-    place = place_of(far, parent=7)
-    assert place.near == range(2, 4)
+    place = rank_place(remote, parent=7)
+    assert place.pod_ranks == range(2, 4)
     assert place.addresses[3] == ("b", 8104)
-    beside = with_settings(far, rank=3, local_rank=1)
-    assert place_of(beside, 7).pod_name == place.pod_name
-    assert place_of(beside, 8).pod_name != place.pod_name
-    assert place_of(with_settings(beside, incarnation=2), 7).pod_name != place.pod_name
-
-
-def test_gpu_backend_is_refused_on_cpu() -> None:
-    with pytest.raises(ModelError, match="nccl"):
-        join_group(with_settings(spec(Path("m")), backend="nccl"), torch.device("cpu"))
+    neighbour = with_settings(remote, rank=3, local_rank=1)
+    assert rank_place(neighbour, 7).pod_name == place.pod_name
+    assert rank_place(neighbour, 8).pod_name != place.pod_name
+    assert rank_place(with_settings(neighbour, incarnation=2), 7).pod_name != place.pod_name
 
 
 def test_a_rank_alone_needs_no_library() -> None:
-    one = with_settings(spec(Path("m")), backend="gloo")
-    assert isinstance(join_group(one, torch.device("cpu")), SoloCollective)
+    for device in "cpu", "cuda":
+        assert isinstance(join_group(spec(Path("m")), torch.device(device)), SoloCollective)
 
 
-def test_the_process_takes_the_threads_it_is_given() -> None:
+def test_process_uses_the_configured_threads() -> None:
     prepare_process(with_settings(spec(Path("m")), num_threads=2), System())
     assert torch.get_num_threads() == 2
 

@@ -1,4 +1,4 @@
-"""Pods that serve in this process, over ranks that only pretend."""
+"""Pods that serve in this process, over fake ranks."""
 
 import asyncio
 import socket
@@ -12,8 +12,8 @@ import httpx
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.serve import PodServer, make_server
 from phalanx_runtime.settings import ServeSettings, read_settings
+from tests.polling import until
 from tests.runtime.fake_rank import command
-from tests.runtime.pods import until
 
 
 def make_settings(folder: Path, *arguments: str) -> ServeSettings:
@@ -32,7 +32,7 @@ class Running:
         self.server = server
         self.settings = settings
         self.task = asyncio.create_task(server.serve())
-        # The server closes connections that were idle for 5 s, about as long as a test waits elsewhere: none is used twice.
+        # The server closes connections that were idle for 5 s, about as long as a test waits: no connection is reused.
         self.http = httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
 
     @property
@@ -42,24 +42,28 @@ class Running:
     async def get(self, path: str) -> httpx.Response:
         return await self.http.get(f"http://127.0.0.1:{self.port}{path}")
 
+    async def is_ready(self) -> bool:
+        return (await self.get("/readyz")).status_code == 200
+
+    async def is_unready(self) -> bool:
+        return not await self.is_ready()
+
     async def ready(self) -> dict[str, Any]:
-        """What /v1/health says once the pod is ready."""
-        async with asyncio.timeout(20):
-            while (await self.get("/readyz")).status_code != 200:
-                await asyncio.sleep(0.01)
+        """/v1/health once the pod is ready."""
+        await until(self.is_ready)
         health: dict[str, Any] = (await self.get("/v1/health")).json()
         return health
 
 
 def client_of(running: Running) -> EngineClient:
     """The engine client of a leader's pod."""
-    assert isinstance(running.server._leaver, EngineClient)
-    return running.server._leaver
+    assert isinstance(running.server.drainable, EngineClient)
+    return running.server.drainable
 
 
 @asynccontextmanager
-async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]:
-    running = Running(make_server(settings, command(*words)), settings)
+async def served(settings: ServeSettings, *behavior: str) -> AsyncIterator[Running]:
+    running = Running(make_server(settings, command(*behavior)), settings)
     try:
         await until(lambda: running.server.started or running.task.done())
         yield running
@@ -70,20 +74,20 @@ async def served(settings: ServeSettings, *words: str) -> AsyncIterator[Running]
         await running.http.aclose()
 
 
-async def ask(running: Running) -> httpx.Response:
+async def complete(running: Running) -> httpx.Response:
     body = {"model": "tiny", "prompt": "hello"}
     return await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
 
 
 @asynccontextmanager
-async def two_pods(folder: Path, *, leader_s: str = "600", member_s: str = "600") -> AsyncIterator[tuple[Running, Running]]:
-    """The leader and the member of a group that serves, whose steps wait for the file `marks/go`."""
+async def two_pods(folder: Path, *, leader_s: str = "600", worker_s: str = "600") -> AsyncIterator[tuple[Running, Running]]:
+    """Leader and worker of a serving group; its steps wait for the file `marks/go`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     settings = make_settings(folder, *flags, "--shutdown-timeout", leader_s)
-    beside = make_settings(folder, *flags, "--shutdown-timeout", member_s, "--node-rank", "1")
-    async with served(settings, "held") as leader, served(beside, "held") as member:
+    worker_settings = make_settings(folder, *flags, "--shutdown-timeout", worker_s, "--node-rank", "1")
+    async with served(settings, "held") as leader, served(worker_settings, "held") as worker:
         await leader.ready()
-        await member.ready()
-        yield leader, member
+        await worker.ready()
+        yield leader, worker

@@ -1,3 +1,5 @@
+"""State machine of a group's leader: transitions, backoff, draft failures."""
+
 from dataclasses import replace
 
 import pytest
@@ -51,9 +53,9 @@ BACKOFF = Group(num_pods=2, incarnation=5, phase="backoff", hosts=HERE, failures
         (SERVING, Left(1, "its node is lost"), 0),
         (DRAINING, Drained(1), 0),
     ],
-    ids=["ranks", "never served", "echo", "a request alone", "what drafts", "what drafts, at start", "a pod left", "drained"],
+    ids=["ranks", "never served", "echo", "lone request", "draft", "draft at start", "a pod left", "drained"],
 )
-def test_deaths_are_those_without_a_cause_outside(before: Group, event: Event, deaths: int) -> None:
+def test_deaths_are_those_without_an_outside_cause(before: Group, event: Event, deaths: int) -> None:
     group, _ = advance(before, event, 200.0)
     assert (group.deaths, bool(group.death)) == (deaths, deaths > 0)
 
@@ -71,7 +73,7 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
         (HALF, Joined(1, "b"), "loading", 1, [StartRanks(1, ("a", "b"))]),
         (Group(num_pods=1), Joined(0, "a"), "loading", 1, [StartRanks(1, ("a",))]),
         (HALF, Joined(2, "c"), "gathering", 1, []),
-        (HALF, Left(0, "gone"), "gathering", 1, []),
+        (HALF, Left(0, "lost"), "gathering", 1, []),
         (LOADING, RanksReady(0, 1), "loading", 1, []),
         (HALF_READY, RanksReady(0, 1), "loading", 1, []),
         (HALF_READY, RanksReady(1, 1), "serving", 1, [StartServing(1)]),
@@ -117,22 +119,22 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
         (BACKOFF, Left(1, "reset"), "backoff", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), BackoffOver(5), "gathering", 5, []),
         (replace(BACKOFF, hosts=((0, "a"),)), Joined(1, "b"), "backoff", 5, []),
-        (SERVING, PodLeaving(1, "told to"), "serving", 1, [DrainGroup(1, "pod 1 is leaving: told to")]),
-        (DRAINING, PodLeaving(0, "told to"), "serving", 1, []),
+        (SERVING, PodLeaving(1, "SIGTERM"), "serving", 1, [DrainGroup(1, "pod 1 is leaving: SIGTERM")]),
+        (DRAINING, PodLeaving(0, "SIGTERM"), "serving", 1, []),
         (DRAINING, Drained(1), "gathering", 2, [StopRanks(1, "pod 1 is leaving", True)]),
         (DRAINING, Drained(0), "serving", 1, []),
         (SERVING, Drained(1), "serving", 1, []),
         (DRAINING, Left(1, "reset"), "gathering", 2, [StopRanks(1, "pod 1 left: reset", True)]),
         (DRAINING, RanksFailed(pod=0, incarnation=1, why="oom"), "gathering", 2, [StopRanks(1, "pod 0: oom")]),
-        (LOADING, PodLeaving(1, "told to"), "gathering", 2, [StopRanks(1, "pod 1 is leaving: told to", True)]),
-        (BACKOFF, PodLeaving(1, "told to"), "backoff", 5, []),
-        (HALF, PodLeaving(0, "told to"), "gathering", 1, []),
+        (LOADING, PodLeaving(1, "SIGTERM"), "gathering", 2, [StopRanks(1, "pod 1 is leaving: SIGTERM", True)]),
+        (BACKOFF, PodLeaving(1, "SIGTERM"), "backoff", 5, []),
+        (HALF, PodLeaving(0, "SIGTERM"), "gathering", 1, []),
     ],
     ids=[
         "the first of two pods joins",
         "the last pod joins",
         "the only pod joins",
-        "a pod that is none of ours",
+        "a pod with an invalid index",
         "a pod leaves before the start",
         "the first pod is ready",
         "a pod is ready twice",
@@ -140,31 +142,31 @@ def test_secondary_failure_is_counted_with_its_cause() -> None:
         "ready for another incarnation",
         "ready while serving",
         "ranks fail while loading",
-        "ranks fail while serving, for the first time",
-        "ranks fail while serving, again and again",
+        "ranks fail while serving, first time",
+        "ranks fail while serving, repeatedly",
         "ranks of an earlier incarnation fail",
-        "ranks fail after another rank, or pod",
-        "what drafts fails",
-        "ranks fail while a request was computed alone",
+        "ranks fail after a rank or pod elsewhere",
+        "the draft fails",
+        "ranks fail with a lone request",
         "a pod is lost while serving",
         "a pod is lost while loading",
-        "a pod comes back before its loss was noticed",
-        "the wait is over",
-        "an earlier wait is over",
-        "a wait is over while serving",
-        "a pod is lost during the wait",
-        "the wait is over but a pod is missing",
-        "a pod joins during the wait",
-        "a pod is told to leave",
-        "another one is, too",
-        "nothing runs any more",
+        "a pod reconnects before its loss is detected",
+        "backoff elapsed",
+        "earlier backoff elapsed",
+        "backoff elapsed while serving",
+        "a pod is lost during the backoff",
+        "backoff elapsed but a pod is missing",
+        "a pod joins during the backoff",
+        "a pod is leaving",
+        "a second pod is leaving",
+        "drained",
         "an earlier incarnation is drained",
-        "nobody asked for that",
-        "the pod could not wait",
-        "ranks fail meanwhile",
-        "a pod is told to leave while loading",
-        "a pod is told to leave during the wait",
-        "the only pod is told to leave",
+        "drained without a leaving pod",
+        "the leaving pod is lost",
+        "ranks fail during the drain",
+        "a pod is leaving while loading",
+        "a pod is leaving during the backoff",
+        "the only pod is leaving",
     ],
 )
 def test_leader_transition_table(before: Group, event: Event, phase: str, incarnation: int, actions: list[Action]) -> None:
@@ -176,7 +178,7 @@ def test_leader_transition_table(before: Group, event: Event, phase: str, incarn
     ("failures", "has_served", "delay_s"),
     [(1, False, 1), (2, False, 2), (3, False, 4), (6, False, 30), (1000, False, 30), (1, True, 0), (2, True, 2)],
 )
-def test_back_off(failures: int, has_served: bool, delay_s: float) -> None:
+def test_backoff_doubles_up_to_30_s(failures: int, has_served: bool, delay_s: float) -> None:
     assert backoff_s(failures, has_served) == delay_s
 
 
@@ -189,9 +191,9 @@ def test_long_serving_resets_failures() -> None:
 @pytest.mark.parametrize(
     ("before", "events"),
     [(LOADING, [NO_DRAFT]), (SERVING, [NO_DRAFT]), (LOADING, [LOST_PEER, NO_DRAFT]), (SERVING, [NO_DRAFT, OTHER_DRAFT])],
-    ids=["at start", "while serving", "behind a pod that lost a peer by it", "on several ranks"],
+    ids=["at start", "while serving", "after a lost peer", "on several ranks"],
 )
-def test_failed_draft_is_left_out_of_later_starts(before: Group, events: list[Event]) -> None:
+def test_later_starts_omit_a_failed_draft(before: Group, events: list[Event]) -> None:
     group, starts = before, list[Action]()
     for event in [*events, BackoffOver(2), RanksFailed(pod=0, incarnation=2, why="oom"), BackoffOver(3)]:
         group, actions = advance(group, event, 100.0)
@@ -204,8 +206,8 @@ READY = [RanksReady(pod, 2) for pod in range(2)]
 
 @pytest.mark.parametrize("between", [[], READY], ids=["loads", "serves"])
 @pytest.mark.parametrize("first", [LOST_PEER, RanksFailed(pod=0, incarnation=1, why="oom")], ids=["lost peer", "other failure"])
-def test_start_before_the_draft_failure_was_known_ends(first: Event, between: list[Event]) -> None:
-    """The echo of a group that served starts the next incarnation at once, with the draft; no request is to blame for its end."""
+def test_start_before_the_reported_draft_failure_ends(first: Event, between: list[Event]) -> None:
+    """An echo in a serving group starts the next incarnation at once, with the draft; its end counts as no death."""
     group, done = advance(SERVING, first, 100.0)
     assert done[-1] == StartRanks(2, ("a", "b"))
     for event in between:
@@ -214,7 +216,7 @@ def test_start_before_the_draft_failure_was_known_ends(first: Event, between: li
     group, done = advance(group, NO_DRAFT, 100.0)
     assert done == [StopRanks(2, "pod 1: no memory", is_outside=True), StartRanks(3, ("a", "b"), "pod 1: no memory")]
     assert (group.phase, group.why, group.deaths) == ("loading", "pod 1: no memory", deaths)
-    assert advance(group, OTHER_DRAFT, 100.0)[1] == [], "the third start is without it"
+    assert advance(group, OTHER_DRAFT, 100.0)[1] == [], "the third start omits it"
 
 
 def test_the_better_reason_of_two_is_kept() -> None:
@@ -236,13 +238,13 @@ def test_the_better_reason_of_two_is_kept() -> None:
     ],
     ids=["gathering", "loading", "serving", "backoff"],
 )
-def test_reason(group: Group, reason: str) -> None:
+def test_reason_names_the_phase(group: Group, reason: str) -> None:
     assert group.reason() == reason
 
 
 EVENTS = st.one_of(
     st.builds(Joined, st.integers(0, 2), st.just("h")),
-    st.builds(Left, st.integers(0, 2), st.just("gone")),
+    st.builds(Left, st.integers(0, 2), st.just("lost")),
     st.builds(RanksReady, st.integers(0, 2), st.integers(1, 6)),
     st.builds(
         RanksFailed,
@@ -265,8 +267,8 @@ def test_starts_and_stops_alternate_without_a_failed_draft(
     running: int | None = None
     started: list[int] = []
     has_draft_failed = drafts = False
-    here: list[tuple[Event, float]] = [(Joined(pod, "h"), 0.0) for pod in range(3)]
-    for event, passed in [*here, *events]:
+    joins: list[tuple[Event, float]] = [(Joined(pod, "h"), 0.0) for pod in range(3)]
+    for event, passed in [*joins, *events]:
         now += passed
         group, actions = advance(group, event, now)
         for action in actions:

@@ -1,4 +1,4 @@
-"""What the engine's metrics say: exact counts under vLLM's names, over incarnations."""
+"""Engine metrics: exact counts under vLLM's names, over incarnations."""
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -7,14 +7,14 @@ from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.metrics import RequestTotals
-from phalanx_runtime.engine.client import NO_LOAD
-from phalanx_runtime.engine.meter import EndedRequest
+from phalanx_runtime.engine.load_feed import NO_LOAD
+from phalanx_runtime.engine.open_requests import EndedRequest
 from phalanx_runtime.server.http.metrics import EngineMetrics
 
 
 def make() -> tuple[EngineMetrics, CollectorRegistry, RequestTotals]:
-    registry, tally = CollectorRegistry(), RequestTotals()
-    return EngineMetrics(registry, "m", tally), registry, tally
+    registry, totals = CollectorRegistry(), RequestTotals()
+    return EngineMetrics(registry, "m", totals), registry, totals
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -95,7 +95,7 @@ def test_router_reports_are_shown_as_metrics() -> None:
 
 
 def test_a_request_is_in_every_histogram_once() -> None:
-    metrics, registry, tally = make()
+    metrics, registry, totals = make()
     metrics.queued(0.5)
     metrics.first_token(10, 0.7)
     metrics.next_token(0.1)
@@ -127,17 +127,17 @@ def test_a_request_is_in_every_histogram_once() -> None:
     assert value(registry, "vllm:prompt_tokens_total") == 10
     assert value(registry, "vllm:prompt_tokens_cached_total") == 4
     assert value(registry, "vllm:generation_tokens_total") == 3
-    assert tally.totals() == HealthTotals(
-        requests=2, prompt_tokens=15, cached_tokens=4, generated_tokens=3, latency_s=tally.totals().latency_s
+    assert totals.totals() == HealthTotals(
+        requests=2, prompt_tokens=15, cached_tokens=4, generated_tokens=3, latency_s=totals.totals().latency_s
     )
 
 
 def test_the_acceptance_rate_counts_over_engines() -> None:
-    metrics, _, tally = make()
+    metrics, _, totals = make()
     for counts in (
         SpeculationCounts(paths=4, proposed=[4, 4], accepted=[3, 1]),
         SpeculationCounts(paths=6, proposed=[6, 6], accepted=[5, 2]),
         SpeculationCounts(paths=1, proposed=[1], accepted=[1]),
     ):
         metrics.load(msgspec.structs.replace(NO_LOAD, speculation=counts))
-    assert (tally.totals().proposed, tally.totals().accepted) == (13, 8)
+    assert (totals.totals().proposed, totals.totals().accepted) == (13, 8)

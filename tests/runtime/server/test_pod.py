@@ -1,3 +1,5 @@
+"""Rank processes of one pod, and the launcher that runs one incarnation after another."""
+
 import asyncio
 import os
 import signal
@@ -12,16 +14,17 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady
 from phalanx_runtime.server.supervision.pod import Launch, RankLauncher
 from phalanx_runtime.server.supervision.ranks import Ranks, RanksEnded, read_lines
+from tests.polling import until
 from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
-from tests.runtime.pods import is_alive, make_spec, mark_of, until
+from tests.runtime.pods import is_alive, make_spec, mark_of
 
 SERVED = wire.Served("a model", "a layout", 64)
 READY = RankReady(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_model_len=200, served=SERVED)
 
 
 @asynccontextmanager
-async def running(folder: Path, count: int, *words: str) -> AsyncIterator[Ranks]:
-    ranks = await Ranks.start([make_spec(folder, rank, count) for rank in range(count)], command(*words))
+async def running(folder: Path, count: int, *behavior: str) -> AsyncIterator[Ranks]:
+    ranks = await Ranks.start([make_spec(folder, rank, count) for rank in range(count)], command(*behavior))
     try:
         yield ranks
     finally:
@@ -36,33 +39,33 @@ async def test_ranks_receive_their_specs_and_report_ready(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "why", "is_echo", "is_draft"),
+    ("behavior", "why", "is_echo", "is_draft"),
     [
         (("exit", "4", "no such tensor"), "rank 0 ended with code 4: no such tensor", False, False),
         (("exit-if", "1", "4", "no such tensor"), "rank 1 ended with code 4: no such tensor", False, False),
         (("exit", "3", "a peer is lost"), "rank 0 ended with code 3: a peer is lost", True, False),
         (("exit-if", "1", "5", "no memory"), "rank 1 ended with code 5: no memory", False, True),
     ],
-    ids=["all ranks", "the one with a reason of its own", "all lost a peer elsewhere", "the one that drafts"],
+    ids=["all ranks", "own reason", "lost peer", "draft failure"],
 )
 async def test_failure_reason_is_the_ranks_last_line(
-    tmp_path: Path, words: tuple[str, ...], why: str, is_echo: bool, is_draft: bool
+    tmp_path: Path, behavior: tuple[str, ...], why: str, is_echo: bool, is_draft: bool
 ) -> None:
-    ranks = await Ranks.start([make_spec(tmp_path, rank, 2) for rank in range(2)], command(*words))
+    ranks = await Ranks.start([make_spec(tmp_path, rank, 2) for rank in range(2)], command(*behavior))
     with pytest.raises(RanksEnded) as caught:
         await ranks.ready()
     await ranks.kill()
-    if words[0] == "exit":
+    if behavior[0] == "exit":
         assert caught.value.why.replace("rank 1", "rank 0") == why
     else:
         assert caught.value.why == why
     assert (caught.value.is_echo, caught.value.is_draft) == (is_echo, is_draft)
 
 
-@pytest.mark.parametrize("codes", [("1", "5", "3"), ("3", "5", "1")], ids=["behind another", "before another"])
-async def test_draft_failure_is_reported_beside_others(tmp_path: Path, codes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("codes", [("1", "5", "3"), ("3", "5", "1")], ids=["after another", "before another"])
+async def test_draft_failure_is_reported_before_others(tmp_path: Path, codes: tuple[str, ...]) -> None:
     async with running(tmp_path, 3, "exit-each", *codes) as ranks:
-        await until(lambda: all(process.ended.done() for process in ranks._processes))
+        await until(lambda: all(process.ended.done() for process in ranks.processes))
         end = await ranks.failure()
     assert (end.why, end.is_echo, end.is_draft) == ("rank 1 ended with code 5: its own reason", False, True)
 
@@ -70,12 +73,12 @@ async def test_draft_failure_is_reported_beside_others(tmp_path: Path, codes: tu
 async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
-        ranks._processes[1].kill()
+        ranks.processes[1].kill()
         end = await ranks.failure()
-        assert end.why == "rank 1 was killed by signal 9: rank 1 of incarnation 1 is here"
+        assert end.why == "rank 1 was killed by signal 9: rank 1 of incarnation 1 started"
 
 
-async def test_output_that_is_no_ready_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_output_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path, 1, "noise"):
         await until(lambda: "unexpected output of rank 0: hello" in caplog.text)
 
@@ -84,13 +87,13 @@ async def test_stopped_rank_is_hung_others_are_not(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
         failure = asyncio.create_task(ranks.failure())
-        await until(lambda: all(process.heartbeat.beat is not None for process in ranks._processes))
+        await until(lambda: all(process.heartbeat.beat is not None for process in ranks.processes))
         os.kill(mark_of(tmp_path, 1, 1)["pid"], signal.SIGSTOP)
         end = await asyncio.wait_for(failure, 20)
         assert end.why.startswith("rank 1 is hung: silent for") and not end.is_echo
 
 
-async def test_a_program_that_cannot_start_leaves_no_rank(tmp_path: Path) -> None:
+async def test_failed_start_leaves_no_rank(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no-such-program"):
         await Ranks.start([make_spec(tmp_path)], [str(tmp_path / "no-such-program")])
 
@@ -98,32 +101,32 @@ async def test_a_program_that_cannot_start_leaves_no_rank(tmp_path: Path) -> Non
 async def test_ranks_exit_on_request(tmp_path: Path) -> None:
     async with running(tmp_path, 2, "ready") as ranks:
         await ranks.ready()
-        await ranks.leave()
-        assert [process._process.returncode for process in ranks._processes] == [0, 0]
+        await ranks.shut_down()
+        assert [process.exit_code for process in ranks.processes] == [0, 0]
 
 
-async def test_a_rank_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx_runtime.server.supervision.ranks.LEAVE_S", 0.01)
+async def test_rank_that_does_not_exit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx_runtime.server.supervision.ranks.EXIT_S", 0.01)
     async with running(tmp_path, 1, "stubborn") as ranks:
         await ranks.ready()
-        await ranks.leave()
-        assert ranks._processes[0]._process.returncode == -9
+        await ranks.shut_down()
+        assert ranks.processes[0].exit_code == -9
 
 
 @pytest.mark.parametrize(
     ("data", "lines"),
     [(b"a\n\n b \nc", ["a", "b", "c"]), (b"\xff\n", ["\ufffd"]), (b"x" * 200_000 + b"\ny\n", ["x" * 4096, "y"])],
-    ids=["lines", "no text", "a line too long"],
+    ids=["lines", "invalid text", "long line"],
 )
-async def test_lines(data: bytes, lines: list[str]) -> None:
+async def test_lines_are_split_and_cut(data: bytes, lines: list[str]) -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(data)
     reader.feed_eof()
     assert [line async for line in read_lines(reader)] == lines
 
 
-class Report:
-    """A reporter that keeps what it hears."""
+class RecordingListener:
+    """Records launches; `error` is raised when ranks are ready."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.ready: list[tuple[int, list[RankReady]]] = []
@@ -141,12 +144,12 @@ class Report:
 
 @asynccontextmanager
 async def pod_of(
-    folder: Path, report: Report, *words: str, locate: Callable[[], Path] | None = None
+    folder: Path, listener: RecordingListener, *behavior: str, locate: Callable[[], Path] | None = None
 ) -> AsyncIterator[RankLauncher]:
     async def find() -> Path:
         return locate() if locate is not None else folder
 
-    pod = RankLauncher(find, lambda launch, where: [make_spec(where, 0, 1, launch.incarnation)], report, command(*words))
+    pod = RankLauncher(find, lambda launch, model: [make_spec(model, 0, 1, launch.incarnation)], listener, command(*behavior))
     task = asyncio.create_task(pod.run())
     try:
         yield pod
@@ -159,26 +162,26 @@ def launch(incarnation: int) -> Launch:
     return Launch(incarnation=incarnation, hosts=("127.0.0.1",), key="00")
 
 
-async def test_next_incarnation_starts_after_the_former_ended(tmp_path: Path) -> None:
-    report = Report()
-    async with pod_of(tmp_path, report, "ready") as pod:
+async def test_next_incarnation_starts_after_the_previous_ended(tmp_path: Path) -> None:
+    listener = RecordingListener()
+    async with pod_of(tmp_path, listener, "ready") as pod:
         pod.start(launch(1))
-        await until(lambda: report.ready == [(1, [READY])])
+        await until(lambda: listener.ready == [(1, [READY])])
         pod.start(launch(2))
-        await until(lambda: report.ready == [(1, [READY]), (2, [READY])])
+        await until(lambda: listener.ready == [(1, [READY]), (2, [READY])])
         assert not is_alive(mark_of(tmp_path, 1, 0)["pid"])
         assert is_alive(mark_of(tmp_path, 2, 0)["pid"])
         pod.stop()
         await until(lambda: not is_alive(mark_of(tmp_path, 2, 0)["pid"]))
         pod.start(launch(3))
-        await until(lambda: len(report.ready) == 3)
+        await until(lambda: len(listener.ready) == 3)
     assert not is_alive(mark_of(tmp_path, 3, 0)["pid"])
-    assert report.failed == []
+    assert listener.failed == []
 
 
-async def test_launcher_logs_its_actions(tmp_path: Path) -> None:
-    report = Report()
-    async with pod_of(tmp_path, report, "ready") as pod:
+async def test_launcher_reports_activity_and_ranks(tmp_path: Path) -> None:
+    listener = RecordingListener()
+    async with pod_of(tmp_path, listener, "ready") as pod:
         assert (pod.activity, pod.ranks()) == ("idle", [])
         pod.start(launch(1))
         await until(lambda: pod.activity == "running")
@@ -190,8 +193,8 @@ async def test_launcher_logs_its_actions(tmp_path: Path) -> None:
         await until(lambda: not pod.ranks())
 
 
-async def test_pipes_outliving_a_rank_are_reported(tmp_path: Path) -> None:
-    async with pod_of(tmp_path, Report(), "escape") as pod:
+async def test_launcher_ends_until_a_ranks_pipes_close(tmp_path: Path) -> None:
+    async with pod_of(tmp_path, RecordingListener(), "escape") as pod:
         pod.start(launch(1))
         await until(lambda: pod.activity == "running")
         pod.stop()
@@ -202,43 +205,43 @@ async def test_pipes_outliving_a_rank_are_reported(tmp_path: Path) -> None:
 
 
 async def test_ranks_that_end_are_reported(tmp_path: Path) -> None:
-    report = Report()
-    async with pod_of(tmp_path, report, "die-at", "1") as pod:
+    listener = RecordingListener()
+    async with pod_of(tmp_path, listener, "die-at", "1") as pod:
         pod.start(launch(1))
-        await until(lambda: bool(report.failed))
-    assert report.failed == [(1, "rank 0 ended with code 1: out of memory", False)]
+        await until(lambda: bool(listener.failed))
+    assert listener.failed == [(1, "rank 0 ended with code 1: out of memory", False)]
 
 
-class Busy(Report):
-    """It is still told that ranks are ready when they have ended."""
+class BlockingListener(RecordingListener):
+    """Never returns from `ranks_ready`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = asyncio.Event()
+        self.is_ready = asyncio.Event()
 
     async def ranks_ready(self, launch: Launch, folder: Path, ready: list[RankReady]) -> None:
-        self.told.set()
+        self.is_ready.set()
         await asyncio.Event().wait()
 
 
-async def test_ending_pod_reports_its_lost_draft(tmp_path: Path) -> None:
-    """Another pod lost its peer and said so first: without this word the next start drafts again."""
-    report = Busy()
-    async with pod_of(tmp_path, report, "draft-dies") as pod:
+async def test_ending_pod_reports_its_draft_failure(tmp_path: Path) -> None:
+    """Another pod reported its lost peer first: without this report the next start drafts again."""
+    listener = BlockingListener()
+    async with pod_of(tmp_path, listener, "draft-dies") as pod:
         pod.start(launch(1))
-        await report.told.wait()
+        await listener.is_ready.wait()
         await until(lambda: [rank.alive for rank in pod.ranks()] == [False])
-        assert report.failed == []
+        assert listener.failed == []
         pod.stop()
         await until(lambda: pod.activity == "idle")
-    assert report.failed == [(1, "rank 0 ended with code 5: no memory for the draft", False)]
+    assert listener.failed == [(1, "rank 0 ended with code 5: no memory for the draft", False)]
 
 
 def no_model() -> Path:
     raise ModelError("no such model")
 
 
-def a_bug() -> Path:
+def fail() -> Path:
     raise KeyError("oops")
 
 
@@ -247,15 +250,15 @@ def a_bug() -> Path:
     [
         (no_model, None, "no such model"),
         (None, ModelError("no tokenizer"), "no tokenizer"),
-        (a_bug, None, "internal error: KeyError('oops')"),
+        (fail, None, "internal error: KeyError('oops')"),
     ],
-    ids=["the model is not found", "the model has no assets", "a bug"],
+    ids=["no model", "no assets", "internal error"],
 )
-async def test_failure_beside_the_ranks_is_reported(
+async def test_failure_outside_the_ranks_is_reported(
     tmp_path: Path, locate: Callable[[], Path] | None, error: Exception | None, why: str
 ) -> None:
-    report = Report(error)
-    async with pod_of(tmp_path, report, "ready", locate=locate) as pod:
+    listener = RecordingListener(error)
+    async with pod_of(tmp_path, listener, "ready", locate=locate) as pod:
         pod.start(launch(1))
-        await until(lambda: bool(report.failed))
-    assert report.failed == [(1, why, False)]
+        await until(lambda: bool(listener.failed))
+    assert listener.failed == [(1, why, False)]

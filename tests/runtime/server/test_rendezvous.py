@@ -1,3 +1,5 @@
+"""Rendezvous between a leader and worker pods over real sockets."""
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,23 +9,23 @@ import pytest
 
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_runtime.server.supervision import incarnation as inc
-from phalanx_runtime.server.supervision import rendezvous_wire as say
-from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, Membership
+from phalanx_runtime.server.supervision import rendezvous_wire as frames
+from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
 from phalanx_runtime.server.supervision.rendezvous_wire import Connection, Timing, prove, rank_key
-from tests.runtime.pods import until
+from tests.polling import until
 
 QUICK = Timing(ping_s=0.01, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
 
 
 async def settle() -> None:
-    """Lets transports that were just made or closed get done."""
+    """Lets transports complete their opening or closing."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 @dataclass
 class Leader:
-    """A leader's end, and what happened at it."""
+    """The leader's side and its events."""
 
     rendezvous: LeaderRendezvous
     events: list[inc.Event]
@@ -39,22 +41,22 @@ async def leader() -> AsyncIterator[Leader]:
 
 
 @dataclass
-class Member:
-    """A pod's end, and what it was told."""
+class Worker:
+    """A worker's side and the commands it received."""
 
-    membership: Membership
-    commands: list[say.Command] = field(default_factory=list)
+    rendezvous: WorkerRendezvous
+    commands: list[frames.Command] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
     @staticmethod
-    def make(pod: int = 1, token: str = "token", num_pods: int = 3, timing: Timing = QUICK) -> "Member":
-        commands: list[say.Command] = []
-        return Member(Membership(token, pod, num_pods, commands.append, timing), commands)
+    def make(pod: int = 1, token: str = "token", num_pods: int = 3, timing: Timing = QUICK) -> "Worker":
+        commands: list[frames.Command] = []
+        return Worker(WorkerRendezvous(token, pod, num_pods, commands.append, timing), commands)
 
     @asynccontextmanager
     async def joins(self, port: int) -> AsyncIterator[None]:
-        """The pod looks for the leader at this port meanwhile."""
-        task = asyncio.create_task(self.membership.run("127.0.0.1", port, self.losses.append))
+        """The pod connects to this port during the block."""
+        task = asyncio.create_task(self.rendezvous.run("127.0.0.1", port, self.losses.append))
         try:
             yield
         finally:
@@ -64,14 +66,14 @@ class Member:
 
 
 @asynccontextmanager
-async def pretended(*frames: say.Frame, after: int = 0) -> AsyncIterator[int]:
-    """The port of a leader that says these frames, those from `after` on once it heard something."""
+async def fake_leader(*script: frames.Frame, after: int = 0) -> AsyncIterator[int]:
+    """Port of a leader that sends these frames; those from `after` on once it has received a frame."""
     writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         connection = Connection(reader, writer, QUICK)
-        for position, frame in enumerate(frames):
+        for position, frame in enumerate(script):
             if after and position == after:
                 await connection.receive()
             connection.send(frame)
@@ -85,31 +87,37 @@ async def pretended(*frames: say.Frame, after: int = 0) -> AsyncIterator[int]:
     await settle()
 
 
-async def shake_hands(port: int, pod: int, version: int = PROTOCOL_VERSION) -> tuple[Connection, asyncio.StreamReader, say.Frame]:
-    """A pod's connection that proved the token, and the leader's answer."""
+async def shake_hands(
+    port: int, pod: int, version: int = PROTOCOL_VERSION
+) -> tuple[Connection, asyncio.StreamReader, frames.Frame]:
+    """A pod's authenticated connection, and the leader's answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = Connection(reader, writer, QUICK)
     challenge = await connection.receive()
-    assert isinstance(challenge, say.Challenge)
+    assert isinstance(challenge, frames.Challenge)
     connection.send(
-        say.Join(version=version, pod=pod, num_pods=3, nonce=b"n", proof=prove("token", f"pod {pod}", challenge.nonce, b"n"))
+        frames.Join(version=version, pod=pod, num_pods=3, nonce=b"n", proof=prove("token", f"pod {pod}", challenge.nonce, b"n"))
     )
     return connection, reader, await connection.receive()
 
 
-async def test_pod_with_the_token_joins_and_obeys(leader: Leader) -> None:
-    member = Member.make()
-    async with member.joins(leader.port):
+async def test_pod_with_the_token_joins_and_gets_commands(leader: Leader) -> None:
+    worker = Worker.make()
+    async with worker.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
         assert leader.events == [inc.Joined(1, "127.0.0.1")]
         assert leader.rendezvous.own_host == "127.0.0.1"
-        commands: list[say.Command] = [say.Start(1, ["a", "b", "c"], b"nonce", "no memory"), say.Serve(1), say.Stop(1, "why")]
+        commands: list[frames.Command] = [
+            frames.Start(1, ["a", "b", "c"], b"nonce", "no memory"),
+            frames.Serve(1),
+            frames.Stop(1, "why"),
+        ]
         for command in commands:
             leader.rendezvous.send(command)
-        await until(lambda: member.commands == commands)
-        member.membership.say(say.Ready(1))
-        member.membership.say(say.Failed(1, "oom", True))
-        member.membership.say(say.Failed(1, "no memory", False, is_draft=True))
+        await until(lambda: worker.commands == commands)
+        worker.rendezvous.send(frames.Ready(1))
+        worker.rendezvous.send(frames.Failed(1, "oom", True))
+        worker.rendezvous.send(frames.Failed(1, "no memory", False, is_draft=True))
         await until(lambda: len(leader.events) == 4)
         failed = [
             inc.RanksFailed(pod=1, incarnation=1, why="oom", is_echo=True),
@@ -124,76 +132,80 @@ async def test_pod_with_the_token_joins_and_obeys(leader: Leader) -> None:
     ("token", "pod", "num_pods", "why"),
     [
         ("wrong", 1, 3, "the service token is wrong"),
-        (say.group_token("token", "of another group"), 1, 3, "the service token is wrong"),
-        ("token", 1, 2, "the leader has 3 pods, but pod 1 says it is one of 2"),
-        ("token", 0, 3, "the leader has 3 pods, but pod 0 says it is one of 3"),
-        ("token", 3, 3, "the leader has 3 pods, but pod 3 says it is one of 3"),
+        (frames.group_token("token", "of another group"), 1, 3, "the service token is wrong"),
+        ("token", 1, 2, "the leader has 3 pods, pod 1 expects 2"),
+        ("token", 0, 3, "the leader has 3 pods, pod 0 expects 3"),
+        ("token", 3, 3, "the leader has 3 pods, pod 3 expects 3"),
     ],
     ids=["wrong token", "another StatefulSet's key", "another size", "a second leader", "an index too high"],
 )
 async def test_foreign_pod_is_refused_with_a_reason(leader: Leader, token: str, pod: int, num_pods: int, why: str) -> None:
-    member = Member.make(pod, token, num_pods)
-    async with member.joins(leader.port):
-        await until(lambda: len(member.losses) >= 2)
-    assert why in member.losses[0]
+    worker = Worker.make(pod, token, num_pods)
+    async with worker.joins(leader.port):
+        await until(lambda: len(worker.losses) >= 2)
+    assert why in worker.losses[0]
     assert leader.events == []
 
 
-async def test_leader_without_the_token_is_not_obeyed() -> None:
-    member = Member.make()
-    challenge, lie, order = say.Challenge(PROTOCOL_VERSION, b"nonce"), say.Welcome(b"no proof"), say.Start(1, ["evil"], b"")
-    async with pretended(challenge, lie, order, after=1) as port, member.joins(port):
-        await until(lambda: bool(member.losses))
-    assert "the leader does not know the service token" in member.losses[0]
-    assert member.commands == []
+async def test_commands_of_a_leader_without_the_token_are_ignored() -> None:
+    worker = Worker.make()
+    challenge, welcome, order = (
+        frames.Challenge(PROTOCOL_VERSION, b"nonce"),
+        frames.Welcome(b"no proof"),
+        frames.Start(1, ["evil"], b""),
+    )
+    async with fake_leader(challenge, welcome, order, after=1) as port, worker.joins(port):
+        await until(lambda: bool(worker.losses))
+    assert "the leader does not prove the service token" in worker.losses[0]
+    assert worker.commands == []
 
 
 @pytest.mark.parametrize(
-    ("frames", "after", "why"),
+    ("script", "after", "why"),
     [
-        ((say.Ready(1),), 0, "expected Challenge"),
-        ((say.Challenge(PROTOCOL_VERSION, b"n"), say.Serve(1)), 1, "expected Welcome"),
+        ((frames.Ready(1),), 0, "expected Challenge"),
+        ((frames.Challenge(PROTOCOL_VERSION, b"n"), frames.Serve(1)), 1, "expected Welcome"),
     ],
     ids=["no challenge", "no welcome"],
 )
-async def test_leader_with_an_invalid_message_is_disconnected(frames: tuple[say.Frame, ...], after: int, why: str) -> None:
-    member = Member.make()
-    async with pretended(*frames, after=after) as port, member.joins(port):
-        await until(lambda: bool(member.losses))
-    assert why in member.losses[0]
+async def test_leader_with_an_invalid_message_is_disconnected(script: tuple[frames.Frame, ...], after: int, why: str) -> None:
+    worker = Worker.make()
+    async with fake_leader(*script, after=after) as port, worker.joins(port):
+        await until(lambda: bool(worker.losses))
+    assert why in worker.losses[0]
 
 
 async def test_leader_with_a_pods_message_is_disconnected(leader: Leader) -> None:
-    member = Member.make()
-    async with member.joins(leader.port):
+    worker = Worker.make()
+    async with worker.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
-        leader.rendezvous._pods[1].send(say.Ready(1))
-        await until(lambda: bool(member.losses))
-    assert "unexpected Ready" in member.losses[0]
+        leader.rendezvous.pods[1].send(frames.Ready(1))
+        await until(lambda: bool(worker.losses))
+    assert "unexpected Ready" in worker.losses[0]
 
 
-async def test_a_pod_tries_again_until_the_leader_is_there() -> None:
-    async with pretended() as port:
+async def test_pod_reconnects_until_the_leader_listens() -> None:
+    async with fake_leader() as port:
         pass
-    member = Member.make()
+    worker = Worker.make()
     events: list[inc.Event] = []
     rendezvous = LeaderRendezvous("token", 3, events.append, QUICK)
-    async with member.joins(port):
-        await until(lambda: len(member.losses) >= 3)
+    async with worker.joins(port):
+        await until(lambda: len(worker.losses) >= 3)
         await rendezvous.listen("127.0.0.1", port)
         await until(lambda: bool(events))
     await rendezvous.close()
 
 
 async def test_returning_pod_replaces_its_connection(leader: Leader) -> None:
-    first, second = Member.make(), Member.make()
+    first, second = Worker.make(), Worker.make()
     async with first.joins(leader.port):
         await until(lambda: len(leader.events) == 1)
         async with second.joins(leader.port):
             await until(lambda: len(leader.events) == 2)
             assert leader.events == [inc.Joined(1, "127.0.0.1")] * 2
-            leader.rendezvous.send(say.Serve(4))
-            await until(lambda: second.commands == [say.Serve(4)])
+            leader.rendezvous.send(frames.Serve(4))
+            await until(lambda: second.commands == [frames.Serve(4)])
             assert first.commands == []
 
 
@@ -201,7 +213,7 @@ async def test_a_silent_peer_is_lost() -> None:
     events: list[inc.Event] = []
     rendezvous = LeaderRendezvous("token", 3, events.append, Timing(ping_s=100, silence_s=0.05))
     port = await rendezvous.listen("127.0.0.1", 0)
-    async with Member.make(timing=Timing(ping_s=100, silence_s=100)).joins(port):
+    async with Worker.make(timing=Timing(ping_s=100, silence_s=100)).joins(port):
         await until(lambda: len(events) == 2)
         assert events == [inc.Joined(1, "127.0.0.1"), inc.Left(1, "silent for 0.05 s")]
     await rendezvous.close()
@@ -209,27 +221,27 @@ async def test_a_silent_peer_is_lost() -> None:
 
 async def test_both_sides_answer_pings(leader: Leader) -> None:
     connection, reader, welcome = await shake_hands(leader.port, 2)
-    assert isinstance(welcome, say.Welcome)
-    ping = frame_bytes(say.Ping())
+    assert isinstance(welcome, frames.Welcome)
+    ping = frame_bytes(frames.Ping())
     async with asyncio.timeout(10):
         assert await reader.readexactly(3 * len(ping)) == 3 * ping
-    connection.send(say.Ping())
-    connection.send(say.Ready(1))
+    connection.send(frames.Ping())
+    connection.send(frames.Ready(1))
     await until(lambda: len(leader.events) == 2)
     assert leader.events == [inc.Joined(2, "127.0.0.1"), inc.RanksReady(2, 1)]
     connection.close()
     await settle()
 
 
-def frame_bytes(frame: say.Frame) -> bytes:
-    body = say._encode(frame)
+def frame_bytes(frame: frames.Frame) -> bytes:
+    body = frames.encode_frame(frame)
     return len(body).to_bytes(4, "big") + body
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"GET / HTTP/1.1\r\n\r\n", (3).to_bytes(4, "big") + b"\xc1\xc1\xc1", frame_bytes(say.Serve(1)), b""],
-    ids=["too long", "no frame", "an unexpected frame", "closed at once"],
+    [b"GET / HTTP/1.1\r\n\r\n", (3).to_bytes(4, "big") + b"\xc1\xc1\xc1", frame_bytes(frames.Serve(1)), b""],
+    ids=["too long", "no frame", "unexpected frame", "closed"],
 )
 async def test_malformed_data_closes_one_connection(leader: Leader, data: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
@@ -243,7 +255,7 @@ async def test_malformed_data_closes_one_connection(leader: Leader, data: bytes)
 
 async def test_pod_with_a_leaders_message_is_lost(leader: Leader) -> None:
     connection, _, _ = await shake_hands(leader.port, 2)
-    connection.send(say.Serve(1))
+    connection.send(frames.Serve(1))
     await until(lambda: len(leader.events) == 2)
     assert leader.events[1] == inc.Left(2, "unexpected Serve")
     connection.close()
@@ -252,8 +264,8 @@ async def test_pod_with_a_leaders_message_is_lost(leader: Leader) -> None:
 
 async def test_pod_of_another_version_is_reported(leader: Leader) -> None:
     connection, _, welcome = await shake_hands(leader.port, 2, version=99)
-    assert isinstance(welcome, say.Welcome)
-    assert "version 1, pod 2 speaks 99" in welcome.refused
+    assert isinstance(welcome, frames.Welcome)
+    assert "version 1, pod 2 version 99" in welcome.refused
     connection.close()
     await settle()
 

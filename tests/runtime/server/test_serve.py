@@ -1,4 +1,4 @@
-"""A pod's server: what it answers while it starts and serves, who is let in, and what it leaves behind."""
+"""A pod's server: answers while it starts and serves, authentication, and the end of its ranks."""
 
 import asyncio
 import logging
@@ -20,14 +20,15 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.health import RankHealth
 from phalanx_frontend.metrics import RequestTotals
-from phalanx_runtime.server.http.health import PodHealthSource
+from phalanx_runtime.server.http.app import PodHealthSource
 from phalanx_runtime.server.serve import make_rank_specs, make_server
-from phalanx_runtime.server.supervision.pod import Launch, LauncherView, why_stuck
+from phalanx_runtime.server.supervision.pod import Launch, LauncherView, stuck_reason
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 from phalanx_runtime.settings import ServeSettings
+from tests.polling import until
 from tests.runtime.fake_rank import command
-from tests.runtime.pods import is_alive, make_model, mark_of, until
-from tests.runtime.server.serving_pods import Running, ask, client_of, make_settings, served
+from tests.runtime.pods import is_alive, make_model, mark_of
+from tests.runtime.server.serving_pods import Running, client_of, complete, make_settings, served
 
 
 async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> None:
@@ -71,14 +72,17 @@ async def test_pod_is_ready_once_its_tokenizer_is_loaded(tmp_path: Path) -> None
 
 
 async def test_unrecoverable_pod_fails_its_liveness_probe(tmp_path: Path) -> None:
-    class Held:
-        """A supervisor whose launcher waits for a killed rank that the kernel holds."""
+    class StuckSupervisor:
+        """Waits for a killed rank that is blocked in the kernel."""
+
+        async def run(self) -> None:
+            return
 
         def status(self) -> SupervisorStatus:
             return SupervisorStatus(False, 2, "pod 0: rank 1 is hung: silent for 5.1 s")
 
-        def stuck(self) -> str | None:
-            return why_stuck(LauncherView("ending", 31.0))
+        def stuck_reason(self) -> str | None:
+            return stuck_reason(LauncherView("ending", 31.0))
 
         def ranks(self) -> list[RankHealth]:
             return [RankHealth(0, False, 1.0), RankHealth(1, True, 36.0)]
@@ -86,7 +90,7 @@ async def test_unrecoverable_pod_fails_its_liveness_probe(tmp_path: Path) -> Non
         def memory(self) -> list[MemoryAccount]:
             return []
 
-    app = create_health_app(PodHealthSource(Held(), RequestTotals()).health)
+    app = create_health_app(PodHealthSource(StuckSupervisor(), RequestTotals()).health)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as http:
         alive, health = await http.get("/healthz"), await http.get("/v1/health")
     assert (alive.status_code, alive.json()["error"]["code"]) == (503, "not_alive")
@@ -153,39 +157,37 @@ async def test_two_pods_serve_with_one_api_server(tmp_path: Path) -> None:
     async with served(make_settings(folder, *flags), "ready") as leader:
         response = await leader.get("/readyz")
         assert response.json()["error"]["message"] == "waiting for pod 1 of the group's 2"
-        async with served(make_settings(folder, *flags, "--node-rank", "1"), "ready") as member:
-            assert (await member.ready())["incarnation"] == 1
+        async with served(make_settings(folder, *flags, "--node-rank", "1"), "ready") as worker:
+            assert (await worker.ready())["incarnation"] == 1
             assert [rank["rank"] for rank in (await leader.ready())["ranks"]] == [0]
             os.kill(mark_of(folder, 1, 1)["pid"], signal.SIGSTOP)
-            async with asyncio.timeout(30):
-                for pod in (leader, member):
-                    while (await pod.get("/readyz")).status_code == 200:
-                        await asyncio.sleep(0.01)
-                    assert (await pod.get("/healthz")).status_code == 200
-            assert (await member.ready())["incarnation"] == 2
-            assert (await member.get("/v1/models")).status_code == 404
-            assert (await member.get("/metrics")).status_code == 200
+            for pod in (leader, worker):
+                await until(pod.is_unready)
+                assert (await pod.get("/healthz")).status_code == 200
+            assert (await worker.ready())["incarnation"] == 2
+            assert (await worker.get("/v1/models")).status_code == 404
+            assert (await worker.get("/metrics")).status_code == 200
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_failing_draft_restarts_the_group_without_it(tmp_path: Path, rank: int) -> None:
-    """In the leader's pod or another: all ranks of the start that is ready are told why nothing drafts.
+    """All ranks of the start that becomes ready get the reason.
 
-    It is the second, or the third where a pod tells of its lost peer long before the other one tells of the draft.
+    It is the second start, or the third if one pod reports its lost peer long before the other reports the draft failure.
     """
     folder = make_model(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
-    words = ("draft-fails", str(rank))
+    behavior = ("draft-fails", str(rank))
     async with (
-        served(make_settings(folder, *flags), *words) as leader,
-        served(make_settings(folder, *flags, "--node-rank", "1"), *words) as member,
+        served(make_settings(folder, *flags), *behavior) as leader,
+        served(make_settings(folder, *flags, "--node-rank", "1"), *behavior) as worker,
     ):
         incarnation = (await leader.ready())["incarnation"]
-        assert (await member.ready())["incarnation"] == incarnation in (2, 3)
-        told = [mark_of(folder, incarnation, one)["draft_missing"] for one in range(2)]
-        assert told == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
+        assert (await worker.ready())["incarnation"] == incarnation in (2, 3)
+        reasons = [mark_of(folder, incarnation, started)["draft_missing"] for started in range(2)]
+        assert reasons == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
 
 
 async def test_pod_enforces_its_api_keys(tmp_path: Path) -> None:
@@ -194,10 +196,10 @@ async def test_pod_enforces_its_api_keys(tmp_path: Path) -> None:
     keys.write_text("alice sk-alice -1")
     async with served(make_settings(folder, "--api-key", "sk-1", "sk-2", "--api-keys-file", str(keys)), "ready") as running:
         await running.ready()
-        assert (await ask(running)).status_code == 401
+        assert (await complete(running)).status_code == 401
         for key in ("sk-1", "sk-2", "sk-alice"):
             running.http.headers["authorization"] = f"Bearer {key}"
-            assert (await ask(running)).status_code == 200
+            assert (await complete(running)).status_code == 200
 
 
 async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,17 +207,17 @@ async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: py
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["-tp", "2", "--nnodes", "2", "--master-port", port]
-    settings = with_group(make_settings(folder, *flags), key="of this one")
-    member = make_settings(folder, *flags, "--node-rank", "1")
+    settings = with_group(make_settings(folder, *flags), key="current")
+    worker = make_settings(folder, *flags, "--node-rank", "1")
     with caplog.at_level(logging.WARNING):
         async with served(settings, "ready") as leader:
-            async with served(with_group(member, key="of a lost one"), "ready"):
+            async with served(with_group(worker, key="former"), "ready"):
                 await until(lambda: "the service token is wrong" in caplog.text)
-            async with served(with_group(member, key="of this one"), "ready"):
+            async with served(with_group(worker, key="current"), "ready"):
                 await leader.ready()
 
 
-async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> None:
+async def test_failed_supervisor_ends_the_pod_with_1(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
     port = str(taken.sockets[0].getsockname()[1])
@@ -228,7 +230,7 @@ async def test_a_supervisor_that_fails_ends_the_pod_with_1(tmp_path: Path) -> No
     assert running.server.exit_code == 1
 
 
-def test_ranks_are_numbered_through_the_pods(tmp_path: Path) -> None:
+def test_ranks_are_numbered_across_pods(tmp_path: Path) -> None:
     flags = ["-tp", "4", "--nnodes", "2", "--node-rank", "1", "--dtype", "bfloat16", "--max-model-len", "99"]
     specs = make_rank_specs(
         make_settings(make_model(tmp_path / "tiny"), *flags),

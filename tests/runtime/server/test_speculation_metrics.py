@@ -1,4 +1,4 @@
-"""What /metrics shows of speculation follows the reports of engines, one after the other."""
+"""Speculation metrics over the reports of successive engines."""
 
 from prometheus_client import CollectorRegistry
 
@@ -13,11 +13,11 @@ def test_counters_add_up_over_reports_and_engines() -> None:
     def shown(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
-    assert shown("vllm:spec_decode_num_drafts_total") == 0, "shown before anything was proposed"
-    metrics.follow(SpeculationCounts(paths=4, proposed=[4, 4, 2], accepted=[3, 1, 0], saved=4, draft_s=0.5, verify_s=0.25))
-    metrics.follow(SpeculationCounts(paths=6, proposed=[6, 6, 2, 1], accepted=[5, 3, 0, 0], saved=8, draft_s=0.75, verify_s=0.5))
-    metrics.follow(
-        SpeculationCounts(paths=1, proposed=[1], accepted=[1], saved=1, draft_s=0.1, verify_s=0.1, lost="out of memory")
+    assert shown("vllm:spec_decode_num_drafts_total") == 0, "exported before the first draft token"
+    metrics.update(SpeculationCounts(paths=4, proposed=[4, 4, 2], accepted=[3, 1, 0], saved=4, draft_s=0.5, verify_s=0.25))
+    metrics.update(SpeculationCounts(paths=6, proposed=[6, 6, 2, 1], accepted=[5, 3, 0, 0], saved=8, draft_s=0.75, verify_s=0.5))
+    metrics.update(
+        SpeculationCounts(paths=1, proposed=[1], accepted=[1], saved=1, draft_s=0.1, verify_s=0.1, draft_failure="out of memory")
     )
     assert shown("vllm:spec_decode_num_drafts_total") == 7
     assert shown("vllm:spec_decode_num_draft_tokens_total") == 16

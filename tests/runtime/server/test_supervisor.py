@@ -1,3 +1,5 @@
+"""Supervisors of one to three pods over fake ranks: start, failures, recovery."""
+
 import asyncio
 import os
 import signal
@@ -10,6 +12,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
+from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
@@ -17,38 +20,39 @@ from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.rendezvous_wire import Timing
 from phalanx_runtime.server.supervision.supervisor import (
     LeaderSupervisor,
-    MemberSupervisor,
     PodPlace,
     SupervisorParts,
     SupervisorStatus,
+    WorkerSupervisor,
 )
-from tests.runtime.engine.engine_rig import FakeMeter
+from tests.polling import until
+from tests.runtime.engine.engine_scene import FakeMeter
 from tests.runtime.fake_rank import command
 from tests.runtime.fake_runner import expected_output, make_request
-from tests.runtime.pods import is_alive, make_spec, mark_of, until
+from tests.runtime.pods import is_alive, make_spec, mark_of
 
 QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
 
 
 PATIENT = SilenceBounds(silence_s=2.0)
-"""Twenty beats of a fake rank: a machine that is that busy lets none run."""
+"""Twenty heartbeats of a fake rank: a busy machine may delay some."""
 
 
-def make_parts(folder: Path, pod: int, pods: int, *words: str) -> SupervisorParts:
+def make_parts(folder: Path, pod: int, pods: int, *behavior: str) -> SupervisorParts:
     """One rank in each pod."""
 
     async def locate() -> Path:
         return folder
 
-    def specs(launch: Launch, where: Path) -> list[RankSpec]:
-        spec = make_spec(where, pod, pods, launch.incarnation)
+    def specs(launch: Launch, model: Path) -> list[RankSpec]:
+        spec = make_spec(model, pod, pods, launch.incarnation)
         changes = {"engine_socket": launch.engine_socket, "token": launch.key, "hosts": list(launch.hosts)}
         return [RankSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | changes)]
 
-    def assets(where: Path, ready: RankReady) -> wire.Assets:
+    def assets(model: Path, ready: RankReady) -> wire.Assets:
         return wire.make_assets({}, ["tiny"], ready.max_model_len, [])
 
-    return SupervisorParts(locate=locate, make_specs=specs, read_assets=assets, command=command(*words), bounds=PATIENT)
+    return SupervisorParts(locate=locate, make_specs=specs, read_assets=assets, command=command(*behavior), bounds=PATIENT)
 
 
 class Group:
@@ -56,34 +60,34 @@ class Group:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.client = EngineClient(FakeMeter())
+        self.client = EngineClient(FakeMeter(), EngineSocket())
         self.backend = LocalBackend(self.client)
         self.leader: LeaderSupervisor | None = None
-        self.members: dict[int, MemberSupervisor] = {}
+        self.workers: dict[int, WorkerSupervisor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def status(self) -> list[SupervisorStatus]:
         assert self.leader is not None
-        return [self.leader.status(), *(member.status() for member in self.members.values())]
+        return [self.leader.status(), *(worker.status() for worker in self.workers.values())]
 
     async def serving(self, incarnation: int) -> None:
         await until(lambda: all(status == SupervisorStatus(True, incarnation, "") for status in self.status()))
 
-    async def lead(self, pods: int, *words: str) -> None:
+    async def lead(self, pods: int, *behavior: str) -> None:
         self.leader = LeaderSupervisor(
             PodPlace(pod=0, num_pods=pods, leader_host="127.0.0.1", port=0, token="t", timing=QUICK, listen_host="127.0.0.1"),
-            make_parts(self.folder, 0, pods, *words),
+            make_parts(self.folder, 0, pods, *behavior),
             self.client,
         )
         self.tasks[0] = asyncio.create_task(self.leader.run())
         if pods > 1:
             await until(lambda: self.leader is not None and self.leader.port is not None)
 
-    def join(self, pod: int, pods: int, *words: str) -> None:
+    def join(self, pod: int, pods: int, *behavior: str) -> None:
         assert self.leader is not None and self.leader.port is not None
         place = PodPlace(pod=pod, num_pods=pods, leader_host="127.0.0.1", port=self.leader.port, token="t", timing=QUICK)
-        self.members[pod] = MemberSupervisor(place, make_parts(self.folder, pod, pods, *words))
-        self.tasks[pod] = asyncio.create_task(self.members[pod].run())
+        self.workers[pod] = WorkerSupervisor(place, make_parts(self.folder, pod, pods, *behavior))
+        self.tasks[pod] = asyncio.create_task(self.workers[pod].run())
 
     async def end(self, pod: int) -> None:
         self.tasks[pod].cancel()
@@ -105,7 +109,7 @@ async def group_in(folder: Path) -> AsyncIterator[Group]:
             for pod in list(group.tasks):
                 await group.end(pod)
     pids = [mark_of(folder, *map(int, mark.stem.split("-")))["pid"] for mark in (folder / "marks").glob("*.json")]
-    assert not [pid for pid in pids if is_alive(pid)], "a rank outlived its pod"
+    assert not [pid for pid in pids if is_alive(pid)], "a rank survived its pod"
 
 
 async def test_killed_rank_starts_a_new_incarnation(tmp_path: Path) -> None:
@@ -119,7 +123,9 @@ async def test_killed_rank_starts_a_new_incarnation(tmp_path: Path) -> None:
         await group.serving(2)
         state = group.client.state()
         served = wire.Served("a model", "a layout", 64)
-        assert state == wire.State(serving=True, incarnation=2, served=served, deaths=1, death=state.death), "as rank 0 said"
+        assert state == wire.State(serving=True, incarnation=2, served=served, deaths=1, death=state.death), (
+            "identity reported by rank 0"
+        )
         assert "rank 0 was killed by signal 9" in state.death
         assert await group.answer(request) == expected_output(request)
 
@@ -130,7 +136,7 @@ async def test_open_streams_receive_the_loss(tmp_path: Path) -> None:
         await group.serving(1)
         stream = group.backend.generate(make_request(5, 6))
         first = asyncio.ensure_future(anext(stream))
-        await until(lambda: bool(group.client._open))
+        await until(lambda: group.client.is_busy)
         os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGKILL)
         with pytest.raises(BackendError, match="was killed by signal 9") as caught:
             async with asyncio.timeout(20):
@@ -139,15 +145,15 @@ async def test_open_streams_receive_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "why"),
+    ("behavior", "why"),
     [("silent-at", "pod 1: rank 1 is hung: silent for"), ("slow-at", "pod 1: rank 1 is hung: step 7 has taken 11.0 s")],
 )
 async def test_hung_rank_ends_all_and_the_group_recovers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, word: str, why: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, behavior: str, why: str
 ) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")
-        group.join(1, 2, word, "1")
+        group.join(1, 2, behavior, "1")
         await group.serving(1)
         await group.serving(2)
         assert not [rank for rank in (0, 1) if is_alive(mark_of(tmp_path, 1, rank)["pid"])]
@@ -162,7 +168,7 @@ async def test_stopped_rank_ends_streams_and_readiness(tmp_path: Path) -> None:
         await group.serving(1)
         stream = group.backend.generate(make_request(5, 6))
         first = asyncio.ensure_future(anext(stream))
-        await until(lambda: bool(group.client._open))
+        await until(lambda: group.client.is_busy)
         os.kill(mark_of(tmp_path, 1, 0)["pid"], signal.SIGSTOP)
         with pytest.raises(BackendError, match="rank 0 is hung: silent for") as caught:
             async with asyncio.timeout(20):
@@ -208,9 +214,9 @@ async def test_leaving_leader_stops_pods_until_the_next_leader(tmp_path: Path) -
         group.join(1, 2, "ready")
         await group.serving(1)
         await group.end(0)
-        await until(lambda: not group.members[1].status().ready)
+        await until(lambda: not group.workers[1].status().ready)
         await until(lambda: not is_alive(mark_of(tmp_path, 1, 1)["pid"]))
-        assert "leader 127.0.0.1" in group.members[1].status().reason
+        assert "leader 127.0.0.1" in group.workers[1].status().reason
 
 
 async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> None:
@@ -227,7 +233,7 @@ async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> Non
 async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, None, 0)
     port = taken.sockets[0].getsockname()[1]
-    client = EngineClient(FakeMeter())
+    client = EngineClient(FakeMeter(), EngineSocket())
     leader = LeaderSupervisor(
         PodPlace(pod=0, num_pods=2, leader_host="127.0.0.1", port=port, token="t"), make_parts(tmp_path, 0, 2, "ready"), client
     )

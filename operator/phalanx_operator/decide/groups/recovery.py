@@ -1,14 +1,11 @@
-"""Decides what happens to groups that die repeatedly or never serve.
+"""Decides what happens to groups that die repeatedly or never become ready.
 
-Ranks rejoin and containers restart without the operator. Its part:
+    death of ranks or a container, no external cause     recorded; they restart by themselves
+    unready for `startupSeconds`, all pods placed        recorded; all pods are deleted, once per incident
+    over `maxGroupRestarts` in `windowSeconds`           lost: a successor avoids its nodes
+    a second group lost                                  `Stalled`; each successor follows after a longer pause
 
-    a death (of ranks or a container) without an outside cause  -> recorded on the group
-    not ready for `startupSeconds`, all pods placed             -> all its pods are deleted, once per incident; recorded too
-    more than `maxGroupRestarts` of both in `windowSeconds`     -> the group is given up for one on other nodes
-    given up twice or more                                      -> Stalled; the next one follows after a pause, longer each time
-
-The record is an annotation of the StatefulSet. It has the UIDs of the pods to delete before the first is deleted: after a crash
-the next operator completes the deletion, and never deletes a later pod for the same incident.
+The record names the pods before the first is deleted, so that another operator completes the deletion and deletes no later pod.
 """
 
 import json
@@ -19,207 +16,212 @@ from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.status import MAX_AVOIDED, RecoveryStatus
 from phalanx_operator.decide.groups.progress import pods_unready_s
 from phalanx_operator.decide.state.actions import RetryPods, RetryRouters
-from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.groups import live, staying
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter, Restarts, age_s, changed
+from phalanx_operator.decide.state.fleet import EngineHealth, Fleet
+from phalanx_operator.decide.state.groups import live_groups, staying_groups
+from phalanx_operator.decide.state.snapshot import (
+    ObservedGroup,
+    ObservedRouter,
+    RestartRecord,
+    age_s,
+    replace_fields,
+    with_assessment,
+)
 
 SLACK_S = 600.0
-"""Time for deleting and placing pods besides their starts."""
-SEEN_FIRST_S = 30.0
-"""How much earlier a death may be recorded than its pods become not ready."""
-FIRST_S = 60.0
-"""First pause before a given-up group gets another successor; each pause is twice the one before."""
-OUTSIDE = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLost")
-"""Terminations that are not the group's fault: a lost node, or an orderly end."""
+"""Time for deleting and placing pods."""
+RECORD_LEAD_S = 30.0
+"""Longest time from a recorded death to unready pods."""
+FIRST_PAUSE_S = 60.0
+"""Doubles with each lost group."""
+EXTERNAL_TERMINATIONS = ("ContainerStatusUnknown", "Unknown", "Completed", "Evicted", "NodeLost")
+"""Terminations that do not count."""
+RETRIED_ANNOTATION = "phalanx.dev/retried"
+"""Time of the last retry of rejected pods."""
+RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class RestartCount:
-    """The restarts to record on a group, and how many of them are in the window."""
+    """The record to store, and restarts in the window."""
 
-    note: Restarts
+    record: RestartRecord
     recent: int
 
 
-def counted(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> RestartCount:
-    """Returns the record with the restarts since. Deaths that only routers report count when they report them."""
-    note = changed(group.restarts, since="", pods=()) if group.ready else group.restarts
-    engine, before, deaths = _deaths(group, note, fleet)
+def count_restarts(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> RestartCount:
+    """Adds deaths and container restarts to the stored record."""
+    record = replace_fields(group.restarts, since="", pods=()) if group.ready else group.restarts
+    engine, former_deaths, deaths = _deaths(group, record, fleet)
     containers = sum(pod.restarts for pod in group.pods)
-    crashed = any(pod.restarts and pod.ended not in OUTSIDE for pod in group.pods)
-    new = deaths - before + (max(containers - note.containers, 0) if crashed else 0)
-    recent = [at for at in note.at if _counts(at, note, policy, now)]
-    excused = _excused(group, note, fleet)
-    taken_back = max(0, excused - note.excused)
+    crashed = any(pod.restarts and pod.last_termination not in EXTERNAL_TERMINATIONS for pod in group.pods)
+    new = deaths - former_deaths + (max(containers - record.containers, 0) if crashed else 0)
+    recent = [at for at in record.at if _is_recent(at, record, policy, now)]
+    excused = _excused(group, record, fleet)
+    revoked = max(0, excused - record.excused)
     at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
-    at = at[: max(0, len(at) - taken_back)]
-    if new or taken_back:
-        return RestartCount(
-            Restarts(
-                at=at, pods=note.pods, engine=engine, deaths=deaths, containers=containers, since=note.since, excused=excused
-            ),
-            len(at),
-        )
-    same = (deaths, containers, excused) == (note.deaths, note.containers, note.excused) and (not deaths or engine == note.engine)
-    if same:
-        return RestartCount(note, len(recent))
-    # Expired times stay: removing them is not worth a write.
-    return RestartCount(replace(note, engine=engine, deaths=deaths, containers=containers, excused=excused), len(recent))
+    at = at[: max(0, len(at) - revoked)]
+    counted = replace(record, engine=engine, deaths=deaths, containers=containers, excused=excused)
+    if new or revoked:
+        return RestartCount(replace(counted, at=at), len(at))
+    is_same = (deaths, containers, excused) == (record.deaths, record.containers, record.excused)
+    if is_same and (not deaths or engine == record.engine):
+        return RestartCount(record, len(recent))
+    return RestartCount(counted, len(recent))  # expired times are kept: no write
 
 
-def _excused(group: ObservedGroup, note: Restarts, fleet: Fleet) -> int:
-    """Returns how many deaths under the leader's pod are excused. A silent or restarted router revokes no excuse."""
-    seen, leader = fleet.groups.get(group.name), group.leader
-    told = seen.excused if seen else 0
-    is_same_pod = leader is None or not note.engine or note.engine.partition("/")[0] == leader.uid
-    return max(told, note.excused) if is_same_pod else told
+def _engine(group: ObservedGroup, fleet: Fleet) -> EngineHealth:
+    return fleet.groups[group.name].engine if group.name in fleet.groups else EngineHealth()
 
 
-def _counts(at: str, note: Restarts, policy: RestartPolicy, now: str) -> bool:
-    """Returns whether a recorded restart still counts."""
+def _excused(group: ObservedGroup, record: RestartRecord, fleet: Fleet) -> int:
+    """Silent or restarted routers revoke no excuse."""
+    reported, leader = _engine(group, fleet).excused, group.leader
+    is_same_pod = leader is None or not record.engine or record.engine.partition("/")[0] == leader.uid
+    return max(reported, record.excused) if is_same_pod else reported
+
+
+def _is_recent(at: str, record: RestartRecord, policy: RestartPolicy, now: str) -> bool:
     age = age_s(at, now)
-    in_vain = bool(note.since) and at >= note.since
-    return age is not None and age < (_longest_s(policy) if in_vain else policy.window_seconds)
+    is_of_incident = bool(record.since) and at >= record.since
+    return age is not None and age < (_incident_window_s(policy) if is_of_incident else policy.window_seconds)
 
 
-def _longest_s(policy: RestartPolicy) -> float:
-    """Returns how long a restart of a group that has not served since counts: the window may be too short for all that are
-    allowed."""
+def _incident_window_s(policy: RestartPolicy) -> float:
+    """Returns the window for restarts of a group that is still unready."""
     return max(policy.window_seconds, (policy.max_group_restarts + 1) * policy.startup_seconds + SLACK_S)
 
 
-def _deaths(group: ObservedGroup, note: Restarts, fleet: Fleet) -> tuple[str, int, int]:
-    """Returns the leader start whose deaths are counted, how many of them are recorded, and how many there are.
+def _deaths(group: ObservedGroup, record: RestartRecord, fleet: Fleet) -> tuple[str, int, int]:
+    """Returns the engine to count, its recorded deaths, and its deaths.
 
-    A restarted leader counts from 0. Routers report the former leader's count until they are connected to the new one, so an
-    unchanged number is the former leader's until another number is reported.
+    Routers report the former leader's count until they connect, so an equal count is the former's.
     """
-    seen, leader = fleet.groups.get(group.name), group.leader
-    engine = f"{leader.uid}/{leader.restarts}" if leader else note.engine
-    if seen is None or (engine != note.engine and seen.deaths == note.deaths):
-        return note.engine, note.deaths, note.deaths
-    before = note.deaths if engine == note.engine else 0
-    return engine, before, max(seen.deaths, before)
+    leader = group.leader
+    engine = f"{leader.uid}/{leader.restarts}" if leader else record.engine
+    reported = _engine(group, fleet).deaths
+    if group.name not in fleet.groups or (engine != record.engine and reported == record.deaths):
+        return record.engine, record.deaths, record.deaths
+    before = record.deaths if engine == record.engine else 0
+    return engine, before, max(reported, before)
 
 
 def assess(groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str) -> tuple[ObservedGroup, ...]:
-    """Returns the groups with the records to write, and whether they are given up."""
-    return tuple(_assessed(group, fleet, policy, now) for group in groups)
+    """Sets the records to store, and groups over the restart budget."""
+    return tuple(_assess_group(group, fleet, policy, now) for group in groups)
 
 
-def _assessed(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> ObservedGroup:
+def _assess_group(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> ObservedGroup:
     if group.terminating:
         return group
-    found = counted(group, fleet, policy, now)
-    group = changed(group, noted=found.note, recent_restarts=found.recent)
-    if policy.mode == "None" or group.lost or group.ready or found.recent <= policy.max_group_restarts:
+    count = count_restarts(group, fleet, policy, now)
+    group = with_assessment(group, restarts_to_store=count.record, recent_restarts=count.recent)
+    is_within_budget = policy.mode == "None" or count.recent <= policy.max_group_restarts
+    if is_within_budget or group.assessment.lost_reason or group.ready:
         return group
-    within_s = _longest_s(policy) if found.note.since else policy.window_seconds
-    why = f"it was restarted {found.recent} times within {within_s:.0f} s"
-    return replace(group, lost=f"{why}{_words(group, fleet)}", spent=True)
+    window_s = _incident_window_s(policy) if count.record.since else policy.window_seconds
+    why = f"it was restarted {count.recent} times within {window_s:.0f} s"
+    return with_assessment(group, lost_reason=f"{why}{_last_error(group, fleet)}", exceeds_restart_budget=True)
 
 
-def _words(group: ObservedGroup, fleet: Fleet) -> str:
-    """Returns the last error of a group."""
+def _last_error(group: ObservedGroup, fleet: Fleet) -> str:
     if death := last_death(group, fleet):
         return f": {death}"
     return next((f": {pod.name}: {pod.reason} {pod.message}".rstrip() for pod in group.pods if pod.reason), "")
 
 
+def restart_record(group: ObservedGroup) -> RestartRecord:
+    """Returns the assessed record, else the stored one."""
+    return group.assessment.restarts_to_store or group.restarts
+
+
 def last_death(group: ObservedGroup, fleet: Fleet) -> str:
-    """Returns why the last incarnation of an unready group died; empty if a death is not what keeps it from serving.
+    """Returns why the last incarnation of an unready group died.
 
-    Leaders report the last death as long as they run; one from before the group last served is outdated.
+    Leaders report a death as long as they run; one before the group was last ready does not count.
     """
-    seen, noted = fleet.groups.get(group.name), (group.noted or group.restarts).at
+    recorded = restart_record(group).at
     unready_since = min((pod.unready_since for pod in group.pods if pod.unready_since), default="")
-    lead_s = age_s(noted[-1], unready_since) if noted and unready_since else None
-    return seen.death if seen and not group.ready and (lead_s is None or lead_s < SEEN_FIRST_S) else ""
+    lead_s = age_s(recorded[-1], unready_since) if recorded and unready_since else None
+    is_current = not group.ready and (lead_s is None or lead_s < RECORD_LEAD_S)
+    return _engine(group, fleet).last_death if is_current else ""
 
 
-def overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
-    """Returns whether all pods of a group are to be deleted: its startup time is over, and a restart could change its state."""
-    if policy.mode == "None" or group.ready or group.terminating or group.draining or group.lost or not group.pods:
+def is_overdue(group: ObservedGroup, policy: RestartPolicy, now: str) -> bool:
+    """Returns whether deleting all pods is due and could help."""
+    if policy.mode == "None" or group.ready or group.terminating or group.draining or not group.pods:
         return False
-    if group.silent:
-        return False  # no kubelet would end a pod there
-    if len(group.pods) < group.size or any(not pod.node or pod.leaving or "Image" in pod.reason for pod in group.pods):
+    if group.assessment.lost_reason or group.assessment.has_unready_node:  # no kubelet ends a pod there
+        return False
+    if len(group.pods) < group.size or any(not pod.node or pod.terminating or "Image" in pod.reason for pod in group.pods):
         return False
     age = pods_unready_s(group, now)
     return age is not None and age >= policy.startup_seconds
 
 
-def begun(group: ObservedGroup, policy: RestartPolicy) -> list[str]:
-    """Returns the names of pods with a recorded but incomplete deletion, left by a former operator.
-
-    Empty for a group that serves meanwhile, or is not to be restarted any more.
-    """
+def unfinished_restart(group: ObservedGroup, policy: RestartPolicy) -> list[str]:
+    """Returns pods that a recorded restart has yet to delete."""
     if group.ready or policy.mode == "None":
         return []
-    return [pod.name for pod in group.pods if pod.uid in group.restarts.pods and not pod.leaving]
+    return [pod.name for pod in group.pods if pod.uid in group.restarts.pods and not pod.terminating]
 
 
-def restarted(group: ObservedGroup, policy: RestartPolicy, now: str) -> Restarts:
-    """Returns the record of a group whose pods are all deleted now."""
-    note = group.noted or group.restarts
+def record_restart(group: ObservedGroup, policy: RestartPolicy, now: str) -> RestartRecord:
+    """Returns the record for deleting all pods now."""
+    record = restart_record(group)
     uids = tuple(pod.uid for pod in group.pods)
-    since = note.since or min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
-    return replace(note, at=(*note.at, now)[-policy.max_group_restarts - 1 :], pods=uids, since=since)
+    since = record.since or min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
+    return replace(record, at=(*record.at, now)[-policy.max_group_restarts - 1 :], pods=uids, since=since)
 
 
-def left_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -> float | None:
-    """Returns the seconds until the next startup deadline; None if all groups are ready."""
-    ages = [age for group in live(groups) if (age := pods_unready_s(group, now)) is not None]
+def due_in_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -> float | None:
+    """Returns the seconds until the next startup deadline."""
+    ages = [age for group in live_groups(groups) if (age := pods_unready_s(group, now)) is not None]
     due = [policy.startup_seconds - age for age in ages if age < policy.startup_seconds]
     return min(due, default=None) if policy.mode != "None" else None
 
 
-def followed(
+def recovery_status(
     former: RecoveryStatus | None, groups: Sequence[ObservedGroup], revision: str, policy: RestartPolicy, now: str
 ) -> RecoveryStatus | None:
-    """Returns the recovery state: groups that were given up for their restarts; None if there is none.
-
-    It is reset by another revision, and once all groups have been ready for a window.
-    """
+    """Returns groups lost for restarts, until another revision, or all groups are ready for a window."""
     if former and former.revision != revision:
         former = None
-    spent = [group for group in groups if group.spent and group.revision == revision]
+    spent = [group for group in groups if group.assessment.exceeds_restart_budget and group.revision == revision]
     if spent:
         nodes = [pod.node for group in spent for pod in group.pods if pod.node]
-        known = former.nodes if former else ()
         return RecoveryStatus(
             revision=revision,
             given_up=(former.given_up if former else 0) + len(spent),
             last_time=now,
-            nodes=tuple(dict.fromkeys([*nodes, *known]))[:MAX_AVOIDED],
-            message=f"{spent[0].name}: {spent[0].lost}"[:512],
+            nodes=tuple(dict.fromkeys([*nodes, *(former.nodes if former else ())]))[:MAX_AVOIDED],
+            message=f"{spent[0].name}: {spent[0].assessment.lost_reason}"[:512],
         )
     if former is None:
         return None
     age = age_s(former.last_time, now)
-    calm = all(group.ready for group in staying(groups)) and (age is None or age >= policy.window_seconds)
-    return None if calm else former
+    is_over = all(group.ready for group in staying_groups(groups)) and (age is None or age >= policy.window_seconds)
+    return None if is_over else former
 
 
-def pause_s(recovery: RecoveryStatus | None, policy: RestartPolicy, now: str) -> float:
-    """Returns the seconds until a successor may be created; 0 now. The first one follows at once, on other nodes."""
-    if recovery is None or recovery.given_up < 2:
+def pause_s(status: RecoveryStatus | None, policy: RestartPolicy, now: str) -> float:
+    """Returns the seconds until a successor may be created."""
+    if status is None or status.given_up < 2:
         return 0.0
-    age = age_s(recovery.last_time, now)
-    whole = min(FIRST_S * 2.0 ** min(recovery.given_up - 2, 20), float(policy.window_seconds))
-    return max(whole - age, 0.0) if age is not None else 0.0
+    age = age_s(status.last_time, now)
+    pause = min(FIRST_PAUSE_S * 2.0 ** min(status.given_up - 2, 20), float(policy.window_seconds))
+    return max(pause - age, 0.0) if age is not None else 0.0
 
 
-def written(note: Restarts) -> str:
-    """Returns the record as annotation text."""
-    return json.dumps({name: value for name, value in asdict(note).items() if value}, separators=(",", ":"))
+def format_record(record: RestartRecord) -> str:
+    """Returns the annotation's text."""
+    return json.dumps({name: value for name, value in asdict(record).items() if value}, separators=(",", ":"))
 
 
-def read(text: str | None) -> Restarts:
-    """Returns the record of an annotation; an empty one for invalid text."""
+def parse_record(text: str | None) -> RestartRecord:
+    """Returns the record; an empty one for invalid text."""
     try:
         fields = json.loads(text or "{}")
-        return Restarts(
+        return RestartRecord(
             at=tuple(str(at) for at in _list(fields, "at")),
             pods=tuple(str(uid) for uid in _list(fields, "pods")),
             engine=str(fields.get("engine", "")),
@@ -229,36 +231,29 @@ def read(text: str | None) -> Restarts:
             excused=int(fields.get("excused", 0)),
         )
     except (ValueError, TypeError, AttributeError):
-        return Restarts()
+        return RestartRecord()
 
 
 def _list(fields: Mapping[str, object], name: str) -> list[object]:
-    found = fields.get(name, [])
-    return found if isinstance(found, list) else []
+    value = fields.get(name, [])
+    return value if isinstance(value, list) else []
 
 
-# Retries of rejected pods. The controllers of StatefulSets and Deployments back off after each rejection, up to a quarter of an
-# hour, so
-# a raised quota would help only then. Any change of their object makes them retry at once: the retry time is written as
-# annotation.
+def due_retries(groups: Iterable[ObservedGroup], router: ObservedRouter | None, now: str) -> list[RetryPods | RetryRouters]:
+    """Returns the due retries of rejected pods.
 
-RETRIED = "phalanx.dev/retried"
-"""Annotation of a group's StatefulSet and of the router Deployment: time of the last retry of pods. Only the operator uses it."""
-RETRY_S = 30.0
-
-
-def due(groups: Iterable[ObservedGroup], router: ObservedRouter | None, now: str) -> list[RetryPods | RetryRouters]:
-    """Returns the retries that are due. Reconciles are more frequent while pods are missing."""
-    found: list[RetryPods | RetryRouters] = [
-        RetryPods(group.name, group.uid, group.refused)
-        for group in live(groups)
-        if group.refused and _is_due(group.retried, group.short_since, now)
+    Controllers back off up to 15 minutes; a new annotation makes them retry at once.
+    """
+    retries: list[RetryPods | RetryRouters] = [
+        RetryPods(group.name, group.uid, group.rejection)
+        for group in live_groups(groups)
+        if group.rejection and _is_due(group.retried_at, group.incomplete_since, now)
     ]
-    if router and router.refused and _is_due(router.retried, router.refused_since, now):
-        found.append(RetryRouters(router.uid, router.refused))
-    return found
+    if router and router.rejection and _is_due(router.retried_at, router.rejected_since, now):
+        retries.append(RetryRouters(router.uid, router.rejection))
+    return retries
 
 
-def _is_due(retried: str, since: str, now: str) -> bool:
-    age = age_s(max(retried, since), now)
+def _is_due(retried_at: str, since: str, now: str) -> bool:
+    age = age_s(max(retried_at, since), now)
     return age is not None and age >= RETRY_S

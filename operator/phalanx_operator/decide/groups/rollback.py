@@ -1,50 +1,71 @@
 """Decides when a rollout rolls back to the former revision (`rollout.onFailure: Rollback`), and its status.
 
-    a group of the newest revision misses `progressDeadlineSeconds`  -> that revision is given up; recorded in the status
-    groups of it were given up for their restarts, twice             -> likewise
-    recorded, and the last complete revision is known                -> all groups become that one, as in any rollout, whatever
-                                                                        `partition` and `paused` are
-    recorded, and that revision is unknown                           -> no group is created or replaced until it is known
-    the spec changes, or sets Pause                                  -> the record is removed; the newest revision is tried
+    newest revision misses its deadline, or two of its
+    groups exceed their restart budget                       recorded in the status: it is given up
+    recorded, former revision stored                         groups follow it, without `partition` and `paused`
+    recorded, former revision not stored                     no group is created or replaced
+    spec changes, or `onFailure: Pause`                      the record is removed
 
-A ConfigMap keeps the last complete revision (`render.revision`): the spec has only the newest.
+`render.revision` stores the last revision that was rolled out completely.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from phalanx_api.conditions import ConditionType, Reason, drop_condition, find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.status import RollbackStatus, Status
 from phalanx_operator.decide.groups import progress, recovery
-from phalanx_operator.decide.state.groups import Desired, staying
+from phalanx_operator.decide.state.groups import DesiredGroups, staying_groups
 from phalanx_operator.decide.state.snapshot import Snapshot, override_condition
 
-NO_RECORD = "there is no record of a revision that was rolled out whole while spec.rollout.onFailure said Rollback"
-_WELL: tuple[ConditionType, ...] = ("Ready", "Progressing")
-"""Conditions that cannot be true while the newest revision is given up."""
+NO_RECORD = "no revision that was rolled out completely with spec.rollout.onFailure Rollback is stored"
+_HEALTHY: tuple[ConditionType, ...] = ("Ready", "Progressing")
 
 
-def given_up(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> RollbackStatus | None:
-    """Returns the record that this revision is given up; None while it is followed, or no former revision exists."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveService:
+    """The service that groups follow."""
+
+    service: InferenceService
+    revision: str
+    rollback: RollbackStatus | None = None
+    """Set while the newest revision is given up."""
+    blocked_reason: str = ""
+    """Why a due rollback is impossible."""
+
+
+def due_rollback(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> RollbackStatus | None:
+    """Returns the rollback if this revision is given up."""
     former, rollout = snapshot.status.rollback, spec.rollout
     if rollout.on_failure != "Rollback":
         return None
     if former and former.revision == revision:
         return former
-    to, why = snapshot.status.current_revision, progress.late(snapshot.groups, revision, rollout, now)
-    past = recovery.followed(snapshot.status.recovery, snapshot.groups, revision, spec.restart_policy, now)
-    if not why and past and past.given_up > 1:
-        why = past.message  # its groups never run long enough to miss the deadline
-    if not why or not to or to == revision:
+    target, why = snapshot.status.current_revision, progress.deadline_failure(snapshot.groups, revision, rollout, now)
+    status = recovery.recovery_status(snapshot.status.recovery, snapshot.groups, revision, spec.restart_policy, now)
+    if not why and status and status.given_up > 1:
+        why = status.message  # its groups never run long enough to miss the deadline
+    if not why or not target or target == revision:
         return None
-    return RollbackStatus(revision=revision, to=to, message=why[:512], since=now)
+    return RollbackStatus(revision=revision, to=target, message=why[:512], since=now)
 
 
-def as_followed(service: InferenceService, *, is_former: bool) -> InferenceService:
-    """Returns the service to follow while its newest revision is given up: without partition, pause and canary share.
+def effective_service(
+    newest: InferenceService, revision: str, snapshot: Snapshot, rollback: RollbackStatus | None, former: InferenceService | None
+) -> EffectiveService:
+    """Returns the service to follow. `former`: of `rollback.to`, if stored."""
+    if rollback is None:
+        return EffectiveService(service=newest, revision=revision)
+    if former:
+        return EffectiveService(service=_ignore_rollout(former, is_former=True), revision=rollback.to, rollback=rollback)
+    if snapshot.status.rollback != rollback:  # it has not started
+        return EffectiveService(service=newest, revision=revision, blocked_reason=NO_RECORD)
+    service = _ignore_rollout(newest, is_former=False)
+    return EffectiveService(service=service, revision=revision, rollback=rollback, blocked_reason=NO_RECORD)
 
-    `is_former`: the service has the former revision's spec; else the newest one, because the former is unknown.
-    """
+
+def _ignore_rollout(service: InferenceService, *, is_former: bool) -> InferenceService:
+    """Drops partition, pause and canary."""
     rollout = service.spec.rollout
     changes: dict[str, object] = {"partition": 0, "paused": False} if is_former else {}
     if rollout.canary_weight is not None:
@@ -53,34 +74,37 @@ def as_followed(service: InferenceService, *, is_former: bool) -> InferenceServi
     return replace(service, spec=spec)
 
 
-def is_whole(snapshot: Snapshot, desired: Desired) -> bool:
-    """Returns whether all wanted groups exist, are available and have the revision."""
-    here = staying(snapshot.groups)
-    return len(here) == desired.replicas > 0 and all(group.available and group.revision == desired.revision for group in here)
+def is_complete(snapshot: Snapshot, desired: DesiredGroups) -> bool:
+    """Returns whether all wanted groups are available and of the revision."""
+    staying = staying_groups(snapshot.groups)
+    return len(staying) == desired.replicas > 0 and all(
+        group.available and group.revision == desired.revision for group in staying
+    )
 
 
-def with_rollback_condition(status: Status, note: RollbackStatus | None, lacks: str, snapshot: Snapshot, now: str) -> Status:
-    """Returns the status of a service whose newest revision is given up, in terms of that revision; else the status unchanged.
-    `lacks`: why groups do not become the former revision, if so."""
-    if note is None:
+def with_rollback_condition(
+    status: Status, rollback: RollbackStatus | None, blocked_reason: str, snapshot: Snapshot, now: str
+) -> Status:
+    """Returns the status in terms of the given-up revision."""
+    if rollback is None:
         return status
-    after = lacks or f"groups are of {note.to} again"
-    message = f"revision {note.revision} was given up: {note.message}; {after}"[:1024]
+    outcome = blocked_reason or f"groups are of {rollback.to} again"
+    message = f"revision {rollback.revision} was given up: {rollback.message}; {outcome}"[:1024]
     conditions, ready = status.conditions, find_condition(status.conditions, "Ready")
     if ready and ready.status == "True":
-        for kind in _WELL:
+        for kind in _HEALTHY:
             conditions = override_condition(
                 conditions, kind, is_true=False, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
             )
-    conditions = drop_condition(conditions, "Reconciling")  # even while groups change: intervention is needed
+    conditions = drop_condition(conditions, "Reconciling")  # intervention is needed even while groups change
     conditions = override_condition(
         conditions, "Stalled", is_true=True, reason=Reason.ROLLED_BACK, message=message, snapshot=snapshot, now=now
     )
-    updated = sum(group.revision == note.revision for group in staying(snapshot.groups))
+    updated = sum(group.revision == rollback.revision for group in staying_groups(snapshot.groups))
     return status.model_copy(
         update={
-            "rollback": note,
-            "update_revision": note.revision,
+            "rollback": rollback,
+            "update_revision": rollback.revision,
             "updated_replicas": updated,
             "conditions": conditions,
         }

@@ -1,154 +1,151 @@
-"""Derives the load of a service and the capacity of one of its groups from router reports."""
+"""Derives the load of a service, its trend, and the capacity of a group from router reports.
+
+A step in the rate raises the arrivals of the last minute for one minute. Growth over a longer span therefore counts only if its
+first and last part rose too, at least a minute apart, and beyond chance.
+"""
 
 import math
 import statistics
 from dataclasses import dataclass, replace
 
 from phalanx_api.summary import Traffic
-from phalanx_operator.decide.scaling.demand import ROOM, GroupCapacity, OfferedLoad
-from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView, middle_model
+from phalanx_operator.decide.scaling.demand import STEP_TOKENS, GroupCapacity, OfferedLoad
+from phalanx_operator.decide.state.fleet import Fleet, GroupLoadView, median_step_model
 
-SHORT_S, USUAL_S, LONG_S = 6.0, 60.0, 300.0
+SHORT_S, MEDIUM_S, LONG_S = 6.0, 60.0, 300.0
 """Windows of a router's summary."""
 SPREAD, PANIC_SPREAD = 2.0, 1.5
-"""The square root of a count has a standard deviation of one half: these are four and three of them."""
-_NOTHING = Traffic(window_s=USUAL_S, arrivals=0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
+"""Four and three standard deviations of the square root of a Poisson count."""
+_NO_TRAFFIC = Traffic(window_s=MEDIUM_S, arrivals=0, prompt=0.0, prompt_squared=0.0, missed=0.0, output=0.0)
+
+SPANS_S = (90.0, 120.0, 150.0, 180.0)
+"""Spans over which growth is measured."""
+PART_SHARE = 0.4
+"""Of proportional growth, for both parts of a span."""
+CHANCE = 2.0
+"""Least rise of a count's square root: three standard deviations of the difference of two."""
+MAX_GAP_S = 45.0
+"""A longer gap between evaluations resets the trend."""
+SLACK_S = 1.0
+"""Tolerance of timers."""
+MAX_GROWTH = 2.0
+MIN_ARRIVALS = 20
+"""Per minute, for a trend."""
 
 
-def fresh(fleet: Fleet) -> list[GroupLoadView]:
+def fresh_loads(fleet: Fleet) -> list[GroupLoadView]:
     """Returns the groups with recent reports."""
-    return [group for group in fleet.groups.values() if group.fresh]
+    return [load for load in fleet.loads if load.is_fresh]
 
 
-def ability_of(fleet: Fleet, room: int | None) -> GroupCapacity | None:
-    """Returns the capacity of the median group; None while no group has measured its steps."""
-    groups = fresh(fleet)
-    model = middle_model(groups)
-    if model is None:
+def group_capacity(fleet: Fleet, step_tokens: int | None) -> GroupCapacity | None:
+    """Returns the capacity of the median group with measured steps."""
+    groups = fresh_loads(fleet)
+    step_model = median_step_model(groups)
+    if step_model is None:
         return None
     speed = statistics.median(group.speed for group in groups)
-    return GroupCapacity(model, speed, int(statistics.median(group.capacity for group in groups)), room or ROOM)
+    kv_tokens = int(statistics.median(group.kv_capacity for group in groups))
+    return GroupCapacity(step_model, speed, kv_tokens, step_tokens or STEP_TOKENS)
 
 
-def load_of(fleet: Fleet, ability: GroupCapacity, grows: float = 1.0) -> OfferedLoad:
-    """Returns the load of the last minute, times `grows`. Means are of five minutes."""
-    usual = fleet.traffic.get(USUAL_S, _NOTHING)
-    return _load(fleet, ability, usual.arrivals / USUAL_S, grows)
+def current_load(fleet: Fleet, capacity: GroupCapacity, growth: float = 1.0) -> OfferedLoad:
+    """Returns the last minute's load times `growth`; lengths are of five minutes."""
+    medium = fleet.requests.windows.get(MEDIUM_S, _NO_TRAFFIC)
+    return _load(fleet, capacity, medium.arrivals / MEDIUM_S, growth)
 
 
-def arrivals_alone(load: OfferedLoad) -> OfferedLoad:
-    """Returns the part of a load that depends on arrivals only; pages and queues change with the groups."""
+def arrivals_only(load: OfferedLoad) -> OfferedLoad:
+    """Drops pages and queues, which change with the groups."""
     return replace(load, kv_tokens=0.0, backlog_s=0.0)
 
 
-def burstiness_of(fleet: Fleet) -> float:
-    """Returns the squared coefficient of variation of the times between arrivals; 1 for a Poisson process."""
+def burstiness(fleet: Fleet) -> float:
+    """Returns the squared coefficient of variation of interarrival times."""
     return _shape(fleet).scv
 
 
-def heaviest_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad:
-    """Returns the heaviest minute that a load like that of the last five minutes brings by chance, once in hours."""
-    usual, long = fleet.traffic.get(USUAL_S, _NOTHING), fleet.traffic.get(LONG_S, _NOTHING)
-    expected = max(usual.arrivals, long.arrivals * USUAL_S / LONG_S)
+def heaviest_load(fleet: Fleet, capacity: GroupCapacity) -> OfferedLoad:
+    """Returns the load of the busiest minute that occurs by chance once in hours."""
+    windows = fleet.requests.windows
+    medium, long = windows.get(MEDIUM_S, _NO_TRAFFIC), windows.get(LONG_S, _NO_TRAFFIC)
+    expected = max(medium.arrivals, long.arrivals * MEDIUM_S / LONG_S)
     spread = SPREAD * math.sqrt(max(_shape(fleet).scv, 1.0))
-    load = _load(fleet, ability, (math.sqrt(expected) + spread) ** 2 / USUAL_S if expected else 0.0, 1.0)
-    streams = sum(group.running for group in fresh(fleet))
+    load = _load(fleet, capacity, (math.sqrt(expected) + spread) ** 2 / MEDIUM_S if expected else 0.0, 1.0)
+    streams = sum(group.running for group in fresh_loads(fleet))
     return replace(load, kv_tokens=load.kv_tokens * (1 + SPREAD / math.sqrt(max(streams, 1))))
 
 
-def panic_load_of(fleet: Fleet, ability: GroupCapacity) -> OfferedLoad | None:
-    """Returns the load of the last seconds at the lowest rate that explains their arrivals; None without that window."""
-    short = fleet.traffic.get(SHORT_S)
+def panic_load(fleet: Fleet, capacity: GroupCapacity) -> OfferedLoad | None:
+    """Returns the short window's load at the lowest rate that explains it."""
+    short = fleet.requests.windows.get(SHORT_S)
     if short is None:
         return None
     spread = PANIC_SPREAD * math.sqrt(max(_shape(fleet).scv, 1.0))
     certain = max(math.sqrt(short.arrivals) - spread, 0.0) ** 2
-    return _load(fleet, ability, certain / SHORT_S, 1.0)
+    return _load(fleet, capacity, certain / SHORT_S, 1.0)
 
 
-def _load(fleet: Fleet, ability: GroupCapacity, rate: float, grows: float) -> OfferedLoad:
-    shape = _shape(fleet)
-    in_pages = sum(group.pressure * group.capacity for group in fresh(fleet))
-    waiting_s = fleet.queued_tokens * ability.token_s + sum(group.backlog_s for group in fresh(fleet))
-    return OfferedLoad(rate * grows, shape, in_pages * grows + fleet.queued_tokens, waiting_s)
+def _load(fleet: Fleet, capacity: GroupCapacity, rate: float, growth: float) -> OfferedLoad:
+    groups, queued_tokens = fresh_loads(fleet), fleet.requests.queued_tokens
+    used_tokens = sum(group.pressure * group.kv_capacity for group in groups)
+    backlog_s = queued_tokens * capacity.token_s + sum(group.backlog_s for group in groups)
+    return OfferedLoad(rate * growth, _shape(fleet), used_tokens * growth + queued_tokens, backlog_s)
 
 
 def _shape(fleet: Fleet) -> Traffic:
     """Returns the means of the longest window with arrivals."""
-    windows = (fleet.traffic.get(window_s, _NOTHING) for window_s in (LONG_S, USUAL_S, SHORT_S))
-    return next((window for window in windows if window.arrivals), _NOTHING)
-
-
-# Trend of the request rate: whether it has risen all along, and its expected value when a new group serves.
-# Each evaluation records the arrivals of the last minute. After a step they rise for one minute, until the window is full. So
-# growth
-# counts over a longer span only if its first and last minutes rose as well, each by a good part of its share, at least a minute
-# apart:
-# no step does that. A rise that may be chance is no growth. More than doubling is not expected.
-
-WINDOW_S = 60.0
-"""Window of the recorded arrivals."""
-SPANS_S = (90.0, 120.0, 150.0, 180.0)
-"""Span over which growth is measured."""
-PART_SHARE = 0.4
-CHANCE = 2.0
-"""Square roots of counts have a standard deviation of one half, their difference one of 0.7; this is three times that."""
-GAP_S = 45.0
-"""A longer pause without an evaluation resets the trend."""
-SLACK_S = 1.0
-"""Tolerance of timers."""
-MOST = 2.0
-FEWEST_ARRIVALS = 20
-"""Fewer arrivals in a minute give no trend."""
+    windows = (fleet.requests.windows.get(window_s, _NO_TRAFFIC) for window_s in (LONG_S, MEDIUM_S, SHORT_S))
+    return next((window for window in windows if window.arrivals), _NO_TRAFFIC)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalTrend:
-    """Arrivals per minute at these times, the newest last."""
+    """Arrivals per minute."""
 
     minutes: tuple[tuple[float, int], ...] = ()
+    """Times and arrivals, the newest last."""
     since_s: float | None = None
-    """Start of the trend; earlier arrivals may be incomplete."""
-    noted_s: float = 0.0
-    """The latest evaluation."""
+    """First evaluation; arrivals count a window later."""
+    evaluated_s: float = 0.0
 
 
-def followed(trend: ArrivalTrend, now_s: float, arrivals: int) -> ArrivalTrend:
-    """Returns the trend after one more evaluation."""
-    if trend.since_s is None or not 0 <= now_s - trend.noted_s <= GAP_S:
-        return ArrivalTrend(since_s=now_s, noted_s=now_s)
-    if now_s - trend.since_s < WINDOW_S - SLACK_S:
-        return ArrivalTrend(since_s=trend.since_s, noted_s=now_s)
-    longest_s = SPANS_S[-1] + GAP_S
+def add_minute(trend: ArrivalTrend, now_s: float, arrivals: int) -> ArrivalTrend:
+    """Returns the trend after an evaluation."""
+    if trend.since_s is None or not 0 <= now_s - trend.evaluated_s <= MAX_GAP_S:
+        return ArrivalTrend(since_s=now_s, evaluated_s=now_s)
+    if now_s - trend.since_s < MEDIUM_S - SLACK_S:
+        return ArrivalTrend(since_s=trend.since_s, evaluated_s=now_s)
+    longest_s = SPANS_S[-1] + MAX_GAP_S
     kept = tuple(minute for minute in trend.minutes if now_s - minute[0] <= longest_s)
     return ArrivalTrend((*kept, (now_s, arrivals)), trend.since_s, now_s)
 
 
-def growth(trend: ArrivalTrend, horizon_s: float, scv: float) -> float:
-    """Returns the expected growth factor of the rate after `horizon_s`, from 1 to 2. `scv`: burstiness of arrivals."""
+def expected_growth(trend: ArrivalTrend, horizon_s: float, scv: float) -> float:
+    """Returns the rate's growth after `horizon_s`, from 1 to `MAX_GROWTH`."""
     arrivals = trend.minutes[-1][1] if trend.minutes else 0
-    if arrivals < FEWEST_ARRIVALS:
+    if arrivals < MIN_ARRIVALS:
         return 1.0
     chance = CHANCE * math.sqrt(max(scv, 1.0))
     more = max(_rise(trend, span_s, chance) * horizon_s / span_s for span_s in SPANS_S)
-    return min(1 + more / arrivals, MOST)
+    return min(1 + more / arrivals, MAX_GROWTH)
 
 
 def _rise(trend: ArrivalTrend, span_s: float, chance: float) -> float:
-    """Returns by how much a minute's arrivals rose all along this span; 0 if they did not, or perhaps by chance."""
-    part_s = (span_s - WINDOW_S) / 2
+    """Returns the growth over the span; 0 if a step or chance may explain it."""
+    part_s = (span_s - MEDIUM_S) / 2
     ages = (0.0, part_s, span_s - part_s, span_s)
-    now, late, early, then = (_before(trend, age_s) for age_s in ages)
-    if then is None or now is None or late is None or early is None:
+    last, late, early, first = (_arrivals_before(trend, age_s) for age_s in ages)
+    if first is None or last is None or late is None or early is None:
         return 0.0
-    least = PART_SHARE * (now - then) * part_s / span_s
-    is_more = math.sqrt(now) - math.sqrt(then) > chance
-    return now - then if is_more and min(now - late, early - then) >= least else 0.0
+    part_rise = PART_SHARE * (last - first) * part_s / span_s
+    is_rise = math.sqrt(last) - math.sqrt(first) > chance
+    return last - first if is_rise and min(last - late, early - first) >= part_rise else 0.0
 
 
-def _before(trend: ArrivalTrend, age_s: float) -> float | None:
-    """Returns a minute's arrivals `age_s` before the latest evaluation, interpolated; None before the first record."""
-    at_s = trend.noted_s - age_s
+def _arrivals_before(trend: ArrivalTrend, age_s: float) -> float | None:
+    """Returns the arrivals of the minute that ended `age_s` ago, interpolated."""
+    at_s = trend.evaluated_s - age_s
     later = trend.minutes[-1]
     for minute in reversed(trend.minutes):
         if minute[0] <= at_s:

@@ -1,56 +1,55 @@
-"""Actions of the operator on a service. Each carries its reason, which the log, the event and a failing test print."""
+"""Actions on a service. Logs and events print `why`."""
 
 from dataclasses import dataclass
 
 from phalanx_api.status import Status
-from phalanx_operator.decide.state.snapshot import Purpose, Restarts
+from phalanx_operator.decide.state.snapshot import Purpose, RestartRecord
 
 
 @dataclass(frozen=True, slots=True)
 class InitReplicas:
-    """Write `spec.replicas` once, because the manifest has no value."""
+    """Writes `spec.replicas` if the manifest has no value."""
 
     replicas: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class KeepChildren:
-    """Create and keep what all groups share: the token, the Services, the router and its role."""
+class KeepSharedObjects:
+    """Applies the objects that all groups share."""
 
     groups: int
-    """Wanted groups; one group has no disruption budget."""
+    """Wanted; a single group has no disruption budget."""
     why: str
-    is_blind: bool = False
-    """The spec of the running groups is unknown, so routers, which serve under its names, stay unchanged."""
+    keeps_routers: bool = False
+    """The running spec is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreateGroup:
-    """Create a group, preferably not on the nodes `avoid`. An existing group of that name is left unchanged."""
+    """Creates a group unless it exists."""
 
     name: str
     why: str
-    avoid: tuple[str, ...] = ()
+    avoid_nodes: tuple[str, ...] = ()
+    """Nodes with lower preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainGroup:
-    """Annotate a group with this UID as draining.
-
-    `successor`: a name for a group in its place; empty for no successor.
-    """
+    """Sets the drain annotation."""
 
     name: str
     uid: str
     why: str
     successor: str = ""
+    """Name of the group that replaces it."""
     purpose: Purpose = "surplus"
 
 
 @dataclass(frozen=True, slots=True)
 class KeepGroup:
-    """Remove the drain annotation: the group is wanted after all."""
+    """Removes the drain annotation."""
 
     name: str
     uid: str
@@ -59,7 +58,7 @@ class KeepGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLeader:
-    """Show the drain state on the leader pod, which routers watch."""
+    """Copies the drain annotation to the leader pod, for routers."""
 
     group: str
     pod: str
@@ -70,7 +69,7 @@ class MarkLeader:
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Delete a pod with a shorter grace period: 0 where no kubelet can end it."""
+    """Deletes a pod with a shorter grace period."""
 
     name: str
     uid: str
@@ -80,30 +79,28 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartGroup:
-    """Delete all pods of a group, each by its UID, after recording the restart on the group.
-
-    `pods`: names and UIDs.
-    """
+    """Records the restart, then deletes all pods."""
 
     name: str
     uid: str
     pods: tuple[tuple[str, str], ...]
-    note: Restarts
+    """Names and UIDs."""
+    record: RestartRecord
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class NoteRestarts:
-    """Record restarts on a group."""
+class RecordRestarts:
+    """Stores the restart record of a group."""
 
     name: str
     uid: str
-    note: Restarts
+    record: RestartRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepGang:
-    """Create the group's missing gang object."""
+    """Creates the group's gang object if it is missing."""
 
     name: str
     uid: str
@@ -114,7 +111,7 @@ class KeepGang:
 
 @dataclass(frozen=True, slots=True)
 class KeepRevision:
-    """Store the spec of this revision for a rollback."""
+    """Stores the spec of this revision for a rollback."""
 
     revision: str
     why: str
@@ -122,7 +119,7 @@ class KeepRevision:
 
 @dataclass(frozen=True, slots=True)
 class RetryPods:
-    """Make the StatefulSet controller retry the pods of the group with this UID now."""
+    """Makes the controller retry rejected pods of a group."""
 
     name: str
     uid: str
@@ -131,7 +128,7 @@ class RetryPods:
 
 @dataclass(frozen=True, slots=True)
 class RetryRouters:
-    """Make the controllers of the router Deployment with this UID retry its pods now."""
+    """Makes the controller retry rejected router pods."""
 
     uid: str
     why: str
@@ -139,7 +136,7 @@ class RetryRouters:
 
 @dataclass(frozen=True, slots=True)
 class DeleteGroup:
-    """Delete the group with this UID."""
+    """Deletes a group."""
 
     name: str
     uid: str
@@ -148,15 +145,15 @@ class DeleteGroup:
 
 @dataclass(frozen=True, slots=True)
 class SetReplicas:
-    """Write the scale subresource, unless the service changed since the snapshot."""
+    """Writes the scale subresource unless the service changed."""
 
     replicas: int
     why: str
 
 
 GroupAction = CreateGroup | DrainGroup | KeepGroup | DeleteGroup | RestartGroup
-OfPods = MarkLeader | DeletePod | RetryPods | RetryRouters
-Action = InitReplicas | SetReplicas | KeepChildren | GroupAction | OfPods | NoteRestarts | KeepGang | KeepRevision
+PodAction = MarkLeader | DeletePod | RetryPods | RetryRouters
+Action = InitReplicas | SetReplicas | KeepSharedObjects | GroupAction | PodAction | RecordRestarts | KeepGang | KeepRevision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +162,10 @@ class Plan:
 
     actions: tuple[Action, ...]
     status: Status
-    hear_s: float
+    poll_s: float
     """Longest poll of routers."""
-    empty: tuple[str, ...] = ()
-    """Groups that routers must evacuate."""
-    again_s: float = 600.0
-    """Seconds until the next reconcile without a wake."""
-    in_line: bool = False
-    """It waits until groups of another service are placed."""
+    evacuate: tuple[str, ...] = ()
+    """Groups to evacuate."""
+    requeue_s: float = 600.0
+    is_queued: bool = False
+    """It waits for another service's group."""

@@ -1,4 +1,4 @@
-"""Desired groups, and the order in which surplus groups are deleted."""
+"""Desired groups, filters, and the order of deletion."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,62 +7,61 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desired:
-    """The desired state of a service's groups."""
+class DesiredGroups:
+    """Desired groups. Empty reasons do not apply."""
 
     revision: str
     replicas: int
     routers: int
     names: tuple[str, ...]
-    """Names for groups of this revision, as many as may ever exist, always the same: a retry after a lost response reuses the
-    name and so creates no second group."""
+    """Deterministic, so that a retry after a lost response creates no second group."""
     max_unavailable: int = 1
     max_surge: int = 0
     partition: int = 0
     """Groups that keep their old revision."""
     paused: bool = False
-    """No group is replaced for its revision."""
-    held: str = ""
-    """Why no serving group is given up for another one now."""
-    late: str = ""
-    """`held`, because a group of the newest revision missed its deadline."""
-    stuck: str = ""
-    """Why even groups that do not serve are kept: a successor may never start."""
-    no_room: str = ""
-    """Why there is no surge although the spec asks for one."""
-    spent: str = ""
-    """Which groups were given up for their restarts, if twice or more."""
-    holds: bool = False
-    """Routers hold requests while there is no group."""
+    hold_reason: str = ""
+    """Why no serving group is replaced."""
+    late_reason: str = ""
+    """Which group missed the progress deadline."""
+    stuck_reason: str = ""
+    """Why unready groups are kept too."""
+    no_surge_reason: str = ""
+    spent_reason: str = ""
+    """Which groups exceeded their restart budget."""
+    holds_requests: bool = False
 
 
-def live(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
-    """Returns the groups that are not being deleted."""
+def live_groups(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
+    """Returns the groups that are not terminating."""
     return [group for group in groups if not group.terminating]
 
 
-def staying(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
-    """Returns the groups that are neither being deleted, nor draining, nor lost with a node."""
-    return [group for group in live(groups) if group.draining is None and not group.lost]
+def staying_groups(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
+    """Returns the live groups that are neither draining nor lost."""
+    return [group for group in live_groups(groups) if group.draining is None and not group.assessment.lost_reason]
 
 
-def outdated(groups: Iterable[ObservedGroup], desired: Desired) -> list[ObservedGroup]:
-    """Returns the remaining groups of an old revision to replace, in order of deletion: all but `partition` of them."""
-    old = [group for group in in_order_of_deletion(staying(groups), desired.revision) if group.revision != desired.revision]
+def outdated_groups(groups: Iterable[ObservedGroup], desired: DesiredGroups) -> list[ObservedGroup]:
+    """Returns staying groups of old revisions, without the `partition`, in order of deletion."""
+    old = [group for group in deletion_order(staying_groups(groups), desired.revision) if group.revision != desired.revision]
     return old[: max(len(old) - desired.partition, 0)]
 
 
-def in_order_of_deletion(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:
-    """Returns the groups in order of deletion: failing, without nodes, not ready; then those of an old revision, those on a
-    cordoned node, those with the fewest tokens in their pages, the youngest."""
+def deletion_order(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:
+    """Sorts failing, unplaced, unready, old, cordoned groups first; then by KV tokens and age."""
     youngest_first = sorted(groups, key=lambda group: (group.created, group.name), reverse=True)
     return sorted(
-        youngest_first, key=lambda group: (_health(group), group.revision == revision, not group.cordoned, group.tokens)
+        youngest_first,
+        key=lambda group: (
+            *(_health_rank(group), group.revision == revision),
+            *(not group.assessment.has_cordoned_node, group.assessment.kv_tokens),
+        ),
     )
 
 
-def _health(group: ObservedGroup) -> int:
-    """Returns 0 while a pod fails, 1 while one has no node, 2 while one is not ready, 3 when it serves."""
+def _health_rank(group: ObservedGroup) -> int:
+    """Failing, unplaced, unready, ready."""
     if group.ready:
         return 3
     if any(pod.reason and pod.node for pod in group.pods):
@@ -70,7 +69,7 @@ def _health(group: ObservedGroup) -> int:
     return 2 if group.pods and all(pod.node for pod in group.pods) else 1
 
 
-def free_names(desired: Desired, groups: Iterable[ObservedGroup], count: int) -> list[str]:
-    """Returns the first names that no group has, not even one that is being deleted."""
+def free_names(desired: DesiredGroups, groups: Iterable[ObservedGroup], count: int) -> list[str]:
+    """Returns the first `count` names that no group has."""
     taken = {group.name for group in groups}
     return [name for name in desired.names if name not in taken][:count]

@@ -1,6 +1,5 @@
-"""Builds the policy of routers: the spec's rebalancing divided by their number, targets, and groups to evacuate."""
+"""Builds the policy that routers receive."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -11,25 +10,29 @@ from phalanx_api.spec.quantities import parse_bytes
 from phalanx_api.summary import BalancePolicy, Budgets
 
 
-def policy_of(
-    spec: Spec,
-    routers: int,
-    number: int = 0,
-    empty: Sequence[str] = (),
-    *,
-    awaited: bool = False,
-    revision: str = "",
-    for_good: Sequence[str] = (),
-    wanted: bool = True,
-) -> BalancePolicy:
-    """Returns the policy of each of `routers`. `awaited`: no group accepts requests, but one will. `revision`: the newest one
-    during a rollout. `for_good`: groups to evacuate without a successor of their revision. `wanted`: any group is wanted."""
-    routers = max(routers, 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInputs:
+    """Inputs other than the spec."""
+
+    routers: int
+    revision: str = ""
+    """The newest one, for the canary."""
+    evacuate: tuple[str, ...] = ()
+    without_successor: tuple[str, ...] = ()
+    """Of `evacuate`, without a successor of their revision."""
+    is_awaited: bool = False
+    """No group accepts requests, but one will soon."""
+    wants_groups: bool = True
+
+
+def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalancePolicy:
+    """Returns the policy of each router. Budgets are divided among them."""
+    routers = max(inputs.routers, 1)
     budgets, scaling = spec.rebalancing.budgets, spec.autoscaling
     bandwidth = parse_bytes(budgets.bandwidth) / routers if budgets.bandwidth else None
     targets = scaling.targets if scaling else None
     zero = scaling.scale_to_zero if scaling else ScaleToZero()
-    holds = (zero.enabled or awaited) and not spec.suspend
+    holds = (zero.enabled or inputs.is_awaited) and not spec.suspend
     return BalancePolicy(
         number=number,
         mode=spec.rebalancing.mode,
@@ -41,41 +44,26 @@ def policy_of(
         ),
         ttft_target_s=targets.ttft_p95_ms / 1000 if targets and targets.ttft_p95_ms else None,
         itl_target_s=targets.itl_p95_ms / 1000 if targets and targets.itl_p95_ms else None,
-        empty=list(empty),
+        empty=list(inputs.evacuate),
         max_held=zero.max_held_requests if holds else 0,
         hold_s=float(zero.hold_timeout_seconds) if holds else 0.0,
-        canary=revision if spec.rollout.canary_weight is not None else "",
+        canary=inputs.revision if spec.rollout.canary_weight is not None else "",
         canary_percent=spec.rollout.canary_weight or 0,
         routing=spec.router.policy,
         fails_open=spec.router.failure_mode == "FailOpen",
-        for_good=list(for_good),
-        wanted=wanted,
+        for_good=list(inputs.without_successor),
+        wanted=inputs.wants_groups,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    """The last published policy. Its number rises with each change, across operator restarts by the clock."""
+    """The last policy. Its number rises with each change, even across restarts."""
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
-    def renewed(
-        self,
-        spec: Spec,
-        routers: int,
-        empty: Sequence[str],
-        now_s: float,
-        *,
-        awaited: bool = False,
-        revision: str = "",
-        for_good: Sequence[str] = (),
-        wanted: bool = True,
-    ) -> "PublishedPolicy":
-        """Returns the policy to publish: this one with its number if nothing changed."""
+    def update(self, spec: Spec, inputs: PolicyInputs, now_s: float) -> "PublishedPolicy":
+        """Returns the policy to publish."""
         number = self.policy.number
-        same = policy_of(spec, routers, number, empty, awaited=awaited, revision=revision, for_good=for_good, wanted=wanted)
-        return (
-            self
-            if same == self.policy
-            else PublishedPolicy(structs.replace(same, number=max(self.policy.number + 1, int(now_s))))
-        )
+        policy = router_policy(spec, inputs, number)
+        return self if policy == self.policy else PublishedPolicy(structs.replace(policy, number=max(number + 1, int(now_s))))

@@ -1,4 +1,4 @@
-"""Observed state of one service at one moment, as frozen records."""
+"""Observed state of one service."""
 
 import datetime
 from collections.abc import Mapping
@@ -20,48 +20,45 @@ class ObservedPod:
     ready: bool = False
     node: str = ""
     reason: str = ""
-    """Why it is not ready, in the words of Kubernetes, if known."""
+    """Why it is not ready."""
     message: str = ""
     uid: str = ""
     ip: str = ""
     created: str = ""
     unready_since: str = ""
-    """Since when it is not ready, by the kubelet; empty before its first report."""
     ready_since: str = ""
-    """Since when it is ready, likewise."""
     restarts: int = 0
-    ended: str = ""
-    """Restarts of its containers, and how the last one ended before."""
-    leaving: bool = False
-    """It is being deleted: evicted, or with its group."""
-    hurried: bool = False
-    """Its grace period is already short."""
-    marked: bool = False
-    """Its annotation shows routers that the group drains."""
+    """Of its containers."""
+    last_termination: str = ""
+    """Before the last restart."""
+    terminating: bool = False
+    has_short_grace: bool = False
+    """At most `FINAL_GRACE_S`."""
+    is_marked_draining: bool = False
+    """Has the drain annotation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """Record of a group's restarts, stored as annotation."""
+class RestartRecord:
+    """Restarts of a group, stored as an annotation with these names."""
 
     at: tuple[str, ...] = ()
-    """Times of the restarts."""
     pods: tuple[str, ...] = ()
-    """UIDs of the pods deleted for the last one."""
+    """UIDs that the last restart deletes."""
     engine: str = ""
-    """The leader start whose deaths are counted."""
+    """`pod UID/container restarts` of the leader with these deaths."""
     deaths: int = 0
     containers: int = 0
     """Counted container restarts."""
     since: str = ""
-    """When the group was last ready, or created, before its pods were deleted; empty once it is ready again."""
+    """Start of the unready time that led to a restart."""
     excused: int = 0
-    """Deaths of the leader's pod that requests caused."""
+    """Deaths of this leader pod that requests caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedNode:
-    """A node: whether it is ready, since when, and whether it accepts new pods."""
+    """A node."""
 
     name: str
     ready: bool
@@ -72,20 +69,20 @@ class ObservedNode:
 Record = TypeVar("Record")
 
 
-def changed(record: Record, **fields: Any) -> Record:
-    """Returns the record with these fields; the same object if they are equal, as for most groups in most reconciles."""
+def replace_fields(record: Record, **fields: Any) -> Record:
+    """Returns the record with these fields; mostly the same object."""
     if all(getattr(record, name) == value for name, value in fields.items()):
         return record
     return replace(record, **fields)  # type: ignore[type-var]
 
 
 Purpose = Literal["surplus", "revision", "straggler", "asked"]
-"""Purpose of a drain: surplus groups, an old revision, a straggler, or a person's request by annotation."""
+"""Why a group drains. The last is the request of a user."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainMark:
-    """The drain annotation of a group: since when, why and for which purpose."""
+    """The drain annotation."""
 
     since: str
     why: str
@@ -93,73 +90,75 @@ class DrainMark:
 
     @property
     def is_final(self) -> bool:
-        """Whether the group is deleted even if as many groups are wanted again."""
+        """Whether the group leaves even if wanted again."""
         return self.purpose in ("straggler", "asked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAssessment:
+    """Conclusions of `plan.assess`. Empty reasons do not apply."""
+
+    lost_reason: str = ""
+    """Why a successor elsewhere replaces it."""
+    drained_reason: str = ""
+    """Why it may be deleted."""
+    straggler_reason: str = ""
+    """Why it is replaced although ready."""
+    is_below_min_ready: bool = False
+    """Ready for less than `minReadySeconds`."""
+    has_cordoned_node: bool = False
+    has_unready_node: bool = False
+    kv_tokens: int = 0
+    """Of running requests."""
+    restarts_to_store: RestartRecord | None = None
+    recent_restarts: int = 0
+    """In the window."""
+    exceeds_restart_budget: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedGroup:
-    """A group, which is a StatefulSet."""
+    """A group: a StatefulSet and its pods."""
 
     name: str
     uid: str
     revision: str
     created: str
-    """Creation time, sortable."""
+    """Sortable."""
     size: int
     terminating: bool = False
     pods: tuple[ObservedPod, ...] = ()
-    """Existing pods."""
     draining: DrainMark | None = None
-    drained: str = ""
-    """Why a draining group may be deleted: it has no streams, or its timeout is over."""
-    lost: str = ""
-    """Why it is given up for a group elsewhere."""
-    slow: str = ""
-    """Why it is to be replaced although it serves."""
-    young: bool = False
-    """It has been ready for less than `rollout.minReadySeconds`."""
-    cordoned: bool = False
-    """One of its nodes accepts no new pods."""
-    silent: bool = False
-    """One of its nodes is not ready."""
-    short_since: str = ""
-    """Since when this operator observed missing pods; empty if complete."""
-    tokens: int = 0
-    """Tokens in its KV pages."""
+    incomplete_since: str = ""
+    """Since when pods have been missing."""
     gang: str = ""
-    """Kind of its gang."""
-    restarts: Restarts = Restarts()
-    """The stored record."""
-    noted: Restarts | None = None
-    """The record to store."""
-    recent_restarts: int = 0
-    """Restarts in the window."""
-    spent: bool = False
-    """The restarts exceed the budget."""
-    refused: str = ""
+    """Its kind."""
+    restarts: RestartRecord = RestartRecord()
+    """As stored."""
+    rejection: str = ""
     """Why the API server rejects its pods."""
-    retried: str = ""
-    """When rejected pods were last retried."""
+    retried_at: str = ""
+    """Last retry of rejected pods."""
+    assessment: GroupAssessment = GroupAssessment()
 
     @property
     def serving(self) -> bool:
-        """Whether it is ready and stays."""
+        """Ready and not draining."""
         return self.ready and self.draining is None
 
     @property
     def available(self) -> bool:
-        """Whether it has been ready for `minReadySeconds`."""
-        return self.ready and not self.young
+        """Ready for `minReadySeconds`."""
+        return self.ready and not self.assessment.is_below_min_ready
 
     @property
     def leader(self) -> ObservedPod | None:
-        """Its leader pod, if it exists."""
+        """Pod 0, if it exists."""
         return next((pod for pod in self.pods if pod.index == 0), None)
 
     @property
     def ready(self) -> bool:
-        """Whether all its pods exist and are ready."""
+        """All pods are ready."""
         return not self.terminating and self.ready_pods == self.size
 
     @property
@@ -168,26 +167,30 @@ class ObservedGroup:
         return sum(pod.ready for pod in self.pods)
 
 
+def with_assessment(group: ObservedGroup, **fields: Any) -> ObservedGroup:
+    """Returns the group with these fields of its assessment."""
+    return replace_fields(group, assessment=replace_fields(group.assessment, **fields))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRouter:
     """The router Deployment."""
 
-    wanted: int
+    replicas: int
     updated: int
     ready: int
-    current: bool
-    """Its controller has observed the newest spec."""
+    is_current: bool
+    """The newest spec is observed."""
     uid: str = ""
-    refused: str = ""
-    """Why its pods are rejected, as its controller reports."""
-    refused_since: str = ""
-    retried: str = ""
-    """When rejected pods were last retried."""
+    rejection: str = ""
+    """Why its pods are rejected."""
+    rejected_since: str = ""
+    retried_at: str = ""
 
     @property
-    def settled(self) -> bool:
-        """Whether all routers run the newest spec and are ready."""
-        return self.current and self.updated == self.ready == self.wanted
+    def is_settled(self) -> bool:
+        """All routers run the newest spec and are ready."""
+        return self.is_current and self.updated == self.ready == self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class ObservedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasWriter:
-    """The last writer of `spec.replicas` by managedFields, and the time."""
+    """The last writer of `spec.replicas`."""
 
     manager: str
     at: str
@@ -209,7 +212,7 @@ class ReplicasWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All observations that decisions about one service use."""
+    """All observations about one service."""
 
     namespace: str
     name: str
@@ -225,9 +228,6 @@ class Snapshot:
     router_pods: tuple[ObservedPod, ...] = ()
 
 
-# Conditions that another function of this reconcile has set already.
-
-
 def override_condition(
     conditions: tuple[Condition, ...],
     kind: ConditionType,
@@ -237,20 +237,16 @@ def override_condition(
     snapshot: Snapshot,
     now: str,
 ) -> tuple[Condition, ...]:
-    """Overrides a condition set earlier in this reconcile. `lastTransitionTime` comes from the stored status: the intermediate
-    value was never written."""
+    """Overrides a condition of this reconcile: `lastTransitionTime` comes from the stored status."""
     former = find_condition(snapshot.status.conditions, kind)
     if former:
-        there = find_condition(conditions, kind)
-        conditions = tuple(former if one is there else one for one in conditions) if there else (*conditions, former)
+        replaced = find_condition(conditions, kind)
+        conditions = tuple(former if c is replaced else c for c in conditions) if replaced else (*conditions, former)
     return set_condition(conditions, kind, is_true, reason=reason, message=message, generation=snapshot.generation, now=now)
 
 
-# Times in Kubernetes' format, as seconds.
-
-
-def parsed(text: str) -> datetime.datetime | None:
-    """Returns the time; None for text without a valid time or time zone."""
+def parse_time(text: str) -> datetime.datetime | None:
+    """Returns the time, if it is valid RFC 3339 with a time zone."""
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:
@@ -259,6 +255,6 @@ def parsed(text: str) -> datetime.datetime | None:
 
 
 def age_s(since: str, now: str) -> float | None:
-    """Returns the seconds from `since` to `now`; None if either is invalid."""
-    first, last = parsed(since), parsed(now)
+    """Returns the seconds between two times, if both are valid."""
+    first, last = parse_time(since), parse_time(now)
     return (last - first).total_seconds() if first and last else None

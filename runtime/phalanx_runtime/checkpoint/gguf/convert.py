@@ -1,7 +1,7 @@
 """Converts a GGUF file to a model folder: fp32 safetensors, config.json, tokenizer.json, tokenizer_config.json.
 
-Tensors are bitwise equal to those that transformers loads from the same file. llama.cpp stores query and key rows of Llama models
-interleaved for its rotary embedding: its row (head, i, half) becomes row (head, half, i).
+Tensors are bitwise equal to those that transformers loads. llama.cpp interleaves query and key rows of Llama models: its row
+(head, i, half) becomes row (head, half, i).
 """
 
 import json
@@ -19,10 +19,8 @@ from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 
-# Rotary embedding, as `rope_parameters` of config.json.
-# A file contains Llama 3's scaling only as a divisor for each frequency (tensor rope_freqs). All Llama 3 models share the other
-# parameters, so the factor is the largest divisor; the divisors computed from it must equal the file's.
-# Source: Llama 3.1's reference code (apply_scaling) and llama.cpp's converter.
+# Rotary embedding. GGUF stores Llama 3's scaling as a divisor per frequency (tensor rope_freqs). All Llama 3 models share the
+# other parameters, so the factor is the largest divisor. Source: Llama 3.1's apply_scaling and llama.cpp's converter.
 
 ROPE_DIVISORS = "rope_freqs.weight"
 _DEFAULT_THETA = 10000.0
@@ -30,7 +28,7 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
 def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
-    """The file's base and scaling. Raises ModelError for a scaling that config.json cannot express."""
+    """Returns `rope_parameters` of config.json. Raises ModelError for an unsupported scaling."""
     theta = file.metadata.get(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
     if not isinstance(theta, int | float):
         raise ModelError(f"{file.path}: {architecture}.rope.freq_base must be a number, it is {theta!r:.40}")
@@ -62,16 +60,16 @@ def _llama3(file: GgufFile, theta: float, divisors: npt.NDArray[np.float32]) -> 
 
 
 def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.NDArray[np.float64]:
-    """Divisor of each frequency: 1 for short wavelengths, `factor` for long ones, interpolated between them."""
+    """Returns a divisor per frequency: 1 for short wavelengths, `factor` for long ones."""
     wavelengths = 2 * np.pi * theta ** (np.arange(num_frequencies) / num_frequencies)
     share = (_ORIGINAL_POSITIONS / wavelengths - _LOW_FREQ_FACTOR) / (_HIGH_FREQ_FACTOR - _LOW_FREQ_FACTOR)
-    kept = np.clip(share, 0.0, 1.0)
-    divisors: npt.NDArray[np.float64] = 1 / ((1 - kept) / factor + kept)
+    unscaled = np.clip(share, 0.0, 1.0)
+    divisors: npt.NDArray[np.float64] = 1 / ((1 - unscaled) / factor + unscaled)
     return divisors
 
 
 CONVERTER_VERSION = 2
-"""Increment whenever the same GGUF file would give another folder: cache folder names depend on it."""
+"""Part of cache keys; increment when the output for the same GGUF file changes."""
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ROOTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -92,9 +90,9 @@ _INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Writes the model folder `out` atomically; raises ModelError if `out` exists and is not empty.
+    """Writes the model folder `out` atomically. Needs memory for the largest tensor.
 
-    Takes about 3 s for 135 million parameters, and the memory of the largest tensor. Raises ModelError.
+    Raises ModelError, also if `out` exists and is not empty.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ModelError(f"{out} exists already: give the folder another name or remove it")
@@ -104,10 +102,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
-    """Returns `out`, converted if absent; for caches with content-based names. Setting `stop` aborts.
-
-    Raises ModelError.
-    """
+    """Returns `out`, converted if absent. Setting `stop` aborts. Raises ModelError."""
     stop = stop or threading.Event()
 
     def make(part: Path) -> None:
@@ -136,7 +131,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
-    """Content of config.json. Raises ModelError for an architecture or feature that cannot be converted exactly."""
+    """Returns the content of config.json. Raises ModelError where no exact conversion exists."""
     architecture = file.text("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(f"{file.path}: architecture {architecture!r} cannot be converted, only {', '.join(_ARCHITECTURES)}")
@@ -184,8 +179,8 @@ def _sizes(file: GgufFile, architecture: str) -> dict[str, object]:
 
 def _special_ids(file: GgufFile) -> dict[str, object]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {name: file.number(f"tokenizer.ggml.{gguf_name}_token_id") for name, gguf_name in names.items()}
-    return {name: index for name, index in found.items() if index is not None}
+    ids = {name: file.number(f"tokenizer.ggml.{gguf_name}_token_id") for name, gguf_name in names.items()}
+    return {name: index for name, index in ids.items() if index is not None}
 
 
 def _required(file: GgufFile, key: str) -> object:
@@ -195,7 +190,7 @@ def _required(file: GgufFile, key: str) -> object:
 
 
 def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
-    """The tensor with its name in the folder. Raises ModelError for an unknown one: dropping it would change the model."""
+    """Returns checkpoint name and tensor. Raises ModelError for an unknown tensor."""
     match tensor.name.split("."):
         case [root, kind] if root in _ROOTS:
             return f"{_ROOTS[root]}.{kind}", tensor
@@ -207,7 +202,7 @@ def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
 def _write_safetensors(
     out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event
 ) -> None:
-    """Writes one tensor at a time to bound memory. Source: the safetensors format description."""
+    """Writes one tensor at a time. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
@@ -226,10 +221,10 @@ def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> 
     for _, tensor in tensors:
         values = tensor.float32()
         num_heads = heads.get(tensor.name.split(".")[-2])
-        yield values if num_heads is None else _halves_apart(values, int(str(num_heads)))
+        yield values if num_heads is None else _deinterleaved(values, int(str(num_heads)))
 
 
-def _halves_apart(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _deinterleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
     """Reorders rows (head, i, half) to (head, half, i)."""
     split = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)

@@ -1,7 +1,6 @@
-"""Reader of GGUF files: metadata, and memory-mapped tensors.
+"""Reads GGUF files. Source: ggml's docs/gguf.md.
 
-Source: the GGUF specification in ggml's docs/gguf.md. The `gguf` package's reader takes seconds for a vocabulary of 50,000
-tokens; only its dequantisation is used.
+The `gguf` package only dequantises: its reader takes seconds for a vocabulary of 50,000 tokens.
 """
 
 import mmap
@@ -28,15 +27,17 @@ _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor. `shape` has rows first, as in numpy and torch; `raw` has one row of bytes per row of the tensor."""
+    """One memory-mapped tensor."""
 
     name: str
     shape: tuple[int, ...]
+    """Rows first, as in numpy."""
     quantization: GGMLQuantizationType
     raw: npt.NDArray[np.uint8]
+    """One row of bytes per row of the tensor."""
 
     def float32(self) -> npt.NDArray[np.float32]:
-        """The dequantised values. Raises ModelError for a quantisation that the gguf package does not support."""
+        """Dequantises. Raises ModelError for an unsupported quantisation."""
         try:
             values = dequantize(self.raw, self.quantization)
         except NotImplementedError as error:
@@ -53,14 +54,14 @@ class GgufFile:
     tensors: list[GgufTensor]
 
     def text(self, key: str) -> str | None:
-        """The string under `key`, or None. Raises ModelError for another type."""
+        """Returns a string, if present. Raises ModelError."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, str):
             raise ModelError(f"{self.path}: {key} must be a string, it is {value!r:.40}")
         return value
 
     def number(self, key: str) -> int | None:
-        """The integer under `key`, or None. Raises ModelError for another type."""
+        """Returns an integer, if present. Raises ModelError."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, int):
             raise ModelError(f"{self.path}: {key} must be an integer, it is {value!r:.40}")
@@ -71,7 +72,7 @@ class GgufFile:
         return self.metadata.get(key) is True
 
     def texts(self, key: str) -> list[str]:
-        """The strings under `key`. Raises ModelError if absent or of another type."""
+        """Returns a required list of strings. Raises ModelError."""
         value = self.metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ModelError(f"{self.path}: {key} must be a list of strings")
@@ -79,8 +80,6 @@ class GgufFile:
 
 
 class _Cursor:
-    """Sequential reader of the header."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
         self.position = 0
@@ -120,7 +119,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Metadata and memory-mapped tensors of the file. Raises ModelError for an incomplete or invalid file."""
+    """Reads metadata and maps tensors. Raises ModelError."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as header:
             cursor = _Cursor(header)

@@ -1,8 +1,7 @@
 """Converts the tokenizer in a GGUF file's metadata to a tokenizer.json.
 
-llama.cpp's source defines the pre-tokenizer that `tokenizer.ggml.pre` names. This module follows it, also for names that
-transformers does not know: `smollm` splits off every digit, so " ½" is two pieces. (SmolLM2's vocabulary has no token of two
-digits or of a space and a digit, so other prompts give equal ids.)
+The pre-tokenizer of `tokenizer.ggml.pre` follows llama.cpp, where transformers may differ: `smollm` splits off every digit, so
+" ½" is two pieces.
 """
 
 from collections.abc import Callable
@@ -46,17 +45,17 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _by_pattern(_QWEN2),
 }
 _IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3"}
-"""Vocabularies in which a piece that is a token is not split by merges."""
+"""Pre-tokenizers with `ignore_merges`: a piece that is a token is not split."""
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer:
-    """Tokenizer with the file's vocabulary, merges, special tokens and pre-tokenizer. Raises ModelError."""
+    """Returns the tokenizer. Raises ModelError."""
     kind, pre = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; only byte-level BPE (gpt2) can be converted")
     if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {known}")
+        supported = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {supported}")
     tokens = file.texts("tokenizer.ggml.tokens")
     merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -91,10 +90,10 @@ def _add_template(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> No
     if before is None and after is None:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         return
-    around = [piece for piece in (before, "$A", after) if piece is not None]
-    second = [piece.replace("$A", "$B") + ":1" for piece in around]
+    single = [piece for piece in (before, "$A", after) if piece is not None]
+    second = [piece.replace("$A", "$B") + ":1" for piece in single]
     special = [(token, tokenizer.token_to_id(token)) for token in {before, after} if token is not None]
-    tokenizer.post_processor = processors.TemplateProcessing(single=around, pair=around + second, special_tokens=special)
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=single + second, special_tokens=special)
 
 
 def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
@@ -107,7 +106,7 @@ def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, object]:
-    """Content of tokenizer_config.json: special tokens and chat template."""
+    """Returns the content of tokenizer_config.json."""
     tokens = file.texts("tokenizer.ggml.tokens")
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     special = {f"{short}_token": _special(file, tokens, name) for name, short in named.items()}

@@ -1,4 +1,4 @@
-"""What `s3://bucket/prefix` and `gs://bucket/prefix` have in common: address, names, and a version made of what is listed."""
+"""Common parts of S3 and GCS sources."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class BucketAddress:
-    """A folder of a bucket, and the one file of it that is wanted, if one is."""
+    """A prefix of a bucket, or one file below it."""
 
     scheme: str
     bucket: str
@@ -25,42 +25,42 @@ class BucketAddress:
 
     @property
     def uri(self) -> str:
-        """As it is written, without the file."""
+        """URI without the file."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
-    def folder(self, cache_dir: Path, endpoint: str) -> Path:
-        """Where its snapshots are kept: equal names at other endpoints are other models."""
+    def cache_folder(self, cache_dir: Path, endpoint: str) -> Path:
+        """Returns the folder of its snapshots."""
         key = hashlib.sha256(f"{endpoint} {self.uri}".encode()).hexdigest()[:16]
         return cache_dir / self.scheme / f"{self.bucket[:60]}--{key}"
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """What lies under one prefix of one bucket: what every such source says of itself."""
+class BucketPrefix:
+    """Base of bucket sources."""
 
     endpoint: str
     address: BucketAddress
     client: httpx.Client
-    work: DownloadControl
+    control: DownloadControl
 
     @property
     def uri(self) -> str:
-        """The prefix as it is written."""
+        """URI of the prefix."""
         return self.address.uri
 
     @property
     def name(self) -> str:
-        """The same."""
+        """URI of the prefix."""
         return self.address.uri
 
     @property
-    def where(self) -> str:
-        """The same, and who is asked."""
+    def description(self) -> str:
+        """URI and endpoint."""
         return f"{self.address.uri} at {self.endpoint}"
 
 
-def address(scheme: str, rest: str, suffix: str = ".gguf") -> BucketAddress:
-    """The address after `scheme://`; what ends in the suffix is one file. Raises ModelError."""
+def parse_address(scheme: str, rest: str, suffix: str = ".gguf") -> BucketAddress:
+    """Parses `scheme://rest`; `suffix` marks a file. Raises ModelError."""
     bucket, _, path = rest.partition("/")
     path = path.removesuffix("/")
     if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(path.split("/") if path else ()):
@@ -72,7 +72,7 @@ def address(scheme: str, rest: str, suffix: str = ".gguf") -> BucketAddress:
     return BucketAddress(scheme, bucket, prefix, file)
 
 
-def version_of(files: Iterable[RemoteFile], tags: Iterable[str]) -> str:
-    """A name for exactly these files with these contents, as a commit is one. `tags` tell contents apart."""
+def listing_version(files: Iterable[RemoteFile], tags: Iterable[str]) -> str:
+    """Returns a hash over names, sizes and content tags."""
     lines = sorted(f"{file.name} {file.size} {tag}" for file, tag in zip(files, tags, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]

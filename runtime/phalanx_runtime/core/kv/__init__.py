@@ -1,1 +1,1 @@
-"""The page pool: allocation, prefix cache, sharing, eviction and its integrity check."""
+"""The page pool: allocation, prefix cache, sharing, eviction, and its integrity check."""

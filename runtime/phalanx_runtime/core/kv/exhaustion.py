@@ -1,9 +1,8 @@
 """Predicts how many steps remain until the page pool is exhausted.
 
-    E[remaining] = max(mean output - generated, generated / 2), at most what max_tokens allows; all of that before the first mean
+    E[remaining] = max(mean output - generated, generated / 2), bounded by max_tokens
 
-Each running request fills a slot per step, new requests as many as recently; a finished request frees its pages. Requests
-expected to finish earlier are no preemption candidates. Pure: O(running log running).
+A running request fills one slot per step and frees all at its end.
 """
 
 from collections.abc import Iterable
@@ -14,30 +13,27 @@ from dataclasses import dataclass
 class RunningEstimate:
     """A running request."""
 
-    rest: float
-    """Expected remaining steps."""
+    remaining_steps: float
+    """Expected."""
     slots: int
-    """Slots that it fills now and frees at its end."""
+    """Freed at its end."""
 
 
-def expected_remaining_steps(generated: int, most: int, mean_output: float) -> float:
-    """Returns the expected remaining output tokens of a request, at most `most`; `mean_output` 0 means unknown."""
+def expected_remaining_steps(generated: int, max_remaining: int, mean_output: float) -> float:
+    """Returns the expected remaining output tokens. `mean_output` 0: unknown."""
     if not mean_output:
-        return float(most)
-    return min(float(most), max(mean_output - generated, generated / 2))
+        return float(max_remaining)
+    return min(float(max_remaining), max(mean_output - generated, generated / 2))
 
 
-def steps_to_full(free_slots: float, going: Iterable[RunningEstimate], newcomer_slots: float = 0.0) -> float | None:
-    """Returns the steps until no slot is free, if the pool is exhausted before requests finish.
-
-    newcomer_slots: slots that new requests fill per step.
-    """
-    left = sorted(going, key=lambda one: one.rest)
-    at = 0.0
-    for place, one in enumerate(left):
-        rate, lasts = len(left) - place + newcomer_slots, one.rest - at
-        if free_slots < rate * lasts:
-            return at + free_slots / rate
-        free_slots += one.slots + one.rest - rate * lasts  # with the slots filled until then
-        at = one.rest
+def steps_to_full(free_slots: float, running: Iterable[RunningEstimate], new_slots_per_step: float = 0.0) -> float | None:
+    """Returns the steps until no slot is free, unless all requests finish before. O(n log n)."""
+    by_end = sorted(running, key=lambda request: request.remaining_steps)
+    step = 0.0
+    for num_finished, request in enumerate(by_end):
+        rate, duration = len(by_end) - num_finished + new_slots_per_step, request.remaining_steps - step
+        if free_slots < rate * duration:
+            return step + free_slots / rate
+        free_slots += request.slots + request.remaining_steps - rate * duration  # with the slots filled until then
+        step = request.remaining_steps
     return None

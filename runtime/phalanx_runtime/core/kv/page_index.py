@@ -1,40 +1,39 @@
-"""Finds a cached page that begins like given tokens, the source of a copy when a prefix ends inside a page; and logs changes of
-keys."""
+"""Finds a cached page by its first tokens, to copy when a prefix ends inside a page; and logs key changes."""
 
 from array import array
 from collections.abc import Sequence
 
 
 class PartialPageIndex:
-    """Tokens of cached pages by (parent page, first token). Of pages with equal values the latest is found."""
+    """Tokens of cached pages by (parent page, first token); the latest page wins."""
 
-    __slots__ = ("_found_by", "_page_size", "_places", "_tokens")
+    __slots__ = ("_entries", "_page_of", "_page_size", "_tokens")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
         self._tokens = array("q", bytes(8 * num_pages * page_size))
-        self._places: list[tuple[int, int] | None] = [None] * num_pages
-        self._found_by: dict[tuple[int, int], int] = {}
+        self._entries: list[tuple[int, int] | None] = [None] * num_pages
+        self._page_of: dict[tuple[int, int], int] = {}
 
     def add(self, page: int, parent: int, tokens: Sequence[int]) -> None:
-        """Adds the tokens of a page after `parent`."""
+        """Adds a page after `parent`."""
         size = self._page_size
         self._tokens[page * size : (page + 1) * size] = array("q", tokens)
-        place = parent, tokens[0]
-        self._places[page] = place
-        self._found_by[place] = page
+        entry = parent, tokens[0]
+        self._entries[page] = entry
+        self._page_of[entry] = page
 
     def remove(self, page: int) -> None:
         """Removes a page, if it was added."""
-        place = self._places[page]
-        if place is not None:
-            self._places[page] = None
-            if self._found_by.get(place) == page:
-                del self._found_by[place]
+        entry = self._entries[page]
+        if entry is not None:
+            self._entries[page] = None
+            if self._page_of.get(entry) == page:
+                del self._page_of[entry]
 
     def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Returns a page after `parent` and how many of `tokens` it begins with, if that is at least one."""
-        page = self._found_by.get((parent, tokens[0])) if tokens else None
+        """Returns a page after `parent` and how many of `tokens` it starts with, at least one."""
+        page = self._page_of.get((parent, tokens[0])) if tokens else None
         if page is None:
             return None
         start = page * self._page_size
@@ -45,13 +44,8 @@ class PartialPageIndex:
         return page, same
 
 
-# Numbered changes of the prefix cache's keys, for routers that keep a copy.
-#     replay of all changes on an empty set = the current keys of the pool
-# The log is bounded: a reader that is too late receives all keys instead.
-
-
 class PageEvents:
-    """The latest changes (is_added, key) since the last `take`. Numbers rise by one, from 0."""
+    """Bounded log of numbered key changes (is_added, key), for routers with a copy of the keys."""
 
     __slots__ = ("_length", "_log", "next_number")
 
@@ -67,7 +61,7 @@ class PageEvents:
             self._log.append((is_added, key))
         self.next_number += 1
 
-    def take(self) -> list[tuple[bool, bytes]] | None:
-        """Returns the changes since the last call, oldest first, if the log holds all of them."""
+    def drain(self) -> list[tuple[bool, bytes]] | None:
+        """Returns the changes since the last call, unless the log overflowed."""
         changes, self._log = self._log, []
         return changes if len(changes) <= self._length else None

@@ -1,1 +1,1 @@
-"""Moves at a leader: the state machines of source and target, and rescue before preemption."""
+"""Moves at a leader: state machines of source and target, and rescue before preemption."""

@@ -1,10 +1,9 @@
-"""Orders of rank 0 to the ranks that send and receive pages, and their reports. Records only; `rank.transfer` executes them.
+"""Orders of rank 0 to the ranks that send and receive pages (`rank.transfer`), and their reports.
 
     source: SendPages (per round) -> PagesSent or SendFailed; StopPages
     target: ExpectPages -> Expecting, then PagesReceived or ReceiveFailed; ForgetMove -> Forgotten
 
-Position i of a request is its i-th page. A rank confirms ForgetMove when nothing writes the pages any more, so they can be
-reused. `step`: the rank reads or writes pages only after it has computed this step, because it may lag behind rank 0.
+Position i of a request is its i-th page. A rank, which may lag behind rank 0, uses pages only after it has computed `step`.
 """
 
 import msgspec
@@ -13,7 +12,7 @@ from phalanx_api.moves import PageAddress
 
 
 class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw_only=True):
-    """Receive positions from `first` on into these pages, once, from a sender with this key."""
+    """Receive positions from `first` on, once, from a sender with this key."""
 
     move: str
     key: bytes
@@ -23,14 +22,13 @@ class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw
 
 
 class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
-    """Receive nothing more for this move, known or not."""
+    """Stop receiving for this move, known or not."""
 
     move: str
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):
-    """Send positions from `first` on from these pages. With `num_computed` they are the last ones, for that many tokens, of which
-    the draft model has computed `num_drafted`."""
+    """Send positions from `first` on."""
 
     move: str
     address: PageAddress
@@ -39,18 +37,20 @@ class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_onl
     pages: list[int]
     step: int
     num_computed: int | None = None
+    """Set in the last order of a move: the tokens at the target."""
     bytes_per_s: float | None = None
     num_drafted: int = 0
+    """Leading tokens with the draft model's KV."""
 
 
 class StopPages(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Send nothing more for this move, known or not."""
+    """Stop sending for this move, known or not."""
 
     move: str
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
-    """The target has verified all positions before `end`; `num_bytes` and `wall_s` are since the last report."""
+    """The target verified all positions before `end`. `num_bytes` and `wall_s`: since the last report."""
 
     move: str
     end: int
@@ -59,7 +59,7 @@ class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
 
 
 class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"):
-    """The copy failed. `code` as in `moves.MoveFailed`."""
+    """Sending failed. `code` as in `moves.MoveFailed`."""
 
     move: str
     code: str
@@ -67,21 +67,20 @@ class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"
 
 
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
-    """This rank accepts the pages of this move from now on; only then may the source learn its address."""
+    """This rank accepts the pages of this move, so the source may get its address."""
 
     move: str
 
 
 class PagesReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
-    """Pages arrived with correct checksums; with `num_computed` all pages of a request with that many tokens.
-
-    num_drafted: they include the layers of this rank's draft model, computed for the first `num_drafted` tokens.
-    """
+    """Pages arrived with correct checksums."""
 
     move: str
     num_bytes: int
     num_computed: int | None = None
+    """Set with the last pages: the tokens in all."""
     num_drafted: int = 0
+    """Leading tokens with the draft model's KV."""
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_failed"):
@@ -93,13 +92,13 @@ class ReceiveFailed(msgspec.Struct, frozen=True, array_like=True, tag="come_fail
 
 
 class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
-    """Nothing writes the pages of this move any more."""
+    """The rank no longer writes pages of this move, so they can be reused."""
 
     move: str
 
 
 class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A connection was rejected: a wrong or used key, or invalid frames."""
+    """A connection with a bad key or bad frames was rejected."""
 
     why: str
 

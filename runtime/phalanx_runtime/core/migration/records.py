@@ -1,7 +1,6 @@
-"""Limits, inputs and actions that both ends of a move share.
+"""Limits, inputs and actions of the state machines of a move (`phalanx_api.moves`).
 
-`phalanx_api.moves` defines the frames and the protocol. A state machine decides and has no effects: its owner (the engine loop,
-or a test in virtual time) reports events and executes each action once, in order. Late, repeated or unknown events are harmless.
+Their owner reports events and executes each action once, in order. Late, repeated or unknown events have no effect.
 """
 
 from dataclasses import dataclass
@@ -11,27 +10,30 @@ from phalanx_api import moves, wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveLimits:
-    """Limits of moves at a leader. Seconds, pages, tokens."""
+    """Limits of moves at a leader."""
 
     max_rounds: int = 3
-    """Rounds of copying full pages while the request computes."""
+    """Rounds of copies while the request computes."""
     tail_pages: int = 16
-    """The request is frozen when at most this many pages are left, or when copying them takes no longer than a step."""
-    longest_tail_s: float = 0.25
-    """Longest tail after the last round; with a longer one the move fails."""
+    """Pages left at which the request is frozen."""
+    max_tail_s: float = 0.25
+    """Copy time after the last round beyond which the move fails."""
     stall_s: float = 5.0
-    """A copy without progress for this long has failed."""
+    """Timeout of a copy without progress."""
     frozen_s: float = 1.0
-    """A frozen request continues if Thaw or Release is this late. Longer than a router waits for Arrived."""
+    """Timeout of a frozen request for Thaw or Release, after which it continues; exceeds a router's timeout for Arrived."""
     growth_tokens: int = 64
-    """Room at the target for tokens that the source computes meanwhile."""
-    slow_pages_per_s: float = 200.0
+    """Room at the target for tokens computed during the copy."""
+    initial_pages_per_s: float = 200.0
     """Assumed rate before the first copy."""
+
+
+DEFAULT_LIMITS = MoveLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """State of a request: its tokens, the tokens in its pages, and the time of a step."""
+    """State of a request, and the time of a step."""
 
     num_tokens: int
     num_computed: int
@@ -48,21 +50,19 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCopy:
-    """Every rank sends pages [first, end) of the request to its address, and reports when they have arrived.
+    """Let every rank send pages [first, end) of the request."""
 
-    `num_computed` is set for the last copy of a move: the tokens that the target then has.
-    """
-
-    asked: moves.MoveOut
+    order: moves.MoveOut
     first: int
     end: int
     num_computed: int | None
+    """Set in the last copy of a move: the tokens at the target."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopCopy:
-    """Ranks drop the copy and close its connections."""
+    """Let every rank end the copy."""
 
     move: str
     why: str
@@ -70,7 +70,7 @@ class StopCopy:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """No step planned from now on has the request; `stopped` is due when no running step has it. It keeps its pages."""
+    """Plan no further step of the request; report `stopped` when it is in no running step."""
 
     move: str
     handle: int
@@ -79,7 +79,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Unfreeze:
-    """Steps may have the request again."""
+    """Let the request continue."""
 
     move: str
     handle: int
@@ -88,7 +88,7 @@ class Unfreeze:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMoved:
-    """The request runs at the target: it ends here silently, and its pages stay in the prefix cache."""
+    """End the request here silently: it runs at the target."""
 
     move: str
     handle: int
@@ -97,10 +97,9 @@ class ReleaseMoved:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Allocate pages for `num_tokens`, reference cached pages of the request's prefix, and let the ranks expect the others under
-    a one-time key; then report `reserved` or `refused`."""
+    """Reserve pages for `num_tokens`, let the ranks expect the uncached ones, and report `reserved` or `refused`."""
 
-    asked: wire.Prepare
+    order: wire.Prepare
     num_tokens: int
     why: str
 
@@ -115,7 +114,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMoved:
-    """The request starts here on the reserved pages of the move, with `num_computed` tokens."""
+    """Start the request on the reserved pages, which hold `num_computed` tokens."""
 
     move: str
     handle: int

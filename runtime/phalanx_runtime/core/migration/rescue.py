@@ -1,12 +1,11 @@
 """Selects requests that a leader offers to other groups before it preempts them.
 
-    notice     2 x time to leave + 0.1 s           to leave: to copy the first victim, or the time of recent rescues, if longer
-    imminent   time until the page pool is exhausted  <  notice
-    offered    victims in preemption order until they free what one second needs; each at most once a second
+    notice     2 x time to leave + 0.1 s        time to leave: copy time of the first victim, or mean of recent rescues if longer
+    imminent   time to exhaustion (`kv.exhaustion`)  <  notice
+    offered    victims in preemption order that free what one second needs; each once a second
 
-`kv.exhaustion` predicts when the pool is exhausted. A request expected to finish before that is no victim. A request offered one
-notice ago (at most half a second) that is still here is taken to have found no group: the next ones are offered instead. The last
-request is never offered: alone it always fits. Pure: times and sizes are arguments.
+A request expected to finish before exhaustion is no victim. One still here after a notice (at most half a second) found no group:
+the next is offered. The last request is never offered.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,69 +15,67 @@ from phalanx_runtime.core.pace import MovingAverage
 
 MARGIN_S = 0.1
 LEAVE_FACTOR = 2.0
-ASK_EVERY_S, PATIENCE_S = 1.0, 0.5
-MAX_ASKED = 8
-"""Requests offered at once."""
+OFFER_INTERVAL_S, PATIENCE_S = 1.0, 0.5
+MAX_OFFERED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running request with output, its pages, and its expected remaining tokens."""
+    """A running request with output."""
 
     handle: int
     pages: int
-    rest: float
+    remaining_tokens: float
+    """Expected value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """State of the page pool. `victims` are in preemption order. Steps have one token per request; with speculation a real step
-    counts as several."""
+    """State of the page pool."""
 
     steps_to_full: float
+    """In steps of one token per request."""
     step_s: float
+    """Time of such a step: a part of a real one with speculation."""
     free_pages: int
     victims: Sequence[Victim]
+    """In preemption order."""
     pages_per_s: float
-    """Rate of KV transfer to another group."""
 
 
 class Rescue:
-    """Remembers which requests were offered, and how long rescues took."""
+    """Tracks offered requests and the time that rescues take."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, float] = {}
+        self._offered_s: dict[int, float] = {}
         self._leave_s = MovingAverage()
 
-    def left(self, handle: int, now: float) -> None:
-        """Records that this request has left; its time counts if it was offered within the last second."""
-        asked = self._asked.pop(handle, None)
-        if asked is not None and now - asked < ASK_EVERY_S:
-            self._leave_s.add(now - asked)
+    def request_left(self, handle: int, now: float) -> None:
+        """Records that a request has left, and the time since its offer."""
+        offered_s = self._offered_s.pop(handle, None)
+        if offered_s is not None and now - offered_s < OFFER_INTERVAL_S:
+            self._leave_s.add(now - offered_s)
 
-    def victims(self, pressure: Pressure, moving: Collection[int], now: float) -> list[int]:
-        """Returns the handles to offer now.
-
-        `moving`: requests that leave already; they are not offered.
-        """
-        victims = [victim for victim in pressure.victims[:-1] if victim.rest > pressure.steps_to_full]
+    def select(self, pressure: Pressure, leaving: Collection[int], now: float) -> list[int]:
+        """Returns the handles to offer now, without those that are leaving."""
+        victims = [victim for victim in pressure.victims[:-1] if victim.remaining_tokens > pressure.steps_to_full]
         if not victims:
             return []
         within_s = pressure.steps_to_full * pressure.step_s
         notice_s = LEAVE_FACTOR * max(victims[0].pages / pressure.pages_per_s, self._leave_s.mean) + MARGIN_S
         if within_s >= notice_s:
             return []
-        self._asked = {handle: at for handle, at in self._asked.items() if now - at < ASK_EVERY_S}
-        wanted = pressure.free_pages / within_s if within_s > 0 else float(victims[0].pages)
+        self._offered_s = {handle: time_s for handle, time_s in self._offered_s.items() if now - time_s < OFFER_INTERVAL_S}
+        needed = pressure.free_pages / within_s if within_s > 0 else float(victims[0].pages)
         patience_s = min(notice_s, PATIENCE_S)
-        may_leave = [victim for victim in victims if now - self._asked.get(victim.handle, now) < patience_s]
+        candidates = [victim for victim in victims if now - self._offered_s.get(victim.handle, now) < patience_s]
         chosen: list[int] = []
-        freed = 0
-        for victim in may_leave[:MAX_ASKED]:
-            if freed >= wanted and chosen:
+        num_freed = 0
+        for victim in candidates[:MAX_OFFERED]:
+            if num_freed >= needed and chosen:
                 break
             chosen.append(victim.handle)
-            freed += victim.pages
-        fresh = [handle for handle in chosen if handle not in self._asked and handle not in moving]
-        self._asked |= dict.fromkeys(fresh, now)
-        return fresh
+            num_freed += victim.pages
+        new = [handle for handle in chosen if handle not in self._offered_s and handle not in leaving]
+        self._offered_s |= dict.fromkeys(new, now)
+        return new

@@ -1,19 +1,25 @@
 """State machine of requests that arrive at a leader: pages are reserved, filled, and used or freed.
 
-    RESERVING   the pool and the ranks prepare
-    OPEN        pages arrive
-    ARRIVED     all pages have arrived, verified; nothing computes before the Submit
+RESERVING   the pool and the ranks prepare
+OPEN        pages arrive
+ARRIVED     all pages have arrived and are verified
 
-    Prepare -> RESERVING -> OPEN -> ARRIVED -> Submit: it starts        Cancel, a failure, the lease: pages are freed
-
-A finished move is remembered for the length of its lease, so a repeated Prepare reserves nothing.
+Prepare -> RESERVING -> OPEN -> ARRIVED -> Submit: it starts        Cancel, a failure, the lease: pages are freed
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from phalanx_api import moves, wire
-from phalanx_runtime.core.migration.records import Drop, MoveLimits, Reserve, SendFrame, StartMoved, TargetAction
+from phalanx_runtime.core.migration.records import (
+    DEFAULT_LIMITS,
+    Drop,
+    MoveLimits,
+    Reserve,
+    SendFrame,
+    StartMoved,
+    TargetAction,
+)
 
 
 class TargetState(Enum):
@@ -26,149 +32,147 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:
-    """Reserved pages: `held_tokens` are cached here already, `room_tokens` fit with them; ranks listen under this key."""
+    """Reserved pages, as in `moves.Prepared`."""
 
-    held_tokens: int
-    room_tokens: int
+    cached_tokens: int
+    capacity_tokens: int
     addresses: list[moves.PageAddress]
     key: bytes
 
 
 @dataclass(slots=True, kw_only=True)
 class _TargetMove:
-    """One move. `whole`: by rank, the tokens in the pages of each rank that has all of them."""
-
-    asked: wire.Prepare
+    order: wire.Prepare
     deadline: float
     state: TargetState = TargetState.RESERVING
-    reserved: PageReservation | None = None
-    whole: dict[int, int] = field(default_factory=dict)
+    reservation: PageReservation | None = None
+    computed_by_rank: dict[int, int] = field(default_factory=dict)
+    """Tokens at each rank that has all pages."""
     num_bytes: int = 0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in the pages, cached ones included."""
+        assert self.reservation is not None, "pages arrive only after they were reserved"
+        return max(self.reservation.cached_tokens, *self.computed_by_rank.values())
 
 
 class TargetMoves:
     """All moves to one leader. `num_ranks`: ranks of the group that receive pages."""
 
-    def __init__(self, num_ranks: int, limits: MoveLimits | None = None) -> None:
+    def __init__(self, num_ranks: int, limits: MoveLimits = DEFAULT_LIMITS) -> None:
         self._num_ranks = num_ranks
-        self._limits = limits or MoveLimits()
+        self._limits = limits
         self._moves: dict[str, _TargetMove] = {}
-        self._over: dict[str, float] = {}
+        self._finished: dict[str, float] = {}
+        """Finished moves, remembered for a lease, so that a repeated Prepare reserves nothing."""
 
     def __len__(self) -> int:
         return len(self._moves)
 
     @property
     def deadline(self) -> float | None:
-        """The latest time of the next `tick`, if there are moves."""
-        return min((held.deadline for held in self._moves.values()), default=None)
+        """Time of the next `tick`, if there are moves."""
+        return min((incoming.deadline for incoming in self._moves.values()), default=None)
 
-    def prepare(self, asked: wire.Prepare, now: float) -> list[TargetAction]:
-        """Starts a move for a router: requests the reservation."""
-        if asked.move in self._moves or asked.move in self._over:
+    def prepare(self, order: wire.Prepare, now: float) -> list[TargetAction]:
+        """Starts a move: requests the reservation."""
+        if order.move in self._moves or order.move in self._finished:
             return []
-        self._sweep(now)
-        self._moves[asked.move] = _TargetMove(asked=asked, deadline=now + asked.lease_s)
-        num_tokens = len(asked.request.prompt) + len(asked.request.delivered)
-        most = len(asked.request.prompt) + asked.request.sampling.max_tokens
-        wanted = min(num_tokens + self._limits.growth_tokens, max(most, num_tokens))
-        return [Reserve(asked, wanted, f"{num_tokens} tokens come")]
+        self._forget_finished(now)
+        self._moves[order.move] = _TargetMove(order=order, deadline=now + order.lease_s)
+        request = order.request
+        num_tokens = len(request.prompt) + len(request.delivered)
+        max_tokens = max(len(request.prompt) + request.sampling.max_tokens, num_tokens)
+        num_reserved = min(num_tokens + self._limits.growth_tokens, max_tokens)
+        return [Reserve(order, num_reserved, f"a request with {num_tokens} tokens arrives")]
 
-    def reserved(self, move: str, reserved: PageReservation, now: float) -> list[TargetAction]:
+    def reserved(self, move: str, reservation: PageReservation, now: float) -> list[TargetAction]:
         """Records that pages are reserved and ranks listen."""
-        held = self._moves.get(move)
-        if held is None:
-            return [Drop(move, "the move was over before its pages were reserved")]
-        held.state, held.reserved = TargetState.OPEN, reserved
-        held.deadline = now + held.asked.lease_s
-        told = moves.Prepared(
+        incoming = self._moves.get(move)
+        if incoming is None:
+            return [Drop(move, "the move ended before its pages were reserved")]
+        incoming.state, incoming.reservation = TargetState.OPEN, reservation
+        incoming.deadline = now + incoming.order.lease_s
+        frame = moves.Prepared(
             move=move,
-            held_tokens=reserved.held_tokens,
-            addresses=reserved.addresses,
-            key=reserved.key,
-            room_tokens=reserved.room_tokens,
+            cached_tokens=reservation.cached_tokens,
+            addresses=reservation.addresses,
+            key=reservation.key,
+            capacity_tokens=reservation.capacity_tokens,
         )
-        return [SendFrame(told, f"{reserved.held_tokens} tokens are here already")]
+        return [SendFrame(frame, f"{reservation.cached_tokens} tokens are cached")]
 
     def refused(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
         """Records that the reservation failed."""
-        if self._forget(move, now) is None:
+        if self._remove(move, now) is None:
             return []
         return [SendFrame(moves.MoveFailed(move, code, why), why)]
 
-    def came(self, move: str, rank: int, num_bytes: int, num_computed: int | None, now: float) -> list[TargetAction]:
-        """Records verified pages of a rank; `num_computed` comes with the last of them."""
-        held = self._moves.get(move)
-        if held is None or held.state is not TargetState.OPEN:
+    def received(self, move: str, rank: int, num_bytes: int, num_computed: int | None, now: float) -> list[TargetAction]:
+        """Records verified pages of a rank; `num_computed` is set with the last ones."""
+        incoming = self._moves.get(move)
+        if incoming is None or incoming.state is not TargetState.OPEN:
             return []
-        held.deadline = now + held.asked.lease_s
-        held.num_bytes += num_bytes
+        incoming.deadline = now + incoming.order.lease_s
+        incoming.num_bytes += num_bytes
         if num_computed is None:
             return []
-        held.whole[rank] = num_computed
-        if len(held.whole) < self._num_ranks:
+        incoming.computed_by_rank[rank] = num_computed
+        if len(incoming.computed_by_rank) < self._num_ranks:
             return []
-        if len(set(held.whole.values())) > 1:
-            return self._fail(move, "checksum", f"ranks got {sorted(set(held.whole.values()))} tokens", now)
-        held.state = TargetState.ARRIVED
-        told = moves.Arrived(move, self._num_computed(held), held.num_bytes)
-        return [SendFrame(told, f"{num_computed} tokens are here")]
+        lengths = sorted(set(incoming.computed_by_rank.values()))
+        if len(lengths) > 1:
+            return self._fail(move, "checksum", f"ranks received {lengths} tokens", now)
+        incoming.state = TargetState.ARRIVED
+        frame = moves.Arrived(move, incoming.num_computed, incoming.num_bytes)
+        return [SendFrame(frame, f"{num_computed} tokens have arrived")]
 
     def failed(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
-        """Records that receiving failed, or that the sender disconnected."""
-        held = self._moves.get(move)
-        if held is None or held.state is not TargetState.OPEN:
-            return []  # once all pages are here their sender is not needed
+        """Records that receiving failed or the sender disconnected; ignored once all pages have arrived."""
+        incoming = self._moves.get(move)
+        if incoming is None or incoming.state is not TargetState.OPEN:
+            return []
         return self._fail(move, code, why, now)
 
     def submit(self, handle: int, request: wire.Request, move: str, now: float) -> tuple[StartMoved | None, list[TargetAction]]:
-        """Returns the start of a request whose router committed the move, or no start if its pages are incomplete: it is then
-        computed.
-
-        The request may have fewer tokens than the pages hold: the last ones missed the journal and are sampled again.
-        """
-        held = self._moves.get(move)
-        if held is None:
+        """Returns the start of a request with a committed move, unless pages are missing. Tokens beyond its own are ignored."""
+        incoming = self._remove(move, now)
+        if incoming is None:
             return None, []
-        self._forget(move, now)
-        if held.state is not TargetState.ARRIVED:
-            is_open = held.state is TargetState.OPEN
-            return None, [Drop(move, "it is to start before its pages are here")] if is_open else []
-        tokens = len(request.prompt) + len(request.delivered)
-        num_computed = max(0, min(self._num_computed(held), tokens - 1))
-        return StartMoved(
-            move=move, handle=handle, request=request, num_computed=num_computed, why=f"{num_computed} of {tokens} tokens came"
-        ), []
+        if incoming.state is not TargetState.ARRIVED:
+            is_open = incoming.state is TargetState.OPEN
+            return None, [Drop(move, "the request starts before its pages have arrived")] if is_open else []
+        num_tokens = len(request.prompt) + len(request.delivered)
+        num_computed = max(0, min(incoming.num_computed, num_tokens - 1))
+        why = f"{num_computed} of {num_tokens} tokens have arrived"
+        return StartMoved(move=move, handle=handle, request=request, num_computed=num_computed, why=why), []
 
     def cancel(self, move: str, now: float) -> list[TargetAction]:
-        """Ends the move for the router, or after its loss."""
-        held = self._forget(move, now)
-        if held is None:
-            self._over.setdefault(move, now + self._limits.frozen_s)  # its Prepare may come later
+        """Ends the move, even before its Prepare."""
+        incoming = self._remove(move, now)
+        if incoming is None:
+            self._finished.setdefault(move, now + self._limits.frozen_s)
             return []
-        return [Drop(move, "the router gave the move up")] if held.state is not TargetState.RESERVING else []
+        return [Drop(move, "the router cancelled the move")] if incoming.state is not TargetState.RESERVING else []
 
     def tick(self, now: float) -> list[TargetAction]:
-        """Ends moves with expired leases, and forgets finished ones."""
-        self._sweep(now)
-        late = [move for move, held in self._moves.items() if held.deadline <= now]
-        return [action for move in late for action in self._fail(move, "lease", "its time was over", now)]
+        """Ends moves with expired leases."""
+        self._forget_finished(now)
+        late = [move for move, incoming in self._moves.items() if incoming.deadline <= now]
+        return [action for move in late for action in self._fail(move, "lease", "the lease expired", now)]
 
-    def _sweep(self, now: float) -> None:
-        self._over = {move: until for move, until in self._over.items() if until > now}
+    def _forget_finished(self, now: float) -> None:
+        self._finished = {move: until for move, until in self._finished.items() if until > now}
 
     def _fail(self, move: str, code: str, why: str, now: float) -> list[TargetAction]:
-        held = self._forget(move, now)
-        assert held is not None, "the caller looked"
-        said: list[TargetAction] = [SendFrame(moves.MoveFailed(move, code, why), why)]
-        return said if held.state is TargetState.RESERVING else [Drop(move, why), *said]
+        incoming = self._remove(move, now)
+        assert incoming is not None, "the caller checked that the move exists"
+        frames: list[TargetAction] = [SendFrame(moves.MoveFailed(move, code, why), why)]
+        return frames if incoming.state is TargetState.RESERVING else [Drop(move, why), *frames]
 
-    def _num_computed(self, held: _TargetMove) -> int:
-        assert held.reserved is not None, "pages come in only after they were reserved"
-        return max(held.reserved.held_tokens, *held.whole.values())
-
-    def _forget(self, move: str, now: float) -> _TargetMove | None:
-        held = self._moves.pop(move, None)
-        if held is not None:
-            self._over[move] = now + held.asked.lease_s
-        return held
+    def _remove(self, move: str, now: float) -> _TargetMove | None:
+        incoming = self._moves.pop(move, None)
+        if incoming is not None:
+            self._finished[move] = now + incoming.order.lease_s
+        return incoming

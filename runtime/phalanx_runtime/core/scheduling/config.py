@@ -9,25 +9,27 @@ from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig
+from phalanx_runtime.core.speculation.config import NO_SPECULATION, Fitting, SpeculationConfig, accept_all
 from phalanx_runtime.core.step_plan import PoolShape
-
-NO_SPECULATION = SpeculationConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Scheduling and caching of an engine. `model`: the model's hash, part of every page key."""
+    """Scheduling and caching of an engine."""
 
     scheduling_policy: SchedulingPolicy = "fcfs"
     eviction_policy: EvictionPolicy = "adaptive"
     prefix_caching: bool = True
     model: str = ""
-    speculating: SpeculationConfig = NO_SPECULATION
+    """The model's hash, part of every page key."""
+    speculation: SpeculationConfig = NO_SPECULATION
+
+
+DEFAULT_CONFIG = SchedulerConfig()
 
 
 def make_policy(name: SchedulingPolicy) -> Policy:
-    """Returns the policy with this name."""
+    """Returns a new policy."""
     match name:
         case "fcfs":
             return Fcfs()
@@ -41,10 +43,15 @@ def make_policy(name: SchedulingPolicy) -> Policy:
             assert_never(name)
 
 
-def make_scheduler(limits: Limits, pool: PoolShape, rules: SchedulerConfig, fitting: Fitting | None = None) -> Scheduler:
-    """Returns a scheduler without requests over an empty pool."""
-    pages = PagePool(pool.num_pages, pool.page_size, rules.eviction_policy)
-    sharing = PrefixSharing(pages, rules.model, rules.prefix_caching)
+def make_scheduler(
+    limits: Limits, pool: PoolShape, config: SchedulerConfig = DEFAULT_CONFIG, fitting: Fitting = accept_all
+) -> Scheduler:
+    """Returns a scheduler over an empty pool."""
+    pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy)
     return Scheduler(
-        limits, pool, policy=make_policy(rules.scheduling_policy), sharing=sharing, speculating=rules.speculating, fitting=fitting
+        limits.within(pool),
+        PrefixSharing(pages, config.model, config.prefix_caching),
+        make_policy(config.scheduling_policy),
+        config.speculation,
+        fitting,
     )

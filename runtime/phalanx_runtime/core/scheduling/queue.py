@@ -1,144 +1,137 @@
-"""Waiting requests in the policy's order: a heap per lane. Reading the first costs O(lanes), a change O(log n)."""
+"""Waiting requests in the policy's order: a heap per lane. The first takes O(lanes), a change O(log n)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
-from phalanx_api.cost import attended
+from phalanx_api.cost import attention_work
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
 
-# Totals over waiting requests: tokens, pages, the longest wait; updated with every change. The number of cached tokens of a
-# request changes
-# while it waits: `looked` updates it, and `next` returns requests by the age of their last update.
-
 
 @dataclass(slots=True, kw_only=True)
-class _Weight:
-    """The counted values of one request."""
+class _Counted:
+    """Values of one request in the totals."""
 
     request: Request
     tokens: int
     outstanding: int
-    missing: int
+    uncomputed: int
     pages: int
     since_s: float
 
 
 class QueueTotals:
-    """Totals over waiting requests, each counted until it is dropped."""
+    """Totals over waiting requests. Cached tokens change while a request waits: `update` follows."""
 
     def __init__(self, page_size: int) -> None:
         self.tokens = 0
-        """All their tokens, cached or not."""
+        """All tokens, cached or not."""
         self.outstanding = 0
         """Uncomputed tokens and output tokens still allowed."""
-        self.missing = 0
-        """Tokens to compute before their first output token, without those cached at the last update."""
-        self.attended = 0.0
-        """Sum of the contexts of the tokens to compute."""
+        self.uncomputed = 0
+        """Tokens before the first output token, without cached ones."""
+        self.attention = 0.0
+        """Attention work of these tokens."""
         self.pages = 0
-        """Free pages that they will need, as of the last update."""
+        """Free pages needed to start."""
         self._page_size = page_size
-        self._weights: dict[int, _Weight] = {}
+        self._counted: dict[int, _Counted] = {}
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._counted)
 
-    def oldest_s(self, now: float) -> float:
+    def longest_wait_s(self, now: float) -> float:
         """Returns the longest wait; 0 without requests."""
-        return now - min((weight.since_s for weight in self._weights.values()), default=now)
+        return now - min((counted.since_s for counted in self._counted.values()), default=now)
 
     def add(self, request: Request) -> None:
-        """Counts a request as if no token of it were cached."""
-        tokens = len(request.tokens)
-        pages = -(-tokens // self._page_size)
-        weight = _Weight(
+        """Adds a request without cached tokens."""
+        num_tokens = len(request.tokens)
+        counted = _Counted(
             request=request,
-            tokens=tokens,
+            tokens=num_tokens,
             outstanding=request.outstanding_tokens,
-            missing=request.missing,
-            pages=pages,
-            since_s=request.waits_since_s,
+            uncomputed=request.num_uncomputed,
+            pages=-(-num_tokens // self._page_size),
+            since_s=request.scheduling.waits_since_s,
         )
-        self._weights[request.order] = weight
-        self._weigh(weight, 1)
+        self._counted[request.params.order] = counted
+        self._apply(counted, 1)
 
-    def drop(self, request: Request) -> None:
-        """Removes a request from the totals."""
-        self._weigh(self._weights.pop(request.order), -1)
+    def remove(self, request: Request) -> None:
+        """Removes a request."""
+        self._apply(self._counted.pop(request.params.order), -1)
 
-    def looked(self, request: Request, missing: int, pages: int) -> None:
-        """Updates a request by its cached tokens. It becomes the last of `next`."""
-        weight = self._weights.pop(request.order)
-        self._weigh(weight, -1)
-        weight.missing, weight.pages = missing, pages
-        self._weights[request.order] = weight
-        self._weigh(weight, 1)
+    def update(self, request: Request, uncomputed: int, pages: int) -> None:
+        """Updates a request, which becomes the last of `by_update`."""
+        counted = self._counted.pop(request.params.order)
+        self._apply(counted, -1)
+        counted.uncomputed, counted.pages = uncomputed, pages
+        self._counted[request.params.order] = counted
+        self._apply(counted, 1)
 
-    def next(self) -> Iterator[Request]:
+    def by_update(self) -> Iterator[Request]:
         """Yields all requests, the least recently updated first."""
-        return iter([weight.request for weight in self._weights.values()])
+        return iter([counted.request for counted in self._counted.values()])
 
-    def _weigh(self, weight: _Weight, change: int) -> None:
-        self.tokens += change * weight.tokens
-        self.outstanding += change * weight.outstanding
-        self.missing += change * weight.missing
-        self.attended += change * attended(weight.tokens, weight.tokens - weight.missing)
-        self.pages += change * weight.pages
+    def _apply(self, counted: _Counted, sign: int) -> None:
+        self.tokens += sign * counted.tokens
+        self.outstanding += sign * counted.outstanding
+        self.uncomputed += sign * counted.uncomputed
+        self.attention += sign * attention_work(counted.tokens, counted.tokens - counted.uncomputed)
+        self.pages += sign * counted.pages
 
 
 Entry = tuple[float, tuple[float, int], Request]
-"""Key and seniority of a request when it was pushed. All seniorities differ, so requests are never compared."""
+"""Key when pushed, and seniority, which is unique, so requests are never compared."""
 
 
 class Queue:
-    """Waiting requests. Aborted ones stay in their heap, uncounted, until they are first or outnumber the others.
-
-    Held requests wait in no lane until `release`.
-    """
+    """Waiting requests; held ones are in no lane until `release`. Aborted ones remain in the heap, uncounted."""
 
     def __init__(self, policy: Policy, page_size: int) -> None:
-        self.waiting = QueueTotals(page_size)
-        """Totals, held requests included."""
+        self.totals = QueueTotals(page_size)
+        """Includes held requests."""
         self._policy = policy
         self._lanes: dict[str, list[Entry]] = {}
         self._counts: dict[str, int] = {}
         self._held: dict[int, Request] = {}
-        self._num_gone = 0
+        self._num_aborted = 0
 
     def __len__(self) -> int:
-        return len(self.waiting)
+        return len(self.totals)
 
     @property
     def num_ready(self) -> int:
         """Number of requests that are not held."""
-        return len(self.waiting) - len(self._held)
+        return len(self.totals) - len(self._held)
 
     def lanes(self) -> list[str]:
-        """Lanes with requests that are not held."""
+        """Returns the lanes with requests."""
         return list(self._counts)
 
     def hold(self, request: Request) -> None:
-        """Adds a request that must not be served yet."""
-        self._held[request.handle] = request
-        self.waiting.add(request)
+        """Adds a request that must not start yet."""
+        self._held[request.params.handle] = request
+        self.totals.add(request)
 
     def release(self, handle: int) -> Request | None:
-        """Removes and returns a held request, if it exists; the caller pushes it."""
+        """Removes and returns a held request, if it exists."""
         request = self._held.pop(handle, None)
         if request is not None:
-            self.waiting.drop(request)
+            self.totals.remove(request)
         return request
 
     def push(self, request: Request, now: float) -> None:
-        """Adds a request at its place in the policy's order."""
+        """Adds a request to its lane."""
         lane = self._policy.lane(request)
-        heappush(self._lanes.setdefault(lane, []), (self._policy.key(request, now), request.seniority, request))
+        entry = self._policy.key(request, now), request.params.seniority, request
+        heappush(self._lanes.setdefault(lane, []), entry)
         self._count(request, 1)
 
     def first(self, now: float) -> Request | None:
-        """Returns the request to serve first, without removing it."""
+        """Returns the first request without removing it."""
         if not self._counts:
             return None
         lane = min(self._counts, key=self._policy.rank) if len(self._counts) > 1 else next(iter(self._counts))
@@ -151,52 +144,51 @@ class Queue:
         heappop(heap)
         self._count(request, -1)
 
-    def forget(self, request: Request) -> None:
-        """Removes an aborted request from the totals."""
-        if self.release(request.handle) is not None:
+    def abort(self, request: Request) -> None:
+        """Removes an aborted request."""
+        if self.release(request.params.handle) is not None:
             return
         self._count(request, -1)
-        self._num_gone += 1
-        if self._num_gone > len(self) + 64:
-            self._sweep()
+        self._num_aborted += 1
+        if self._num_aborted > len(self) + 64:
+            self._drop_aborted()
 
     def sort(self, now: float) -> None:
-        """Recomputes the keys of all requests."""
-        self._sweep()
+        """Recomputes all keys."""
+        self._drop_aborted()
         for heap in self._lanes.values():
-            heap[:] = [(self._policy.key(request, now), order, request) for _, order, request in heap]
+            heap[:] = [(self._policy.key(request, now), seniority, request) for _, seniority, request in heap]
             heapify(heap)
 
     def _top(self, heap: list[Entry], now: float) -> Request:
-        """Returns the first request of a non-empty lane after updating keys that have grown."""
+        """Returns the first request of a non-empty lane. Updates grown keys."""
         while True:
-            key, order, request = heap[0]
-            if request.gone:
+            key, seniority, request = heap[0]
+            if request.has_ended:
                 heappop(heap)
-                self._num_gone -= 1
+                self._num_aborted -= 1
                 continue
-            grown = self._policy.key(request, now)
-            if grown <= key:
+            current_key = self._policy.key(request, now)
+            if current_key <= key:
                 return request
-            heapreplace(heap, (grown, order, request))
+            heapreplace(heap, (current_key, seniority, request))
 
     def _count(self, request: Request, change: int) -> None:
         lane = self._policy.lane(request)
         if change > 0:
-            self.waiting.add(request)
+            self.totals.add(request)
         else:
-            self.waiting.drop(request)
+            self.totals.remove(request)
         self._counts[lane] = self._counts.get(lane, 0) + change
         if not self._counts[lane]:
             del self._counts[lane]
             if not self._lanes[lane]:
                 del self._lanes[lane]
 
-    def _sweep(self) -> None:
-        """Rebuilds the heaps without aborted requests."""
-        self._num_gone = 0
+    def _drop_aborted(self) -> None:
+        self._num_aborted = 0
         for lane, heap in list(self._lanes.items()):
-            heap[:] = [entry for entry in heap if not entry[2].gone]
+            heap[:] = [entry for entry in heap if not entry[2].has_ended]
             heapify(heap)
             if not heap:
                 del self._lanes[lane]

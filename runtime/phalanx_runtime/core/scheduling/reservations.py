@@ -1,18 +1,10 @@
-"""Rows and pages of requests that arrive by a move, held from Prepare until the request is submitted or the move ends.
-
-    reserve   a row, cached prefix pages, and pages for the rest with room to grow          counted as held
-    arrived   every rank has the pages of this many tokens                                  `take` may use them
-    take      the request runs on these pages                 drop    frees them; those from the cache stay cached
-
-A reservation is refused where it would leave a running request no page to grow, like an admission. `drop` requires that no rank
-writes the pages any more. Pure.
-"""
+"""Rows and pages of requests that arrive by a move, from Prepare until Submit or the end of the move."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx_api import wire
-from phalanx_runtime.core.admission import Admit, Limits, Refuse, fits_ever, fits_now
+from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_length
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.running import RunningSet
@@ -20,25 +12,26 @@ from phalanx_runtime.core.scheduling.running import RunningSet
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """Row and pages of one move. The first `num_held` of `pages` were cached."""
+    """Row and pages of one move."""
 
     move: str
     tokens: list[int]
     pages: list[int]
     num_held: int
+    """Leading pages that were cached here."""
     row: int
-    arrived: int | None = None
+    num_arrived: int | None = None
     """Tokens in the pages, once all ranks have them."""
     num_drafted: int = 0
-    """Tokens that arrived with the draft model's values, if the cached ones have them."""
+    """Leading tokens that arrived with the draft model's KV."""
 
 
 class Reservations:
     """All reservations of an engine, by move."""
 
-    def __init__(self, limits: Limits, seats: RunningSet, sharing: PrefixSharing) -> None:
+    def __init__(self, limits: Limits, running: RunningSet, sharing: PrefixSharing) -> None:
         self._limits = limits
-        self._seats = seats
+        self._running = running
         self._sharing = sharing
         self._open: dict[str, Reservation] = {}
 
@@ -48,7 +41,7 @@ class Reservations:
     @property
     def num_pages(self) -> int:
         """Pages that moves will fill."""
-        return sum(len(one.pages) - one.num_held for one in self._open.values())
+        return sum(len(reservation.pages) - reservation.num_held for reservation in self._open.values())
 
     def get(self, move: str) -> Reservation | None:
         """Returns the reservation of a move, if it exists."""
@@ -56,79 +49,80 @@ class Reservations:
 
     def held(self) -> Iterator[tuple[int, list[int]]]:
         """Yields row and pages of each."""
-        return ((one.row, one.pages) for one in self._open.values())
+        return ((reservation.row, reservation.pages) for reservation in self._open.values())
 
-    def reserve(self, move: str, asked: wire.Request, num_tokens: int) -> Reservation | Refuse:
-        """Reserves pages for `num_tokens` tokens; or returns why not."""
+    def reserve(self, move: str, submitted: wire.Request, num_tokens: int) -> Reservation | Refusal:
+        """Holds the cached prefix and allocates pages for the rest of `num_tokens`."""
         if move in self._open:
-            return Refuse(409, "unknown", f"move {move} is prepared already")
-        fits = fits_ever(len(asked.prompt), self._limits)
-        if isinstance(fits, Refuse):
-            return fits
-        if asked.sampling.prompt_logprobs is not None and not asked.delivered:
-            return Refuse(409, "incompatible", "details of its prompt are being told: only who computes it can tell the rest")
-        request = make_request(0, 0, asked, self._limits.max_model_len)
-        self._sharing.begin(request, asked)
-        held = self._sharing.hold(request)
-        pages = self._take(num_tokens, len(held))
+            return Refusal(409, "unknown", f"move {move} is prepared already")
+        refusal = check_length(len(submitted.prompt), self._limits)
+        if refusal is not None:
+            return refusal
+        if submitted.sampling.prompt_logprobs is not None and not submitted.delivered:
+            return Refusal(409, "incompatible", "prompt logprobs are not complete yet; only the source can compute the others")
+        keys = self._sharing.make_keys(submitted)
+        request = make_request(0, 0, submitted, self._limits.max_model_len, keys=keys)
+        held = self._sharing.hold_written(request)
+        pages = self._allocate(num_tokens, len(held))
         if pages is None:
-            self._sharing.pool.give_back(held)
-            return Refuse(503, "no_room", "rows or pages are used up")
+            self._sharing.pool.release(held)
+            return Refusal(503, "no_room", "no row or too few pages are free; choose another group")
         reservation = Reservation(
-            move=move, tokens=request.tokens, pages=held + pages, num_held=len(held), row=self._seats.reserve()
+            move=move, tokens=request.tokens, pages=held + pages, num_held=len(held), row=self._running.reserve()
         )
         self._open[move] = reservation
         return reservation
 
-    def arrived(self, move: str, num_tokens: int) -> None:
-        """Records that every rank has the pages of this many tokens. Raises KeyError without a reservation."""
-        one = self._open[move]
-        one.arrived = max(num_tokens, one.num_held * self._sharing.pool.page_size)
+    def set_arrived(self, move: str, num_tokens: int) -> None:
+        """Records the tokens that every rank has. Raises KeyError without a reservation."""
+        reservation = self._open[move]
+        reservation.num_arrived = max(num_tokens, reservation.num_held * self._sharing.pool.page_size)
 
-    def drafted(self, move: str, num_tokens: int) -> None:
-        """Records tokens with the draft model's values. Ignored without a reservation."""
-        one = self._open.get(move)
-        if one is not None:
-            one.num_drafted = num_tokens
+    def set_drafted(self, move: str, num_tokens: int) -> None:
+        """Records the tokens with the draft model's KV, if the reservation exists."""
+        reservation = self._open.get(move)
+        if reservation is not None:
+            reservation.num_drafted = num_tokens
 
-    def take(self, move: str, request: Request) -> bool:
-        """Returns whether the request runs now on the pages that arrived for it. If not, its reservation stays, for `drop`."""
-        one = self._open.get(move)
-        if one is None or not self._is_of(one, request):
+    def claim(self, move: str, request: Request) -> bool:
+        """Starts the request on the arrived pages, or returns false and keeps the reservation."""
+        reservation = self._open.get(move)
+        if reservation is None or not self._matches(reservation, request):
             return False
         pool = self._sharing.pool
-        wanted = pool.pages_for(len(request.tokens))
-        more = pool.take(max(0, wanted - len(one.pages)))
-        if more is None:
+        num_pages = pool.pages_for(len(request.tokens))
+        new = pool.allocate(max(0, num_pages - len(reservation.pages)))
+        if new is None:
             return False
         del self._open[move]
-        pool.give_back(one.pages[wanted:])
-        self._seats.add(request, one.row)
-        request.told = request.num_prompt - 1 if request.num_output else 0
-        assert one.arrived is not None, "checked by _is_of"
-        self._sharing.adopt(request, one.pages[:wanted] + more, one.num_held, one.arrived)
-        drafted = min(one.num_drafted, one.arrived)
-        for at in range(one.num_held, pool.pages_for(drafted)):
-            pool.mark_drafted(request.pages[at], min(pool.page_size, drafted - at * pool.page_size))
+        pool.release(reservation.pages[num_pages:])
+        self._running.add(request, reservation.row)
+        request.delivery.num_prompt_details = request.params.num_prompt - 1 if request.num_output else 0
+        num_arrived = reservation.num_arrived
+        assert num_arrived is not None, "checked by _matches"
+        self._sharing.adopt(request, reservation.pages[:num_pages] + new, reservation.num_held, num_arrived)
+        num_drafted = min(reservation.num_drafted, num_arrived)
+        for i in range(reservation.num_held, pool.pages_for(num_drafted)):
+            pool.mark_drafted(request.pages.ids[i], min(pool.page_size, num_drafted - i * pool.page_size))
         return True
 
     def drop(self, move: str) -> None:
-        """Frees row and pages. Ignored without a reservation."""
-        one = self._open.pop(move, None)
-        if one is not None:
-            self._seats.unreserve(one.row)
-            self._sharing.pool.give_back(one.pages)
+        """Frees row and pages, if the reservation exists. No rank may still write them."""
+        reservation = self._open.pop(move, None)
+        if reservation is not None:
+            self._running.unreserve(reservation.row)
+            self._sharing.pool.release(reservation.pages)
 
-    def _take(self, num_tokens: int, num_held: int) -> list[int] | None:
-        """Returns pages for `num_tokens` tokens in addition to the held ones, if they fit now."""
-        pool, seats = self._sharing.pool, self._seats
-        needed = max(0, pool.pages_for(min(num_tokens, self._limits.max_model_len)) - num_held)
-        if not isinstance(fits_now(needed, pool.free_pages, seats.free, len(seats.running)), Admit):
+    def _allocate(self, num_tokens: int, num_held: int) -> list[int] | None:
+        pool, running = self._sharing.pool, self._running
+        num_new = max(0, pool.pages_for(min(num_tokens, self._limits.max_model_len)) - num_held)
+        if not can_start(num_new, pool.free_pages, running.num_free_rows, len(running.requests)):
             return None
-        return pool.take(needed)
+        return pool.allocate(num_new)
 
-    def _is_of(self, one: Reservation, request: Request) -> bool:
-        """Returns whether the arrived pages have this request's tokens and leave one to compute."""
-        if one.arrived is None or not one.num_held * self._sharing.pool.page_size <= one.arrived < len(request.tokens):
+    def _matches(self, reservation: Reservation, request: Request) -> bool:
+        """Returns whether the arrived pages have the request's tokens, except at least one."""
+        size, num_arrived, tokens = self._sharing.pool.page_size, reservation.num_arrived, reservation.tokens
+        if num_arrived is None or not reservation.num_held * size <= num_arrived < len(request.tokens):
             return False
-        return one.arrived <= len(one.pages) * self._sharing.pool.page_size and request.tokens[: len(one.tokens)] == one.tokens
+        return num_arrived <= len(reservation.pages) * size and request.tokens[: len(tokens)] == tokens

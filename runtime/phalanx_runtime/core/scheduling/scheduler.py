@@ -1,36 +1,34 @@
-"""The scheduler: requests come in, plans go out, results come back. Only rank 0 has one; the ranks obey the plans.
+"""The scheduler of rank 0: takes requests, returns step plans, takes results.
 
-    submit:   refused, or into the queue              schedule: a plan of requests that are in no other plan in flight
-    release:  one that was submitted before it could be served may be served now
-    abort:    gone, pages after its plan's commit     commit:   computed += counts, drawn tokens are appended, the ended leave
-    freeze:   no step until thaw, pages and row stay  reservations: rows and pages of requests that will come by a move
-
-The same calls with the same arguments in the same order give the same plans: the time and the measured step times are arguments.
-Plans are committed in the order in which they were made, up to `Limits.plans_in_flight` of them at once.
-When pages run out the last request of the order is preempted by recompute: it loses pages and row, keeps its tokens, and waits.
-What a step holds is decided in `compose`, how pages are shared in `sharing`, the order in `policy`, the end in `request`.
+Deterministic: times are arguments. Up to `Limits.plans_in_flight` plans, of disjoint requests, are committed in order. When pages
+run out, the last request of the policy's order is preempted and recomputed later.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
 from phalanx_runtime.core.acceptance import draft_grades
-from phalanx_runtime.core.admission import Limits, Refuse, fits_ever, may_wait
+from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_queue
 from phalanx_runtime.core.draft_tree import chain
-from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.compose import Composer
-from phalanx_runtime.core.scheduling.policies import Fcfs, Policy
+from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.report import LoadReporter
 from phalanx_runtime.core.scheduling.reservations import Reservations
 from phalanx_runtime.core.scheduling.running import RunningSet
-from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig, begin
+from phalanx_runtime.core.speculation.config import (
+    NO_SPECULATION,
+    Fitting,
+    SpeculationConfig,
+    accept_all,
+    speculation_of,
+)
 from phalanx_runtime.core.speculation.draft_backfill import num_drafted
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
@@ -39,127 +37,129 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRequest:
-    """A running request: its tokens, those of its output and those in its pages. `is_settled`: it is frozen, and in no plan.
-
-    `num_losses` counts preemptions: while it is the same, the pages are the same ones, and full ones hold the same.
-    `num_drafted`: of so many of the first tokens they hold what a draft model computed, once the plans so far are.
-    """
+    """Snapshot of a running request."""
 
     num_tokens: int
     num_output: int
-    computed: int
+    num_computed: int
+    """Tokens in the pages, in place."""
     pages: Sequence[int]
     is_settled: bool
-    num_losses: int
+    """Frozen, and in no plan in flight."""
+    num_preemptions: int
+    """The pages are the same while it is equal."""
     num_drafted: int = 0
+    """Leading tokens with the draft model's KV, after the plans so far."""
 
 
-def orphaned_pages(first: int, accepted: Sequence[int]) -> list[int]:
-    """The slots of accepted proposals, from the first on that lies elsewhere than it belongs. Proposal 0 lies in `first`."""
-    same = next((at for at, node in enumerate(accepted) if node != at), len(accepted))
-    return [first + node for node in accepted[same:]]
+def misplaced_slots(first: int, accepted: Sequence[int]) -> list[int]:
+    """Returns the slots of accepted nodes, from the first out of place on. Node 0 has slot `first`."""
+    num_in_place = next((position for position, node in enumerate(accepted) if node != position), len(accepted))
+    return [first + node for node in accepted[num_in_place:]]
 
 
 class Scheduler:
-    """Requests in the engine, their rows and their pages."""
+    """Requests of one engine, with their rows and pages."""
 
     def __init__(
         self,
         limits: Limits,
-        pool: PoolShape,
-        policy: Policy | None = None,
-        sharing: PrefixSharing | None = None,
-        speculating: SpeculationConfig | None = None,
-        fitting: Fitting | None = None,
+        sharing: PrefixSharing,
+        policy: Policy,
+        speculation: SpeculationConfig = NO_SPECULATION,
+        fitting: Fitting = accept_all,
     ) -> None:
-        self.limits = limits.within(pool)
-        self.sharing = sharing or PrefixSharing(PagePool(pool.num_pages, pool.page_size), model="")
-        self.pool = self.sharing.pool
+        self.sharing = sharing
+        self.pool = sharing.pool
+        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size))
         self.fit = StepFit()
         self.refused: list[wire.Refused] = []
-        """Requests that the last `commit` ended because nothing could be drawn for them."""
-        self._policy = policy or Fcfs()
+        """Requests that the last `commit` ended without a token."""
+        self._policy = policy
         self._requests: dict[int, Request] = {}
-        self._queue = Queue(self._policy, self.pool.page_size)
-        self._seats = RunningSet(limits.max_num_seqs, self.sharing)
-        self.reservations = Reservations(self.limits, self._seats, self.sharing)
-        self._reporter = LoadReporter(self.limits, self._queue, self._seats, self.sharing)
-        self.speculator = Speculator(self.limits, self.pool, speculating or SpeculationConfig(), fitting)
+        self._queue = Queue(policy, self.pool.page_size)
+        self._running = RunningSet(limits.max_num_seqs, sharing)
+        self.reservations = Reservations(self.limits, self._running, sharing)
+
+        self._reporter = LoadReporter(self.limits, self._queue, self._running, sharing)
+        self.speculator = Speculator(self.limits, self.pool, speculation, fitting)
         self._composer = Composer(
-            self.limits, self._policy, queue=self._queue, seats=self._seats, sharing=self.sharing, speculator=self.speculator
+            self.limits, policy, queue=self._queue, running=self._running, sharing=sharing, speculator=self.speculator
         )
         self._flights: deque[StepBuilder] = deque()
         self._step = 0
-        self._order = 0
+        self._num_submitted = 0
         self._is_unsorted = False
 
     @property
+    def requests(self) -> Mapping[int, Request]:
+        """Waiting and running requests by handle."""
+        return self._requests
+
+    @property
     def planned_step(self) -> int:
-        """The number of the latest plan. Pages may be found by key from when their writer is planned: who reads the pages of a
-        request outside of plans waits until this one is computed."""
+        """Number of the latest plan, which may write shared pages of any request."""
         return self._step
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request lost its pages, since the start."""
+        """Preemptions since the start."""
         return self._composer.num_preemptions
 
     @property
     def backlog_tokens(self) -> int:
-        """Tokens of the requests in the queue, all to be computed before a newcomer's: what they have, and for each as many
-        output tokens as requests had lately."""
-        return self._queue.waiting.tokens + int(len(self._queue) * self._reporter.output.mean)
+        """Tokens of queued requests, with the mean output of each."""
+        return self._queue.totals.tokens + int(len(self._queue) * self._reporter.output.mean)
 
     def submit(
-        self, handle: int, asked: wire.Request, now: float = 0.0, is_held: bool = False, move: str = ""
-    ) -> Refuse | wire.Finished | None:
-        """None when the request is taken; its end when the tokens already delivered end it; or why it does not run here.
+        self, handle: int, submitted: wire.Request, now: float = 0.0, is_held: bool = False, move: str = ""
+    ) -> Refusal | wire.Finished | None:
+        """Takes a request, unless it is refused or its delivered tokens end it.
 
-        One that is held is in no step before `release`, but keeps its place. With `move` it runs at once on the pages that
-        arrived for it; if they did not, it waits like any other, and computes what it has.
+        A held request starts after `release`. With `move` it starts at once if all its pages arrived.
         """
         self._reporter.last_handle = max(self._reporter.last_handle, handle)
-        fits = fits_ever(len(asked.prompt), self.limits)
-        if isinstance(fits, Refuse):
-            return fits
+        refusal = check_length(len(submitted.prompt), self.limits)
+        if refusal is not None:
+            return refusal
         if handle in self._requests:
-            return Refuse(400, "handle_in_use", f"handle {handle} names a request that still runs")
-        proposing = begin(self.speculator.setting, asked)
-        if isinstance(proposing, Refuse):
-            return proposing
-        request = make_request(handle, self._order, asked, self.limits.max_model_len, now)
-        request.proposing = proposing
-        reason = request.finish()
+            return Refusal(400, "handle_in_use", f"handle {handle} belongs to a running request; use a new one")
+        speculation = speculation_of(self.speculator.config, submitted)
+        if isinstance(speculation, Refusal):
+            return speculation
+        keys = self.sharing.make_keys(submitted)
+        request = make_request(handle, self._num_submitted, submitted, self.limits.max_model_len, keys=keys, now=now)
+        request.speculation = speculation
+        reason = request.finish_reason()
         if reason is not None:
-            return wire.Finished(handle, asked.epoch, reason)
-        place = may_wait(len(self._queue), self.backlog_tokens, self.limits)
-        has_begun = asked.epoch > 0 or asked.delivered  # a router raises the epoch when a group that had it is lost
-        if isinstance(place, Refuse) and not has_begun:
-            self._reporter.refusals += 1
-            return place
-        self._order += 1
+            return wire.Finished(handle, submitted.epoch, reason)
+        refusal = check_queue(len(self._queue), self.backlog_tokens, self.limits)
+        was_started = submitted.epoch > 0 or submitted.delivered  # a router increments the epoch when a group is lost
+        if refusal is not None and not was_started:
+            self._reporter.num_refused += 1
+            return refusal
+        self._num_submitted += 1
         self._requests[handle] = request
-        self.sharing.begin(request, asked)
-        if move and self.reservations.take(move, request):
+        if move and self.reservations.claim(move, request):
             self._policy.arrive(request, self._queue.lanes())
-            request.is_frozen = request.is_held = is_held
+            request.is_frozen = request.scheduling.awaits_grammar = is_held
         elif is_held:
             self._queue.hold(request)
         else:
-            self._enter(request, now)
+            self._enqueue(request, now)
         return None
 
     def release(self, handle: int, now: float = 0.0) -> None:
-        """Lets a request be served that was held. One that is not, because it was aborted, is no error."""
+        """Lets a held request start. Ignores unknown handles."""
         request = self._queue.release(handle)
         if request is not None:
-            self._enter(request, now)
+            self._enqueue(request, now)
         elif handle in self._requests:
-            self._requests[handle].is_held = False
+            self._requests[handle].scheduling.awaits_grammar = False
             self.thaw(handle)
 
     def freeze(self, handle: int) -> bool:
-        """Whether a running request computes no further step, after those it is in, until `thaw`. A waiting one has no pages."""
+        """Plans no step of a request until `thaw`. Returns false if it does not run or is frozen."""
         request = self._requests.get(handle)
         if request is None or request.row is None or request.is_frozen:
             return False
@@ -167,214 +167,227 @@ class Scheduler:
         return True
 
     def thaw(self, handle: int) -> None:
-        """Lets a frozen request go on, unless it is held too. One that is gone is no error."""
+        """Lets a frozen request continue, unless it awaits its grammar. Ignores unknown handles."""
         request = self._requests.get(handle)
         if request is not None:
-            request.is_frozen = request.is_held
+            request.is_frozen = request.scheduling.awaits_grammar
 
-    def held_by(self, handle: int) -> RunningRequest | None:
-        """What a running request has in its pages; None when it waits or is gone."""
+    def running_request(self, handle: int) -> RunningRequest | None:
+        """Returns a snapshot of a request, if it runs."""
         request = self._requests.get(handle)
         if request is None or request.row is None:
             return None
-        settled = request.is_frozen and not request.in_flight
-        drafted = num_drafted(self.pool, request)
         return RunningRequest(
             num_tokens=len(request.tokens),
             num_output=request.num_output,
-            computed=request.placed,
-            pages=request.pages,
-            is_settled=settled,
-            num_losses=request.num_losses,
-            num_drafted=drafted,
+            num_computed=request.num_in_place,
+            pages=request.pages.ids,
+            is_settled=request.is_frozen and not request.in_flight,
+            num_preemptions=request.scheduling.num_preemptions,
+            num_drafted=num_drafted(self.pool, request),
         )
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
-        """How near the pool is to its end, and who would lose pages first; None while half of it is free."""
+        """See `LoadReporter.pressure`."""
         return self._reporter.pressure(pages_per_s)
 
     def abort(self, handle: int) -> None:
-        """Forgets a request; an unknown handle is no error. Pages that a plan in flight writes are free after its commit."""
+        """Ends a request; its pages are freed after its plan. Ignores unknown handles."""
         request = self._requests.pop(handle, None)
         if request is None:
             return
-        request.gone = True
+        request.has_ended = True
         if request.row is None:
-            self._queue.forget(request)
+            self._queue.abort(request)
         else:
-            self._seats.drop_gone()
+            self._running.drop_ended()
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a plan in flight is committed. May preempt requests."""
-        assert len(self._flights) < self.limits.plans_in_flight, "a step before was not committed"
+        """Returns the next plan, if anything can be computed. May preempt requests."""
+        assert len(self._flights) < self.limits.plans_in_flight, "a plan in flight must be committed first"
         if self._is_unsorted:
             self._queue.sort(now)
             self._is_unsorted = False
-        making = self._composer.make(self._step + 1, self.fit.model(), now)
-        if not making.chunks:
+        builder = self._composer.compose(self._step + 1, self.fit.model(), now)
+        if not builder.chunks:
             return None
         self._step += 1
-        self._flights.append(making)
-        return making.finish()
+        self._flights.append(builder)
+        return builder.finish()
 
     def commit(self, result: StepResult, wall_s: float | None = None) -> wire.Tokens:
-        """All tokens that the oldest plan in flight adds to requests, and the requests that it ends. Aborted ones leave silently.
-
-        wall_s: how long the step took, if that was measured; later budgets follow it.
-        """
-        making = self._flights[0] if self._flights else None
-        assert making is not None and result.step == making.step, (
+        """Applies the result of the oldest plan in flight. `wall_s`: step time, if measured."""
+        builder = self._flights[0] if self._flights else None
+        assert builder is not None and result.step == builder.step, (
             f"result of step {result.step} does not match the plans in flight"
         )
-        runs = result.runs or [1] * len(making.draws)
-        assert len(runs) == len(making.draws), f"{len(runs)} runs for {len(making.draws)} draws"
-        assert len(result.tokens) == sum(runs), f"{len(result.tokens)} tokens for runs of {sum(runs)}"
+        run_lengths = result.run_lengths or [1] * len(builder.draws)
+        assert len(run_lengths) == len(builder.draws), f"{len(run_lengths)} run lengths for {len(builder.draws)} draws"
+        assert len(result.tokens) == sum(run_lengths), f"{len(result.tokens)} tokens for runs of {sum(run_lengths)}"
         self._flights.popleft()
-        for chunk in making.chunks:
-            self._reporter.recomputed_tokens += max(0, min(chunk.end, chunk.request.farthest) - chunk.start)
-            chunk.request.computed, chunk.request.strays = chunk.end, []
-            chunk.request.in_flight = False
-        self._tell_drafts(making, result)
-        frame = self._read(making, result, runs)
-        for chunk in making.chunks:
-            chunk.request.farthest = max(chunk.request.farthest, chunk.request.computed)
+        for chunk in builder.chunks:
+            request, end = chunk.request, chunk.end
+            self._reporter.recomputed_tokens += max(0, min(end, request.max_computed) - chunk.start)
+            request.num_computed, request.pages.misplaced = end, []
+            request.in_flight = False
+        _record_drafts(builder, result)
+        frame = self._deliver(builder, result, run_lengths)
+        for chunk in builder.chunks:
+            request = chunk.request
+            request.max_computed = max(request.max_computed, request.num_computed)
             self.speculator.settle(chunk)
-        self._seats.drop_gone()
-        self.speculator.learn(making, self.fit.model(), wall_s, result.draft_s, result.lost)
+        self._running.drop_ended()
+        self.speculator.learn(builder, self.fit.model(), wall_s, result.draft_s, result.draft_failure)
         if wall_s is not None:
-            self._learn(making, wall_s, result.draft_s)
+            self._learn(builder, wall_s, result.draft_s)
         return frame
 
-    def admitted(self) -> list[int]:
-        """Handles of requests that the latest plan starts, for the first time or again after a preemption."""
-        making = self._flights[-1]
-        rows = {new.row for new in making.admitted}
-        return [chunk.request.handle for chunk in making.chunks if chunk.request.row in rows]
+    def started_handles(self) -> list[int]:
+        """Returns the requests that the latest plan starts or resumes."""
+        builder = self._flights[-1]
+        rows = {new.row for new in builder.admitted}
+        return [chunk.request.params.handle for chunk in builder.chunks if chunk.request.row in rows]
 
     def expected_s(self) -> float | None:
-        """How long the latest plan should take; None before enough steps were measured."""
+        """Returns the predicted time of the latest plan, once the cost model is fitted."""
         model = self.fit.model()
         return None if model is None else model.predict(self._flights[-1].work)
 
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
-        return not self._requests and not self._seats.running and not len(self.reservations)
+        """Returns whether no request is present and no row reserved."""
+        return not self._requests and not self._running.requests and not len(self.reservations)
 
     def epoch_of(self, handle: int) -> int:
-        """The epoch of a request that is here."""
-        return self._requests[handle].epoch
+        """Returns the epoch of a present request."""
+        return self._requests[handle].params.epoch
 
-    def must_wait(self) -> bool:
-        """Whether nothing can be computed before the next submit, release or thaw: all that is here is held or frozen."""
-        return not self._queue.num_ready and all(one.is_frozen and not one.in_flight for one in self._seats.running)
+    def is_blocked(self) -> bool:
+        """Returns whether nothing can be computed until a submit, release or thaw."""
+        if self._queue.num_ready:
+            return False
+        return all(request.is_frozen and not request.in_flight for request in self._running.requests)
 
     def load(self, now: float = 0.0) -> wire.Load:
-        """The next report of what the engine has in hand."""
+        """Returns the next load report."""
         counts = self.speculator.counts()
         return self._reporter.make(now, self.num_preemptions, self.reservations.num_pages, self.fit.model(), counts)
 
-    def is_full_soon(self) -> bool:
-        """Whether so few pages are free that a preemption may be near."""
-        return self._reporter.is_imminent()
+    def is_preemption_near(self) -> bool:
+        """See `LoadReporter.is_preemption_near`."""
+        return self._reporter.is_preemption_near()
 
     def check(self) -> list[str]:
-        """What is wrong with pages and rows; empty when all are accounted for."""
-        return self._seats.check(self.reservations.held())
+        """Returns errors of pages and rows."""
+        return self._running.check(self.reservations.held())
 
-    def _read(self, making: StepBuilder, result: StepResult, runs: list[int]) -> wire.Tokens:
-        """The frame of a step; its tokens are appended to their requests."""
+    def _deliver(self, builder: StepBuilder, result: StepResult, run_lengths: Sequence[int]) -> wire.Tokens:
+        """Appends the tokens of a step to their requests. Returns the frame with them."""
         frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
-        ended, over, failed, taken = frozenset(result.ended), frozenset(result.over), dict(result.failed), dict(result.taken)
         self.refused = []
-        for i, start, details in result.prompt_details:
-            request = making.chunks[i].request
-            new = details[max(0, request.told + 1 - start) :]
-            if new and not request.gone:
-                first, request.told = request.told + 1, request.told + len(new)
-                frame.prompt_details.append(wire.PromptDetails(request.handle, request.epoch, first, new))
+        _add_prompt_details(builder, result, frame)
+        complete, already_complete = frozenset(result.complete), frozenset(result.already_complete)
+        failed, accepted_nodes = dict(result.failed), dict(result.accepted)
         first = 0
-        for position, ((i, index), run) in enumerate(zip(making.draws, runs, strict=True)):
-            chunk, at = making.chunks[i], range(first, first + run)
-            first += run
-            if chunk.request.gone:
+        for draw, ((i, index), length) in enumerate(zip(builder.draws, run_lengths, strict=True)):
+            chunk, run = builder.chunks[i], range(first, first + length)
+            first += length
+            if chunk.request.has_ended:
                 continue
-            if position in over:
+            if draw in already_complete:
                 self._finish(chunk.request, "stop", frame)
-            elif position in failed:
-                request = chunk.request
-                self.refused.append(
-                    wire.Refused(
-                        handle=request.handle, epoch=request.epoch, status=400, code="nothing_to_draw", message=failed[position]
-                    )
-                )
-                self._end(request)
+            elif draw in failed:
+                self._refuse(chunk.request, failed[draw])
             else:
-                accepted = taken.get(position, range(run))[: run - 1]
-                self._append(chunk, index, at=at, accepted=accepted, result=result, is_complete=position in ended, frame=frame)
+                accepted = accepted_nodes.get(draw, range(length))[: length - 1]
+                self._append(chunk, index, run, accepted, result=result, is_complete=draw in complete, frame=frame)
         return frame
 
     def _append(
         self,
         chunk: ScheduledChunk,
         index: int,
-        at: range,
+        run: range,
         accepted: Sequence[int],
+        *,
         result: StepResult,
         is_complete: bool,
         frame: wire.Tokens,
     ) -> None:
-        """Gives a request its tokens, the result's at these places, up to its end. All but the last are these proposals."""
-        request, kept = chunk.request, 0
-        for place in at:
-            token, kept = result.tokens[place], kept + 1
+        """Appends the result's tokens in `run`, up to the request's end. All but the last are `accepted` draft tokens."""
+        request, num_kept = chunk.request, 0
+        handle, epoch = request.params.handle, request.params.epoch
+        cached_tokens = request.pages.cached_tokens
+        if cached_tokens and not request.delivery.has_sampled:
+            frame.cached.append(wire.Cached(handle, epoch, cached_tokens))
+        request.delivery.has_sampled = True
+        for position in run:
+            token, num_kept = result.tokens[position], num_kept + 1
             request.tokens.append(token)
             self._policy.charge(request, 0, 1)
             if result.details:
-                frame.details.append(result.details[place])
-            if request.cached_tokens and not request.has_drawn:
-                frame.cached.append(wire.Cached(request.handle, request.epoch, request.cached_tokens))
-            request.has_drawn = True
-            frame.handles.append(request.handle)
-            frame.epochs.append(request.epoch)
-            frame.indices.append(index + kept - 1)
+                frame.details.append(result.details[position])
+            frame.handles.append(handle)
+            frame.epochs.append(epoch)
+            frame.indices.append(index + num_kept - 1)
             frame.tokens.append(token)
-            reason = "stop" if is_complete and place == at[-1] else request.finish()
+            reason = "stop" if is_complete and position == run[-1] else request.finish_reason()
             if reason is not None:
                 self._reporter.output.add(request.num_output)
                 self._finish(request, reason, frame)
                 break
         if accepted:
-            request.computed += min(len(accepted), kept)
-            request.strays = orphaned_pages(chunk.end, accepted[:kept])
-            self.sharing.note_accepted(chunk)
-        chunk.gained = kept
-        self.speculator.heard(chunk, accepted, kept)
-
-    def _tell_drafts(self, making: StepBuilder, result: StepResult) -> None:
-        """What ranks made of drafts: shapes that they chose, and places that they left empty."""
-        shapes, empty = iter(result.shapes), dict(result.undrafted)
-        for at, chunk in enumerate(chunk for chunk in making.chunks if chunk.is_drafted):
-            chunk.undrafted = frozenset(empty.get(at, ()))
-            if chunk.growth is not None:
-                chunk.parents = next(shapes, chain(chunk.depth))
-                chunk.grades = draft_grades(chunk.parents)
+            request.num_computed += min(len(accepted), num_kept)
+            request.pages.misplaced = misplaced_slots(chunk.end, accepted[:num_kept])
+            self.sharing.record_accepted(chunk)
+        chunk.num_gained = num_kept
+        self.speculator.record_result(chunk, accepted, num_kept)
 
     def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
-        frame.finished.append(wire.Finished(request.handle, request.epoch, reason, request.cached_tokens))
+        params = request.params
+        frame.finished.append(wire.Finished(params.handle, params.epoch, reason, request.pages.cached_tokens))
         self._end(request)
 
-    def _enter(self, request: Request, now: float) -> None:
+    def _refuse(self, request: Request, message: str) -> None:
+        params = request.params
+        self.refused.append(
+            wire.Refused(handle=params.handle, epoch=params.epoch, status=400, code="nothing_to_draw", message=message)
+        )
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.params.handle]
+        request.has_ended = True
+
+    def _enqueue(self, request: Request, now: float) -> None:
         self._policy.arrive(request, self._queue.lanes())
         self._queue.push(request, now)
 
-    def _end(self, request: Request) -> None:
-        del self._requests[request.handle]
-        request.gone = True
-
-    def _learn(self, making: StepBuilder, wall_s: float, draft_s: float) -> None:
-        """Fits the step-time function, of which passes that draft for decodes are no part, and tells the policy."""
-        self.fit.add(making.work, wall_s - self.speculator.draft_s_behind_decodes(making, draft_s))
-        self._reporter.stepped(making, self.fit.model(), wall_s)
+    def _learn(self, builder: StepBuilder, wall_s: float, draft_s: float) -> None:
+        """Updates cost model (without drafts of decodes), load report and policy."""
+        self.fit.add(builder.work, wall_s - self.speculator.decode_draft_s(builder, draft_s))
         model = self.fit.model()
+        self._reporter.record_step(builder, model, wall_s)
         if model is not None:
             self._is_unsorted |= self._policy.learn(model, self._reporter.speedup)
+
+
+def _record_drafts(builder: StepBuilder, result: StepResult) -> None:
+    shapes, undrafted = iter(result.shapes), dict(result.undrafted)
+    for p, chunk in enumerate(chunk for chunk in builder.chunks if chunk.draft.is_drafted):
+        draft = replace(chunk.draft, undrafted=frozenset(undrafted.get(p, ())))
+        if draft.tree_bounds is not None:
+            parents = next(shapes, chain(draft.depth))
+            draft = replace(draft, parents=parents, grades=draft_grades(parents))
+        chunk.draft = draft
+
+
+def _add_prompt_details(builder: StepBuilder, result: StepResult, frame: wire.Tokens) -> None:
+    """Adds undelivered prompt logprobs."""
+    for i, start, details in result.prompt_details:
+        request = builder.chunks[i].request
+        delivery = request.delivery
+        first = delivery.num_prompt_details + 1
+        new = details[max(0, first - start) :]
+        if new and not request.has_ended:
+            delivery.num_prompt_details += len(new)
+            frame.prompt_details.append(wire.PromptDetails(request.params.handle, request.params.epoch, first, new))

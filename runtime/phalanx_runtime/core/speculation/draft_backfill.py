@@ -1,14 +1,7 @@
-"""What a draft model computes of requests beside its drafts: tokens that it lacks, before it is asked to go on from them.
+"""Schedules tokens that a draft model lacks, before it drafts.
 
-    tokens    |== drafted ==|-- missing --|          positions that the target has computed, or computes now
-
-    rests     nothing is computed: a request without proposals costs the draft nothing, and its pages lack what it decodes
-    drafts    what is missing is computed in the step that drafts again, up to the request's own last token
-    prompts   are computed as they come while drafts pay, for then they will be wanted
-
-Pages are counted, not requests: who finds a page by its key, shares or copies it, finds what the draft computed of it, and
-catches up with the rest. Two that lack the same page both compute it, alike. What is counted follows from the plans, in whose
-order the ranks compute, so that nothing has to be heard of them.
+A step without draft tokens skips the draft model, so pages lack its KV until the request drafts again. The pool counts drafted
+slots per page, so found, shared and copied pages keep that KV.
 """
 
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -17,42 +10,41 @@ from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
 
 def num_drafted(pool: PagePool, request: Request) -> int:
-    """How many of the first tokens of a running request lie in its pages as a draft model computed them."""
-    pages, first = request.pages, 0 if request.proposing is None else request.proposing.num_drafted_pages
-    while first < len(pages) and pool.drafted(pages[first]) == pool.page_size:
-        first += 1
-    if request.proposing is not None:
-        request.proposing.num_drafted_pages = first
-    return first * pool.page_size + (pool.drafted(pages[first]) if first < len(pages) else 0)
+    """Returns how many leading tokens have the draft model's KV."""
+    ids, speculation = request.pages.ids, request.speculation
+    num_pages = speculation.num_drafted_pages
+    while num_pages < len(ids) and pool.drafted(ids[num_pages]) == pool.page_size:
+        num_pages += 1
+    if speculation.method != "none":
+        speculation.num_drafted_pages = num_pages
+    return num_pages * pool.page_size + (pool.drafted(ids[num_pages]) if num_pages < len(ids) else 0)
 
 
 def num_missing(pool: PagePool, chunk: ScheduledChunk) -> int:
-    """How many tokens before the chunk a draft model has not computed."""
+    """Returns how many tokens before the chunk the draft model lacks."""
     return max(0, chunk.start - num_drafted(pool, chunk.request))
 
 
-def catch_up(pool: PagePool, making: StepBuilder, chunk: ScheduledChunk, end: int) -> int:
-    """Lets the draft compute what it lacks before `end`, as much as the step has room for; how many tokens that are."""
+def add_backfill(pool: PagePool, builder: StepBuilder, chunk: ScheduledChunk, end: int) -> None:
+    """Adds the missing tokens before `end`, within the step's budget."""
     first = min(num_drafted(pool, chunk.request), end)
-    chunk.behind = range(first, min(end, first + max(0, making.draft_room)))
-    making.draft_room -= len(chunk.behind)
-    mark(pool, making, chunk, chunk.behind.stop)
-    return len(chunk.behind)
+    chunk.backfill = range(first, min(end, first + max(0, builder.backfill_budget)))
+    builder.backfill_budget -= len(chunk.backfill)
+    builder.drafted_pages.update(mark_drafted(pool, chunk, chunk.backfill.stop))
 
 
-def mark(pool: PagePool, making: StepBuilder | None, chunk: ScheduledChunk, end: int) -> None:
-    """The draft has computed the request up to here, in this step if one is given."""
+def mark_drafted(pool: PagePool, chunk: ScheduledChunk, end: int) -> list[int]:
+    """Records that the draft model computes the tokens before `end`. Returns their pages."""
     size, request = pool.page_size, chunk.request
-    for at in range(request.proposing.num_drafted_pages if request.proposing is not None else 0, pool.pages_for(end)):
-        pool.mark_drafted(request.pages[at], min(size, end - at * size))
-        if making is not None:
-            making.drafted.add(request.pages[at])
+    marked = request.pages.ids[request.speculation.num_drafted_pages : pool.pages_for(end)]
+    for i, page in enumerate(marked, request.speculation.num_drafted_pages):
+        pool.mark_drafted(page, min(size, end - i * size))
+    return marked
 
 
-def drafted_when_sent(before: int | None, first: int, end: int, now: int) -> int:
-    """How many of the first tokens a target of a move has with what the draft computed, once positions [first, end) are sent.
+def drafted_when_sent(before: int | None, first: int, end: int, num_drafted_now: int) -> int:
+    """Returns how many leading tokens a move's target has with the draft model's KV, once positions [first, end) are sent.
 
-    before: the same for what was sent before, None for nothing; now: how many it has computed by now. What went without has to
-    be computed there, whatever is computed here afterwards.
+    `before`: the previous result, if any. KV that was missing when its page was sent stays missing.
     """
-    return min(now, end) if before is None or before == first else before
+    return min(num_drafted_now, end) if before is None or before == first else before

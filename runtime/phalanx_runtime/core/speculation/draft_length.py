@@ -1,13 +1,9 @@
-"""How many proposals each request of a step gets: as many as make the batch faster, in expected tokens per second.
+"""Chooses draft lengths that maximise the expected tokens per second of a step.
 
-    speed(taken) = (decodes + sum of chances of the proposals taken) / (time of the step with them)
+    speed(selected) = (decodes + sum of chances of selected tokens) / (time of the step with them)
 
-A proposal's chance is that it is accepted with its branch, so along a branch chances only fall. Proposals are taken in the order
-of their chances while each makes the step faster; the time is convex in their number, so of lookups alone or of chains of
-drafts alone the best set is found. A draft costs a pass for each level, whoever takes part, and a row of it for each further
-request at that level: every greatest depth is tried. What gains less than `MARGIN` is left: times are guesses.
-Where a target bounds the time between tokens, `choose_draft_lengths` makes no step that is expected to pass it for its proposals:
-not before costs are known, and `choose_all` looks at none.
+Tokens are added by descending chance while the speed rises, for every maximum depth. The time is convex in their number, so the
+result is optimal for n-grams alone and for chains of drafts alone.
 """
 
 import math
@@ -15,156 +11,159 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MARGIN = 1.03
-"""By how much a step must promise to be faster."""
-BELIEVED_CHANCE = 0.4
-"""Before steps were measured: a chance that is thought to pay."""
-PAYBACK = 64
-"""Steps within which what a draft catches up with has to pay, or a request's last ones."""
+"""Minimum expected speedup; times are estimates."""
+DEFAULT_MIN_CHANCE = 0.4
+"""Minimum chance before step times are known."""
+PAYBACK_STEPS = 64
+"""Steps within which a backfill must pay."""
 _Ranked = tuple[float, int, int, int]
-"""Chance, position and offer of a proposal, and the passes of a draft that it takes."""
+"""Chance, node and candidate of a draft token, and its draft passes."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCandidate:
-    """The chances of one request's proposals, which only fall. `is_drafted`: each level costs a pass of the draft.
-
-    levels: of each how many it has before it in its branch; empty for a chain. behind_s: seconds that the draft catches up
-    for before the first of them. A target counts them, speed does not: the chances are less for them already.
-    """
+class DraftChances:
+    """Chances that draft tokens are accepted with their branch, descending."""
 
     chances: Sequence[float]
     is_drafted: bool = False
+    """Each level costs a draft pass."""
     levels: Sequence[int] = ()
-    behind_s: float = 0.0
+    """Empty for a chain."""
+    backfill_s: float = 0.0
+    """Backfill before the first token. Counts towards the time limit; the chances include its cost."""
 
-    def taken(self, count: int, longest: int) -> list[int]:
-        """The first so many of those with so many levels."""
+    def first_nodes(self, count: int, max_levels: int) -> list[int]:
+        """Returns the first `count` nodes of these levels."""
         if not self.levels or not self.is_drafted:
             return list(range(count))
-        return [at for at, level in enumerate(self.levels) if level < longest][:count]
+        return [node for node, level in enumerate(self.levels) if level < max_levels][:count]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """Which proposals each offer gets, and what is expected of them: tokens per second; 0 where nothing was expected."""
+    """Selected nodes of each candidate, and the expected tokens per second, if known."""
 
-    taken: list[list[int]]
+    selected: list[list[int]]
     speed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds: of the step without proposals, with so many of them beside it, of a pass of the draft with one row, those it may
-    take, of a token that a draft catches up with, and of each further row of a pass."""
+    """Times of a step and its draft tokens."""
 
     plain_s: float
+    """Without draft tokens."""
     extra_s: Callable[[int], float]
+    """Verification of this many draft tokens."""
     pass_s: float = 0.0
+    """A draft pass with one row."""
     limit_s: float = math.inf
-    behind_s: float = 0.0
+    """Maximum time, from the ITL target."""
+    backfill_token_s: float = 0.0
     draft_row_s: float = 0.0
+    """Each further row of a draft pass."""
 
 
-def choose_draft_lengths(offers: Sequence[DraftCandidate], costs: StepCosts | None, decodes: int, room: int) -> DraftChoice:
-    """What each offer gets, at most `room` proposals in all, in a step of so many decodes. costs None: not known yet."""
+def choose_draft_lengths(candidates: Sequence[DraftChances], costs: StepCosts | None, decodes: int, room: int) -> DraftChoice:
+    """Selects at most `room` draft tokens."""
     if costs is None:
-        return _by_chance(offers, room)
-    best, counts, passes = MARGIN * decodes / costs.plain_s, [0] * len(offers), 0
-    most = decodes + sum(sum(offer.chances) for offer in offers)
-    ordered: list[_Ranked] = []
-    for longest in range(_most_levels(offers) + 1):
-        if most / (costs.plain_s + longest * costs.pass_s) <= best:
-            break  # not even if all cost nothing: so under load
-        ordered = ordered or _in_order(offers)
-        speed, found = _within(ordered, offers, costs=costs, decodes=decodes, room=room, longest=longest)
+        return _by_chance(candidates, room)
+    best, counts, passes = MARGIN * decodes / costs.plain_s, [0] * len(candidates), 0
+    max_tokens = decodes + sum(sum(candidate.chances) for candidate in candidates)
+    ranked: list[_Ranked] = []
+    for max_levels in range(_most_levels(candidates) + 1):
+        if max_tokens / (costs.plain_s + max_levels * costs.pass_s) <= best:
+            break  # not even with free verification
+        ranked = ranked or _by_rank(candidates)
+        speed, found = _fill(ranked, candidates, costs=costs, decodes=decodes, room=room, max_levels=max_levels)
         if speed > best:
-            best, counts, passes = speed, found, longest
-    return DraftChoice([offer.taken(count, passes) for offer, count in zip(offers, counts, strict=True)], best)
+            best, counts, passes = speed, found, max_levels
+    selected = [candidate.first_nodes(count, passes) for candidate, count in zip(candidates, counts, strict=True)]
+    return DraftChoice(selected, best)
 
 
 def could_pay(costs: StepCosts, decodes: int, room: int) -> bool:
-    """Whether proposals that need no draft would pay, if all were accepted."""
-    least, count = MARGIN * decodes / costs.plain_s, 1
+    """Returns whether n-gram tokens would pay if all were accepted."""
+    required, count = MARGIN * decodes / costs.plain_s, 1
     while count < room:
-        if (decodes + count) / (costs.plain_s + costs.extra_s(count)) > least:
+        if (decodes + count) / (costs.plain_s + costs.extra_s(count)) > required:
             return True
         count *= 2
-    return (decodes + room) / (costs.plain_s + costs.extra_s(room)) > least
+    return (decodes + room) / (costs.plain_s + costs.extra_s(room)) > required
 
 
-def with_catching_up(
-    chances: Sequence[float], costs: StepCosts | None, decodes: int, missing: int, steps: int
+def deduct_backfill(
+    chances: Sequence[float], costs: StepCosts | None, decodes: int, num_missing: int, num_steps: int
 ) -> Sequence[float]:
-    """What these chances of a draft are worth when it has to catch up with so many tokens first, for so many steps of use; none
-    when that costs more than they bring. The time counts as the tokens that plain steps bring in it."""
-    if costs is None or not missing or not costs.behind_s:
+    """Returns the chances less the tokens that plain steps produce during the backfill, spread over `num_steps`; empty if it does
+    not pay."""
+    if costs is None or not num_missing or not costs.backfill_token_s:
         return chances
-    worth = sum(chances)
-    left = worth - missing * costs.behind_s * decodes / (costs.plain_s * max(1, min(steps, PAYBACK)))
-    return [chance * left / worth for chance in chances] if left > 0 else ()
+    total = sum(chances)
+    lost_tokens = num_missing * costs.backfill_token_s * decodes / (costs.plain_s * max(1, min(num_steps, PAYBACK_STEPS)))
+    net = total - lost_tokens
+    return [chance * net / total for chance in chances] if net > 0 else ()
 
 
-def choose_all(offers: Sequence[DraftCandidate], room: int) -> list[list[int]]:
-    """All that is offered, in turns while there is room."""
-    counts = [0] * len(offers)
-    for position in range(max(len(offer.chances) for offer in offers)):
-        for at, offer in enumerate(offers):
-            if position < len(offer.chances) and room > 0:
-                counts[at] += 1
+def choose_round_robin(candidates: Sequence[DraftChances], room: int) -> list[list[int]]:
+    """Selects `room` draft tokens of all candidates in turns."""
+    counts = [0] * len(candidates)
+    for node in range(max(len(candidate.chances) for candidate in candidates)):
+        for i, candidate in enumerate(candidates):
+            if node < len(candidate.chances) and room > 0:
+                counts[i] += 1
                 room -= 1
     return [list(range(count)) for count in counts]
 
 
-def _most_levels(offers: Sequence[DraftCandidate]) -> int:
-    """How many levels the deepest draft has."""
-    drafts = [offer for offer in offers if offer.is_drafted]
-    return max((max(offer.levels, default=-1) + 1 if offer.levels else len(offer.chances) for offer in drafts), default=0)
+def _most_levels(candidates: Sequence[DraftChances]) -> int:
+    drafts = [candidate for candidate in candidates if candidate.is_drafted]
+    return max((max(draft.levels, default=-1) + 1 if draft.levels else len(draft.chances) for draft in drafts), default=0)
 
 
-def _within(
-    ordered: Sequence[_Ranked], offers: Sequence[DraftCandidate], costs: StepCosts, decodes: int, room: int, longest: int
+def _fill(
+    ranked: Sequence[_Ranked], candidates: Sequence[DraftChances], *, costs: StepCosts, decodes: int, room: int, max_levels: int
 ) -> tuple[float, list[int]]:
-    """The best speed when drafts have at most `longest` passes, all of them paid, and its depths."""
-    fixed_s = costs.plain_s + longest * costs.pass_s
-    depths, tokens, count, behind_s = [0] * len(offers), float(decodes), 0, 0.0
-    levels, rows, ended = [0] * len(offers), 0, set[int]()
+    """Returns the best speed with `max_levels` draft passes, and the tokens per candidate."""
+    fixed_s = costs.plain_s + max_levels * costs.pass_s
+    counts, tokens, total, backfill_s = [0] * len(candidates), float(decodes), 0, 0.0
+    levels, num_rows, closed = [0] * len(candidates), 0, set[int]()
     speed = tokens / fixed_s
-    for chance, _, at, passes in ordered:
-        if passes > longest or at in ended:
+    for chance, _, i, passes in ranked:
+        if passes > max_levels or i in closed:
             continue
-        deeper = max(0, passes - levels[at])
-        seconds = fixed_s + costs.extra_s(count + 1) + max(0, rows + deeper - longest) * costs.draft_row_s
-        more = (tokens + chance) / seconds
-        if count >= room:
+        new_levels = max(0, passes - levels[i])
+        seconds = fixed_s + costs.extra_s(total + 1) + max(0, num_rows + new_levels - max_levels) * costs.draft_row_s
+        new_speed = (tokens + chance) / seconds
+        if total >= room:
             break
-        if more <= speed or seconds + behind_s > costs.limit_s:
+        if new_speed <= speed or seconds + backfill_s > costs.limit_s:
             if passes and costs.draft_row_s:
-                ended.add(at)  # what an offer gets are its first proposals
-                continue  # one that is looked up has no row
+                closed.add(i)  # selected tokens are a candidate's first ones
+                continue  # n-gram tokens, which need no row, may pay
             break
-        own_s = 0.0 if depths[at] else offers[at].behind_s
-        if own_s and seconds + behind_s + own_s > costs.limit_s:
-            continue  # who lacks less may still find room
-        behind_s += own_s
-        depths[at] += 1
-        levels[at], rows = levels[at] + deeper, rows + deeper
-        tokens, speed, count = tokens + chance, more, count + 1
-    return speed, depths
+        own_backfill_s = 0.0 if counts[i] else candidates[i].backfill_s
+        if own_backfill_s and seconds + backfill_s + own_backfill_s > costs.limit_s:
+            continue  # a shorter backfill may fit
+        backfill_s += own_backfill_s
+        counts[i] += 1
+        levels[i], num_rows = levels[i] + new_levels, num_rows + new_levels
+        tokens, speed, total = tokens + chance, new_speed, total + 1
+    return speed, counts
 
 
-def _by_chance(offers: Sequence[DraftCandidate], room: int) -> DraftChoice:
-    counts = [0] * len(offers)
-    longest = _most_levels(offers)
-    for chance, _, at, _ in _in_order(offers)[: max(room, 0)]:
-        counts[at] += chance >= BELIEVED_CHANCE
-    return DraftChoice([offer.taken(count, longest) for offer, count in zip(offers, counts, strict=True)])
+def _by_chance(candidates: Sequence[DraftChances], room: int) -> DraftChoice:
+    counts = [0] * len(candidates)
+    max_levels = _most_levels(candidates)
+    for chance, _, i, _ in _by_rank(candidates)[: max(room, 0)]:
+        counts[i] += chance >= DEFAULT_MIN_CHANCE
+    return DraftChoice([candidate.first_nodes(count, max_levels) for candidate, count in zip(candidates, counts, strict=True)])
 
 
-def _in_order(offers: Sequence[DraftCandidate]) -> list[_Ranked]:
-    """All proposals, the likeliest first; of equal ones those of lower positions."""
+def _by_rank(candidates: Sequence[DraftChances]) -> list[_Ranked]:
     found = [
-        (chance, position, at, 1 + (offer.levels[position] if offer.levels else position) if offer.is_drafted else 0)
-        for at, offer in enumerate(offers)
-        for position, chance in enumerate(offer.chances)
+        (chance, node, i, 1 + (candidate.levels[node] if candidate.levels else node) if candidate.is_drafted else 0)
+        for i, candidate in enumerate(candidates)
+        for node, chance in enumerate(candidate.chances)
     ]
-    return sorted(found, key=lambda one: (-one[0], one[1], one[2]))
+    return sorted(found, key=lambda ranked: (-ranked[0], ranked[1], ranked[2]))

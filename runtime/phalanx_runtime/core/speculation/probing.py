@@ -1,115 +1,117 @@
-"""When nothing pays: for how many steps nothing is even looked at, and when one proposal is tried all the same.
+"""Skips the search for draft tokens while they do not pay, and probes whether they do again.
 
-    looked    nothing paid     for LOOK_EVERY steps nothing is looked at, while the step has as many decodes
-    tried     after `PROBE_EVERY` such steps one request gets a proposal: shares and costs change. After a dear one the next
-              waits until it took `PROBE_SHARE` of the time, at most twice as long as the last did
-    in vain   the more probes there were since something paid, the less of the time they take
-    goes on   what a draft lacks is computed in step after step, and costs as one probe with the proposal behind it
+    skip    after an unpaid search, the next LOOK_INTERVAL steps with as many decodes
+    probe   one draft token after an interval of unpaid steps; expensive and vain probes lengthen the interval
 
-Counts steps and reads no clock.
+A backfill over several steps counts as one probe with its draft token.
 """
 
 import math
 
-PROBE_EVERY = 16
-"""Steps without a proposal, though some were offered, after which one request gets one."""
+PROBE_INTERVAL = 16
+"""Minimum interval, in steps with candidates."""
 PROBE_SHARE = 0.01
-"""Of the time, at most, that dear probes take."""
-VAIN = 4
-"""Probes since something paid that halve that share; three times as many halve it again, and so on."""
-LONGEST_REST = 512
-LOOK_EVERY = 8
-"""Steps after which what did not pay is looked at again: contexts grow, costs are measured anew."""
+"""Share of time of expensive probes."""
+VAIN_PROBES = 4
+"""Probes in vain that halve the share."""
+MAX_INTERVAL = 512
+LOOK_INTERVAL = 8
+"""Steps between unpaid searches."""
 
 
-def tokens_after(over: float, rest: int, num_vain: int) -> int:
-    """Steps until the next probe, behind one that took `over` plain steps more than a plain one would have.
-
-    rest: how many there were before it; num_vain: probes since something paid, this one not counted.
-    """
-    share = PROBE_SHARE / (1 + num_vain / VAIN)
-    return min(max(PROBE_EVERY, math.ceil(over / share)), 2 * rest, LONGEST_REST)
+def next_interval(cost: float, interval: int, num_vain: int) -> int:
+    """Returns the interval after a probe that took `cost` plain steps. `num_vain`: earlier probes since draft tokens paid."""
+    share = PROBE_SHARE / (1 + num_vain / VAIN_PROBES)
+    return min(max(PROBE_INTERVAL, math.ceil(cost / share)), 2 * interval, MAX_INTERVAL)
 
 
 class Probing:
-    """Of one engine."""
+    """Searches and probes of one engine."""
 
-    __slots__ = ("_barren", "_decodes", "_is_part", "_looked", "_over", "_probed", "_rest", "_unpaid", "_vain")
+    __slots__ = (
+        "_draft_unpaid_steps",
+        "_interval",
+        "_is_partial",
+        "_num_vain",
+        "_partial_cost",
+        "_probe_step",
+        "_undrafted_steps",
+        "_unpaid_decodes",
+        "_unpaid_step",
+    )
 
     def __init__(self) -> None:
-        self._barren = 0
-        """Steps since the last proposal, in which some were offered."""
-        self._rest = PROBE_EVERY
-        """How many these are until the next probe."""
-        self._vain = 0
-        """Probes since something paid."""
-        self._unpaid = 0
-        """Steps since drafts paid, in which some were offered."""
-        self._probed: int | None = None
-        """The step of the latest probe."""
-        self._is_part = False
-        self._over = 0.0
-        """Whether it only computed what the draft lacks, and what such steps took before it, in plain steps."""
-        self._looked: int | None = None
-        """The step at which nothing was found to pay, and how many decodes it had."""
-        self._decodes = 0
+        self._undrafted_steps = 0
+        """Steps since the last draft token."""
+        self._interval = PROBE_INTERVAL
+        self._num_vain = 0
+        self._draft_unpaid_steps = 0
+        """Steps since a model's drafts paid."""
+        self._probe_step: int | None = None
+
+        self._is_partial = False
+        """The latest probe was a backfill."""
+        self._partial_cost = 0.0
+        self._unpaid_step: int | None = None
+        """Latest unpaid search, if it allows skipping."""
+        self._unpaid_decodes = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether one proposal is to be tried now."""
-        return self._barren > self._rest
+        """Whether a probe is due."""
+        return self._undrafted_steps > self._interval
 
     @property
-    def is_next(self) -> bool:
-        """Whether one will be if nothing pays in this step either."""
-        return self._barren >= self._rest
+    def is_due_next(self) -> bool:
+        """Whether a probe is due after one more unpaid step."""
+        return self._undrafted_steps >= self._interval
 
     @property
     def drafts_pay(self) -> bool:
-        """Whether drafts paid of late, or nobody knows yet."""
-        return self._unpaid < PROBE_EVERY
+        """Whether a model's drafts paid recently; true initially."""
+        return self._draft_unpaid_steps < PROBE_INTERVAL
 
-    def sleeps(self, step: int, decodes: int) -> bool:
-        """Whether nothing is to be looked at in this step, which then counts as one without a proposal."""
-        is_known = self._looked is not None and step - self._looked < LOOK_EVERY and decodes == self._decodes
-        if not is_known or self.is_next:
+    def skip(self, step: int, decodes: int) -> bool:
+        """Returns whether this step skips the search; it then counts as unpaid."""
+        is_recent = self._unpaid_step is not None and step - self._unpaid_step < LOOK_INTERVAL
+        if not is_recent or decodes != self._unpaid_decodes or self.is_due_next:
             return False
-        self._barren += 1
-        self._unpaid += 1
+        self._undrafted_steps += 1
+        self._draft_unpaid_steps += 1
         return True
 
-    def paid(self, drafts: bool) -> None:
-        """Something is proposed because it pays; whether drafts are among it."""
-        self._rest, self._looked = max(PROBE_EVERY, self._rest // 2), None
-        self._vain //= 2
-        self._unpaid = 0 if drafts else self._unpaid + 1
+    def record_paid(self, has_drafts: bool) -> None:
+        """Records a search with paying draft tokens. `has_drafts`: some of a draft model."""
+        self._interval, self._unpaid_step = max(PROBE_INTERVAL, self._interval // 2), None
+        self._num_vain //= 2
+        self._draft_unpaid_steps = 0 if has_drafts else self._draft_unpaid_steps + 1
 
-    def found_nothing(self, step: int, decodes: int, may_sleep: bool) -> None:
-        """Of what was offered nothing pays. may_sleep: that will be so until costs or shares change."""
-        self._barren += 1
-        self._unpaid += 1
-        self._looked, self._decodes = step if may_sleep else None, decodes
+    def record_unpaid(self, step: int, decodes: int, may_skip: bool) -> None:
+        """Records a search without paying draft tokens. `may_skip`: the next result would be equal."""
+        self._undrafted_steps += 1
+        self._draft_unpaid_steps += 1
+        self._unpaid_step, self._unpaid_decodes = step if may_skip else None, decodes
 
-    def proposed(self) -> None:
-        """Something is proposed."""
-        self._barren, self._looked = 0, None
+    def record_draft(self) -> None:
+        """Records that the step has draft tokens."""
+        self._undrafted_steps, self._unpaid_step = 0, None
 
-    def goes_on(self) -> None:
-        """Something is computed so that it can be proposed later: the next step is looked at, and what is due stays so."""
-        self._looked = None
+    def search_next(self) -> None:
+        """Lets the next step search, to continue a backfill."""
+        self._unpaid_step = None
 
-    def probes(self, step: int, is_part: bool = False) -> None:
-        """This step tries a proposal that does not seem to pay, or computes a part of what one needs."""
-        self._probed, self._is_part = step, is_part
+    def start(self, step: int, is_partial: bool = False) -> None:
+        """Records that this step is a probe, or with `is_partial` a backfill for one."""
+        self._probe_step, self._is_partial = step, is_partial
 
-    def took(self, over: float) -> None:
-        """A probe took so many plain steps more than none would have."""
-        self._over += over
-        if not self._is_part:
-            self._rest = tokens_after(self._over, self._rest, self._vain)
-            self._vain += 1
-            self._over = 0.0
+    def record_cost(self, cost: float) -> None:
+        """Records the cost of the latest probe in plain steps."""
+        self._partial_cost += cost
+        if not self._is_partial:
+            self._interval = next_interval(self._partial_cost, self._interval, self._num_vain)
+            self._num_vain += 1
+            self._partial_cost = 0.0
 
     def was_probe(self, step: int) -> bool:
-        """Whether this step was the latest probe."""
-        return step == self._probed
+        """Returns whether this step was the latest probe."""
+        return step == self._probe_step

@@ -1,12 +1,9 @@
-"""Who gets proposals in a step, and how many: between the decodes of a step and its prompt tokens.
+"""Adds draft tokens to the decodes of a step, before its prompt tokens, and learns from the results.
 
-    offer     lookups find tokens, drafts promise some, each with its chance (`offers`)
-    choose    what makes the batch fastest, within rows of scores and tokens of the step (`offers`, `depths`)
-    pages     a depth that finds no page is shorter: no request is preempted, and each keeps a page to grow into
-    heard     accepted tokens are computed; pages that were taken for the others go back
-
-Where nothing pays nothing is proposed, but for a probe now and then, nor looked at (`probing`). What a draft model lacks of a
-request it computes when it is asked again (`catching_up`). A request's tokens depend on none of it.
+candidates   n-gram matches and drafts (`candidates`)
+selection    the fastest within logits rows and tokens of the step (`draft_length`); rare where they do not pay (`probing`)
+pages        without preemption; each running request keeps a page to grow
+result       accepted tokens count as computed; pages of rejected ones are released
 """
 
 import math
@@ -15,35 +12,33 @@ from dataclasses import replace
 
 from phalanx_api.cost import StepModel
 from phalanx_api.speculation import MAX_DEPTH, SpeculationCounts
-from phalanx_runtime.core.acceptance import FADE_OF_ENGINE, AcceptanceRates, add_tree
+from phalanx_runtime.core.acceptance import ENGINE_DECAY, AcceptanceRates, add_tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.draft_tree import is_chain, levels, part, places
+from phalanx_runtime.core.draft_tree import is_chain, levels, restrict_tree, sibling_ranks
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig
-from phalanx_runtime.core.speculation.draft_backfill import catch_up, mark
-from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay
-from phalanx_runtime.core.speculation.offers import (
+from phalanx_runtime.core.speculation.candidates import (
     Candidate,
     CandidateBuilder,
     CandidateTree,
     DraftBudget,
     Selection,
-    choose,
-    lags,
-    looks_up,
-    take_all,
+    needs_backfill,
+    select_all,
+    select_fastest,
+    uses_ngrams,
 )
+from phalanx_runtime.core.speculation.config import Fitting, SpeculationConfig, accept_all
+from phalanx_runtime.core.speculation.draft_backfill import add_backfill, mark_drafted
+from phalanx_runtime.core.speculation.draft_length import StepCosts, could_pay
 from phalanx_runtime.core.speculation.probing import Probing
 from phalanx_runtime.core.speculation.verify_cost import VerifyCost
-from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
-from phalanx_runtime.core.step_plan import Growth
-
-# What became of all proposals of an engine: counted, and told as `SpeculationCounts`.
+from phalanx_runtime.core.step_builder import ChunkDraft, ScheduledChunk, StepBuilder
+from phalanx_runtime.core.step_plan import TreeBounds
 
 
 class SpeculationCounter:
-    """Of one engine, since it started."""
+    """Counts draft tokens since the start."""
 
     __slots__ = ("_accepted", "_branched", "_paths", "_proposed", "_saved")
 
@@ -51,285 +46,307 @@ class SpeculationCounter:
         self._paths = self._saved = self._branched = 0
         self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
 
-    def add(self, chunk: ScheduledChunk, accepted: Sequence[int], kept: int) -> None:
-        """Of these proposals so many were accepted; their request kept so many tokens."""
-        self._paths += chunk.depth > len(chunk.undrafted)
-        self._saved += max(0, kept - 1)
-        shape = tuple(chunk.parents)
-        for node, (level, place) in enumerate(zip(levels(shape), places(shape), strict=True)):
-            self._proposed[level] += node not in chunk.undrafted
+    def add(self, draft: ChunkDraft, accepted: Sequence[int], num_kept: int) -> None:
+        """Counts the draft tokens of a chunk. `num_kept`: new output tokens."""
+        self._paths += draft.depth > len(draft.undrafted)
+        self._saved += max(0, num_kept - 1)
+        shape = tuple(draft.parents)
+        for node, (level, rank) in enumerate(zip(levels(shape), sibling_ranks(shape), strict=True)):
+            self._proposed[level] += node not in draft.undrafted
             self._accepted[level] += node in accepted
-            self._branched += place > 0 and node in accepted
+            self._branched += rank > 0 and node in accepted
 
-    def counts(self, draft_s: float, verify_s: float, lost: str) -> SpeculationCounts:
-        """All of it, with the time in drafts, the time that proposals cost their steps, and why there are no drafts any more."""
-        longest = max((at + 1 for at, count in enumerate(self._proposed) if count), default=0)
-        proposed, accepted = self._proposed[:longest], self._accepted[:longest]
+    def counts(self, draft_s: float, verify_s: float, draft_failure: str) -> SpeculationCounts:
+        """Returns the counts."""
+        num_levels = max((level + 1 for level, count in enumerate(self._proposed) if count), default=0)
         return SpeculationCounts(
             paths=self._paths,
-            proposed=proposed,
-            accepted=accepted,
+            proposed=self._proposed[:num_levels],
+            accepted=self._accepted[:num_levels],
             saved=self._saved,
             draft_s=draft_s,
             verify_s=verify_s,
-            lost=lost,
+            draft_failure=draft_failure,
             branched=self._branched,
         )
 
 
-NEAR = 64
-"""Tokens that a draft may lack of a request that is probed for its turn; of those that lack more the one that lacks least is."""
-NEW_EVERY = 4
-"""Before steps were measured every so many tries what one drafted proposal costs, and no other is made: the fit needs steps of
-several kinds. Once they are, the next steps without prompt tokens do until a pass of the draft is known: others teach nothing."""
+SMALL_BACKFILL = 64
+"""Tokens up to which backfills count as equal in the choice of a probe."""
+FIRST_PROBE_INTERVAL = 4
+"""Steps between probes before step times are known: the fit needs plain steps too."""
 PROMPT_PART = 4
-"""While prompts wait, proposals take at most this part of what decodes leave, of tokens and of the time that a target allows."""
+"""While prompts wait, draft tokens get 1 / PROMPT_PART of the remaining tokens and time."""
 
 
 class Speculator:
-    """Proposes for the requests of one engine, and learns what became of it."""
+    """Speculation of one engine."""
 
-    def __init__(self, limits: Limits, pool: PagePool, setting: SpeculationConfig, fitting: Fitting | None = None) -> None:
-        self.setting = setting
+    def __init__(self, limits: Limits, pool: PagePool, config: SpeculationConfig, fitting: Fitting = accept_all) -> None:
+        self.config = config
         self._limits = limits
         self._pool = pool
-        self._shares = AcceptanceRates(FADE_OF_ENGINE)
-        self._offering = CandidateBuilder(pool, self._shares, fitting)
+        self._rates = AcceptanceRates(ENGINE_DECAY)
+        self._candidates = CandidateBuilder(pool, self._rates, fitting)
         self._cost = VerifyCost()
         self._probing = Probing()
-        self._tally = SpeculationCounter()
+        self._counter = SpeculationCounter()
         self._draft_s = 0.0
-        self._lost = setting.lost
+        self._draft_failure = config.draft_failure
 
-    def propose(self, making: StepBuilder, model: StepModel | None, running: int, has_prompts: bool) -> None:
-        """Adds proposals to the decodes of a step. running: requests that may need a page; they keep one each."""
-        decodes, probing = len(making.chunks), self._probing
-        if all(chunk.request.proposing is None for chunk in making.chunks):
+    def propose(self, builder: StepBuilder, model: StepModel | None, num_running: int, has_prompts: bool) -> None:
+        """Adds draft tokens to a step of decodes. `num_running`: requests that keep a page each."""
+        decodes, probing = len(builder.chunks), self._probing
+        if all(chunk.request.speculation.method == "none" for chunk in builder.chunks):
             return
-        if self.setting.is_adaptive and probing.sleeps(making.step, decodes):
+        if self.config.is_adaptive and probing.skip(builder.step, decodes):
             return
-        room, costs = self._room(making, has_prompts), self._costs(making, model, has_prompts)
-        if costs is not None and costs.behind_s and costs.limit_s < math.inf:
-            left_s = costs.limit_s - costs.plain_s - costs.extra_s(1) - costs.pass_s
-            making.draft_room = min(making.draft_room, int(left_s / costs.behind_s))
-        is_free = not self.setting.is_adaptive or probing.is_next or costs is None
+        room, costs = self._room(builder, has_prompts), self._costs(builder, model, has_prompts)
+        _limit_backfill(builder, costs)
+        is_free = not self.config.is_adaptive or probing.is_due_next or costs is None
         may_look_up = is_free or (costs is not None and could_pay(costs, decodes, max(1, room)))
-        offered = self._offering.offers(making.chunks, may_look_up, may_draft=not self._lost)
-        if not offered:
+        candidates = self._candidates.build(builder.chunks, may_look_up, may_draft=not self._draft_failure)
+        if not candidates:
             if not may_look_up:
-                probing.found_nothing(making.step, decodes, may_sleep=True)
+                probing.record_unpaid(builder.step, decodes, may_skip=True)
             return
-        most = making.draft_room
-        is_new = any(one.is_drafted for one in offered) and (
-            making.step % NEW_EVERY == 0 if costs is None else not (has_prompts or self._cost.knows_passes)
-        )
-        chosen = self._choose(making, offered, model=model, costs=costs, room=room, has_prompts=has_prompts)
-        taken = chosen.taken
-        if any(taken):
-            probing.paid(any(nodes and one.is_drafted for one, nodes in zip(offered, taken, strict=True)))
+        backfill_budget = builder.backfill_budget
+        selection = self._select(builder, candidates, model=model, costs=costs, room=room, has_prompts=has_prompts)
+        nodes = selection.nodes
+        if any(nodes):
+            probing.record_paid(any(n and candidate.is_drafted for candidate, n in zip(candidates, nodes, strict=True)))
         elif room > 0:
-            may_sleep = costs is not None and not (may_look_up and any(map(looks_up, making.chunks)))
-            probing.found_nothing(making.step, decodes, may_sleep)
-            if probing.is_due or is_new:
-                self._probe(making, offered, taken, costs, is_new)
-        for one, found, nodes in zip(offered, chosen.of, taken, strict=True):
-            if nodes:
-                self._take(making, one, found, nodes, running)
-            elif one.missing > max(0, most) and making.draft_room > 0 and self._drafts_pay and not one.chunk.behind:
-                catch_up(self._pool, making, one.chunk, one.chunk.start)
-                probing.goes_on()
+            may_skip = costs is not None and not (may_look_up and any(map(uses_ngrams, builder.chunks)))
+            probing.record_unpaid(builder.step, decodes, may_skip)
+            measures_passes = self._measures_passes(builder, candidates, costs, has_prompts)
+            if probing.is_due or measures_passes:
+                self._probe(builder, candidates, nodes, costs, measures_passes)
+        for candidate, tree, selected in zip(candidates, selection.trees, nodes, strict=True):
+            if selected:
+                self._add_draft(builder, candidate, tree, selected, num_running)
+            elif candidate.num_missing > max(0, backfill_budget) and self._may_backfill(builder, candidate.chunk):
+                add_backfill(self._pool, builder, candidate.chunk, candidate.chunk.start)
+                probing.search_next()
 
-    def follow_prompts(self, making: StepBuilder) -> None:
-        """Lets a draft model compute the prompt tokens of a step too, where drafts pay: then they will be wanted."""
-        if self._lost or not self._drafts_pay:
+    def follow_prompts(self, builder: StepBuilder) -> None:
+        """Lets a draft model compute the step's prompt tokens, while drafts pay."""
+        if self._draft_failure or not self._drafts_pay:
             return
-        for chunk in making.chunks:
-            if not chunk.is_decode and lags(chunk) and _may_get_some(chunk.request) and making.draft_room > 0:
-                catch_up(self._pool, making, chunk, chunk.end)
+        for chunk in builder.chunks:
+            if not chunk.is_decode and needs_backfill(chunk) and _may_get_drafts(chunk.request) and builder.backfill_budget > 0:
+                add_backfill(self._pool, builder, chunk, chunk.end)
 
-    def draft_s(self, making: StepBuilder) -> float:
-        """How long the drafts of a step take, but for those of prompt tokens."""
-        behind = sum(len(chunk.behind) for chunk in making.chunks if chunk.is_decode)
-        return self._cost.draft_s(_num_passes(making), behind, _further_rows(making))
+    def draft_s(self, builder: StepBuilder) -> float:
+        """Returns the expected time of the decodes' drafts."""
+        backfilled = sum(len(chunk.backfill) for chunk in builder.chunks if chunk.is_decode)
+        return self._cost.draft_s(_num_passes(builder), backfilled, _num_further_rows(builder))
 
-    def draft_s_behind_decodes(self, making: StepBuilder, draft_s: float) -> float:
-        """How much of this measured time of drafts went into proposals: beside prompts no more than is known of passes."""
-        if not any(chunk.is_drafted or (chunk.behind and chunk.is_decode) for chunk in making.chunks):
+    def decode_draft_s(self, builder: StepBuilder, draft_s: float) -> float:
+        """Returns the decodes' part of a measured draft time; with prompts at most the expected time."""
+        if not any(chunk.draft.is_drafted or (chunk.backfill and chunk.is_decode) for chunk in builder.chunks):
             return 0.0
-        is_known = self._cost.pass_s > 0 and making.work.prefill_tokens > 0
-        return min(draft_s, self.draft_s(making)) if is_known else draft_s
+        is_shared = self._cost.pass_s > 0 and builder.work.prefill_tokens > 0
+        return min(draft_s, self.draft_s(builder)) if is_shared else draft_s
 
-    def heard(self, chunk: ScheduledChunk, accepted: Sequence[int], kept: int) -> None:
-        """Of a request of a finished plan these proposals were accepted. It kept so many tokens: others came after its end."""
-        proposing = chunk.request.proposing
-        if proposing is None or not chunk.depth:
+    def record_result(self, chunk: ScheduledChunk, accepted: Sequence[int], num_kept: int) -> None:
+        """Records the accepted draft tokens of a chunk. `num_kept`: new output tokens."""
+        speculation, draft = chunk.request.speculation, chunk.draft
+        if not draft.depth:
             return
-        self._tally.add(chunk, accepted, kept)
-        num_made = chunk.depth - len(chunk.undrafted)
-        if not chunk.request.gone or len(accepted) == num_made:
-            # A place of a shape that was asked for and left empty brought nothing; what fills up a grown one says nothing.
-            unasked = chunk.undrafted if chunk.growth is not None else ()
-            for shares in (proposing.shares, self._shares):
-                add_tree(shares, chunk.parents, chunk.grades, accepted, unasked)
+        self._counter.add(draft, accepted, num_kept)
+        num_drafted = draft.depth - len(draft.undrafted)
+        if not chunk.request.has_ended or len(accepted) == num_drafted:
+            # A missing token counts as rejected, except in a shape of the ranks, where it is padding.
+            unverified = draft.undrafted if draft.tree_bounds is not None else ()
+            for rates in (speculation.rates, self._rates):
+                add_tree(rates, draft.parents, draft.grades, accepted, unverified)
 
     def settle(self, chunk: ScheduledChunk) -> None:
-        """A chunk of a finished plan is computed, and what was accepted behind it. Pages that were taken for the rest go back."""
-        request = chunk.request
-        if request.gone:
+        """Releases the pages of rejected draft tokens of a committed chunk."""
+        request, draft, pages = chunk.request, chunk.draft, chunk.request.pages
+        if request.has_ended:
             return
-        if chunk.is_drafted and lags(chunk) and chunk.growth is None and is_chain(chunk.parents):
-            # Of a chain the draft computed all but the last; what it left in the slots of a tree it computes again.
-            mark(self._pool, None, chunk, min(chunk.end + chunk.depth - 1, request.computed))
-        if not chunk.depth and not chunk.strays:
+        if draft.is_drafted and needs_backfill(chunk) and draft.tree_bounds is None and is_chain(draft.parents):
+            # The draft model computed a chain except its last token. A tree's KV is out of place.
+            mark_drafted(self._pool, chunk, min(chunk.end + draft.depth - 1, request.num_computed))
+        if not draft.depth and not chunk.misplaced:
             return
-        last = max([request.computed, *(slot + 1 for slot in request.strays)])
-        kept = max(chunk.num_pages, self._pool.pages_for(last))
-        if len(request.pages) > kept:
-            self._pool.give_back(request.pages[kept:])
-            del request.pages[kept:]
-            if request.sent > kept:
-                request.sent, request.is_cut = kept, True
+        end = max([request.num_computed, *(slot + 1 for slot in pages.misplaced)])
+        num_kept = max(chunk.num_own_pages, self._pool.pages_for(end))
+        if len(pages.ids) > num_kept:
+            self._pool.release(pages.ids[num_kept:])
+            del pages.ids[num_kept:]
+            if pages.num_sent > num_kept:
+                pages.num_sent, pages.must_truncate = num_kept, True
 
-    def learn(self, making: StepBuilder, model: StepModel | None, wall_s: float | None, draft_s: float, lost: str) -> None:
-        """A plan is finished: how long it took, how long its drafts took, and whether the ranks can draft no more."""
+    def learn(
+        self, builder: StepBuilder, model: StepModel | None, wall_s: float | None, draft_s: float, draft_failure: str
+    ) -> None:
+        """Records the times of a committed step."""
         self._draft_s += draft_s
-        if lost and not self._lost:
-            self._lost = lost
-        if wall_s is not None and model is not None:
-            proposals = sum(chunk.depth for chunk in making.chunks)
-            has_trees = any(chunk.has_branches for chunk in making.chunks)
-            behind = sum(max(0, len(chunk.behind) - 1) for chunk in making.chunks)
-            if self._probing.was_probe(making.step) and not making.plain.prefill_tokens:
-                self._probing.took(wall_s / self._cost.costs(model, making.plain).plain_s - 1)
-            passes, rows = _num_passes(making), _further_rows(making)
-            self._cost.learn(
-                model,
-                making.plain,
-                proposals=proposals,
-                depth=passes,
-                wall_s=wall_s,
-                draft_s=draft_s,
-                has_trees=has_trees,
-                behind=behind,
-                rows=rows,
-            )
+        self._draft_failure = self._draft_failure or draft_failure
+        if wall_s is None or model is None:
+            return
+        plain = builder.plain_work
+        if self._probing.was_probe(builder.step) and not plain.prefill_tokens:
+            self._probing.record_cost(wall_s / self._cost.costs(model, plain).plain_s - 1)
+        self._cost.learn(
+            model,
+            plain,
+            num_draft_tokens=sum(chunk.draft.depth for chunk in builder.chunks),
+            passes=_num_passes(builder),
+            wall_s=wall_s,
+            draft_s=draft_s,
+            has_trees=any(chunk.draft.has_branches for chunk in builder.chunks),
+            backfilled=sum(max(0, len(chunk.backfill) - 1) for chunk in builder.chunks),
+            further_rows=_num_further_rows(builder),
+        )
 
     def counts(self) -> SpeculationCounts:
-        """What became of all proposals."""
-        return self._tally.counts(self._draft_s, self._cost.verify_s, self._lost)
+        """Returns the counters since the start."""
+        return self._counter.counts(self._draft_s, self._cost.verify_s, self._draft_failure)
 
     @property
     def _drafts_pay(self) -> bool:
-        return not self.setting.is_adaptive or self._probing.drafts_pay
+        return not self.config.is_adaptive or self._probing.drafts_pay
 
-    def _room(self, making: StepBuilder, has_prompts: bool) -> int:
-        """How many proposals the step may hold."""
-        left = self._limits.max_num_batched_tokens - making.num_tokens
-        rows = self._limits.max_draws - (self._limits.max_num_seqs if has_prompts else len(making.chunks))
-        return min(rows, left // PROMPT_PART if has_prompts else left)
+    def _room(self, builder: StepBuilder, has_prompts: bool) -> int:
+        tokens = self._limits.max_num_batched_tokens - builder.num_tokens
+        rows = self._limits.max_logits_rows - (self._limits.max_num_seqs if has_prompts else len(builder.chunks))
+        return min(rows, tokens // PROMPT_PART if has_prompts else tokens)
 
     def _costs(
-        self, making: StepBuilder, model: StepModel | None, has_prompts: bool, has_trees: bool = False
+        self, builder: StepBuilder, model: StepModel | None, has_prompts: bool, has_trees: bool = False
     ) -> StepCosts | None:
-        """What the step costs, and how long it may take; None while nothing was measured."""
         if model is None:
             return None
-        costs, limits = self._cost.costs(model, making.describe_plain(), has_trees), self._limits
+        costs, limits = self._cost.costs(model, builder.measure_plain_work(), has_trees), self._limits
         if limits.itl_target_s is None:
             return costs
         left_s = limits.itl_target_s / limits.plans_in_flight - costs.plain_s
         return replace(costs, limit_s=costs.plain_s + (left_s / PROMPT_PART if has_prompts else left_s))
 
-    def _choose(
+    def _select(
         self,
-        making: StepBuilder,
-        offered: Sequence[Candidate],
+        builder: StepBuilder,
+        candidates: Sequence[Candidate],
+        *,
         model: StepModel | None,
         costs: StepCosts | None,
         room: int,
         has_prompts: bool,
     ) -> Selection:
-        """What each gets: what makes the batch fastest, or all there is."""
-        of = DraftBudget(len(making.chunks), room, making.draft_room, self._cost.knows_passes)
-        if not self.setting.is_adaptive:
-            return take_all(offered, of)
-        return choose(offered, costs, lambda: self._costs(making, model, has_prompts, has_trees=True), of)
+        budget = DraftBudget(
+            decodes=len(builder.chunks),
+            draft_tokens=room,
+            backfill=builder.backfill_budget,
+            has_pass_time=self._cost.has_pass_time,
+        )
+        if not self.config.is_adaptive:
+            return select_all(candidates, budget)
+        return select_fastest(candidates, costs, lambda: self._costs(builder, model, has_prompts, has_trees=True), budget)
+
+    def _measures_passes(
+        self, builder: StepBuilder, candidates: Sequence[Candidate], costs: StepCosts | None, has_prompts: bool
+    ) -> bool:
+        """Returns whether this step probes to measure draft passes; once step times are known, only without prompts."""
+        if not any(candidate.is_drafted for candidate in candidates):
+            return False
+        if costs is None:
+            return builder.step % FIRST_PROBE_INTERVAL == 0
+        return not (has_prompts or self._cost.has_pass_time)
 
     def _probe(
-        self, making: StepBuilder, offered: Sequence[Candidate], taken: list[list[int]], costs: StepCosts | None, is_new: bool
+        self,
+        builder: StepBuilder,
+        candidates: Sequence[Candidate],
+        nodes: list[list[int]],
+        costs: StepCosts | None,
+        measures_passes: bool,
     ) -> None:
-        """One proposal for a request that waited long for one and lacks little, or what it lacks as far as there is room.
-        is_new: a draft is to be tried."""
-        near = NEAR if self._cost.knows_passes else 0  # a pass is known best where nothing is caught up with
-        among = [at for at, one in enumerate(offered) if one.is_drafted or not is_new]
-        at = min(among, key=lambda at: (max(near, offered[at].missing), _last_step(offered[at].chunk)))
-        one = offered[at]
-        if not self._may_probe(one, costs):
+        """Selects one draft token, or a part of its backfill, of the longest unprobed request with a small backfill."""
+        small = SMALL_BACKFILL if self._cost.has_pass_time else 0  # passes are measured best without backfill
+        eligible = [i for i, candidate in enumerate(candidates) if candidate.is_drafted or not measures_passes]
+        chosen = min(
+            eligible,
+            key=lambda i: (max(small, candidates[i].num_missing), candidates[i].chunk.request.speculation.last_step),
+        )
+        candidate = candidates[chosen]
+        if not self._may_probe(candidate, costs):
             return
-        if one.missing <= max(0, making.draft_room):
-            self._probing.probes(making.step)
-            taken[at] = [0]
-        elif making.draft_room > 0:
-            self._probing.probes(making.step, is_part=True)
-            self._probing.goes_on()
-            catch_up(self._pool, making, one.chunk, one.chunk.start)
+        if candidate.num_missing <= max(0, builder.backfill_budget):
+            self._probing.start(builder.step)
+            nodes[chosen] = [0]
+        elif builder.backfill_budget > 0:
+            self._probing.start(builder.step, is_partial=True)
+            self._probing.search_next()
+            add_backfill(self._pool, builder, candidate.chunk, candidate.chunk.start)
         else:
             self._cost.doubt_drafts()
 
-    def _may_probe(self, one: Candidate, costs: StepCosts | None) -> bool:
-        """Whether one proposal that is due is made. Where only the draft takes too long, that is believed less the next time."""
-        if _may_take(costs, one.is_drafted):
+    def _may_probe(self, candidate: Candidate, costs: StepCosts | None) -> bool:
+        """Returns whether the time limit allows one draft token."""
+        if _fits_limit(costs, candidate.is_drafted):
             return True
-        if _may_take(costs, False):
+        if _fits_limit(costs, False):
             self._cost.doubt_drafts()
         return False
 
-    def _take(self, making: StepBuilder, one: Candidate, found: CandidateTree, nodes: list[int], running: int) -> None:
-        """Puts proposals into the step, as many as there are pages for."""
-        chunk, request, pool, depth = one.chunk, one.chunk.request, self._pool, len(nodes)
-        proposing = request.proposing
-        assert proposing is not None, "it was offered"
-        if one.missing > max(0, making.draft_room):
+    def _may_backfill(self, builder: StepBuilder, chunk: ScheduledChunk) -> bool:
+        return builder.backfill_budget > 0 and self._drafts_pay and not chunk.backfill
+
+    def _add_draft(
+        self, builder: StepBuilder, candidate: Candidate, tree: CandidateTree, nodes: list[int], num_running: int
+    ) -> None:
+        """Adds the selected nodes, as many as fit the pages."""
+        chunk, pool = candidate.chunk, self._pool
+        pages, speculation = chunk.request.pages, chunk.request.speculation
+        if candidate.num_missing > max(0, builder.backfill_budget):
             return
-        chunk.num_pages = pool.pages_for(chunk.end) if chunk.strays else len(request.pages)
-        more = pool.pages_for(chunk.end + depth) - len(request.pages)
-        if more > 0 and pool.free_pages - more >= running:
-            request.pages += pool.take(more) or []
-        depth = min(depth, len(request.pages) * pool.page_size - chunk.end)
+        chunk.num_own_pages = pool.pages_for(chunk.end) if chunk.misplaced else len(pages.ids)
+        num_new = pool.pages_for(chunk.end + len(nodes)) - len(pages.ids)
+        if num_new > 0 and pool.free_pages - num_new >= num_running:
+            pages.ids += pool.allocate(num_new) or []
+        depth = min(len(nodes), len(pages.ids) * pool.page_size - chunk.end)
         if depth < 1:
             return
-        self._probing.proposed()
-        proposing.last_step = making.step
+        self._probing.record_draft()
+        speculation.last_step = builder.step
         nodes = nodes[:depth]
-        chunk.depth, chunk.parents, chunk.grades = depth, part(found.parents, nodes), [found.grades[node] for node in nodes]
-        chunk.proposed = [found.tokens[node] for node in nodes] if found.tokens else []
-        chunk.is_drafted = one.is_drafted
-        if chunk.is_drafted and proposing.tree.shape == "best_first" and not is_chain(chunk.parents):
-            chunk.growth = Growth(proposing.tree.widths, chunk.num_levels)
-        if chunk.is_drafted and lags(chunk):
-            catch_up(pool, making, chunk, chunk.start)
-            mark(pool, making, chunk, chunk.end)
+        draft = ChunkDraft(
+            depth=depth,
+            tokens=[tree.tokens[node] for node in nodes] if tree.tokens else [],
+            parents=restrict_tree(tree.parents, nodes),
+            grades=[tree.grades[node] for node in nodes],
+            is_drafted=candidate.is_drafted,
+        )
+        if draft.is_drafted and speculation.tree.shape == "best_first" and draft.has_branches:
+            draft = replace(draft, tree_bounds=TreeBounds(speculation.tree.widths, draft.num_levels))
+        chunk.draft = draft
+        if draft.is_drafted and needs_backfill(chunk):
+            add_backfill(pool, builder, chunk, chunk.start)
+            builder.drafted_pages.update(mark_drafted(pool, chunk, chunk.end))
 
 
-def _num_passes(making: StepBuilder) -> int:
-    """Of the draft: one for each level of the deepest proposals that are drafted."""
-    return max((chunk.num_levels for chunk in making.chunks if chunk.is_drafted), default=0)
+def _limit_backfill(builder: StepBuilder, costs: StepCosts | None) -> None:
+    if costs is not None and costs.backfill_token_s and costs.limit_s < math.inf:
+        left_s = costs.limit_s - costs.plain_s - costs.extra_s(1) - costs.pass_s
+        builder.backfill_budget = min(builder.backfill_budget, int(left_s / costs.backfill_token_s))
 
 
-def _further_rows(making: StepBuilder) -> int:
-    """How many rows the passes of the draft have beyond one each: one for each request at each of its levels."""
-    return sum(chunk.num_levels for chunk in making.chunks if chunk.is_drafted) - _num_passes(making)
+def _num_passes(builder: StepBuilder) -> int:
+    return max((chunk.draft.num_levels for chunk in builder.chunks if chunk.draft.is_drafted), default=0)
 
 
-def _may_take(costs: StepCosts | None, is_drafted: bool) -> bool:
-    """Whether a step with one proposal takes no longer than it may."""
+def _num_further_rows(builder: StepBuilder) -> int:
+    num_rows = sum(chunk.draft.num_levels for chunk in builder.chunks if chunk.draft.is_drafted)
+    return num_rows - _num_passes(builder)
+
+
+def _fits_limit(costs: StepCosts | None, is_drafted: bool) -> bool:
     return costs is None or costs.plain_s + costs.extra_s(1) + is_drafted * costs.pass_s <= costs.limit_s
 
 
-def _may_get_some(request: Request) -> bool:
-    """Whether a request whose prompt is computed may get proposals: behind its next token, before its last."""
-    return request.proposing is not None and request.proposing.most > 0 and request.max_len - len(request.tokens) > 2
-
-
-def _last_step(chunk: ScheduledChunk) -> int:
-    return chunk.request.proposing.last_step if chunk.request.proposing is not None else 0
+def _may_get_drafts(request: Request) -> bool:
+    """Returns whether a request has room for draft tokens after its next token."""
+    return request.speculation.max_tokens > 0 and request.remaining_output > 2

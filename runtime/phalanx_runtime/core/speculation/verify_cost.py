@@ -1,139 +1,130 @@
-"""What proposals cost a step: the fitted step-time function for a start, and what was measured in steps with them.
+"""Measures the cost of draft tokens in steps without prompt tokens, with the cost model as prior.
 
-    plain     predicted time without proposals, times how far off that is lately in steps without any
-    a token   sum of (measured time - draft - plain) / sum of proposals, over steps of about as many decodes, the latest count
-              more; begun with the function's
+    plain   predicted time without draft tokens x recent ratio of measured to predicted time
+    token   sum of (measured time - draft - plain) / sum of draft tokens, separately for chains and trees
+    draft   per pass (steps with one drafted request), per further row (several), per backfilled token
 
-Trees are attended to in another way than chains, so steps with and without them are told apart. What is not used any more is
-forgotten: then it is tried again.
-
-A draft takes so much for each pass, for each request in a pass beyond one, and for each token that it catches up with: steps
-with one request that is drafted for teach the first, with several the second, and those that catch up the third. Probes are of
-one request: without the second they would promise that all requests cost as little. Only steps without prompt tokens teach:
-there a difference is the proposals'. Sums, and not the mean of quotients: one proposal in a step of many decodes is far less
-than what two such steps differ by.
+Sums, not means of quotients: a draft token costs less than the noise between steps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.speculation.draft_length import StepCosts
 
-FOLLOW = 0.1
-"""Weight of the latest step."""
-FOLLOW_DOWN = 0.4
-"""The same of a time that is shorter than believed: what makes times longer is often a pause, what makes them shorter is none."""
-FADE = 0.98
-"""How much a step with proposals counts relative to the next one."""
-FORGET = 0.995
-"""How much of what was measured of the other kind is left after a step with proposals."""
+RISE_WEIGHT = 0.1
+"""Weight of a time above the mean."""
+FALL_WEIGHT = 0.4
+"""Weight of a time below the mean; pauses only lengthen times."""
+DECAY = 0.98
+"""Decay of sums per step of the kind."""
+OTHER_KIND_DECAY = 0.995
+"""Decay per step of the other kind: unused kinds are tried again."""
 PRIOR = 8.0
-"""So many proposals the predicted cost weighs."""
-FEWEST, MOST = 0.1, 8.0
-"""A measured cost of a token counts within these multiples of the predicted one."""
-LONGEST = 2.0
-"""A step that takes longer than so many times what it was to take counts as this: pauses of the machine are nobody's cost."""
-FIRST_TIMES = 3
-"""So many measured times of a draft count by the fastest of them."""
+"""In draft tokens."""
+MIN_RATIO, MAX_RATIO = 0.1, 8.0
+"""Bounds of a token's cost, relative to the predicted one."""
+MAX_STRETCH = 2.0
+"""Bound of a time, relative to the expected one: longer steps were paused."""
+NUM_FIRST = 3
+"""First times, of which the fastest counts."""
 DOUBT = 0.9
-"""How much of what a draft took is still believed, after it kept a probe from being made."""
-FOLLOW_ROW = 0.5
-"""Weight of the latest measured time of a further row: few steps teach it, and each that is tried in vain costs."""
-FADE_ROW = 0.99
-"""How much of what a further row took is still believed after a pass with one: what keeps it from being tried is forgotten."""
-LEAST_ROW = 0.01
-"""Of a pass: what a further row takes at least, if anything is believed of it."""
-FEW_BEHIND = 8
-"""Tokens that a draft catches up with in one pass as if there were none."""
-LEAST_SHARE = 0.005
-"""Of the plain step: what a token costs at least. The fit may not know the cost of tokens yet."""
+"""Decay of draft times that prevented a probe."""
+ROW_WEIGHT = 0.5
+"""Weight of a further row's time, which few steps measure."""
+ROW_DECAY = 0.99
+"""Decay of a further row's time per pass with one row: a time that prevents drafts must expire."""
+MIN_ROW_RATIO = 0.01
+"""Ratio to a pass below which a further row's time counts as unknown."""
+NEGLIGIBLE_BACKFILL = 8
+"""Backfilled tokens without measurable cost."""
+MIN_TOKEN_SHARE = 0.005
+"""Minimum cost of a token, relative to the plain step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What steps are told apart by: the magnitude of their decodes, and whether proposals branch."""
+    """Magnitude of decodes, and whether draft tokens branch."""
 
     size: int
     has_trees: bool
 
 
 class _TrackedTime:
-    """A time that is followed. Of the first ones the fastest is believed, and none alone: the first of all may have loaded what
-    later ones find."""
+    """A moving mean, from the second time on: the first may include loading."""
 
-    __slots__ = ("_first", "_follow", "seconds")
+    __slots__ = ("_first", "_rise_weight", "seconds")
 
-    def __init__(self, follow: float = FOLLOW) -> None:
-        self._follow = follow
+    def __init__(self, rise_weight: float = RISE_WEIGHT) -> None:
+        self._rise_weight = rise_weight
         self.seconds = 0.0
-        """0 while nothing is believed of it."""
+        """0: unknown."""
         self._first: list[float] = []
 
     @property
     def is_known(self) -> bool:
-        """Whether something is."""
+        """Whether it was measured."""
         return len(self._first) > 1
 
     def add(self, seconds: float) -> None:
-        """One measurement."""
-        if len(self._first) < FIRST_TIMES:
+        """Adds one measurement."""
+        if len(self._first) < NUM_FIRST:
             self._first.append(seconds)
             if len(self._first) > 1:
                 self.seconds = min(self._first)
             return
         before = self.seconds or seconds
-        follow = self._follow if seconds > before else FOLLOW_DOWN
-        self.seconds = before + follow * (min(seconds, LONGEST * before) - before)
+        weight = self._rise_weight if seconds > before else FALL_WEIGHT
+        self.seconds = before + weight * (min(seconds, MAX_STRETCH * before) - before)
 
 
 class VerifyCost:
-    """Learns from steps."""
+    """Cost of draft tokens of one engine. Times are 0 while unknown."""
 
     def __init__(self) -> None:
         self.verify_s = 0.0
-        """By how much steps with proposals took longer than without, since the start, drafts not counted."""
-        self._off: dict[int, float] = {}
-        self._over: dict[_Kind, tuple[float, float]] = {}
-        """Seconds beyond plain steps, and proposals that were in them."""
+        """Time that verification added to steps since the start."""
+        self._plain_ratio: dict[int, float] = {}
+        """Measured / predicted time, by magnitude of decodes."""
+        self._added: dict[_Kind, tuple[float, float]] = {}
+        """Added time and draft tokens."""
         self._pass = _TrackedTime()
-        self._row = _TrackedTime(FOLLOW_ROW)
-        self._behind = _TrackedTime()
+        self._row = _TrackedTime(ROW_WEIGHT)
+        self._backfill_token = _TrackedTime()
 
     @property
     def pass_s(self) -> float:
-        """Of a draft; 0 while nothing is believed of it."""
+        """Time of a draft pass with one row."""
         return self._pass.seconds
 
     @property
     def draft_row_s(self) -> float:
-        """Of each row of a draft's pass beyond the first; 0 while nothing is believed of it."""
+        """Time of each further row of a draft pass."""
         return self._row.seconds
 
     @property
-    def behind_s(self) -> float:
-        """Of a token that a draft catches up with, beyond its pass; 0 while nothing is believed of it."""
-        return self._behind.seconds
+    def backfill_token_s(self) -> float:
+        """Time of a backfilled token."""
+        return self._backfill_token.seconds
 
     @property
-    def knows_passes(self) -> bool:
-        """Whether something is believed of a draft's passes."""
+    def has_pass_time(self) -> bool:
+        """Whether draft passes were measured."""
         return self._pass.is_known
 
     def costs(self, model: StepModel, plain: StepWork, has_trees: bool = False) -> StepCosts:
-        """What a step of this work costs with proposals."""
+        """Returns the costs of draft tokens in a step."""
         plain_s, kind = self._plain_s(model, plain), _Kind(plain.decodes.bit_length(), has_trees)
-        if kind not in self._over:
-            expected = partial(self._predicted_s, model, plain, plain_s)
-            return StepCosts(
-                plain_s=plain_s, extra_s=expected, pass_s=self.pass_s, behind_s=self.behind_s, draft_row_s=self.draft_row_s
-            )
-        token_s = self._token_s(model, plain, plain_s, kind)
+        extra_s: Callable[[int], float] = partial(self._predicted_s, model, plain, plain_s)
+        if kind in self._added:
+            extra_s = partial(_linear_s, self._token_s(model, plain, plain_s, kind))
         return StepCosts(
             plain_s=plain_s,
-            extra_s=lambda count: count * token_s,
+            extra_s=extra_s,
             pass_s=self.pass_s,
-            behind_s=self.behind_s,
+            backfill_token_s=self.backfill_token_s,
             draft_row_s=self.draft_row_s,
         )
 
@@ -141,81 +132,83 @@ class VerifyCost:
         self,
         model: StepModel,
         plain: StepWork,
-        proposals: int,
-        depth: int,
+        num_draft_tokens: int,
+        passes: int,
         wall_s: float,
         draft_s: float,
         has_trees: bool = False,
-        behind: int = 0,
-        rows: int = 0,
+        backfilled: int = 0,
+        further_rows: int = 0,
     ) -> None:
-        """A step that was measured: its work without proposals, how many it had, the deepest of those that were drafted, how many
-        tokens drafts caught up with, and how many rows its passes had beyond one each."""
+        """Records a step. `plain`: its work without draft tokens. `further_rows`: of all passes."""
         if plain.prefill_tokens or not plain.decodes:
             return
+        self._learn_draft(passes, backfilled, draft_s, further_rows)
         size = plain.decodes.bit_length()
-        if behind > FEW_BEHIND:
-            self._learn_behind(depth, behind, draft_s, rows)
-        elif depth and rows and self._pass.is_known:
-            self._row.add(max(0.0, draft_s - depth * self.pass_s) / rows)
-        elif depth:
-            self._pass.add(draft_s / depth)
-            self._fade_row()
-        if not proposals:
+        if not num_draft_tokens:
             predicted_s = model.predict(plain)
             if predicted_s > 0:
-                off = min(max((wall_s - draft_s) / predicted_s, 0.5), 2.0)
-                self._off[size] = off if size not in self._off else self._off[size] + FOLLOW * (off - self._off[size])
+                ratio = min(max((wall_s - draft_s) / predicted_s, 0.5), 2.0)
+                before = self._plain_ratio.get(size, ratio)
+                self._plain_ratio[size] = before + RISE_WEIGHT * (ratio - before)
             return
         plain_s = self._plain_s(model, plain)
-        expected_s = plain_s + self._predicted_s(model, plain, plain_s, proposals)
-        over_s = min(wall_s - draft_s, LONGEST * expected_s) - plain_s
-        self.verify_s += max(0.0, over_s)
+        expected_s = plain_s + self._predicted_s(model, plain, plain_s, num_draft_tokens)
+        added_s = min(wall_s - draft_s, MAX_STRETCH * expected_s) - plain_s
+        self.verify_s += max(0.0, added_s)
         kind, other = _Kind(size, has_trees), _Kind(size, not has_trees)
-        seconds, count = self._over.get(kind, (0.0, 0.0))
-        self._over[kind] = FADE * seconds + over_s, FADE * count + proposals
-        if other in self._over:
-            seconds, count = self._over[other]
-            self._over[other] = FORGET * seconds, FORGET * count
+        seconds, count = self._added.get(kind, (0.0, 0.0))
+        self._added[kind] = DECAY * seconds + added_s, DECAY * count + num_draft_tokens
+        if other in self._added:
+            seconds, count = self._added[other]
+            self._added[other] = OTHER_KIND_DECAY * seconds, OTHER_KIND_DECAY * count
 
     def doubt_drafts(self) -> None:
-        """A draft took too long for a probe: only a new one tells whether it still does."""
+        """Reduces draft times that prevented a probe."""
         self._pass.seconds *= DOUBT
-        self._behind.seconds *= DOUBT
+        self._backfill_token.seconds *= DOUBT
 
-    def draft_s(self, passes: int, behind: int, rows: int = 0) -> float:
-        """How long drafts with so many passes take that catch up with so many tokens, with so many rows beyond one in each."""
-        return passes * self.pass_s + behind * self.behind_s + rows * self.draft_row_s
+    def draft_s(self, passes: int, backfilled: int, further_rows: int = 0) -> float:
+        """Returns the expected time of drafts."""
+        return passes * self.pass_s + backfilled * self.backfill_token_s + further_rows * self.draft_row_s
 
-    def _fade_row(self) -> None:
-        """What is nearly forgotten is forgotten: then the next measurement is believed whole."""
-        left_s = self._row.seconds * FADE_ROW
-        self._row.seconds = left_s if left_s > LEAST_ROW * self.pass_s else 0.0
+    def _learn_draft(self, passes: int, backfilled: int, draft_s: float, further_rows: int) -> None:
+        if backfilled > NEGLIGIBLE_BACKFILL:
+            self._learn_backfill(passes, backfilled, draft_s, further_rows)
+        elif passes and further_rows and self._pass.is_known:
+            self._row.add(max(0.0, draft_s - passes * self.pass_s) / further_rows)
+        elif passes:
+            self._pass.add(draft_s / passes)
+            row_s = self._row.seconds * ROW_DECAY
+            self._row.seconds = row_s if row_s > MIN_ROW_RATIO * self.pass_s else 0.0
 
-    def _learn_behind(self, depth: int, behind: int, draft_s: float, rows: int) -> None:
-        """Passes and tokens were measured together: both are off alike; passes alone take no longer."""
-        if depth and draft_s < depth * self.pass_s:
-            self._pass.add(draft_s / depth)
-        if not self.behind_s or (depth and not self.pass_s):
-            self._behind.add(max(0.0, draft_s - self.draft_s(depth, 0, rows)) / behind)
+    def _learn_backfill(self, passes: int, backfilled: int, draft_s: float, further_rows: int) -> None:
+        """Splits the time between passes and backfill as expected."""
+        if passes and draft_s < passes * self.pass_s:
+            self._pass.add(draft_s / passes)
+        if not self.backfill_token_s or (passes and not self.pass_s):
+            self._backfill_token.add(max(0.0, draft_s - self.draft_s(passes, 0, further_rows)) / backfilled)
             return
-        off = draft_s / self.draft_s(depth, behind, rows)
-        self._behind.add(off * self.behind_s)
-        if depth:
-            self._pass.add(off * self.pass_s)
+        ratio = draft_s / self.draft_s(passes, backfilled, further_rows)
+        self._backfill_token.add(ratio * self.backfill_token_s)
+        if passes:
+            self._pass.add(ratio * self.pass_s)
 
-    def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: "_Kind") -> float:
-        """What a proposal costs in steps like this one."""
-        expected_s = self._predicted_s(model, plain, plain_s, 1)
-        seconds, count = self._over[kind]
-        measured_s = (seconds + PRIOR * expected_s) / (count + PRIOR)
-        return min(max(measured_s, FEWEST * expected_s), MOST * expected_s)
+    def _token_s(self, model: StepModel, plain: StepWork, plain_s: float, kind: _Kind) -> float:
+        predicted_s = self._predicted_s(model, plain, plain_s, 1)
+        seconds, count = self._added[kind]
+        measured_s = (seconds + PRIOR * predicted_s) / (count + PRIOR)
+        return min(max(measured_s, MIN_RATIO * predicted_s), MAX_RATIO * predicted_s)
 
     def _plain_s(self, model: StepModel, plain: StepWork) -> float:
-        return max(model.predict(plain) * self._off.get(plain.decodes.bit_length(), 1.0), 1e-6)
+        return max(model.predict(plain) * self._plain_ratio.get(plain.decodes.bit_length(), 1.0), 1e-6)
 
     def _predicted_s(self, model: StepModel, plain: StepWork, plain_s: float, count: int) -> float:
-        """What the function says that so many proposals add, of the mean context of the decodes."""
+        """Returns the predicted time of `count` draft tokens with mean context."""
         mean = plain.context_tokens / plain.decodes if plain.decodes else 0.0
         work = StepWork(plain.prefill_tokens, plain.decodes + count, plain.context_tokens, plain.prefill_context + count * mean)
-        return max(model.predict(work) - model.predict(plain), LEAST_SHARE * plain_s * count)
+        return max(model.predict(work) - model.predict(plain), MIN_TOKEN_SHARE * plain_s * count)
+
+
+def _linear_s(token_s: float, count: int) -> float:
+    return count * token_s

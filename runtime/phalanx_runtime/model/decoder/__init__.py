@@ -1,1 +1,1 @@
-"""The fused decoder block of the Llama-shaped families, and how its weights load."""
+"""The fused decoder of Llama-shaped models."""

@@ -1,21 +1,21 @@
-"""Norm and rotation in C++, in one pass instead of several. Reference implementations: `rms_norm` and `rotate`."""
+"""`DecoderOps` in C++, in one pass each."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.layers import Steps, TorchSteps, rms_norm
+from phalanx_runtime.model.layers import DecoderOps, TorchOps, rms_norm
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.rope import Angles, rotate
 
-_Three = ctypes.c_int64 * 3
-_Five = ctypes.c_int64 * 5
+_NormSizes = ctypes.c_int64 * 3
+_RotateSizes = ctypes.c_int64 * 5
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class NativeSteps:
-    """`Steps` of the C++ kernels; unsupported dtypes and strides use torch."""
+class NativeOps:
+    """`DecoderOps` by the kernels; unsupported dtypes and strides use torch."""
 
     __slots__ = ("_functions",)
 
@@ -23,26 +23,26 @@ class NativeSteps:
         self._functions = library.functions
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As `rms_norm`."""
+        """See `DecoderOps`."""
         if x.dtype not in _DTYPES or weight.dtype not in (x.dtype, torch.float32) or x.dim() != 2 or x.stride(1) != 1:
             return rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype)
-        sizes = _Three(x.shape[0], x.shape[1], x.stride(0))
-        wide = (x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16)
-        self._functions.phalanx_norm(*wide, x.data_ptr(), weight.data_ptr(), out.data_ptr(), sizes, eps)
+        sizes = _NormSizes(x.shape[0], x.shape[1], x.stride(0))
+        is_bf16 = (x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16)
+        self._functions.phalanx_norm(*is_bf16, x.data_ptr(), weight.data_ptr(), out.data_ptr(), sizes, eps)
         return out
 
-    def turned(self, x: Tensor, angles: Angles) -> Tensor:
-        """As `rotate`, in place."""
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """See `DecoderOps`; in place."""
         cos, sin = angles
         if x.dtype not in _DTYPES or cos.dtype != x.dtype or x.stride(2) != 1 or x.stride(1) != x.shape[2]:
             return rotate(x, angles)
-        sizes = _Five(*x.shape, cos.shape[-1], x.stride(0))
+        sizes = _RotateSizes(*x.shape, cos.shape[-1], x.stride(0))
         self._functions.phalanx_rotate(x.dtype == torch.bfloat16, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), sizes)
         return x
 
 
-def open_cpu_steps() -> Steps:
-    """Returns the compiled steps, or torch's where the kernels cannot compile."""
+def open_cpu_ops() -> DecoderOps:
+    """Opens the kernels, or torch's operations where they cannot compile."""
     compiled = library()
-    return TorchSteps() if compiled is None else NativeSteps(compiled)
+    return TorchOps() if compiled is None else NativeOps(compiled)

@@ -1,9 +1,6 @@
-"""Fitted exit of a self-draft: the affine map from the hidden state after the first layers to the one before the final norm.
+"""Exit of a self-draft: an affine map from the hidden state after the first layers to the one before the final norm.
 
-    state after n layers -> weight, bias -> final norm -> head -> draft logits
-
-`phalanx-runtime fit-exit` writes it as safetensors: `weight` [hidden, hidden] and `bias` [hidden] in float32; the metadata has
-the hash of its model and its agreement. Without an exit the state enters the final norm unchanged.
+Stored as safetensors: `weight` [hidden, hidden] and `bias` [hidden] in float32, and an `ExitCard` as metadata.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,51 +18,49 @@ FORMAT = "phalanx exit 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCard:
-    """Metadata of an exit.
-
-    `agreement_raw` and `agreement_fitted`: share of held-out tokens whose argmax from the first layers, without and with the map,
-    equals the model's own.
-    """
+    """Metadata of an exit."""
 
     model_hash: str
     num_layers: int
     ratio: float
     num_tokens: int
     agreement_raw: float
+    """Fraction of held-out tokens with the model's argmax, without the map."""
     agreement_fitted: float
+    """With the map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The map y = x weight^T + bias."""
+    """y = x weight^T + bias."""
 
     card: ExitCard
     weight: Tensor
     bias: Tensor
 
     def __call__(self, states: Tensor) -> Tensor:
-        """[n, hidden] from [n, hidden]."""
+        """Maps [n, hidden]."""
         return torch.addmm(self.bias, states, self.weight.t())
 
 
 def exit_layers(ratio: float, num_layers: int) -> int:
-    """Returns the number of layers in this share of the model: at least one, never all."""
+    """Returns the number of draft layers: at least one, never all."""
     return min(max(1, round(ratio * num_layers)), max(1, num_layers - 1))
 
 
-def write_exit(path: Path, made: Exit) -> None:
+def write_exit(path: Path, fitted: Exit) -> None:
     """Writes the file atomically. Raises ModelError."""
-    metadata = {"format": FORMAT} | {name: str(value) for name, value in asdict(made.card).items()}
-    beside = path.with_name(f"{path.name}.part")
+    metadata = {"format": FORMAT} | {name: str(value) for name, value in asdict(fitted.card).items()}
+    part = path.with_name(f"{path.name}.part")
     try:
-        save_file({"weight": made.weight.float().contiguous(), "bias": made.bias.float()}, beside, metadata)
-        beside.replace(path)
+        save_file({"weight": fitted.weight.float().contiguous(), "bias": fitted.bias.float()}, part, metadata)
+        part.replace(path)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {path}: {error}") from error
 
 
 def read_exit(path: Path, dtype: torch.dtype, device: torch.device) -> Exit:
-    """Returns the exit in a file. Raises ModelError when it is missing or malformed."""
+    """Reads an exit. Raises ModelError."""
     try:
         with safe_open(path, framework="pt") as file:
             card = _read_card(path, file.metadata() or {})
@@ -77,17 +72,17 @@ def read_exit(path: Path, dtype: torch.dtype, device: torch.device) -> Exit:
     return Exit(card, weight.to(device, dtype), bias.to(device, dtype))
 
 
-def _read_card(path: Path, told: dict[str, str]) -> ExitCard:
-    if told.get("format") != FORMAT:
+def _read_card(path: Path, metadata: dict[str, str]) -> ExitCard:
+    if metadata.get("format") != FORMAT:
         raise ModelError(f"{path} is not an exit: make one with phalanx-runtime fit-exit")
     try:
         return ExitCard(
-            model_hash=told["model_hash"],
-            num_layers=int(told["num_layers"]),
-            ratio=float(told["ratio"]),
-            num_tokens=int(told["num_tokens"]),
-            agreement_raw=float(told["agreement_raw"]),
-            agreement_fitted=float(told["agreement_fitted"]),
+            model_hash=metadata["model_hash"],
+            num_layers=int(metadata["num_layers"]),
+            ratio=float(metadata["ratio"]),
+            num_tokens=int(metadata["num_tokens"]),
+            agreement_raw=float(metadata["agreement_raw"]),
+            agreement_fitted=float(metadata["agreement_fitted"]),
         )
     except (KeyError, ValueError) as error:
         raise ModelError(f"exit {path} has malformed metadata: {error!r}") from error

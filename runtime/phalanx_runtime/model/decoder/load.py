@@ -1,4 +1,4 @@
-"""Loads the fused decoder: a checkpoint's tensors become this rank's part of each block."""
+"""Loads this rank's part of a checkpoint into the fused decoder."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.paged import Attention, AttentionForm
+from phalanx_runtime.model.attention.paged import Attention, AttentionParams
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.decoder.cpu import open_cpu_steps
+from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
-from phalanx_runtime.model.layers import HeadNorm, QkNorm, Steps, Table, TorchSteps, VocabEmbedding, WholeNorm
+from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
-from phalanx_runtime.model.protocol import Form
+from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
 from phalanx_runtime.model.weights import Checkpoint
 
@@ -28,88 +28,85 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "around": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
-"""Checkpoint names of the norms by `Family.norms`: attention in and out, MLP in and out."""
+"""By `Family.norms`: attention in and out, MLP in and out."""
 
-STEPS: Mapping[str, Callable[[], Steps]] = {"cpu": open_cpu_steps, "cuda": TorchSteps}
-"""Norm and rotation by `torch.device.type`. A new backend is one module and one entry."""
+OPS: Mapping[str, Callable[[], DecoderOps]] = {"cpu": open_cpu_ops, "cuda": TorchOps}
+"""By `torch.device.type`. A new backend is one module and one line."""
 
 
-def choose_steps(device: torch.device) -> Steps:
-    """Returns norm and rotation for `device`; torch's for a device type without an entry."""
-    return STEPS.get(device.type, TorchSteps)()
+def choose_ops(device: torch.device) -> DecoderOps:
+    """Returns the operations; torch's for a device type without an entry."""
+    return OPS.get(device.type, TorchOps)()
 
 
 def load(
     folder: Path,
     config: ModelConfig,
     collective: Collective,
-    form: Form,
+    options: LoadOptions,
     attention: Attention | None = None,
     stage: Stage = WHOLE,
 ) -> Decoder:
-    """Returns this rank's part of the checkpoint in `folder`. Raises ModelError."""
-    if any(rope and rope.kind == "longrope" for rope in config.ropes) and form.positions > config.max_position:
+    """Loads this rank's part of the model. Raises ModelError."""
+    if any(rope and rope.kind == "longrope" for rope in config.ropes) and options.positions > config.max_position:
         raise ModelError(
-            f"longrope: --max-model-len must be at most {config.max_position}, not {form.positions}: "
+            f"longrope: --max-model-len must be at most {config.max_position}, not {options.positions}: "
             "longer requests need other rotary factors for all keys"
         )
     shard = partition(config, collective.world_size)[collective.rank]
-    size, dtype, device = config.head_dim, form.dtype, form.device
-    ropes = {rope: RopeTable(rope, size, form.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
-    attention = attention or choose_attention(device, form.is_fixed)
-    model = Decoder(
-        config, shard, collective=collective, ropes=ropes, attention=attention, steps=choose_steps(device), stage=stage
-    )
-    model.positions = form.positions
-    own = stage.layers(config.num_layers)
+    size, dtype, device = config.head_dim, options.dtype, options.device
+    ropes = {rope: RopeTable(rope, size, options.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
+    attention = attention or choose_attention(device, options.is_batch_invariant)
+    model = Decoder(config, shard, collective=collective, ropes=ropes, attention=attention, ops=choose_ops(device), stage=stage)
+    model.positions = options.positions
+    layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
-        loader = _Loader(config, shard, checkpoint, form, collective)
-        has_head = stage.is_last or (stage.is_first and form.has_exit)
+        loader = _Loader(config, shard, checkpoint, options, collective)
+        has_head = stage.is_last or (stage.is_first and options.has_exit)
         if stage.is_first or (has_head and config.tied):
             embedding = loader.vocab(EMBEDDING)
-        model.layers = [loader.layer(index) for index in range(own.start, own.stop)]
+        model.layers = [loader.layer(index) for index in range(layers.start, layers.stop)]
         if has_head:
             model.norm = loader.norm("model.norm.weight", config.hidden_size)
-            model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, form.kernels)
+            model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, options.kernels)
         if stage.is_first:
-            table = _table(embedding, model.head) if config.tied and has_head else embedding
+            table = _row_table(embedding, model.head) if config.tied and has_head else embedding
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     return model
 
 
-def _table(embedding: Tensor, head: Linear) -> Table:
-    """Returns the lookup table of a tied embedding: the head's blocks where they hold it, so that it is stored once."""
-    shared = isinstance(head, NativeLinear) and embedding.dtype == head.blocks.words.dtype
-    return head.blocks if shared and isinstance(head, NativeLinear) else embedding
+def _row_table(embedding: Tensor, head: Linear) -> RowTable:
+    """Prefers the head's blocks, if they store a tied embedding exactly."""
+    if isinstance(head, NativeLinear) and embedding.dtype == head.blocks.values.dtype:
+        return head.blocks
+    return embedding
 
 
 class _Loader:
-    """Reads this rank's slices and counts their bytes."""
-
-    def __init__(self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, form: Form, collective: Collective) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, options: LoadOptions, collective: Collective
+    ) -> None:
         self.num_bytes = 0
         self._config = config
         self._shard = shard
         self._checkpoint = checkpoint
-        self._kernels = form.kernels
+        self._kernels = options.kernels
         self._collective = collective
-        # A bias after a sum over ranks must be added once: rank 0 holds it.
-        self._first = collective.rank == 0
+        # Only rank 0 adds the bias of a sum over ranks.
+        self._is_first = collective.rank == 0
 
     def vocab(self, name: str) -> Tensor:
-        """Returns this rank's rows of an embedding or head."""
         return self._count(self._checkpoint.rows(name, (self._config.vocab_size, self._config.hidden_size), self._shard.vocab))
 
     def norm(self, name: str, size: int, span: Span | None = None) -> Tensor:
-        """Returns a vector, or `span` of it. Adds the norm offset in at least fp32: bf16 would round it off."""
+        """Adds the norm offset in at least fp32."""
         weight = self._checkpoint.vector(name, size, span)
         if self._config.norm_offset:
             weight = (weight if weight.dtype == torch.float64 else weight.float()) + 1
         return self._count(weight)
 
     def layer(self, index: int) -> Layer:
-        """Returns one decoder block."""
         config, name = self._config, f"model.layers.{index}."
         norms = [
             None if norm is None else self.norm(f"{name}{norm}.weight", config.hidden_size) for norm in NORM_NAMES[config.norms]
@@ -120,7 +117,7 @@ class _Loader:
             qkv=self._qkv(name + "self_attn."),
             qk_norm=self._qk_norm(name + "self_attn."),
             rope=config.ropes[index],
-            form=AttentionForm(config.windows[index], config.scale, config.softcap),
+            params=AttentionParams(config.windows[index], config.scale, config.softcap),
             o=self._row_parallel(name + "self_attn.o_proj", heads, self._dims(self._shard.heads), config.o_bias),
             attention_out=norms[1],
             mlp_in=norms[2],
@@ -144,7 +141,7 @@ class _Loader:
             eps=eps,
             sizes=sizes,
             collective=self._collective,
-            brings_keys=shard.heads.start == shard.kv_heads.start * group,
+            counts_keys=shard.heads.start == shard.kv_heads.start * group,
         )
 
     def _qkv(self, prefix: str) -> Linear:
@@ -158,31 +155,31 @@ class _Loader:
         sizes, spans = [self._config.intermediate_size] * 2, [self._shard.mlp] * 2
         names = [prefix + "gate_up_proj"] if self._config.joined else [prefix + "gate_proj", prefix + "up_proj"]
         weight, bias = self._rows(names, sizes, spans, self._config.mlp_bias)
-        made = make_gated(weight, bias, self._config.activation, self._kernels)
-        self.num_bytes += made.num_bytes
-        return made
+        gated = make_gated(weight, bias, self._config.activation, self._kernels)
+        self.num_bytes += gated.num_bytes
+        return gated
 
     def _dims(self, heads: Span) -> Span:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns stacked output rows and biases of several linears. A single name: the checkpoint stores them joined."""
+        """Reads rows and biases of stacked linears; a single name means joined storage."""
         parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
-        read, hidden = self._checkpoint, self._config.hidden_size
-        weight = torch.cat([read.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
-        bias = torch.cat([read.vector(name + ".bias", size, span) for name, size, span in parts]) if biased else None
+        checkpoint, hidden = self._checkpoint, self._config.hidden_size
+        weight = torch.cat([checkpoint.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
+        bias = torch.cat([checkpoint.vector(name + ".bias", size, span) for name, size, span in parts]) if biased else None
         return weight, bias
 
     def _row_parallel(self, name: str, size: int, span: Span, biased: bool) -> Linear:
-        """Returns the input columns of a linear whose outputs are summed over the ranks."""
+        """Reads input columns; the outputs are summed over the ranks."""
         weight = self._checkpoint.columns(name + ".weight", (self._config.hidden_size, size), span)
-        bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._first else None
+        bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._is_first else None
         return self._linear(weight, bias)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        made = make_linear(weight, bias, self._kernels)
-        self.num_bytes += made.num_bytes
-        return made
+        linear = make_linear(weight, bias, self._kernels)
+        self.num_bytes += linear.num_bytes
+        return linear
 
     def _count(self, tensor: Tensor) -> Tensor:
         self.num_bytes += tensor.nbytes
@@ -190,6 +187,5 @@ class _Loader:
 
 
 def _joined(name: str, sizes: list[int], spans: list[Span]) -> list[tuple[str, int, Span]]:
-    """Returns the parts of one matrix that stacks several."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(name, sum(sizes), Span(start + span.start, start + span.stop)) for start, span in zip(starts, spans, strict=True)]

@@ -1,4 +1,4 @@
-"""Attention calls of a `transformers` model as layers of the paged KV cache."""
+"""Maps attention calls of a `transformers` model to layers of the paged KV cache."""
 
 import threading
 from collections.abc import Iterator
@@ -11,33 +11,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
-from phalanx_runtime.model.attention.paged import Attention, AttentionForm, LayerCache, StepBatch
+from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.protocol import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One attention call in a forward pass. `dim`: padded dimension of keys and values; `window`: sliding window or None."""
+class AttentionCall:
+    """One attention call in a forward pass."""
 
     heads: int
     kv_heads: int
     dim: int
+    """Padded dimension of keys and values."""
     window: int | None
 
 
-def layout_of(calls: list[Call]) -> KvLayout:
-    """KV layout with one layer per call. Raises Unsupported when the numbers of KV heads cannot be unified."""
-    most = max(call.kv_heads for call in calls)
+def kv_layout(calls: list[AttentionCall]) -> KvLayout:
+    """Returns one layer per call, with equal KV heads. Raises Unsupported."""
+    kv_heads = max(call.kv_heads for call in calls)
     for call in calls:
-        if most % call.kv_heads or call.heads % most:
-            raise Unsupported(f"its layers have {call.kv_heads} and {most} KV heads, of {call.heads} heads")
-    return KvLayout(most, tuple(call.dim for call in calls), frozenset(call.window for call in calls))
+        if kv_heads % call.kv_heads or call.heads % kv_heads:
+            raise Unsupported(f"its layers have {call.kv_heads} and {kv_heads} KV heads, of {call.heads} heads")
+    return KvLayout(kv_heads, tuple(call.dim for call in calls), frozenset(call.window for call in calls))
 
 
-class PagedAnswer:
-    """Answers the calls of one step in order, with paged attention."""
+class PagedHandler:
+    """Computes the calls of one step by paged attention."""
 
-    def __init__(self, calls: list[Call], kv: KvLayout, attention: Attention, batch: StepBatch, caches: list[LayerCache]) -> None:
+    def __init__(
+        self, calls: list[AttentionCall], kv: KvLayout, attention: Attention, batch: StepBatch, caches: list[LayerCache]
+    ) -> None:
         self._calls = calls
         self._kv = kv
         self._attention = attention
@@ -46,82 +49,80 @@ class PagedAnswer:
         self._next = 0
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
+        """See `CallHandler`."""
         call, cache = self._calls[self._next], self._caches[self._next]
         self._next += 1
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
-        form = AttentionForm(call.window, scale_of(q, options), options.get("softcap"))
-        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch, form=form)
+        params = AttentionParams(call.window, logit_scale(q, options), options.get("softcap"))
+        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch, params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
     def check_complete(self) -> None:
-        """Raises RuntimeError when the step made fewer calls than the model has layers."""
+        """Raises RuntimeError after fewer calls than layers."""
         if self._next != len(self._calls):
             raise RuntimeError(f"the model called attention {self._next} times instead of {len(self._calls)}")
 
 
-def scale_of(q: Tensor, options: dict[str, Any]) -> float:
-    """Scale of the attention scores in a call."""
+def logit_scale(q: Tensor, options: dict[str, Any]) -> float:
+    """Returns the scale of a call."""
     scale = options.get("scaling")
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _packed(part: Tensor, dim: int) -> Tensor:
-    """Reshapes [1, heads, tokens, own dim] to [tokens, heads, dim], zero-padded."""
+    """Converts [1, heads, tokens, own dim] to [tokens, heads, dim]."""
     packed = part[0].transpose(0, 1)
     return F.pad(packed, (0, dim - part.shape[-1])) if part.shape[-1] < dim else packed.contiguous()
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """Attention by its definition, over a step of one whole request. Returns [1, tokens, heads, dim of v]."""
+    """Reference attention over one whole request."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.matmul(q, keys.transpose(-1, -2)) * scale_of(q, options)
+    logits = torch.matmul(q, keys.transpose(-1, -2)) * logit_scale(q, options)
     if (softcap := options.get("softcap")) is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    at = torch.arange(q.shape[2], device=q.device)
-    hidden = (at[None, :] > at[:, None]) | (at[None, :] <= at[:, None] - (window or len(at)))
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        logits = torch.tanh(logits / softcap) * softcap
+    index = torch.arange(q.shape[2], device=q.device)
+    is_masked = (index[None, :] > index[:, None]) | (index[None, :] <= index[:, None] - (window or len(index)))
+    weights = logits.masked_fill(is_masked, float("-inf")).softmax(-1)
     return torch.matmul(weights, values).transpose(1, 2).contiguous()
 
 
-# Attention implementations registered with `transformers`. `phalanx` calls the running thread's answer; `phalanx_probe` also
-# makes
-# the model build its masks, which then carry their rules.
-
 PAGED = "phalanx"
+"""Implementation in `transformers` that calls the handler of the running thread."""
 PROBED = "phalanx_probe"
+"""The same; the model also builds masks, which carry their rules."""
 
 
-class Answer(Protocol):
-    """Computes an attention call."""
+class CallHandler(Protocol):
+    """Computes attention calls."""
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
         ...
 
 
-class _Running(threading.local):
-    answer: Answer | None = None
+class _ThreadState(threading.local):
+    handler: CallHandler | None = None
 
 
-_running = _Running()
+_thread_state = _ThreadState()
 
 
 @contextmanager
-def answered_by(answer: Answer) -> Iterator[None]:
-    """Uses `answer` for every attention call of models in the running thread."""
-    before, _running.answer = _running.answer, answer
+def handle_calls(handler: CallHandler) -> Iterator[None]:
+    """Uses `handler` for all attention calls in the running thread."""
+    previous, _thread_state.handler = _thread_state.handler, handler
     try:
         yield
     finally:
-        _running.answer = before
+        _thread_state.handler = previous
 
 
 def register() -> None:
-    """Registers both implementations with `transformers`."""
+    """Registers both implementations."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -133,27 +134,27 @@ def register() -> None:
 def _attend(
     module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    if _running.answer is None:
+    if _thread_state.handler is None:
         raise RuntimeError("attention was called outside of a step")
-    return _running.answer(module, query, key, v=value, mask=attention_mask, options=options), None
+    return _thread_state.handler(module, query, key, v=value, mask=attention_mask, options=options), None
 
 
 class ProbeMask(Tensor):
-    """A boolean mask [1, 1, queries, keys] with the rule that produced it."""
+    """Boolean mask [1, 1, queries, keys] with its rule."""
 
     rule: Any
 
 
 def probe_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
-    """Builds the mask of a rule, and attaches the rule."""
-    mask = visible(mask_function, torch.arange(q_length), kv_length).expand(batch_size, 1, q_length, kv_length)
+    """Builds a mask with its rule."""
+    mask = visibility(mask_function, torch.arange(q_length), kv_length).expand(batch_size, 1, q_length, kv_length)
     probe = mask.as_subclass(ProbeMask)
     probe.rule = mask_function
     return probe
 
 
-def visible(rule: Any, queries: Tensor, kv_length: int) -> Tensor:
-    """Mask [queries, keys] of a rule, boolean: true where a query sees a key."""
+def visibility(rule: Any, queries: Tensor, kv_length: int) -> Tensor:
+    """Evaluates a rule to a boolean mask [queries, keys]."""
     zero, keys = torch.zeros((), dtype=torch.long), torch.arange(kv_length)
-    seen = rule(zero, zero, queries[:, None], keys[None, :])
-    return torch.as_tensor(seen, dtype=torch.bool).expand(len(queries), kv_length)
+    mask = rule(zero, zero, queries[:, None], keys[None, :])
+    return torch.as_tensor(mask, dtype=torch.bool).expand(len(queries), kv_length)

@@ -1,8 +1,7 @@
-"""Part of a `transformers` model that one pipeline stage computes.
+"""One pipeline stage of a `transformers` model.
 
-The model's own code runs in every stage. Placeholders replace the layers of other stages, which preserves layer numbers. The
-stage's first layer receives the hidden states of the previous stage instead of the model's embeddings; after the last layer an
-exception leaves the model. `check` verifies that layers exchange only hidden states.
+The model's own code runs, with placeholders for layers of other stages. The first layer receives the previous stage's hidden
+states; an exception exits after the last.
 """
 
 from typing import Any
@@ -16,138 +15,137 @@ from phalanx_runtime.model.partition import Stage
 _NAME = "hidden_states"
 
 
-class _Left(Exception):
-    """Leaves the model after the stage's last layer."""
-
+class _StageExit(Exception):
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         super().__init__("the stage ends here")
-        self.args_of_next = args
-        self.options_of_next = options
+        self.next_args = args
+        self.next_options = options
 
 
-class _Elsewhere(nn.Module):
-    """Placeholder of another stage's layer: returns its input as the model's layers do, plain or in a tuple."""
+class _Placeholder(nn.Module):
+    """Replaces another stage's layer; returns its input, in a tuple if layers do."""
 
-    def __init__(self, layer: nn.Module, leaves: bool) -> None:
+    def __init__(self, layer: nn.Module, is_exit: bool) -> None:
         super().__init__()
-        plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
-        self.__dict__.update(plain)  # attributes that the model reads from its layers, such as their attention type
-        self._leaves = leaves
-        self.gives_tuple = False
+        attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
+        self.__dict__.update(attributes)  # models read some, such as the attention type
+        self._is_exit = is_exit
+        self.returns_tuple = False
 
     def forward(self, *args: Any, **options: Any) -> object:
-        """Returns the hidden states unchanged; raises _Left where the stage ends."""
-        if self._leaves:
-            raise _Left(args, options)
+        if self._is_exit:
+            raise _StageExit(args, options)
         hidden = args[0] if args else options.get(_NAME)
-        return (hidden,) if self.gives_tuple else hidden
+        return (hidden,) if self.returns_tuple else hidden
 
 
 class Part:
-    """Layers of one stage, with the model's code before them in the first stage and after them in the last."""
+    """The computation of one stage."""
 
     def __init__(self, model: Any, stage: Stage, width: int) -> None:
-        """The model may be on the meta device. Raises ModelError when its layers are not one list."""
+        """Raises ModelError for a model without a single list of layers."""
         self.model = model
         self.stage = stage
         self.width = width
-        self.unread: frozenset[str] = frozenset()
-        """Parameters that the stage does not use."""
-        self.others: list[Tensor] = []
-        """Inputs other than hidden states of the layer after the stage, in the last forward pass."""
-        self._before: Tensor | None = None
-        self._places: list[_Elsewhere] = []
+        self.unused: frozenset[str] = frozenset()
+        """Parameters of other stages."""
+        self.other_inputs: list[Tensor] = []
+        """Other inputs of the next stage in the last forward pass."""
+        self._stage_input: Tensor | None = None
+        self._placeholders: list[_Placeholder] = []
         if stage.count > 1:
-            self._cut(_layers_of(model))
+            self._replace_layers(_layers_of(model))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None, before: Tensor | None = None, embeds: Tensor | None = None, **options: Any
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        stage_input: Tensor | None = None,
+        embeds: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Logits of the packed tokens, [tokens kept, vocabulary]; hidden states in stages other than the last.
+        """Returns logits, or hidden states before the last stage. Raises Unsupported.
 
-        positions: None lets the model number the tokens. before: [tokens, width], from the previous stage. embeds: replacement
-        for the token embeddings then, which must only affect the first stage. Raises Unsupported.
+        `positions`: by default the model's own. `embeds` replaces the unused token embeddings of later stages.
         """
         if positions is not None:
             options["position_ids"] = positions[None]
-        if before is None:
+        if stage_input is None:
             options["input_ids"] = tokens[None]
         else:
-            self._before = before[None]
-            options["inputs_embeds"] = (before if embeds is None else embeds)[None]
+            self._stage_input = stage_input[None]
+            options["inputs_embeds"] = (stage_input if embeds is None else embeds)[None]
         try:
             out: Tensor = self.model(use_cache=False, return_dict=True, **options).logits
-        except _Left as left:
-            out = self._checked(left.args_of_next, left.options_of_next, len(tokens))
-            told = (left.args_of_next[1:], {name: value for name, value in left.options_of_next.items() if name != _NAME})
-            self.others = [leaf for leaf in tree_leaves(told) if isinstance(leaf, Tensor)]
+        except _StageExit as stage_exit:
+            out = self._hidden_of(stage_exit.next_args, stage_exit.next_options, len(tokens))
+            options = {name: value for name, value in stage_exit.next_options.items() if name != _NAME}
+            self.other_inputs = [leaf for leaf in tree_leaves((stage_exit.next_args[1:], options)) if isinstance(leaf, Tensor)]
         return out[0]
 
-    def give_tuples(self) -> None:
+    def return_tuples(self) -> None:
         """Makes placeholders return tuples."""
-        for place in self._places:
-            place.gives_tuple = True
+        for placeholder in self._placeholders:
+            placeholder.returns_tuple = True
 
-    def _cut(self, layers: nn.ModuleList) -> None:
-        own = self.stage.layers(len(layers))
-        self.unread = _unread(self.model, self.stage)
-        for index in (*range(own.start), *range(own.stop, len(layers))):
-            place = _Elsewhere(layers[index], leaves=index == own.stop)
-            layers[index] = place
-            self._places.append(place)
-        if own.start:
-            layers[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
+    def _replace_layers(self, layers: nn.ModuleList) -> None:
+        span = self.stage.layers(len(layers))
+        self.unused = _unused_parameters(self.model, self.stage)
+        for index in (*range(span.start), *range(span.stop, len(layers))):
+            placeholder = _Placeholder(layers[index], is_exit=index == span.stop)
+            layers[index] = placeholder
+            self._placeholders.append(placeholder)
+        if span.start:
+            layers[span.start].register_forward_pre_hook(self._inject_hidden, with_kwargs=True)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Passes the previous stage's hidden states to the stage's first layer."""
-        assert self._before is not None, "forward keeps it"
-        self._checked(args, options, self._before.shape[1])
-        return ((self._before, *args[1:]), options) if args else (args, {**options, _NAME: self._before})
+    def _inject_hidden(
+        self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._stage_input is not None, "set by forward"
+        self._hidden_of(args, options, self._stage_input.shape[1])
+        return ((self._stage_input, *args[1:]), options) if args else (args, {**options, _NAME: self._stage_input})
 
-    def _checked(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> Tensor:
-        """The hidden states among a layer's inputs. Raises Unsupported."""
+    def _hidden_of(self, args: tuple[Any, ...], options: dict[str, Any], count: int) -> Tensor:
+        """Returns the hidden states of a layer's inputs. Raises Unsupported."""
         hidden = args[0] if args else options.get(_NAME)
         if not isinstance(hidden, Tensor) or hidden.shape != (1, count, self.width):
-            raise Unsupported("pipeline parallel: its layers hand on something else than hidden states")
+            raise Unsupported("pipeline parallel: its layers do not pass hidden states")
         return hidden
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
-    """The model's list of layers: the only one with the length in its config."""
+    """Returns the only list with the number of layers in the config."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    inside: set[str] = set()
-    found = []
+    outer_names: set[str] = set()
+    lists = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in inside):
-            inside.add(name)
-            found += [module] if len(module) == count else []
-    if len(found) != 1:
-        raise ModelError(f"pipeline parallel: the model's {count} layers are not one list that can be cut; use one stage")
-    return found[0]
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in outer_names):
+            outer_names.add(name)
+            lists += [module] if len(module) == count else []
+    if len(lists) != 1:
+        raise ModelError(f"pipeline parallel: the model's {count} layers are not one list; use one stage")
+    return lists[0]
 
 
-def _unread(model: Any, stage: Stage) -> frozenset[str]:
-    """Parameters that the stage does not use: the embedding outside the first stage, the head outside the last.
-
-    Both stages read a tied table."""
+def _unused_parameters(model: Any, stage: Stage) -> frozenset[str]:
+    """Embedding after the first stage and head before the last; both need a tied table."""
     try:
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # every stage reads all parameters
+    except (AttributeError, NotImplementedError):  # each stage loads all
         return frozenset()
-    unread = set()
+    unused = set()
     if not stage.is_first:
-        unread |= _names(model, first)
+        unused |= _parameter_names(model, first)
     if not stage.is_last:
-        unread |= _names(model, last)
+        unused |= _parameter_names(model, last)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if stage.is_last:
-        unread -= {name for pair in tied.items() for name in pair}
-    return frozenset(unread)
+        unused -= {name for pair in tied.items() for name in pair}
+    return frozenset(unused)
 
 
-def _names(model: nn.Module, part: nn.Module | None) -> set[str]:
-    """Names of a module's parameters within the model."""
+def _parameter_names(model: nn.Module, part: nn.Module | None) -> set[str]:
     if part is None:
         return set()
-    inner = [name for name, module in model.named_modules(remove_duplicate=False) if module is part]
-    return {f"{name}.{leaf}" for name in inner for leaf, _ in part.named_parameters(recurse=True)}
+    paths = [name for name, module in model.named_modules(remove_duplicate=False) if module is part]
+    return {f"{path}.{leaf}" for path in paths for leaf, _ in part.named_parameters(recurse=True)}

@@ -1,7 +1,6 @@
-"""Splits a `transformers` model over ranks by its own tensor-parallel plan, read as metadata.
+"""Splits a `transformers` model over ranks by its own tensor-parallel plan.
 
-A style defines the cut dimension of a module's parameters and the treatment of its inputs and outputs. Sizes are cut by KV head,
-so that query heads stay with their KV head; equal sizes are cut equally, so that one linear's output fits the next one's input.
+Dimensions are cut by KV head, so that query heads stay with theirs; equal dimensions are cut equally.
 """
 
 import re
@@ -30,18 +29,18 @@ STYLES = {
     "replicate",
     "mla_kv_a_proj",
 }
-"""Supported plan styles. The last three do not change a module."""
+"""The last three do not change a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """This rank's part of a tensor: joined spans along one dimension."""
+    """This rank's spans along one dimension."""
 
     dim: int
     spans: tuple[Span, ...]
 
-    def of(self, tensor: Any) -> Tensor:
-        """This part of a tensor or of a file slice."""
+    def apply(self, tensor: Any) -> Tensor:
+        """Cuts a tensor or file slice."""
         whole = (slice(None),) * (self.dim % len(_shape(tensor)))
         parts = [tensor[(*whole, slice(span.start, span.stop))] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
@@ -52,9 +51,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 class Splitter:
-    """Splits a model on the meta device by hooks in its modules.
-
-    `cuts`: part to load, by parameter. `zeroed`: parameters that are zero on this rank."""
+    """Splits a model on the meta device by hooks in its modules."""
 
     def __init__(self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective) -> None:
         if not plan:
@@ -63,9 +60,11 @@ class Splitter:
             raise ModelError(f"tensor-parallel size {collective.world_size} is more than the model's {kv_heads} KV heads")
         unknown = sorted(set(plan.values()) - STYLES)
         if unknown:
-            raise ModelError(f"tensor parallel: the model's plan has styles that are not known: {', '.join(unknown)}")
+            raise ModelError(f"tensor parallel: the model's plan has unsupported styles: {', '.join(unknown)}")
         self.cuts: dict[str, Cut] = {}
+        """By parameter."""
         self.zeroed: list[str] = []
+        """Parameters to set to zero on this rank."""
         self._model = model
         self._plan = plan
         self._kv_heads = kv_heads
@@ -80,7 +79,7 @@ class Splitter:
         for name, parameter in parameters.items():
             if style := self._style(name):
                 self._cut(
-                    name, parameter, -1 if style == "rowwise" else _outputs(parameter), 2 if style == "packed_colwise" else 1
+                    name, parameter, -1 if style == "rowwise" else _output_dim(parameter), 2 if style == "packed_colwise" else 1
                 )
 
     def _style(self, name: str) -> str | None:
@@ -91,7 +90,7 @@ class Splitter:
         match style:
             case "colwise" | "colwise_gather_output" | "colwise_rep" | "packed_colwise":
                 for part, parameter in module.named_parameters(recurse=False):
-                    self._cut(f"{name}.{part}", parameter, _outputs(parameter), 2 if style == "packed_colwise" else 1)
+                    self._cut(f"{name}.{part}", parameter, _output_dim(parameter), 2 if style == "packed_colwise" else 1)
                 if style.startswith("colwise_"):
                     module.register_forward_hook(lambda _, args, out: collective.all_gather(out.contiguous(), -1))
             case "rowwise" | "rowwise_split_input" | "rowwise_rep":
@@ -104,7 +103,7 @@ class Splitter:
                 pass
 
     def _split_rows(self, name: str, module: nn.Module, splits_input: bool) -> None:
-        """Cuts the input columns of a linear. Its bias must enter the sum once, so rank 0 keeps it."""
+        """Cuts input columns; rank 0 adds the bias."""
         collective = self._collective
         weight = module.get_parameter("weight")
         cut = self._cut(f"{name}.weight", weight, -1, 1)
@@ -116,26 +115,25 @@ class Splitter:
         module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
 
     def _split_embedding(self, name: str, module: nn.Module) -> None:
-        """Cuts the rows of an embedding; tokens of other ranks give zeros here."""
+        """Cuts rows; other ranks' tokens give zeros."""
         collective = self._collective
         span = self._cut(f"{name}.weight", module.get_parameter("weight"), 0, 1).spans[0]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # may be a row of another rank; only used in training
+            module.padding_idx = None  # for training; may belong to another rank
 
         def lookup(inner: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
             local = tokens - span.start
-            elsewhere = (local < 0) | (local >= span.size)
-            rows = inner(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+            is_remote = (local < 0) | (local >= span.size)
+            rows = inner(local.masked_fill(is_remote, 0)).masked_fill(is_remote.unsqueeze(-1), 0)
             return collective.all_reduce(rows.contiguous())
 
         inner = module.forward
         module.forward = lambda tokens: lookup(inner, tokens)
 
-    def _cut(self, name: str, parameter: Tensor, dim: int, lumps: int) -> Cut:
-        """Cuts a parameter that concatenates `lumps` matrices, each in the same way."""
-        size = parameter.shape[dim] // lumps
+    def _cut(self, name: str, parameter: Tensor, dim: int, num_matrices: int) -> Cut:
+        size = parameter.shape[dim] // num_matrices
         span = self._span(size)
-        cut = Cut(dim, tuple(Span(size * i + span.start, size * i + span.stop) for i in range(lumps)))
+        cut = Cut(dim, tuple(Span(size * i + span.start, size * i + span.stop) for i in range(num_matrices)))
         self.cuts[name] = cut
         return cut
 
@@ -147,6 +145,6 @@ class Splitter:
         return Span(heads.start * unit, heads.stop * unit)
 
 
-def _outputs(parameter: Tensor) -> int:
-    """Output dimension: the first of a matrix, the second of a stack of experts' matrices."""
+def _output_dim(parameter: Tensor) -> int:
+    """Of a matrix or a stack of experts."""
     return 0 if parameter.ndim < 3 else parameter.ndim - 2

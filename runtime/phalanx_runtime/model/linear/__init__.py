@@ -1,1 +1,1 @@
-"""Linear layers: the torch reference implementation and the CPU kernels."""
+"""Linear layers."""

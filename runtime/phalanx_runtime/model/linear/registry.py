@@ -1,7 +1,4 @@
-"""The layout of linear layers for each device, dtype and processor.
-
-A new backend is one module and one branch of `choose_kernels`.
-"""
+"""The layout of linear layers. A new backend is one module and one branch of `choose_kernels`."""
 
 from dataclasses import dataclass
 
@@ -9,7 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, multiplies
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply
 from phalanx_runtime.model.linear.linear import (
     DenseLinear,
     Gated,
@@ -28,21 +25,21 @@ from phalanx_runtime.model.processor import Processor
 class Kernels:
     """Layout of linear layers."""
 
-    # Packed for oneDNN.
     packed: bool = False
-    # A transposed copy for single rows too, at twice the memory.
+    """By oneDNN."""
     transposed: bool = False
-    # C++ kernels where they support the weight.
+    """With a transposed copy for single rows, at twice the memory."""
     compiled: bool = False
-    # Of compiled linears: bf16 only where it represents the weight exactly. int8 rounds every linear, compiled or not.
+    """C++ kernels for supported weights."""
     precision: Precision = "bf16"
+    """int8 rounds all linears; bf16 compiles those that it represents exactly."""
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Returns a linear layer in the layout of `kernels`."""
-    made = library() if kernels.compiled and _compiles(weight, kernels.precision) else None
-    if made is not None:
-        return NativeLinear(made, weight, bias, kernels.precision)
+    """Creates a linear layer."""
+    compiled = library() if kernels.compiled and _has_kernel(weight, kernels.precision) else None
+    if compiled is not None:
+        return NativeLinear(compiled, weight, bias, kernels.precision)
     if kernels.precision == "int8":
         return QuantizedLinear(weight, bias)
     if kernels.packed:
@@ -51,16 +48,16 @@ def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear
 
 
 def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
-    """Returns the gated half of an MLP: gate above up in `weight`, then activation(gate) * up."""
-    made = library() if kernels.compiled and activation == "silu" and _compiles(weight, kernels.precision) else None
-    if made is not None:
-        return NativeGated(made, weight, bias, kernels.precision)
+    """Creates the gated half of an MLP from gate above up."""
+    compiled = library() if kernels.compiled and activation == "silu" and _has_kernel(weight, kernels.precision) else None
+    if compiled is not None:
+        return NativeGated(compiled, weight, bias, kernels.precision)
     return PlainGated(make_linear(weight, bias, kernels), activation)
 
 
-def _compiles(weight: Tensor, precision: Precision) -> bool:
-    """Whether a C++ kernel supports the weight, without loss if in bf16."""
-    if not multiplies(weight, weight.dtype):
+def _has_kernel(weight: Tensor, precision: Precision) -> bool:
+    """Whether a kernel supports the weight, in bf16 without loss."""
+    if not can_multiply(weight, weight.dtype):
         return False
     return precision == "int8" or weight.dtype == torch.bfloat16 or bool((weight.bfloat16().float() == weight).all())
 
@@ -68,10 +65,10 @@ def _compiles(weight: Tensor, precision: Precision) -> bool:
 def choose_kernels(
     dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
 ) -> Kernels:
-    """Returns the fastest layout for linears of `num_bytes`, with `spare_bytes` of memory free for a second copy."""
+    """Returns the fastest layout, with a second copy of `num_bytes` if it fits `spare_bytes`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return Kernels(precision=precision)
     packed = can_pack(dtype)
-    # On AMD, oneDNN beats MKL at any batch size, in bf16 too.
+    # On AMD, oneDNN beats MKL at any batch size.
     transposed = packed and cpu.is_intel and dtype == torch.float32 and num_bytes <= spare_bytes
     return Kernels(packed, transposed, library() is not None, precision)

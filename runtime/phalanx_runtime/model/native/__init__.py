@@ -1,1 +1,1 @@
-"""Kernels in C++ for what torch lacks on CPU, compiled at first use. Everything here has a twin in plain torch."""
+"""CPU kernels in C++, compiled at first use, each with a torch reference."""

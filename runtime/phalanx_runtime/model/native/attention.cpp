@@ -1,7 +1,7 @@
-// Decode attention that reads pages where they lie: nothing is gathered, the query heads of a KV head share each read.
+// Decode attention that reads pages in place. The query heads of a KV head share each read.
 //
-// One item of work is (row, split, KV head). A split is a fixed number of tokens, so that a row's numbers do not depend on what
-// else is in the batch; rows of several splits are merged after all items are done.
+// A work item is (row, split, KV head). Splits have a fixed number of tokens, so results do not depend on the batch; rows with
+// several splits are merged at the end.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +21,7 @@ struct Item {
     int64_t row, head, first, last, slot;
 };
 
-// Even and odd dimensions apart for bf16; as they are for float.
+// bf16 separates even and odd dimensions.
 template <typename T> struct Order;
 template <> struct Order<float> {
     static int64_t at(int64_t d, int64_t) { return d; }
@@ -83,7 +83,7 @@ inline void weigh(const float* weights, const bf16* const* values, int64_t dim, 
     }
 }
 
-// Scratch of one thread: queries, sums, and per query head the largest score and the mass.
+// Scratch of one thread: queries, sums, and per query head the maximum logit and the sum of weights.
 struct Scratch {
     std::vector<float> q, out;
     float top[MAX_GROUP], mass[MAX_GROUP];
@@ -142,7 +142,7 @@ void write(const float* sums, float mass, int64_t dim, T* out) {
     for (int64_t d = 0; d < dim; d++) narrow(sums[Order<T>::at(d, dim)] / mass, out + d);
 }
 
-// Partial results of one item: per query head the sums, the largest score, the mass.
+// Stores the partial result of an item: per query head the sums, the maximum logit, the sum of weights.
 void keep(const Scratch& s, int64_t group, int64_t dim, float* part) {
     for (int64_t g = 0; g < group; g++, part += dim + 2) {
         memcpy(part, &s.out[g * dim], dim * 4);
@@ -214,9 +214,9 @@ extern "C" {
 
 int64_t phalanx_lanes() { return W; }
 
-// q: [rows, heads, dim], rows q_stride apart. k, v: [pages, kv_heads, page, dim]. tables: [rows, table_width]. window 0: all
-// tokens. softcap 0: none. out: [rows, heads * dim]. is_bf16 says what q, k, v and out hold; dim is a multiple of lanes, or of
-// twice the lanes in bf16. At most 64 query heads share a KV head.
+// q: [rows, heads, dim] with q_stride between rows. k, v: [pages, kv_heads, page, dim]. tables: [rows, table_width].
+// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. is_bf16: dtype of q, k, v and out. dim is a multiple of the
+// lanes, in bf16 of twice the lanes. At most 64 query heads per KV head.
 void phalanx_decode(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* tables, const int64_t* lengths,
                     void* out, const int64_t* sizes, double scale, double softcap) {
     const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],

@@ -1,9 +1,6 @@
-"""Compiles the C++ kernels with g++. Does not import torch, so image builds can run it.
+"""Compiles the C++ kernels with g++, without torch.
 
-    python3 -m phalanx_runtime.model.native.build FOLDER
-
-writes the kernels of every level of this machine's architecture into FOLDER. A level is an instruction set; at run time the
-highest level that the processor supports is loaded.
+`python3 -m phalanx_runtime.model.native.build FOLDER` compiles all instruction sets of this architecture for an image.
 """
 
 import hashlib
@@ -15,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-SHIPPED = SOURCES / "built"
-"""The folder of kernels in an image."""
+PREBUILT = SOURCES / "built"
+"""Kernels in an image."""
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-fopenmp")
 _BUILD_S = 300.0
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
@@ -24,8 +21,8 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Processors with all of `flags`, by their Linux names, and the g++ options for them."""
+class InstructionSet:
+    """An instruction set: required CPU flags and g++ options."""
 
     name: str
     machine: str
@@ -33,17 +30,17 @@ class Level:
     flags: frozenset[str]
 
 
-LEVELS = (
-    Level("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
-    Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
-    Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
-    Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset({"asimd"})),
+INSTRUCTION_SETS = (
+    InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
+    InstructionSet("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
+    InstructionSet("armv8-a", "aarch64", ("-march=armv8-a",), frozenset({"asimd"})),
 )
-"""Best level of each architecture first. Other processors use torch alone."""
+"""Best first. Other processors use torch."""
 
 
 def source_key(*more: str) -> str:
-    """Returns sixteen hex digits over sources, options and `more`."""
+    """Returns a hash of sources, options and `more`."""
     digest = hashlib.sha256(repr((FLAGS, *more)).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
@@ -51,35 +48,36 @@ def source_key(*more: str) -> str:
 
 
 def compile_to(path: Path, options: tuple[str, ...]) -> None:
-    """Compiles the shared library to `path` atomically. Raises OSError, SubprocessError."""
+    """Compiles atomically. Raises OSError, SubprocessError."""
     part = path.with_suffix(f".{os.getpid()}.part")
     command = ["g++", *FLAGS, *options, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(part)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
     part.replace(path)
 
 
-def shipped_path(folder: Path, level: Level) -> Path:
-    """Returns the path of a level's kernels; the name depends on the sources."""
-    return folder / f"{level.name}-{source_key(*level.options)}.so"
+def prebuilt_path(folder: Path, target: InstructionSet) -> Path:
+    """Returns the path for the current sources."""
+    return folder / f"{target.name}-{source_key(*target.options)}.so"
 
 
-def shipped(folder: Path, machine: str, flags: frozenset[str]) -> Path | None:
-    """Returns the best kernels in the folder for the architecture and flags; None without any."""
-    fitting = (shipped_path(folder, level) for level in LEVELS if level.machine == machine and level.flags <= flags)
-    return next((path for path in fitting if path.exists()), None)
+def find_prebuilt(folder: Path, machine: str, flags: frozenset[str]) -> Path | None:
+    """Returns the best kernels in the folder, if any."""
+    supported = (target for target in INSTRUCTION_SETS if target.machine == machine and target.flags <= flags)
+    paths = (prebuilt_path(folder, target) for target in supported)
+    return next((path for path in paths if path.exists()), None)
 
 
-def ship(folder: Path, machine: str) -> list[str]:
-    """Compiles all levels of the architecture into the folder; returns their names. Raises OSError, SubprocessError."""
+def prebuild(folder: Path, machine: str) -> list[str]:
+    """Compiles and returns all instruction sets of an architecture. Raises OSError, SubprocessError."""
     folder.mkdir(parents=True, exist_ok=True)
-    levels = [level for level in LEVELS if level.machine == machine]
-    for level in levels:
-        compile_to(shipped_path(folder, level), level.options)
-    return [level.name for level in levels]
+    targets = [target for target in INSTRUCTION_SETS if target.machine == machine]
+    for target in targets:
+        compile_to(prebuilt_path(folder, target), target.options)
+    return [target.name for target in targets]
 
 
-def reason(error: Exception) -> str:
-    """Returns why nothing was compiled."""
+def failure_reason(error: Exception) -> str:
+    """Describes a compilation failure."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"g++ failed: {str(error.stderr)[-300:]}"
     return "there is no g++" if isinstance(error, FileNotFoundError) else str(error)
@@ -87,6 +85,6 @@ def reason(error: Exception) -> str:
 
 if __name__ == "__main__":
     try:
-        print(*ship(Path(sys.argv[1]), platform.machine()))
+        print(*prebuild(Path(sys.argv[1]), platform.machine()))
     except (OSError, subprocess.SubprocessError) as failure:
-        sys.exit(reason(failure))
+        sys.exit(failure_reason(failure))

@@ -1,7 +1,6 @@
-"""Loads the C++ kernels: those of the image, else compiled once per source and processor.
+"""Loads the C++ kernels: prebuilt in the image, else compiled once per source and processor.
 
-They use torch's OpenMP runtime, so they share its threads: `torch.set_num_threads` applies to both. Without a compiler there is
-no library, and the torch reference implementations run.
+They share torch's OpenMP threads. Without a compiler, the torch references run.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx_runtime.model.native.build import SHIPPED, compile_to, reason, shipped, source_key
+from phalanx_runtime.model.native.build import PREBUILT, compile_to, failure_reason, find_prebuilt, source_key
 from phalanx_runtime.model.processor import read_processor
 
 log = logging.getLogger(__name__)
@@ -24,40 +23,37 @@ log = logging.getLogger(__name__)
 class Library:
     """Kernels compiled for one kind of processor."""
 
-    # File name without suffix.
     name: str
+    """File name without suffix."""
     functions: ctypes.CDLL
-    # Floats per vector register.
     lanes: int
-    # The processor multiplies pairs of bf16, which attention over runs needs.
-    has_runs: bool
+    """Floats per vector register."""
+    has_bf16_dot: bool
+    """Required by the step kernel of attention."""
 
 
 @functools.cache
-def library(target: str = "native", folder: Path = SHIPPED) -> Library | None:
-    """Returns the kernels for this processor, or for g++'s `target`; None, with a log line, where they cannot compile.
-
-    `folder` holds kernels of an image, which need no compiler.
-    """
+def library(target: str = "native", folder: Path = PREBUILT) -> Library | None:
+    """Loads the kernels for g++'s `target`, prebuilt in `folder` or compiled. Logs a failure."""
     try:
-        found = shipped(folder, platform.machine(), read_processor().flags) if target == "native" else None
-        made = _open(found or _built(target))
+        prebuilt = find_prebuilt(folder, platform.machine(), read_processor().flags) if target == "native" else None
+        compiled = _open(prebuilt or _build(target))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no compiled kernels: %s; torch computes instead", reason(error))
+        log.warning("no compiled kernels: %s; torch computes instead", failure_reason(error))
         return None
-    log.info("compiled kernels: %s%s", made.name, "" if found is None else ", of the image")
-    return made
+    log.info("compiled kernels: %s%s", compiled.name, "" if prebuilt is None else ", of the image")
+    return compiled
 
 
 def cache_folder() -> Path:
-    """Returns the cache of compiled kernels: `kernels` in $PHALANX_CACHE, else $XDG_CACHE_HOME/phalanx, else ~/.cache/phalanx."""
-    chosen = os.environ.get("PHALANX_CACHE")
-    home = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+    """Returns `kernels` in $PHALANX_CACHE, $XDG_CACHE_HOME/phalanx or ~/.cache/phalanx."""
+    configured = os.environ.get("PHALANX_CACHE")
+    home = Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
     return home.absolute() / "kernels"
 
 
-def _built(target: str) -> Path:
-    """Returns the shared library; one process compiles it in a few seconds while others wait."""
+def _build(target: str) -> Path:
+    """Returns the shared library; one process compiles it while others wait."""
     path = cache_folder() / f"{source_key(target, platform.machine(), *sorted(read_processor().flags))}.so"
     if path.exists():
         return path

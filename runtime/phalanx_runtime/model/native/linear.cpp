@@ -1,8 +1,7 @@
-// y = x W^T from weights of bf16 or int8, for any number of rows, with sums in float.
+// y = x W^T with bf16 or int8 weights and float sums, for any number of rows.
 //
-// Weights lie in blocks of 16 output rows. bf16: [blocks][K / 2][16][2], so that a pair of inputs meets 16 outputs in one vector.
-// int8: the same order, with a scale per output. A block is read once per strip of rows of x, in order: at one row that is
-// the memory's speed, and for many rows the strip's sums stay in registers.
+// Weights are in blocks of 16 outputs. bf16: [blocks][K / 2][16][2], so that a pair of inputs multiplies 16 outputs in one vector.
+// int8: the same order, with a scale per output. A block is read once per strip of rows of x, with the strip's sums in registers.
 #include <omp.h>
 
 #include <algorithm>
@@ -20,11 +19,11 @@ constexpr int BLOCKS_IN_REGISTERS = 24, MOST_ROWS = 8;
 #else
 constexpr int BLOCKS_IN_REGISTERS = 6, MOST_ROWS = 6;
 #endif
-constexpr int PANEL = 12;             // blocks whose sums are finished together; a panel of weights stays in the L2 cache
-constexpr int64_t CHUNK = 64;         // rows of x in one item of work, when there are many
+constexpr int PANEL = 12;             // blocks per panel; a panel of weights fits the L2 cache
+constexpr int64_t CHUNK = 64;         // maximum rows of x per work item
 enum Mode : int64_t { PLAIN = 0, ADD = 1, GATED = 2 };
 
-// Weights of 16 outputs for one of two inputs, as floats: `at<0>` of the even one, `at<1>` of the odd one.
+// Weights of 16 outputs as floats: `at<0>` for the even input of a pair, `at<1>` for the odd one.
 struct Bf16Weights {
     typedef uint32_t unit;
     static constexpr int64_t step = BLOCK;  // units per two inputs
@@ -48,7 +47,7 @@ struct Int8Weights {
         return __builtin_convertvector(half ? both >> 8 : (both << 24) >> 24, vf);
     }
 };
-// Weights that were widened before, for many rows.
+// Weights widened in advance, for many rows.
 struct FloatWeights {
     typedef float unit;
     static constexpr int64_t step = 2 * BLOCK;
@@ -68,7 +67,7 @@ inline void add_products(const float* x, int64_t x_stride, const typename Weight
     }
 }
 
-// Sums of `rows` rows of x with `blocks` blocks of weights: out[row * PANEL * BLOCK + column].
+// Multiplies `rows` rows of x with `blocks` blocks: out[row * PANEL * BLOCK + column].
 template <class Weights, int rows, int blocks>
 void tile(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, float* out) {
     vf total[rows][blocks][V] = {};
@@ -83,7 +82,7 @@ void tile(const float* x, int64_t x_stride, const typename Weights::unit* w, int
 
 #if defined(__AVX512BF16__)
 inline __m512bh words(const uint32_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
-// Every int8 is a bf16.
+// bf16 represents every int8.
 inline __m512bh words(const uint16_t* w) {
     const __m128i* from = reinterpret_cast<const __m128i*>(w);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
@@ -91,7 +90,7 @@ inline __m512bh words(const uint16_t* w) {
     return _mm512_cvtne2ps_pbh(high, low);
 }
 
-// The same from bf16 inputs: the processor multiplies pairs and adds them in float.
+// The same for bf16 inputs, with bf16 dot products.
 template <class Weights, int rows, int blocks>
 void tile(const bf16* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, float* out) {
     __m512 total[rows][blocks];
@@ -112,7 +111,7 @@ void tile(const bf16* x, int64_t x_stride, const typename Weights::unit* w, int6
 }
 #endif
 
-// Tiles of `rows` rows over all blocks of a panel.
+// Multiplies tiles of `rows` rows with all blocks of a panel.
 template <class Weights, int rows, class X>
 void strip(const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t blocks, float* out) {
     constexpr int most = std::min(4, BLOCKS_IN_REGISTERS / rows);
@@ -137,14 +136,14 @@ template <class Y> struct Output {
     const float *bias, *scales;
 };
 
-// As many of W numbers as there is room for.
+// Stores the first `room` of W numbers.
 template <class Y>
 inline void put(vf x, Y* to, int64_t room) {
     if (room >= W) return narrowed(x, to);
     for (int64_t i = 0; i < room; i++) narrow(x[i], to + i);
 }
 
-// Takes the sums of one row over a panel that begins at output `first` to where they belong.
+// Writes, adds or gates the sums of one row over a panel that starts at output `first`.
 template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t row, int64_t first, int64_t count) {
     Y* y = to.y + row * to.stride;
     alignas(64) float scaled[PANEL * BLOCK];
@@ -169,7 +168,7 @@ template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t r
     for (; i < real; i++) narrow(to.mode == ADD ? widen(y[first + i]) + sums[i] : sums[i], y + first + i);
 }
 
-// Rows [from, to) of x with blocks [first, last).
+// Multiplies rows [from, to) of x with blocks [first, last).
 template <class Weights, class X, class Y>
 void region(const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t from, int64_t to, int64_t first,
             int64_t last, const Output<Y>& output) {
@@ -184,7 +183,7 @@ void region(const X* x, int64_t x_stride, const typename Weights::unit* w, int64
     }
 }
 
-// The same from floats: weights are widened once for all rows.
+// The same for floats: widens weights once for all rows.
 constexpr int WIDE_PANEL = 2;
 constexpr int64_t WIDE_ROWS = 16;
 template <class Weights, class Y>
@@ -233,7 +232,7 @@ void multiply(const X* x, int64_t x_stride, const typename Weights::unit* w, int
     }
 }
 
-// x as floats, row after row. Kept between calls by the thread that asks.
+// Returns contiguous rows of x as floats, in memory of the calling thread.
 const float* widened(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
     static thread_local std::vector<float> kept;
     if (static_cast<int64_t>(kept.size()) < rows * inputs) kept.resize(rows * inputs);
@@ -266,9 +265,8 @@ void chosen(bool is_int8, const Y* x, const void* w, const int64_t* sizes, const
 
 extern "C" {
 
-// sizes: rows, outputs, inputs (even), stride of x, stride of y, mode. Mode 1 adds to y. In mode 2 blocks of gates and of what
-// they gate alternate, and y has half as many columns: silu(gate) * up. x and y are bf16 or float; scales and bias are
-// float, one per output as the blocks lie, or null.
+// sizes: rows, outputs, inputs (even), stride of x, stride of y, mode. Mode 0 writes y, 1 adds to y, 2 writes silu(gate) * up from
+// alternating blocks of gates and ups, so y has half the columns. x and y: bf16 or float. scales and bias: per output, or null.
 void phalanx_linear(int64_t is_bf16, int64_t is_int8, const void* x, const void* w, const float* scales, const float* bias, void* y,
                     const int64_t* sizes) {
     if (is_bf16)

@@ -1,10 +1,8 @@
-// Attention of bf16 queries over pages where they lie, for decoding requests and prompt chunks alike, where the processor
-// multiplies pairs of bf16 and adds them in float.
+// bf16 attention over pages in place, for decodes and prompt chunks, with bf16 dot products.
 //
-// A run is some tokens of one request, the last ones of its context. One item of work is (run, tile of its tokens, KV head): it
-// goes through the context in blocks of 64 keys, brought into the order that the products want, with a softmax that is carried
-// along. A block begins at a multiple of 64, so that a token's numbers do not depend on how its prompt was cut. A single token
-// with a long context is cut into splits, merged after all items are done; where all is to be fixed, it goes the way of several.
+// A run is the last tokens of a request's context. A work item is (run, tile of its tokens, KV head): it processes the context in
+// blocks of 64 reordered keys with an online softmax. Blocks start at multiples of 64, so results do not depend on the chunks of a
+// prompt. A single token with a long context is split, and merged at the end; for batch invariance it is computed like several.
 #include <omp.h>
 
 #include <algorithm>
@@ -18,7 +16,7 @@ namespace {
 constexpr int BLOCK = 64, PAGE = 16, VECTORS = BLOCK / PAGE, STRIP = 6;
 constexpr int64_t TILE = 64, SPLIT = 512;
 constexpr int64_t NO_TREE = int64_t{1} << 62;
-constexpr float LOWEST = -1e30f;  // below every score, and no infinity: differences stay numbers
+constexpr float LOWEST = -1e30f;  // below every logit, but finite, so that differences are no NaN
 constexpr float LOG2_E = 1.44269504f;
 
 struct Task {
@@ -26,21 +24,21 @@ struct Task {
     float scale, softcap;
     int64_t group() const { return heads / kv_heads; }
 };
-// As the caller lays it out. lines: of a tree, for each token its position and a bit for each slot from `base` on that it sees, for
-// branches do not see one another; it sees all slots before `base`, as far as its position allows. Null for tokens in a row.
+// Layout of the caller. lines: for each token of a tree, its position, and bits of the visible slots from `base` on; all slots
+// before `base` are visible up to its position. Null without a tree.
 struct Run {
     int64_t start, size, length;
     const int64_t *table, *lines;
     int64_t base;
 };
-// Tokens [first, first + count) of a run against keys [from, to). merged: how many items make its result, or 0.
+// Tokens [first, first + count) of a run, keys [from, to). merged: number of items to merge, or 0.
 struct Item {
     const Run* run;
     int64_t head, first, count, from, to, merged;
 };
 
-// Of one thread: the tile's queries, its sums, and of each row its position and slot, what it sees of a tree from slot `base` on, the
-// largest score and the mass.
+// Scratch of one thread: queries and sums of the tile; per row the position, slot, visible tree slots from `base` on, maximum logit
+// and sum of weights.
 struct Scratch {
     std::vector<bf16> q;
     std::vector<float> sums, top;
@@ -76,7 +74,7 @@ inline __m512 power_of_two(__m512 x) {
     return _mm512_scalef_ps(poly, whole);
 }
 
-// 16 rows of 16 words, `step` words apart, as columns: to[16 * column + row].
+// Transposes 16 rows of 16 words: to[16 * column + row].
 inline void transpose(const uint32_t* const* rows, int64_t at, uint32_t* to) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + at);
@@ -104,14 +102,14 @@ inline void transpose(const uint32_t* const* rows, int64_t at, uint32_t* to) {
     }
 }
 
-// 16 keys: to[16 * pair + key] holds a pair of dimensions.
+// Reorders 16 keys: to[16 * pair + key] is a pair of dimensions.
 inline void pack_keys(const bf16* from, int64_t dim, uint32_t* to) {
     const uint32_t* rows[PAGE];
     for (int i = 0; i < PAGE; i++) rows[i] = reinterpret_cast<const uint32_t*>(from + i * dim);
     for (int64_t at = 0; at < dim / 2; at += 16) transpose(rows, at, to + 16 * at);
 }
 
-// 16 values, those past `count` as zeros: to[(dim / 16) * (BLOCK / 2) + pair of keys][dim % 16] holds a pair of keys.
+// Reorders 16 values, zeros from `count` on: to[(dim / 16) * (BLOCK / 2) + pair of keys][dim % 16] is a pair of keys.
 inline void pack_values(const bf16* from, int64_t dim, int64_t count, uint32_t* to) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                          35, 3, 34, 2, 33, 1, 32, 0);
@@ -133,7 +131,7 @@ inline __m512bh pair_of(const bf16* from) {
 }
 inline __m512bh words(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// Which of 16 keys from `key` on a row sees.
+// Mask of the visible keys among 16 from `key` on.
 inline __mmask16 seen(const Task& task, const Scratch& s, int64_t row, int64_t key) {
     const int64_t position = s.position[row], in_tree = key - s.base;
     const int64_t after = std::clamp<int64_t>(std::min(position + 1, s.base) - key, 0, 16);
@@ -166,8 +164,7 @@ inline void weigh(const bf16 (*weights)[BLOCK], const uint32_t* values, int pair
         for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + r * dim + 16 * b, total[r][b]);
 }
 
-// Scores as powers of two, the largest of each row and the mass carried along: what is left are the weights, and by how much the
-// sums so far shrink.
+// Online softmax with powers of two: returns weights, and the factor on the previous sums.
 template <int rows, int vectors>
 inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked, __m512 (&score)[rows][vectors],
                    bf16 (*weights)[BLOCK], __m512* shrink) {
@@ -194,7 +191,7 @@ inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool 
     }
 }
 
-// Some rows of the tile meet `vectors` times 16 keys from `key` on.
+// Attention of `rows` rows of the tile over `vectors` times 16 keys.
 template <int rows, int vectors>
 void meet(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked) {
     __m512 score[rows][vectors];
@@ -237,7 +234,7 @@ void meet_any(int64_t count, const Task& task, Scratch& s, int64_t row, int64_t 
     }
 }
 
-// All rows of the tile meet the block of keys [key, to).
+// Attention of all rows of the tile over keys [key, to).
 void meet_block(const Task& task, Scratch& s, int64_t rows, int64_t key, int64_t to) {
     for (int64_t row = 0; row < rows; row += STRIP) {
         const int64_t count = std::min<int64_t>(STRIP, rows - row);
@@ -250,12 +247,12 @@ void meet_block(const Task& task, Scratch& s, int64_t rows, int64_t key, int64_t
     }
 }
 
-// Where 16 tokens of a KV head begin; pages are a multiple of 16 tokens.
+// Offset of 16 tokens of a KV head; pages are a multiple of 16 tokens.
 inline int64_t place(const Task& task, const Item& item, int64_t token) {
     return ((item.run->table[token / task.page] * task.kv_heads + item.head) * task.page + token % task.page) * task.dim;
 }
 
-// Lanes whose number has `distance` in it from b, the others from a; each with its neighbour at that distance added.
+// Adds lanes at `distance`: lanes with this bit in their index come from b, the others from a.
 template <int distance>
 inline __m512 folded(__m512 a, __m512 b) {
     constexpr __mmask16 upper = distance == 1 ? 0xaaaa : distance == 2 ? 0xcccc : distance == 4 ? 0xf0f0 : 0xff00;
@@ -266,7 +263,7 @@ inline __m512 folded(__m512 a, __m512 b) {
     return own + _mm512_shuffle_f32x4(other, other, 0x4e);
 }
 
-// Lane i: q . keys[i], for `count` keys in a row. What is at `next` is fetched meanwhile.
+// Lane i: q . keys[i], for `count` consecutive keys. Prefetches `next`.
 template <int count>
 inline __m512 products(const bf16* q, const bf16* keys, const bf16* next, int64_t dim) {
     if constexpr (count == 1) {
@@ -283,7 +280,7 @@ inline __m512 products(const bf16* q, const bf16* keys, const bf16* next, int64_
     }
 }
 
-// As `weigh`, from values as they lie in pages: `count` keys of which the last may be missing.
+// Like `weigh`, for values in page order; `count` may be odd.
 template <int rows, int blocks>
 inline void weigh_pages(const bf16 (*weights)[BLOCK], const bf16* const* values, const bf16* const* next, int64_t count,
                         const __m512* shrink, float* sums, int64_t dim) {
@@ -314,7 +311,7 @@ inline void weigh_pages(const bf16 (*weights)[BLOCK], const bf16* const* values,
         for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + r * dim + 16 * b, total[r][b]);
 }
 
-// The few rows of one token meet keys [key, end) as they lie in pages: nothing is brought into another order.
+// Attention of one token's rows over keys [key, end), without reordering.
 template <int rows>
 void meet_pages(const Task& task, Scratch& s, const bf16* const* keys, const bf16* const* values, const bf16* const* next_keys,
                 const bf16* const* next_values, int64_t key, int64_t end) {
@@ -347,7 +344,7 @@ void meet_pages_any(int64_t count, const Task& task, Scratch& s, const bf16* con
     }
 }
 
-// One token's few rows. `after` is an item that comes soon: its first block is fetched during the last one of this.
+// Attention of one token. Prefetches the first block of `after`, a later item.
 void attend_few(const Task& task, const Item& item, const Item& after, const bf16* k, const bf16* v, Scratch& s, int64_t rows) {
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
         const int64_t end = std::min(item.to, key + BLOCK);
@@ -401,7 +398,7 @@ inline void write(const float* sums, float mass, int64_t dim, bf16* out) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sums + d) / mass));
 }
 
-// Partial results of one item: per query head the sums, the largest score, the mass.
+// Stores the partial result of an item: per query head the sums, the maximum logit, the sum of weights.
 void keep(const Scratch& s, int64_t group, int64_t dim, float* part) {
     for (int64_t g = 0; g < group; g++, part += dim + 2) {
         memcpy(part, &s.sums[g * dim], dim * 4);
@@ -426,7 +423,7 @@ void merge(const float* parts, int64_t splits, int64_t group, int64_t dim, bf16*
     }
 }
 
-// The items of a run, those with the most keys first.
+// Items of a run, longest first.
 void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
     const int64_t tiles = (run.size + TILE - 1) / TILE, before = run.length - run.size;
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
@@ -483,10 +480,10 @@ int64_t phalanx_attends() {
 #endif
 }
 
-// Only where phalanx_attends. q: [tokens, heads, dim] of bf16, rows q_stride apart. k, v: [pages, kv_heads, page, dim]. runs:
-// [num_runs, 6] of start, size, length, the address of the request's page numbers, and of a tree the address of its lines and its
-// base. out: [tokens, heads * dim]. sizes: heads, kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0:
-// all tokens; wider than any tree), and whether a single token is attended for as several are. softcap 0: none.
+// Requires phalanx_attends(). q: [tokens, heads, dim], bf16, with q_stride between rows. k, v: [pages, kv_heads, page, dim].
+// runs: [num_runs, 6]: start, size, length, page table, lines and base of a tree. out: [tokens, heads * dim]. sizes: heads,
+// kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0: all tokens; else larger than any tree),
+// batch invariance. softcap 0: disabled.
 void phalanx_attend(const void* q, const void* k, const void* v, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
                     double scale, double softcap) {
 #if defined(__AVX512BF16__)

@@ -1,9 +1,9 @@
-// The small steps between linears, each in one pass over its rows: norm, rotation in place, writing keys and values to pages.
+// Operations between linears, in one pass each: norm, rotation in place, writes of keys and values to pages.
 #include "vectors.h"
 
 namespace {
 
-constexpr int64_t FEW = 8192;  // numbers below which one thread is faster than two
+constexpr int64_t FEW = 8192;  // below this size, one thread is faster than two
 
 template <typename T, typename N>
 void norm(const T* x, const N* weight, T* out, int64_t rows, int64_t size, int64_t x_stride, float eps) {
@@ -63,8 +63,8 @@ void phalanx_norm(int64_t is_bf16, int64_t weight_is_bf16, const void* x, const 
         norm(static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], small);
 }
 
-// x: [rows, heads, dim], rows x_stride apart, turned in place by cos and sin, [rows, turned] with the signs in sin.
-// sizes: rows, heads, dim, turned, stride of x.
+// Rotates x, [rows, heads, dim], in place. cos and signed sin: [rows, rotated].
+// sizes: rows, heads, dim, rotated, stride of x.
 void phalanx_rotate(int64_t is_bf16, void* x, const void* cos, const void* sin, const int64_t* sizes) {
     if (is_bf16)
         rotate(static_cast<bf16*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin), sizes[0], sizes[1], sizes[2],
@@ -74,8 +74,8 @@ void phalanx_rotate(int64_t is_bf16, void* x, const void* cos, const void* sin, 
                sizes[3], sizes[4]);
 }
 
-// k and v: [rows, kv_heads, dim] with strides; slots: [rows * kv_heads] rows of the pages seen as [slots, dim].
-// sizes: rows, kv_heads, bytes of a head, bytes between rows of k, and of v.
+// k, v: [rows, kv_heads, dim] with strides. slots: [rows * kv_heads], rows of the pages as [slots, dim].
+// sizes: rows, kv_heads, bytes per head, bytes between rows of k, and of v.
 void phalanx_write(const char* k, const char* v, char* k_pages, char* v_pages, const int64_t* slots, const int64_t* sizes) {
     const int64_t heads = sizes[1], bytes = sizes[2];
 #pragma omp parallel for if (sizes[0] * heads * bytes > 8 * FEW)

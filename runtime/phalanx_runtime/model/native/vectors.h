@@ -1,7 +1,6 @@
-// Vectors of floats as wide as the processor's, and bf16 that is widened by a shift. Sums are in float everywhere.
+// Float vectors of the processor's width, by the compiler's vector types: AVX-512, AVX2 or SSE, by -march.
 //
-// The compiler's own vector types: the same text becomes AVX-512, AVX2 or plain SSE by -march. bf16 numbers are read two at a
-// time as one 32-bit word: the even one is its low half shifted up, the odd one its high half.
+// A 32-bit word holds two bf16 numbers: the even one in its low half, the odd one in its high half.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -31,7 +30,7 @@ inline float widen(bf16 x) {
     return out;
 }
 inline void narrow(float x, float* out) { *out = x; }
-// Round to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; preserves NaN.
 inline void narrow(float x, bf16* out) {
     uint32_t word;
     memcpy(&word, &x, 4);
@@ -50,7 +49,7 @@ inline vu load_words(const void* from) {
 }
 inline void store(float* to, vf x) { memcpy(to, &x, sizeof x); }
 
-// W numbers as floats, and back: the same numbers as one by one.
+// Converts W numbers to floats and back, like the scalar functions.
 inline vf widened(const float* from) { return load(from); }
 inline vf widened(const bf16* from) {
 #if defined(__AVX512F__)
@@ -80,7 +79,7 @@ inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
 template <int from>
 inline vf folded(vf a, vf b) {
-    // Groups of `2 * from` lanes of a, then of b, become groups of `from` lanes: the sums of their halves.
+    // Adds the halves of each group of `2 * from` lanes of a, then of b.
     vi low, high;
     for (int i = 0; i < W; i++) {
         int group = i / from, lane = i % from;
@@ -116,7 +115,7 @@ inline float largest(vf x) {
     return top;
 }
 
-// e^x within 2 units in the last place; 0 far below, which makes it good for softmax.
+// e^x within 2 units in the last place; 0 for large negative x.
 inline vf exponential(vf x) {
     vf kept = larger(x, all(-87.3f));
     kept = kept < 88.0f ? kept : all(88.0f);

@@ -1,1 +1,1 @@
-"""Draft tokens computed on the ranks: draft models and self-drafts."""
+"""Draft models and self-drafts."""

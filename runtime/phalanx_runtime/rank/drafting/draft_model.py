@@ -1,10 +1,7 @@
-"""A model of its own that drafts. Implements `proposer.Proposer`.
+"""Draft model. Implements `proposer.Proposer`.
 
-It is held and computed by the first rank of the first stage alone: drafts are small, and a pass without an exchange is over
-before the ranks would have met. The others are told the proposals of a step in one message.
-
-Its keys and values lie in the pages of the target's numbers; plans tell what it lacks there. What fails here costs speed, never a
-token and never the group: the rank forgets the draft, says why, and the plans name no drafted path any more.
+The first rank of the first stage computes it alone, because a pass is shorter than a collective, and broadcasts the draft tokens
+of a step to its stage. If it fails, later plans have no drafted paths.
 """
 
 import logging
@@ -22,19 +19,16 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.draft_passes import draft
 from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.drafting.proposer import Pageless
-from phalanx_runtime.rank.sampling.draw import Rivals
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens
 from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.paths import DraftedPath, nothing, num_drafted
+from phalanx_runtime.rank.step.draft_paths import DraftedPath, empty_paths, num_drafted
 
 log = logging.getLogger(__name__)
 
 
 class DraftModel:
-    """The draft on the rank that computes it. `builder` makes its tensors; `peers` are the ranks of the stage.
-
-    name: tells its weights apart.
-    """
+    """The draft model on the rank that computes it. `peers`: the ranks of the stage."""
 
     def __init__(
         self,
@@ -51,80 +45,69 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._peers = peers
         self._name = name
-        self._lost = ""
+        self._failure = ""
 
     @property
     def caches(self) -> Sequence[LayerCache]:
-        """Pages of its layers."""
+        """Its pages."""
         return self._caches
 
     @property
     def name(self) -> bytes:
-        """Tells its weights apart."""
+        """Identifies its weights."""
         return self._name
 
     @property
-    def lost(self) -> str:
-        """Why it can draft no more; empty while it can."""
-        return self._lost
+    def can_draft(self) -> bool:
+        """False after a failure."""
+        return not self._failure
+
+    @property
+    def failure(self) -> str:
+        """Reason of the failure."""
+        return self._failure
 
     def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
-        """The drafted paths. Raises PeerLost."""
-        drafted = nothing(plan) if self._model is None else self._try(self._model, plan, rows)
+        """Drafts and broadcasts. Raises PeerLost."""
+        drafted = empty_paths(plan) if self._model is None else self._try_draft(self._model, plan, rows)
         if drafted and self._peers.world_size > 1:
             self._peers.broadcast(msgspec.msgpack.encode(drafted))
         return drafted
 
-    def _try(self, model: Model, plan: StepPlan, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
+    def _try_draft(self, model: Model, plan: StepPlan, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         try:
             return self._draft(model, plan, rows)
-        except Exception as error:  # whatever it is, the target goes on without
-            log.exception("the draft model failed: the group goes on without speculation")
-            self._lost = f"a step of the draft model failed: {error}"
+        except Exception as error:  # no failure of a draft ends the target
+            log.exception("the draft model failed: the group continues without speculation")
+            self._failure = f"a step of the draft model failed: {error}"
             self._model = None
-            return nothing(plan)
+            return empty_paths(plan)
 
     def _draft(self, model: Model, plan: StepPlan, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
         self._builder.update(plan)
-        ahead = DraftSampler(rows)
+        sampler = DraftSampler(rows)
 
-        def states(small: StepPlan) -> Tensor:
-            batch = self._builder.tensors(small)
-            batch.tokens.clamp_(max=model.vocab_size - 1)  # ids behind its vocabulary are no tokens of anybody's
+        def states(draft_plan: StepPlan) -> Tensor:
+            batch = self._builder.tensors(draft_plan)
+            batch.tokens.clamp_(max=model.vocab_size - 1)  # the target may pad its vocabulary further
             return model.hidden(batch, self._caches)
 
-        def choose(hidden: Tensor, places: Sequence[DraftPosition], count: int) -> list[Rivals]:
-            scores = model.scores(hidden)[:, : self._vocab_size]
-            missing = self._vocab_size - scores.shape[1]
-            return ahead.draw(pad(scores, (0, missing), value=-torch.inf) if missing else scores, places, count)
+        def sample(hidden: Tensor, positions: Sequence[DraftPosition], count: int) -> list[RankedTokens]:
+            logits = model.logits(hidden)[:, : self._vocab_size]
+            missing = self._vocab_size - logits.shape[1]
+            return sampler.sample(pad(logits, (0, missing), value=-torch.inf) if missing else logits, positions, count)
 
-        return draft(plan, self._builder.params, states, choose)
-
-
-class FailedDraft(Pageless):
-    """What is left of a draft that could not be loaded: it says why, and plans name no drafted path."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    @property
-    def lost(self) -> str:
-        """Why it can draft nothing."""
-        return self._why
-
-    def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
-        """That there is none, for each proposal asked for."""
-        return nothing(plan)
+        return draft(plan, self._builder.params, states, sample)
 
 
 class RemoteDraft(Pageless):
-    """The draft on the other ranks of the first stage: what they are told of it. The rank that drafts has its pages."""
+    """The draft model, on the other ranks of the stage."""
 
     def __init__(self, peers: Collective) -> None:
         self._peers = peers
 
     def propose(self, plan: StepPlan, builder: BatchBuilder, rows: Mapping[int, SamplingRow]) -> list[DraftedPath]:
-        """The drafted paths. Raises PeerLost."""
+        """Receives the drafted paths. Raises PeerLost."""
         if not num_drafted(plan):
             return []
         return msgspec.msgpack.decode(self._peers.broadcast(None), type=list[DraftedPath])

@@ -1,9 +1,8 @@
-"""Passes of a draft: tokens proposed one behind the other, each drawn with the noise of the output index that it is for.
+"""Draft passes: each samples the children of the draft tokens that it computes.
 
-pass 1   what the draft lacks, and each path's own tokens               pass p   the proposals of pass p - 1 that get children
+    pass 1   backfilled tokens and each path's own tokens      pass p   draft tokens of pass p - 1 that get children
 
-A chain has one proposal in each pass. A tree may have several: each sees the request's own tokens and those of its branch.
-Behind a token that ends its request, and where nothing can be drawn, there is nothing to propose.
+A draft token attends to the request's own tokens and its branch. A token that ends its request gets no children.
 """
 
 import math
@@ -15,60 +14,58 @@ from typing import Protocol
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.draft_tree import OWN, chain, is_chain, levels
-from phalanx_runtime.core.step_plan import Growth, NewRow, Path, StepPlan
+from phalanx_runtime.core.draft_tree import ROOT, chain, is_chain, levels
+from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan, TreeBounds
 from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition
-from phalanx_runtime.rank.sampling.draw import Rivals, draw_of
-from phalanx_runtime.rank.step.paths import NO_TOKEN, DraftedPath
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens, make_draw
+from phalanx_runtime.rank.step.draft_paths import NO_TOKEN, DraftedPath
 
-# How the proposals of one path come about: which are computed in the next pass of a draft, and how many children each gets.
-#     Fixed       the plan knows the shape: pass p computes the proposals of level p that have children     BestFirst   pass p
-# computes those of level p that are among the likeliest of all so far; in the end the likeliest stay
-# A proposal is as likely as its share of the draft's scores, noise included, times that of its parent. So it would be if the
-# target's scores differed from the draft's by noise of its own. The first child is always the draft's own draw.
+# FixedTree: pass p computes the nodes of level p that have children.
+# BestFirst: pass p computes those of level p among the most probable of all nodes. The probability of a node is its share of the
+# draft's logits with noise, times that of its parent. The first child is the draft's own sample.
 
 
 class GrowingPath(Protocol):
-    """One path. Proposals have the numbers in which they were added, until `drafted`."""
+    """Draft tokens of one path: nodes, numbered as added."""
 
     @property
     def slots(self) -> list[int]:
-        """Those that were computed, in the order of the slots behind the request's own token that they lie in."""
+        """Computed nodes, by slot after the request's own tokens."""
         ...
 
     @property
     def parents(self) -> list[int]:
-        """The parents of all there are."""
+        """Parent of each node."""
         ...
 
-    def num_rivals(self, node: int) -> int:
-        """How many rivals are wanted behind this one; with two or more their shares are told."""
+    def num_children(self, node: int) -> int:
+        """Number of ranked tokens for `add`; a single one has no share."""
         ...
 
-    def add(self, node: int, rivals: Rivals, ends: Collection[int]) -> None:
-        """Gives it children. Behind those of `ends` there will be nothing."""
+    def add(self, node: int, ranked: RankedTokens, ends: Collection[int]) -> None:
+        """Adds children; those in `ends` stay leaves."""
         ...
 
-    def next(self) -> list[int]:
-        """Those to be computed in the next pass; none when the path is drafted. They are in `slots` from now on."""
+    def next_nodes(self) -> list[int]:
+        """Adds the nodes of the next pass to `slots` and returns them; empty at the end."""
         ...
 
-    def behind(self, node: int) -> tuple[int, ...]:
-        """The tokens of its branch, its own the last."""
+    def branch(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root to this node."""
         ...
 
     def drafted(self) -> DraftedPath:
-        """The path as it is told."""
+        """The result."""
         ...
 
 
-def growing_path(path: Path) -> GrowingPath:
-    """How this path grows."""
-    return FixedTree(path.parents or chain(path.depth)) if path.growth is None else BestFirst(path.depth, path.growth)
+def growing_path(path: DraftPath) -> GrowingPath:
+    """Makes the path's tree."""
+    return FixedTree(path.parents or chain(path.depth)) if path.tree_bounds is None else BestFirst(path.depth, path.tree_bounds)
 
 
 class FixedTree:
-    """A known shape."""
+    """A tree of known shape."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.slots: list[int] = []
@@ -78,34 +75,34 @@ class FixedTree:
             self._children.setdefault(parent, []).append(node)
         self._levels = levels(tuple(parents))
         self._tokens = [NO_TOKEN] * len(parents)
-        self._last: set[int] = set()
+        self._ends: set[int] = set()
         self._level = 0
 
-    def num_rivals(self, node: int) -> int:
-        """One for each child that the shape has."""
+    def num_children(self, node: int) -> int:
+        """Children in the shape."""
         return len(self._children.get(node, ()))
 
-    def add(self, node: int, rivals: Rivals, ends: Collection[int]) -> None:
-        """Gives tokens to its children; one whose token the draft would never draw gets none."""
-        for child, token, share in zip(self._children[node], rivals.tokens, rivals.shares, strict=False):
-            self._tokens[child] = token if share > -math.inf else NO_TOKEN
+    def add(self, node: int, ranked: RankedTokens, ends: Collection[int]) -> None:
+        """Sets the children's tokens."""
+        for child, token, log_share in zip(self._children[node], ranked.tokens, ranked.log_shares, strict=False):
+            self._tokens[child] = token if log_share > -math.inf else NO_TOKEN
             if token in ends:
-                self._last.add(child)
+                self._ends.add(child)
 
-    def next(self) -> list[int]:
-        """Those of the next level with children."""
+    def next_nodes(self) -> list[int]:
+        """Nodes of the next level with children."""
         level, self._level = self._level, self._level + 1
-        found = [
+        nodes = [
             node
             for node in self._children
-            if node != OWN and self._levels[node] == level and self._tokens[node] != NO_TOKEN and node not in self._last
+            if node != ROOT and self._levels[node] == level and self._tokens[node] != NO_TOKEN and node not in self._ends
         ]
-        self.slots += found
-        return found
+        self.slots += nodes
+        return nodes
 
-    def behind(self, node: int) -> tuple[int, ...]:
-        """The tokens of its branch."""
-        return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
+    def branch(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root."""
+        return () if node == ROOT else (*self.branch(self.parents[node]), self._tokens[node])
 
     def drafted(self) -> DraftedPath:
         """The tokens."""
@@ -113,153 +110,152 @@ class FixedTree:
 
 
 class BestFirst:
-    """A shape that follows the draft's shares: `count` proposals in the end."""
+    """A tree of the `count` most probable nodes."""
 
-    def __init__(self, count: int, growth: Growth) -> None:
+    def __init__(self, count: int, growth: TreeBounds) -> None:
         self.slots: list[int] = []
         self.parents: list[int] = []
         self._count = count
         self._growth = growth
         self._tokens: list[int] = []
         self._levels: list[int] = []
-        self._shares: list[float] = []
-        self._last: set[int] = set()
+        self._log_shares: list[float] = []
+        self._ends: set[int] = set()
         self._level = 0
 
-    def num_rivals(self, node: int) -> int:
-        """One for each child that the growth allows, two at least: their shares are compared."""
-        return max(2, self._width(self._below(node)))
+    def num_children(self, node: int) -> int:
+        """Children that the growth allows, at least two."""
+        return max(2, self._width(self._child_level(node)))
 
-    def add(self, node: int, rivals: Rivals, ends: Collection[int]) -> None:
-        """Gives it children."""
-        own, level = 0.0 if node == OWN else self._shares[node], self._below(node)
-        for token, share in zip(rivals.tokens[: self._width(level)], rivals.shares, strict=False):
-            if share > -math.inf:
+    def add(self, node: int, ranked: RankedTokens, ends: Collection[int]) -> None:
+        """Adds children."""
+        own, level = 0.0 if node == ROOT else self._log_shares[node], self._child_level(node)
+        for token, log_share in zip(ranked.tokens[: self._width(level)], ranked.log_shares, strict=False):
+            if log_share > -math.inf:
                 if token in ends:
-                    self._last.add(len(self.parents))
+                    self._ends.add(len(self.parents))
                 self.parents.append(node)
                 self._tokens.append(token)
                 self._levels.append(level)
-                self._shares.append(own + min(share, 0.0))
+                self._log_shares.append(own + min(log_share, 0.0))
 
-    def next(self) -> list[int]:
-        """Those of the next level among the likeliest, as many as there are slots."""
+    def next_nodes(self) -> list[int]:
+        """The most probable nodes of the next level, at most the free slots."""
         level, self._level = self._level, self._level + 1
         if level + 1 >= self._growth.levels:
             return []
         room = self._count - len(self.slots)
-        found = [node for node in self._best() if self._levels[node] == level and node not in self._last][:room]
-        self.slots += sorted(found)
-        return sorted(found)
+        nodes = sorted([node for node in self._best() if self._levels[node] == level and node not in self._ends][:room])
+        self.slots += nodes
+        return nodes
 
-    def behind(self, node: int) -> tuple[int, ...]:
-        """The tokens of its branch."""
-        return () if node == OWN else (*self.behind(self.parents[node]), self._tokens[node])
+    def branch(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root."""
+        return () if node == ROOT else (*self.branch(self.parents[node]), self._tokens[node])
 
     def drafted(self) -> DraftedPath:
-        """The likeliest, each behind its parent. Where there are too few, the rest are none."""
+        """The most probable nodes, padded with NO_TOKEN."""
         best = self._best()
-        number = {OWN: OWN} | {node: at for at, node in enumerate(best)}
+        number = {ROOT: ROOT} | {node: at for at, node in enumerate(best)}
         parents = [number[self.parents[node]] for node in best]
         missing = self._count - len(best)
         parents += range(len(parents) - 1, len(parents) - 1 + missing)
         tokens = [self._tokens[node] for node in best] + [NO_TOKEN] * missing
         return DraftedPath(tokens, parents)
 
-    def _below(self, node: int) -> int:
-        """The level of its children."""
-        return 0 if node == OWN else self._levels[node] + 1
+    def _child_level(self, node: int) -> int:
+        return 0 if node == ROOT else self._levels[node] + 1
 
     def _width(self, level: int) -> int:
         return self._growth.widths[level] if level < len(self._growth.widths) else 1
 
     def _best(self) -> list[int]:
-        """The likeliest ones, as many as are wanted: a parent is no less likely than its children, and stands before them."""
-        order = sorted(range(len(self.parents)), key=lambda node: (-self._shares[node], self._levels[node], node))
+        """The `count` most probable nodes, parents first."""
+        order = sorted(range(len(self.parents)), key=lambda node: (-self._log_shares[node], self._levels[node], node))
         return order[: self._count]
 
 
-Choose = Callable[[Tensor, Sequence[DraftPosition], int], list[Rivals]]
-"""So many of the tokens that may be drawn from each hidden state, the draw first: the same ones on every rank that takes part."""
+SampleDrafts = Callable[[Tensor, Sequence[DraftPosition], int], list[RankedTokens]]
+"""Samples ranked tokens for each hidden state, equally on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens of request `request` of a plan that a draft computes, from position `start` on. `drawn`: it drafts behind them."""
+    """Tokens of one request in a pass."""
 
     request: int
+    """Row of the plan."""
     start: int
     tokens: list[int]
-    drawn: bool = False
+    is_drafted: bool = False
+    """Draft tokens follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Of one request in one pass: what is computed, behind which proposals it draws, and the shape of all that are computed."""
-
     piece: _Piece
     nodes: list[int]
+    """Parents of the sampled tokens."""
     parents: list[int]
+    """Shape of all computed nodes."""
 
 
-def draft(plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], choose: Choose) -> list[DraftedPath]:
-    """The plan's drafted paths, in their order.
-
-    `states` computes a small plan over the same rows and gives the states behind its draws.
-    """
+def draft(
+    plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], sample: SampleDrafts
+) -> list[DraftedPath]:
+    """Drafts the plan's drafted paths, in order. `states`: computes the hidden states of a plan's draws."""
     paths = {path.request: path for path in plan.paths if path.is_drafted}
-    grown = {request: growing_path(path) for request, path in paths.items()}
-    indexes = dict(plan.draws)
-    passed = [_Pass(piece, [OWN] if piece.drawn else [], []) for piece in _first(plan)]
-    while passed:
-        drawn = [(one.piece.request, node) for one in passed for node in one.nodes]
-        hidden = states(_small(plan, passed))
-        if not drawn:
+    growing = {request: growing_path(path) for request, path in paths.items()}
+    indices = dict(plan.draws)
+    passes = [_Pass(piece, [ROOT] if piece.is_drafted else [], []) for piece in _first_pieces(plan)]
+    while passes:
+        expanded = [(entry.piece.request, node) for entry in passes for node in entry.nodes]
+        hidden = states(_pass_plan(plan, passes))
+        if not expanded:
             break
-        places = []
-        for request, node in drawn:
-            row, behind = plan.rows[request], grown[request].behind(node)
-            places.append(DraftPosition(row, draw_of(rows[row].sampling, indexes[request] + len(behind)), behind))
-        count = max(grown[request].num_rivals(node) for request, node in drawn)
-        for (request, node), place, rivals in zip(drawn, places, choose(hidden[: len(drawn)], places, count), strict=True):
-            grown[request].add(node, rivals, _ends(rows[place.row].sampling, place.draw.index))
-        passed = [one for request, path in paths.items() if (one := _next(plan, path, grown[request])).nodes]
-    return [grown[request].drafted() for request in paths]
+        positions = []
+        for request, node in expanded:
+            row, branch = plan.rows[request], growing[request].branch(node)
+            positions.append(DraftPosition(row, make_draw(rows[row].sampling, indices[request] + len(branch)), branch))
+        count = max(growing[request].num_children(node) for request, node in expanded)
+        ranked = sample(hidden[: len(expanded)], positions, count)
+        for (request, node), position, tokens in zip(expanded, positions, ranked, strict=True):
+            growing[request].add(node, tokens, _ends(rows[position.row].sampling, position.draw.index))
+        passes = [entry for request, path in paths.items() if (entry := _next_pass(plan, path, growing[request])).nodes]
+    return [growing[request].drafted() for request in paths]
 
 
 def _ends(sampling: wire.Sampling, index: int) -> Collection[int]:
-    """The tokens that a request ends with at this output index."""
     return sampling.stop_token_ids if index + 1 >= sampling.min_tokens else ()
 
 
-def _first(plan: StepPlan) -> list[_Piece]:
-    """What is caught up with, and the own tokens of each drafted path behind it."""
+def _first_pieces(plan: StepPlan) -> list[_Piece]:
+    """Backfilled tokens, then the own tokens of drafted paths."""
     depths = {path.request: path.depth for path in plan.paths if path.is_drafted}
-    behind = {one.request: one for one in plan.catch_ups}
+    backfills = {catch_up.request: catch_up for catch_up in plan.backfills}
     ends = list(accumulate(plan.counts))
     pieces = []
-    for request in sorted(depths.keys() | behind.keys()):
-        told = behind.get(request)
-        start, tokens = (plan.starts[request], []) if told is None else (told.start, told.tokens)
+    for request in sorted(depths.keys() | backfills.keys()):
+        catch_up = backfills.get(request)
+        start, tokens = (plan.starts[request], []) if catch_up is None else (catch_up.start, catch_up.tokens)
         if request in depths:
             tokens = tokens + plan.tokens[ends[request] - plan.counts[request] : ends[request] - depths[request]]
-        pieces.append(_Piece(request, start, tokens, drawn=request in depths))
+        pieces.append(_Piece(request, start, tokens, is_drafted=request in depths))
     return pieces
 
 
-def _next(plan: StepPlan, path: Path, one: GrowingPath) -> _Pass:
-    """The latest proposals that get children, which nobody has computed yet, behind those that were."""
-    nodes = one.next()
+def _next_pass(plan: StepPlan, path: DraftPath, growing: GrowingPath) -> _Pass:
+    """The next nodes, in the slots after the computed ones."""
+    nodes = growing.next_nodes()
     first = plan.starts[path.request] + plan.counts[path.request] - path.depth
-    tokens = [one.behind(node)[-1] for node in nodes]
-    piece = _Piece(path.request, first + len(one.slots) - len(nodes), tokens, drawn=True)
-    place_of = {OWN: OWN} | {node: place for place, node in enumerate(one.slots)}
-    return _Pass(piece, nodes, [place_of[one.parents[node]] for node in one.slots])
+    tokens = [growing.branch(node)[-1] for node in nodes]
+    piece = _Piece(path.request, first + len(growing.slots) - len(nodes), tokens, is_drafted=True)
+    slot_of = {ROOT: ROOT} | {node: slot for slot, node in enumerate(growing.slots)}
+    return _Pass(piece, nodes, [slot_of[growing.parents[node]] for node in growing.slots])
 
 
-def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
-    """These pieces as a plan over the same rows."""
-    pieces = [one.piece for one in passed]
+def _pass_plan(plan: StepPlan, passes: Sequence[_Pass]) -> StepPlan:
+    pieces = [entry.piece for entry in passes]
     return StepPlan(
         step=plan.step,
         admitted=[],
@@ -268,10 +264,10 @@ def _small(plan: StepPlan, passed: Sequence[_Pass]) -> StepPlan:
         counts=[len(piece.tokens) for piece in pieces],
         pages=[[] for _ in pieces],
         tokens=[token for piece in pieces for token in piece.tokens],
-        draws=[(at, 0) for at, piece in enumerate(pieces) if piece.drawn],
+        draws=[(at, 0) for at, piece in enumerate(pieces) if piece.is_drafted],
         paths=[
-            Path(request=at, depth=len(one.nodes) - 1, parents=[] if is_chain(one.parents) else one.parents)
-            for at, one in enumerate(passed)
-            if one.parents
+            DraftPath(request=at, depth=len(entry.nodes) - 1, parents=[] if is_chain(entry.parents) else entry.parents)
+            for at, entry in enumerate(passes)
+            if entry.parents
         ],
     )

@@ -1,9 +1,4 @@
-"""Draws of a draft, ahead of the request's own: from scores that are changed as the request's will be on this path.
-
-The rank that drafts has each row's state, what was drawn for it: as the one that draws, or from the plans where another stage
-does (`drawn_rows`). Behind proposals a copy of the row goes on as if they were drawn, so penalties, bad words and grammar count
-them too. What a draft does not know costs acceptance, never a token.
-"""
+"""Samples draft tokens with the request's sampling parameters and state, continued by the draft tokens before them."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,65 +6,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.rank.sampling.draw import Draw, Rivals, draw, draw_several
+from phalanx_runtime.rank.sampling.gumbel import Draw, RankedTokens, sample, sample_ranked
 from phalanx_runtime.rank.sampling.logits_processors import process_logits
 from phalanx_runtime.rank.sampling.row import SamplingRow
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPosition:
-    """Where a draft draws: for this row, behind these proposals."""
+    """Position of a draft token: after the draft tokens `branch`."""
 
     row: int
     draw: Draw
-    behind: tuple[int, ...] = ()
+    branch: tuple[int, ...] = ()
 
 
 class DraftSampler:
-    """The rows of one step, and how they go on along what is proposed. `rows`: what is known of each."""
+    """Samples the draft tokens of one step. `rows`: state before the step."""
 
     def __init__(self, rows: Mapping[int, SamplingRow]) -> None:
-        self._known = rows
+        self._rows = rows
         self._copies: dict[tuple[int, tuple[int, ...]], SamplingRow] = {}
 
-    def draw(self, scores: Tensor, places: Sequence[DraftPosition], count: int = 1) -> list[Rivals]:
-        """So many tokens of each place, the draw first; none where nothing can be drawn. One alone comes without its share.
+    def sample(self, logits: Tensor, positions: Sequence[DraftPosition], count: int = 1) -> list[RankedTokens]:
+        """Returns `count` tokens per position, the sampled one first; empty if no token can be sampled.
 
-        scores: [places, vocabulary], raw.
+        logits: [positions, vocabulary], raw. A single token has log share 0.
         """
-        scores, nowhere = self.changed(scores, places)
-        draws = [place.draw for place in places]
-        several = draw_several(scores, draws, count) if count > 1 else [Rivals([one], [0.0]) for one in draw(scores, draws)]
-        return [Rivals([], []) if at in nowhere else one for at, one in enumerate(several)]
+        logits, excluded = self.process(logits, positions)
+        draws = [position.draw for position in positions]
+        if count > 1:
+            ranked = sample_ranked(logits, draws, count)
+        else:
+            ranked = [RankedTokens([token], [0.0]) for token in sample(logits, draws)]
+        return [RankedTokens([], []) if at in excluded else tokens for at, tokens in enumerate(ranked)]
 
-    def changed(self, scores: Tensor, places: Sequence[DraftPosition]) -> tuple[Tensor, Set[int]]:
-        """The scores that these places draw from, and the places that can draw nothing: theirs are minus infinity.
-
-        scores: [places, vocabulary], raw; they stay as they are.
-        """
-        rows = [self._row(place.row, place.behind) for place in places]
-        special = [at for at, row in enumerate(rows) if row.is_special(places[at].draw.index)]
+    def process(self, logits: Tensor, positions: Sequence[DraftPosition]) -> tuple[Tensor, Set[int]]:
+        """Returns processed logits, and the positions without possible tokens. logits: [positions, vocabulary], unchanged."""
+        rows = [self._row(position.row, position.branch) for position in positions]
+        special = [at for at, row in enumerate(rows) if row.needs_processing(positions[at].draw.index)]
         if not special:
-            return scores, frozenset()
-        found = process_logits(scores, rows, special, [places[at].draw.index for at in special])
-        for at in found.failed:
-            found.scores[found.places[at]] = -torch.inf
-        whole = scores.to(found.scores.dtype, copy=True)
-        return whole.index_copy_(0, torch.tensor(special, device=scores.device), found.scores), found.failed.keys()
+            return logits, frozenset()
+        processed = process_logits(logits, rows, special, [positions[at].draw.index for at in special])
+        for at in processed.failed:
+            processed.logits[processed.places[at]] = -torch.inf
+        merged = logits.to(processed.logits.dtype, copy=True)
+        return merged.index_copy_(0, torch.tensor(special, device=logits.device), processed.logits), processed.failed.keys()
 
-    def _row(self, number: int, behind: tuple[int, ...]) -> SamplingRow:
-        """A copy of the row that had these drawn, too."""
-        known = self._copies.get((number, behind))
-        if known is None:
-            known = _behind(self._row(number, behind[:-1]), behind[-1]) if behind else self._known[number].copy()
-            self._copies[number, behind] = known
-        return known
+    def _row(self, number: int, branch: tuple[int, ...]) -> SamplingRow:
+        row = self._copies.get((number, branch))
+        if row is None:
+            row = _after(self._row(number, branch[:-1]), branch[-1]) if branch else self._rows[number].copy()
+            self._copies[number, branch] = row
+        return row
 
 
-def _behind(row: SamplingRow, token: int) -> SamplingRow:
-    """The row with one token more; itself where that changes nothing."""
+def _after(row: SamplingRow, token: int) -> SamplingRow:
     if not row.has_state:
         return row
-    one = row.copy()
-    one.drew(token)
-    return one
+    clone = row.copy()
+    clone.append(token)
+    return clone

@@ -1,1 +1,1 @@
-"""Device memory of a rank: the KV cache, and memory profiling."""
+"""KV cache and memory profiling."""

@@ -1,4 +1,4 @@
-"""The page pool of a rank: how many pages fit, and the memory they lie in."""
+"""Size and memory of a rank's page pool."""
 
 import math
 import mmap
@@ -9,52 +9,46 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import KvLayout
 
-CPU_POOL_BYTES = 4 << 30
-"""Most that the pool of a pod takes on CPU when no size is asked for."""
-CPU_POOL_SHARE = 0.3
-"""Share of the memory limit that it takes at most."""
+MAX_CPU_POOL_BYTES = 4 << 30
+"""Maximum default pool of a pod."""
+MAX_CPU_POOL_SHARE = 0.3
+"""Maximum share of its memory limit."""
 
 
 def cpu_pool_bytes(memory_limit: int, local_world_size: int) -> int:
-    """Bytes of one rank's pool on CPU when no size is asked for."""
-    return int(min(CPU_POOL_BYTES, CPU_POOL_SHARE * memory_limit)) // local_world_size
+    """Returns the default pool of one rank on CPU."""
+    return int(min(MAX_CPU_POOL_BYTES, MAX_CPU_POOL_SHARE * memory_limit)) // local_world_size
 
 
-def pool_bytes(usable: int, taken: int, most: int, remedy: str) -> int:
-    """Bytes of the pool: what `taken` (weights, and what the largest step needs) leaves of `usable`, but no more than `most`.
-
-    Raises ModelError when nothing is left.
-    """
+def pool_bytes(usable: int, taken: int, limit: int, remedy: str) -> int:
+    """Returns `usable - taken`, at most `limit`. Raises ModelError if nothing is left."""
     if taken >= usable:
         raise ModelError(
-            f"weights and the largest step take {taken >> 20} MiB of the {usable >> 20} MiB that the rank may use: "
+            f"weights and the largest step take {taken >> 20} MiB of {usable >> 20} MiB usable by the rank: "
             f"{remedy}, or lower max_num_batched_tokens or max_num_seqs"
         )
-    return min(most, usable - taken)
+    return min(limit, usable - taken)
 
 
 def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers, keys and values, on this rank."""
+    """Returns the bytes of one page over all layers."""
     return 2 * kv.kv_heads * page_size * sum(kv.head_dims) * dtype.itemsize
 
 
-def longest_request(asked: int | None, max_position: int, num_pages: int, page_size: int) -> int:
-    """Tokens, prompt and output, of the longest request: what was asked for, else what model and pool hold.
-
-    Raises ModelError when the pool holds no page, or not one request of the length asked for.
-    """
-    held = num_pages * page_size
+def resolve_max_model_len(max_model_len: int | None, max_position: int, num_pages: int, page_size: int) -> int:
+    """Returns `max_model_len`, else the limit of model and pool. Raises ModelError if the pool is too small."""
+    capacity = num_pages * page_size
     if num_pages < 1:
         raise ModelError("the KV cache has no room for a single page: raise kv_cache_memory_bytes or give the pod more memory")
-    if asked is not None and asked > held:
+    if max_model_len is not None and max_model_len > capacity:
         raise ModelError(
-            f"max_model_len {asked} does not fit the KV cache, which holds {held} tokens; raise kv_cache_memory_bytes"
+            f"max_model_len {max_model_len} exceeds the KV cache of {capacity} tokens: lower it or raise kv_cache_memory_bytes"
         )
-    return asked if asked is not None else min(max_position, held)
+    return max_model_len if max_model_len is not None else min(max_position, capacity)
 
 
 def make_caches(kv: KvLayout, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-    """Zeroed pages of every layer. On CPU memory is taken as pages are first used."""
+    """Returns zeroed pages for each layer; on CPU, memory is allocated at first use."""
     shapes = [(num_pages, kv.kv_heads, page_size, head_dim) for head_dim in kv.head_dims]
     if device.type != "cpu":
         return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for shape in shapes]

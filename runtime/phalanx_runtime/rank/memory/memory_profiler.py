@@ -1,7 +1,7 @@
-"""How much memory of its device this process holds, and the most that a piece of work takes beside it. Measured, not computed.
+"""Measures memory of this process: the amount in use, and the peak of a piece of work.
 
-On a GPU the allocator counts. On CPU the kernel does: before each look the C library gives back what it keeps of freed memory,
-and the high-water mark of the resident set is set back; where that is forbidden, what is resident after the work stands for it.
+On CPU, freed memory is returned to the kernel first. The peak is the high-water mark, or, if its reset is forbidden, the resident
+set after the work.
 """
 
 import ctypes
@@ -15,29 +15,29 @@ _RESET_PEAK = "5"
 
 
 class MemoryProfiler(Protocol):
-    """Measures this process's memory on one device."""
+    """Measures one device."""
 
     @property
     def device(self) -> torch.device:
         """The device."""
         ...
 
-    def held(self) -> int:
-        """Bytes that are held now and that no file backs."""
+    def allocated_bytes(self) -> int:
+        """Bytes in use that no file backs."""
         ...
 
-    def peak(self, work: Callable[[], object]) -> int:
-        """Bytes that the work took at its peak, beside what was held before."""
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Runs `work` and returns its peak, without memory in use before."""
         ...
 
 
 def make_memory_profiler(device: torch.device) -> MemoryProfiler:
-    """The gauge of this device."""
+    """Returns the profiler for `device`."""
     return HostMemoryProfiler() if device.type == "cpu" else CudaMemoryProfiler(device)
 
 
 class CudaMemoryProfiler:
-    """Asks torch's allocator."""
+    """Reads torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,22 +47,22 @@ class CudaMemoryProfiler:
         """The GPU."""
         return self._device
 
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of live tensors."""
         return torch.cuda.memory_allocated(self._device)
 
-    def peak(self, work: Callable[[], object]) -> int:
-        """Most bytes of live tensors during the work, less those before."""
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Peak of live tensors."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        before = self.held()
+        before = self.allocated_bytes()
         work()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
 class HostMemoryProfiler:
-    """Asks the kernel. `proc` is where it tells of this process."""
+    """Reads the kernel's files in `proc`."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._proc = proc
@@ -72,13 +72,13 @@ class HostMemoryProfiler:
         """The CPU."""
         return torch.device("cpu")
 
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Resident anonymous bytes."""
         _trim()
         return self._read("RssAnon")
 
-    def peak(self, work: Callable[[], object]) -> int:
-        """Most resident bytes during the work, less those before."""
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Peak of resident bytes."""
         _trim()
         mark = "VmHWM" if self._reset() else "VmRSS"
         before = self._read("VmRSS")
@@ -97,11 +97,11 @@ class HostMemoryProfiler:
             name, _, value = line.partition(":")
             if name == field:
                 return int(value.split()[0]) * 1024
-        raise OSError(f"{self._proc}/status tells no {field}")
+        raise OSError(f"{self._proc}/status has no field {field}")
 
 
 def _trim() -> None:
-    """Gives freed memory back to the kernel, where the C library can."""
+    """Returns freed memory to the kernel."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

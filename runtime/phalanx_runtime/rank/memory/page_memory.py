@@ -1,4 +1,4 @@
-"""Pages of a rank as bytes: for each page the keys and then the values of every layer, layer by layer."""
+"""Pages as bytes: keys, then values of each layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,50 +11,69 @@ from phalanx_runtime.model.attention.paged import LayerCache
 
 
 class Pages(Protocol):
-    """Pages that one connection reads or writes. Not for two threads at once."""
+    """Pages for one connection. Not thread-safe."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers of this rank."""
+        """Bytes of a page over all layers."""
         ...
 
     def read(self, page: int) -> list[memoryview]:
-        """The bytes of a page, in parts, valid until the next call."""
+        """Returns a page in parts, valid until the next call."""
         ...
 
     def write(self, page: int, data: memoryview) -> None:
-        """Fills a page. When it returns, steps that begin later read what was written."""
+        """Fills a page; steps that start afterwards read it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPages:
-    """Pages with the layers of a draft behind the target's. `name` tells its weights apart."""
+    """Pages with the target's layers, then a draft model's."""
 
     name: bytes
+    """Identifies the draft's weights."""
     open: Callable[[], Pages]
 
 
 def no_draft() -> DraftPages | None:
-    """None: no draft has pages."""
+    """No draft has pages."""
     return None
 
 
+def _no_wait(step: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageAccess:
+    """A rank's pages for KV transfer."""
+
+    page_size: int
+    """Tokens per page."""
+    open: Callable[[], Pages]
+    """The target's pages, for one connection."""
+    open_draft: Callable[[], DraftPages | None] = no_draft
+    """The same with a draft's layers, while it can draft."""
+    wait_for: Callable[[int], None] = _no_wait
+    """Returns once the rank has computed this step."""
+
+
 def open_pages(caches: list[LayerCache], is_still: bool = True) -> Pages:
-    """The pages of these caches, for one connection. is_still: nothing is written into a page that is being read."""
+    """Opens pages for one connection. is_still: no page is written while it is read."""
     if caches and caches[0].k.device.type == "cuda":
         return _DevicePages(caches)
     return _HostPages(caches, is_still)
 
 
 def _rows(caches: list[LayerCache]) -> list[Tensor]:
-    """The caches as bytes: a row for each page. Views."""
+    """Views as bytes, one row per page."""
     tensors = [tensor for cache in caches for tensor in (cache.k, cache.v)]
     return [tensor.view(torch.uint8).view(tensor.shape[0], -1) for tensor in tensors]
 
 
 class _HostPages:
-    """Pages in this process's memory: read where they lie, if they lie still."""
+    """Host memory, read in place if `is_still`."""
 
     def __init__(self, caches: list[LayerCache], is_still: bool) -> None:
         self._is_still = is_still
@@ -73,7 +92,7 @@ class _HostPages:
 
 
 class _DevicePages:
-    """Pages on a GPU: over pinned memory, on a stream of their own, after what the computing stream was given before."""
+    """GPU pages, copied through pinned memory on a separate stream, after work queued on the default stream."""
 
     def __init__(self, caches: list[LayerCache]) -> None:
         self._rows = _rows(caches)

@@ -1,1 +1,1 @@
-"""The process of a rank: cgroup limits, heartbeat, and its place in the group."""
+"""The rank process: cgroup limits, heartbeat, joining the group."""

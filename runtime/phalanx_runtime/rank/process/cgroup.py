@@ -1,4 +1,4 @@
-"""CPU and memory limits of this process from its cgroups (version 1 and 2), at most the machine's own size."""
+"""CPU and memory limits of this process from its cgroups (version 1 and 2), and its threads."""
 
 import os
 from collections.abc import Iterator, MutableMapping
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 UNLIMITED_BYTES = 1 << 60
-"""Version 1 has a huge number where there is no limit."""
+"""Version 1 reports a huge number for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Files of the kernel with the limits. Tests pass their own folders."""
+    """Kernel files with the limits."""
 
     cgroup: Path = Path("/sys/fs/cgroup")
     own: Path = Path("/proc/self/cgroup")
@@ -20,7 +20,7 @@ class System:
 
 
 def cpu_limit(system: System) -> float:
-    """Returns the processors that this process may use: the smallest quota on its path, at most its affinity mask."""
+    """Returns the CPUs of this process: the smallest quota on its cgroup path, at most its affinity mask."""
     limit = float(system.processors)
     for folder in _folders(system, "cpu"):
         quota = _cpu_v2(folder) or _cpu_v1(folder)
@@ -30,7 +30,7 @@ def cpu_limit(system: System) -> float:
 
 
 def memory_limit(system: System) -> int:
-    """Returns the bytes that this process may use: the smallest limit on its path, at most the machine's memory."""
+    """Returns the smallest limit on the cgroup path, at most the machine's memory."""
     limit = _machine_memory(system)
     for folder in _folders(system, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -41,7 +41,7 @@ def memory_limit(system: System) -> int:
 
 
 def _folders(system: System, controller: str) -> Iterator[Path]:
-    """Yields the cgroup folders from this process's up to the root, for a controller of version 1 or for version 2."""
+    """Yields cgroup folders up to the root, of version 2 or of this version 1 controller."""
     for line in _read(system.own).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -51,8 +51,7 @@ def _folders(system: System, controller: str) -> Iterator[Path]:
             root = system.cgroup / controller
         else:
             continue
-        # Inside a container the path may be the host's while the mounted root is already the container's: missing folders are
-        # skipped.
+        # Inside a container the path may be the host's and the mounted root the container's: skip missing folders.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:depth])
@@ -79,28 +78,24 @@ def _machine_memory(system: System) -> int:
 
 
 def _read(path: Path) -> str:
-    """Returns the file's text without the line end; empty if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-# Threads of a rank: its share of the pod's processors, never the machine's count; and how they wait.
-
-SPINS = "1000"
-"""Iterations of an OpenMP thread's spin before it sleeps: about 15 us. libgomp's default takes milliseconds, in which a waiting
-thread keeps the processor from the thread that it waits for if other processes run."""
+OPENMP_SPINS = "1000"
+"""Spin of a waiting OpenMP thread before it sleeps: about 15 us. libgomp's default is milliseconds, taken from other threads."""
 
 
-def rank_threads(asked: int | None, cpu_limit: float, local_world_size: int) -> int:
-    """Returns the threads of one of `local_world_size` ranks that share `cpu_limit` processors; at least one."""
-    if asked is not None:
-        return asked
+def rank_threads(num_threads: int | None, cpu_limit: float, local_world_size: int) -> int:
+    """Returns `num_threads`, else the share of one rank; at least one."""
+    if num_threads is not None:
+        return num_threads
     return max(1, int(cpu_limit / local_world_size))
 
 
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Sets how OpenMP threads wait, unless the user did. Call it before torch, which brings OpenMP, is imported."""
+def limit_openmp_spin(environment: MutableMapping[str, str]) -> None:
+    """Shortens the spin of OpenMP threads unless OMP_WAIT_POLICY is set. Call it before importing torch."""
     if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        environment.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)

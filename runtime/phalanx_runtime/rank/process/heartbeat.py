@@ -1,8 +1,7 @@
-"""The heart of a rank: a thread that says once a second that the rank lives, and on rank 0 how long its step has taken.
+"""Heartbeat: a thread sends a Beat every `BEAT_S`, on rank 0 with the time of the step in progress.
 
-It needs the interpreter for every beat. A call that holds it for ever silences the heart, which is wanted; loading weights and
-torch's operators let it go. A step's time is counted in the heart's own turns: while the whole process does not run (a paused
-machine, a stopped container) no step grows old.
+A call that never releases the GIL stops the heartbeat, as intended. Step times add the thread's intervals, so a stopped process
+ages no step.
 """
 
 import os
@@ -21,51 +20,49 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_line(frame: RankSays) -> None:
-    """Writes one line to stdout, whole, from whichever thread. Raises OSError when nobody reads any more."""
+    """Writes one line to stdout; thread-safe. Raises OSError once the reader closed it."""
     os.write(1, _encode(frame) + b"\n")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """A step that runs."""
-
     number: int
     bound_s: float
 
 
 class Heartbeat:
-    """Beats. `began` and `ended` are called by the thread that computes; they cost an assignment."""
+    """Sends beats; `step_started` and `step_ended` come from the computing thread."""
 
-    def __init__(self, tell: Callable[[Beat], None] = write_line) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Beat], None] = write_line) -> None:
+        self._send = send
         self._steps: dict[int, _Step] = {}
-        self._counted: _Step | None = None
+        self._timed: _Step | None = None
         self._step_s = 0.0
 
     def start(self) -> None:
-        """Beats from now on, until the process ends or nobody listens."""
-        threading.Thread(target=self._run, name="heart", daemon=True).start()
+        """Sends beats until `send` fails."""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def began(self, number: int, bound_s: float) -> None:
-        """A step began; longer than `bound_s` it counts as hung."""
+    def step_started(self, number: int, bound_s: float) -> None:
+        """The step counts as hung after `bound_s`."""
         self._steps[number] = _Step(number, bound_s)
 
-    def ended(self, number: int) -> None:
-        """The step ended."""
+    def step_ended(self, number: int) -> None:
+        """The step is complete."""
         self._steps.pop(number, None)
 
-    def beat(self, passed_s: float) -> Beat:
-        """What is said now, so long after the last beat, of the oldest step. One that began since then is told with no time.
+    def beat(self, elapsed_s: float) -> Beat:
+        """Returns the beat `elapsed_s` after the last one: oldest step, largest bound of all in progress.
 
-        While it runs rank 0 may compute its part of a later one, so the longest bound of any holds.
+        The first beat of a step has time 0. Rank 0 may be computing its part of a later step.
         """
         running = list(self._steps.values())
         if not running:
             return Beat()
         step = running[0]
-        self._step_s = self._step_s + min(passed_s, 2 * BEAT_S) if step is self._counted else 0.0
-        self._counted = step
-        bound_s = max(one.bound_s for one in running)
+        self._step_s = self._step_s + min(elapsed_s, 2 * BEAT_S) if step is self._timed else 0.0
+        self._timed = step
+        bound_s = max(step.bound_s for step in running)
         return Beat(step=step.number, step_s=round(self._step_s, 3), bound_s=bound_s)
 
     def _run(self) -> None:
@@ -73,25 +70,25 @@ class Heartbeat:
         while True:
             now = time.monotonic()
             try:
-                self._tell(self.beat(now - last))
-            except OSError:  # the supervisor is gone; the thread that watches stdin ends the process
+                self._send(self.beat(now - last))
+            except OSError:  # the supervisor ended; the thread that reads stdin ends the process
                 return
             last = now
             time.sleep(BEAT_S)
 
 
 class StepWatch:
-    """Tells the heart of every step, and how long it may take. Implements `engine.ports.Watch`."""
+    """Reports steps to the heartbeat. Implements `engine.ports.StepWatcher`."""
 
-    def __init__(self, heart: Heartbeat) -> None:
-        self._heart = heart
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
         self._times = StepTimes()
 
-    def began(self, plan: StepPlan, expected_s: float | None) -> None:
-        """A step begins."""
-        self._heart.began(plan.step, self._times.bound_s(form_of(plan), expected_s))
+    def step_started(self, plan: StepPlan, expected_s: float | None) -> None:
+        """Reports the start."""
+        self._heartbeat.step_started(plan.step, self._times.bound_s(form_of(plan), expected_s))
 
-    def ended(self, plan: StepPlan, wall_s: float) -> None:
-        """The step ended."""
-        self._times.took(form_of(plan), wall_s)
-        self._heart.ended(plan.step)
+    def step_ended(self, plan: StepPlan, wall_s: float) -> None:
+        """Reports the end."""
+        self._times.record(form_of(plan), wall_s)
+        self._heartbeat.step_ended(plan.step)

@@ -1,49 +1,109 @@
-"""Logprobs of tokens, and of the most probable ones beside them: log_softmax of the model's scores as they are.
+"""Details of tokens: logprobs of the raw logits, and near-tie gaps."""
 
-Penalties, masks, temperature and filters change nothing here. Rows are taken in parts, so that the memory this needs beside the
-scores does not grow with their number.
-"""
-
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx_api.wire import TokenDetail
+from phalanx_runtime.rank.sampling.gumbel import Draw, apply_filters, apply_temperature, gumbel, noise_key
 
-PART_SCORES = 1 << 22
-"""Scores that are normalised at once: 16 MiB of float32. Fewer cost calls, more cost memory."""
+MAX_CHUNK_LOGITS = 1 << 22
+"""Normalised at once: 16 MiB of float32. Fewer cost more calls."""
 
 
-def rows_at_once(vocab_size: int) -> int:
-    """How many rows of scores are looked at together."""
-    return max(1, PART_SCORES // vocab_size)
+def rows_per_chunk(vocab_size: int) -> int:
+    """Rows normalised at once."""
+    return max(1, MAX_CHUNK_LOGITS // vocab_size)
 
 
 def token_details(
-    scores: Tensor, tokens: Sequence[int], tops: Sequence[int], rows: Sequence[int] | None = None
+    logits: Tensor, tokens: Sequence[int], tops: Sequence[int], rows: Sequence[int] | None = None
 ) -> list[TokenDetail]:
-    """The detail of one token for each row. scores: [rows, vocabulary], raw. `tops[i]`: how many of the best beside.
+    """Returns the details of one token per row. logits: [rows, vocabulary], raw.
 
-    rows: which of the scores' rows the tokens belong to; None means all, in their order.
+    `tops[i]`: number of top logprobs. rows: row of each token; by default all.
     """
-    size = rows_at_once(scores.shape[1])
+    size = rows_per_chunk(logits.shape[1])
     details: list[TokenDetail] = []
     for first in range(0, len(tokens), size):
-        part = slice(first, first + size)
-        some = scores[part] if rows is None else scores[torch.tensor(rows[part], device=scores.device)]
-        details += _part_details(some, tokens[part], tops[part])
+        chunk = slice(first, first + size)
+        part = logits[chunk] if rows is None else logits[torch.tensor(rows[chunk], device=logits.device)]
+        details += _chunk_details(part, tokens[chunk], tops[chunk])
     return details
 
 
-def _part_details(scores: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenDetail]:
-    wide = scores if scores.dtype == torch.float64 else scores.float()
+def _chunk_details(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenDetail]:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = wide.log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1))
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     ranks = (logprobs > own).sum(1).tolist()
-    values, ids = logprobs.topk(min(max(tops), scores.shape[1]))
-    told = zip(own.squeeze(1).tolist(), ranks, ids.tolist(), values.tolist(), tops, strict=True)
+    values, ids = logprobs.topk(min(max(tops), logits.shape[1]))
     return [
-        TokenDetail(logprob=logprob, rank=rank, top_ids=best[:top], top_logprobs=those[:top])
-        for logprob, rank, best, those, top in told
+        TokenDetail(logprob=logprob, rank=rank, top_ids=top_ids[:top], top_logprobs=top_logprobs[:top])
+        for logprob, rank, top_ids, top_logprobs, top in zip(
+            own.squeeze(1).tolist(), ranks, ids.tolist(), values.tolist(), tops, strict=True
+        )
     ]
+
+
+def near_tie_gap(raw: Tensor, processed: Tensor, draw: Draw) -> float:
+    """Returns the smallest change of logits / T that changes the token, in their standard deviations.
+
+    A kept token overtakes it, an excluded one overtakes it and its threshold, or it falls below a threshold. Infinite with one
+    token. raw: [vocabulary]; processed: after masks, bias and penalties.
+    """
+    if draw.temperature == 0:
+        best = processed.topk(2).values
+        return float((best[0] - best[1]) / raw.std())
+    scaled = apply_temperature(processed.unsqueeze(0), [draw])
+    kept = scaled.clone()
+    apply_filters(kept, [draw])
+    key = torch.tensor([noise_key(draw.seed, draw.index)], dtype=torch.int32, device=raw.device)
+    noise = gumbel(key, torch.arange(len(raw), dtype=torch.int32, device=raw.device), scaled.dtype)
+    winner = (kept + noise)[0].max(0)
+    behind = (winner.values - (scaled + noise)[0]).clamp(min=0)
+    to_threshold = _threshold_distances(scaled[0], draw)
+    distances = torch.where(kept[0] == -math.inf, torch.maximum(behind, to_threshold), behind)
+    distances[winner.indices] = to_threshold[winner.indices]
+    return float(distances.min() / (raw.to(scaled.dtype) / draw.temperature).std())
+
+
+def _threshold_distances(scaled: Tensor, draw: Draw) -> Tensor:
+    """Distances to the nearest filter threshold; infinite without filters and for masked tokens."""
+    distances = torch.full_like(scaled, math.inf)
+    descending, order = scaled.sort(descending=True)
+    limit = len(scaled) if draw.top_k is None else min(draw.top_k, len(scaled))
+    if limit < len(scaled):
+        distances = torch.minimum(distances, _top_k_distances(scaled, descending[limit - 1], descending[limit]))
+    if draw.top_p < 1.0:
+        candidates = order[:limit]
+        distances[candidates] = torch.minimum(distances[candidates], _top_p_distances(descending[:limit], draw.top_p))
+    if draw.min_p > 0:
+        distances = torch.minimum(distances, (scaled - descending[0] - math.log(draw.min_p)).abs())
+    return distances.masked_fill(scaled == -math.inf, math.inf)
+
+
+def _top_p_distances(descending: Tensor, top_p: float) -> Tensor:
+    """Distances to the other side of top-p.
+
+    At some rank, the value must reach that rank's value and the mass before it `top_p`. One distance rises with the rank, the
+    other falls: their maximum is least where they cross.
+    """
+    mass = descending.softmax(0)
+    spare = top_p - (mass.cumsum(0) - mass)
+    kept = spare > 0
+    count, last = int(kept.sum()), len(descending) - 1
+    cross = torch.searchsorted(-(descending + spare), -descending)
+    distances = torch.full_like(descending, math.inf)
+    for rank in (cross - 1, cross):
+        target = torch.where(kept, rank.clamp(0, min(count, last)), rank.clamp(count - 1, last))
+        missing = torch.where(kept, spare[target], -spare[target]).clamp(min=0)
+        distances = torch.minimum(distances, torch.maximum((descending[target] - descending).abs(), missing))
+    return distances
+
+
+def _top_k_distances(scaled: Tensor, lowest_kept: Tensor, highest_excluded: Tensor) -> Tensor:
+    """Distances of kept tokens to the highest excluded, and of excluded ones to the lowest kept."""
+    return torch.where(scaled >= lowest_kept, scaled - highest_excluded, lowest_kept - scaled)

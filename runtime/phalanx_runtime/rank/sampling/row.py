@@ -1,50 +1,92 @@
-"""What the rank that draws knows of one row: how it is sampled, and the state that its next draw follows from."""
+"""Sampling state of a row."""
 
 import copy
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx_api import wire
 from phalanx_frontend.text.grammar import GrammarError
-from phalanx_runtime.core.request import is_penalised
+from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.sampling.grammar import Matcher, RankGrammars
-from phalanx_runtime.rank.sampling.masks import BannedTokens, TokenCounts, wrong_ids
+from phalanx_runtime.rank.sampling.grammar import GrammarSource, Matcher
+from phalanx_runtime.rank.sampling.masks import BannedTokens, invalid_ids_reason
 
 COMPLETE = "its grammar is complete"
-"""The failure that is none: the tokens that a row was admitted with are all there is to draw, whatever min_tokens asks for."""
+"""`failure` of a row admitted with a complete output, even below `min_tokens`."""
+
+
+class TokenCounts:
+    """Distinct tokens of a request and their counts in its output, for penalties."""
+
+    __slots__ = ("_counts", "_ids", "_places")
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.fromiter(self._places, np.int64, len(self._places))
+        self._counts = np.zeros(len(self._places), np.float64)
+        for token in output:
+            self.add(token)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.float64]:
+        """Count of each in the output."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token: int) -> None:
+        """Adds an output token."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            more = max(16, place)
+            self._ids = np.pad(self._ids, (0, more))
+            self._counts = np.pad(self._counts, (0, more))
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    def copy(self) -> "TokenCounts":
+        """Returns an independent copy."""
+        clone = copy.copy(self)
+        clone._places, clone._ids, clone._counts = dict(self._places), self._ids.copy(), self._counts.copy()
+        return clone
 
 
 class SamplingRow:
-    """One request. A row that is admitted with a history is as if it had drawn that history's output itself.
+    """State of one request. Admission with a history equals sampling its output."""
 
-    `failure` says why nothing can be drawn, COMPLETE included. `tokens`,
-    `seen` and `matcher` are None where nothing depends on them.
-    """
+    __slots__ = ("bans", "counts", "failure", "has_state", "matcher", "sampling", "tokens")
 
-    __slots__ = ("bans", "failure", "has_state", "matcher", "sampling", "seen", "tokens")
-
-    def __init__(self, new: NewRow, vocab_size: int, grammars: RankGrammars | None) -> None:
+    def __init__(self, new: NewRow, vocab_size: int, grammars: GrammarSource) -> None:
         sampling = self.sampling = new.sampling
         prompt, output = new.history[: new.num_prompt], new.history[new.num_prompt :]
         self.bans = BannedTokens(sampling, vocab_size)
-        self.failure = wrong_ids(sampling, vocab_size)
+        self.failure = invalid_ids_reason(sampling, vocab_size)
+        """Why no token can be sampled."""
         self.tokens = list(new.history) if any(len(word) > 1 for word in sampling.bad_words) else None
-        self.seen = TokenCounts(prompt, output) if is_penalised(sampling) else None
+        """All tokens, for bad words."""
+        self.counts = TokenCounts(prompt, output) if has_penalties(sampling) else None
+        """For penalties."""
         self.matcher: Matcher | None = None
+        """For a grammar."""
         if sampling.grammar is not None:
             self._start_grammar(sampling.grammar, output, grammars)
-        self.has_state = self.tokens is not None or self.seen is not None or self.matcher is not None
+        self.has_state = self.tokens is not None or self.counts is not None or self.matcher is not None
 
-    def is_special(self, index: int) -> bool:
-        """Whether scores are changed, or nothing can be drawn, at this output index."""
+    def needs_processing(self, index: int) -> bool:
+        """Returns whether logits are changed or sampling fails at this output index."""
         return self.has_state or self.failure is not None or bool(self.sampling.logit_bias) or self.bans.has_any(index)
 
-    def drew(self, token: int) -> bool:
-        """Remembers one more token; whether the request is complete by its grammar."""
+    def append(self, token: int) -> bool:
+        """Adds a sampled token. Returns whether the grammar is complete."""
         if self.tokens is not None:
             self.tokens.append(token)
-        if self.seen is not None:
-            self.seen.add(token)
+        if self.counts is not None:
+            self.counts.add(token)
         if self.matcher is None:
             return False
         try:
@@ -54,32 +96,30 @@ class SamplingRow:
             return False
 
     def copy(self) -> "SamplingRow":
-        """Another one with the same state, for tokens that nobody has drawn yet."""
-        one = copy.copy(self)
+        """Returns an independent copy."""
+        clone = copy.copy(self)
         if self.has_state:
-            one.tokens = None if self.tokens is None else list(self.tokens)
-            one.seen = None if self.seen is None else self.seen.copy()
-            one.matcher = None if self.matcher is None else self.matcher.copy()
-        return one
+            clone.tokens = None if self.tokens is None else list(self.tokens)
+            clone.counts = None if self.counts is None else self.counts.copy()
+            clone.matcher = None if self.matcher is None else self.matcher.copy()
+        return clone
 
     def num_fitting(self, tokens: Sequence[int], index: int) -> int:
-        """How many of these may follow, the first one at this output index, by its grammar, allowed tokens and bans."""
+        """Returns how many of `tokens` may follow from output index `index` on."""
         if self.failure is not None:
             return 0
         count = len(tokens) if self.matcher is None else self.matcher.num_fitting(tokens)
         if not self.bans.has_any(index):
             return count
         before = self.tokens[-self.bans.reach :] if self.tokens else []
-        for at, token in enumerate(tokens[:count]):
-            if self.bans.forbids(token, before, index + at):
-                return at
+        for offset, token in enumerate(tokens[:count]):
+            if self.bans.is_banned(token, before, index + offset):
+                return offset
             before.append(token)
         return count
 
-    def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: RankGrammars | None) -> None:
+    def _start_grammar(self, grammar: wire.Grammar, output: list[int], grammars: GrammarSource) -> None:
         try:
-            if grammars is None:
-                raise GrammarError("this runtime was started without grammars")
             self.matcher = grammars.matcher(grammar)
             if output and self.matcher.accept(output):
                 self.failure = COMPLETE

@@ -1,22 +1,18 @@
-"""Draws the tokens of a step on the rank that draws, and keeps for each row what its next draw depends on.
+"""Samples the tokens of a step on the sampling rank:
 
-The order, for each row alone:
-
-    raw scores ------------------------------------> logprobs
+    raw logits ------------------------------------> logprobs
         -> masks: grammar, allowed tokens, bad words, ends before min_tokens
         -> bias -> repetition, then frequency and presence penalty
         -> / temperature -> top-k -> top-p -> min-p -> Gumbel noise -> argmax
 
-All of it follows from the request's tokens. Rows that ask for none of it are drawn from the raw scores, without state.
-
-Where tokens are proposed, a row is drawn at each index along its path, and its run ends with the first token that is not
-proposed there (`runs`). A row without state is drawn at all places at once; one with state goes from token to token, so that what
-it remembers is what was drawn.
+Tokens depend on the request's tokens alone. With draft tokens a row samples along its path (`verification`): all indices at once
+without state, else token by token.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol
 
 import msgspec
 import torch
@@ -24,27 +20,20 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.sampling.draw import Draw, draw, draw_of
-from phalanx_runtime.rank.sampling.grammar import RankGrammars
+from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource
+from phalanx_runtime.rank.sampling.gumbel import Draw, make_draw, sample
 from phalanx_runtime.rank.sampling.logits_processors import ProcessedLogits, process_logits
-from phalanx_runtime.rank.sampling.logprobs import token_details
-from phalanx_runtime.rank.sampling.near_ties import logit_gap
+from phalanx_runtime.rank.sampling.logprobs import near_tie_gap, token_details
 from phalanx_runtime.rank.sampling.row import COMPLETE, SamplingRow
 from phalanx_runtime.rank.sampling.verification import VerificationNode, VerificationRun
-from phalanx_runtime.rank.step.paths import DraftedPath
+from phalanx_runtime.rank.step.draft_paths import DraftedPath
 
-NOTHING = DraftedPath([])
-"""No proposals."""
+EMPTY_PATH = DraftedPath([])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens parallel to what was asked; details too, or empty. With `runs` draw i has `runs[i]` of them, one after the other.
-    `taken` names positions in what was asked with the proposals that were accepted, where these are not the first ones.
-
-    `ended`, `failed` and `over` name positions in what was asked: complete by their grammar, not drawn for the reason told (the
-    token there is none), and not drawn because the grammar was complete before.
-    """
+    """Tokens of all draws, in order; fields as in `core.step_plan.StepResult`."""
 
     tokens: list[int]
     details: list[wire.TokenDetail | None] = field(default_factory=list)
@@ -55,96 +44,135 @@ class SampledTokens:
     taken: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
-class Sampler:
-    """The rows, on the rank that draws. `grammars` None fails requests that have one."""
+class Sampler(Protocol):
+    """Samples on one device, see `registry`."""
 
-    def __init__(self, vocab_size: int, grammars: RankGrammars | None = None) -> None:
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarSource:
+        """Grammars of the rows."""
+        ...
+
+    @property
+    def rows(self) -> Mapping[int, SamplingRow]:
+        """Admitted rows."""
+        ...
+
+    def admit(self, new: NewRow) -> None:
+        """Starts a row."""
+        ...
+
+    def num_fitting(self, row: int, tokens: Sequence[int], index: int) -> int:
+        """Returns how many of `tokens` the row may sample from output index `index` on; all if not admitted."""
+        ...
+
+    def sample(self, logits: Tensor, draws: Sequence[tuple[int, int]], paths: Sequence[DraftedPath] = ()) -> SampledTokens:
+        """Samples for each (row, output index) along its path; one token each without `paths`.
+
+        logits: [draws and draft tokens, vocabulary], raw, unchanged; per draw one row after the own tokens, then one after each
+        draft token.
+        """
+        ...
+
+
+class TorchSampler:
+    """Reference for any device of torch."""
+
+    def __init__(self, vocab_size: int, grammars: GrammarSource = UNSUPPORTED_GRAMMARS) -> None:
         self.vocab_size = vocab_size
         self.grammars = grammars
         self._rows: dict[int, SamplingRow] = {}
 
     @property
     def rows(self) -> Mapping[int, SamplingRow]:
-        """What is known of each row; nothing on a rank that does not draw."""
+        """Admitted rows."""
         return self._rows
 
     def admit(self, new: NewRow) -> None:
-        """Starts a row anew."""
+        """Starts a row."""
         self._rows[new.row] = SamplingRow(new, self.vocab_size, self.grammars)
 
     def num_fitting(self, row: int, tokens: Sequence[int], index: int) -> int:
-        """How many of these tokens a row may draw one after the other, from this output index on; all of a row not known here."""
-        known = self._rows.get(row)
-        return len(tokens) if known is None else known.num_fitting(tokens, index)
+        """Returns how many of `tokens` may follow."""
+        state = self._rows.get(row)
+        return len(tokens) if state is None else state.num_fitting(tokens, index)
 
-    def draw(self, scores: Tensor, asked: Sequence[tuple[int, int]], proposals: Sequence[DraftedPath] = ()) -> SampledTokens:
-        """The next tokens of each (row, output index), as many as `proposals` allow, which are parallel; empty: one each.
-
-        scores: [asked and proposed, vocabulary], raw; they stay as they are. The rows of a draw: behind what the request has,
-        then behind each of its proposals.
-        """
-        paths = proposals or [NOTHING] * len(asked)
+    def sample(self, logits: Tensor, draws: Sequence[tuple[int, int]], paths: Sequence[DraftedPath] = ()) -> SampledTokens:
+        """Samples along the paths."""
+        paths = paths or [EMPTY_PATH] * len(draws)
         firsts = accumulate((1 + len(path.tokens) for path in paths), initial=0)
-        places = zip(firsts, asked, paths, strict=False)
-        runs = [VerificationRun(self._rows[row], index, first, path.tokens, path.parents) for first, (row, index), path in places]
-        spots = [spot for run in runs for spot in run.next()]
-        while spots:
-            at_all = len(spots) == len(scores)
-            part = scores if at_all else scores.index_select(0, torch.tensor([s.place for s in spots], device=scores.device))
-            _draw_spots(part, spots)
-            spots = [spot for run in runs for spot in run.next()]
-        why = [(at, run.failure) for at, run in enumerate(runs) if run.failure is not None]
+        runs = [
+            VerificationRun(self._rows[row], index, first, path.tokens, path.parents)
+            for first, (row, index), path in zip(firsts, draws, paths, strict=False)
+        ]
+        nodes = [node for run in runs for node in run.next_nodes()]
+        while nodes:
+            _sample_nodes(logits if len(nodes) == len(logits) else _select(logits, nodes), nodes)
+            nodes = [node for run in runs for node in run.next_nodes()]
+        failures = [(draw, run.failure) for draw, run in enumerate(runs) if run.failure is not None]
         has_details = any(run.wants_details for run in runs)
         return SampledTokens(
             tokens=[token for run in runs for token in run.tokens],
             details=[detail for run in runs for detail in run.all_details()] if has_details else [],
-            ended=[at for at, run in enumerate(runs) if run.is_complete],
-            failed=[(at, failure) for at, failure in why if failure != COMPLETE],
-            over=[at for at, failure in why if failure == COMPLETE],
+            ended=[draw for draw, run in enumerate(runs) if run.is_complete],
+            failed=[(draw, failure) for draw, failure in failures if failure != COMPLETE],
+            over=[draw for draw, failure in failures if failure == COMPLETE],
             runs=[len(run.tokens) for run in runs] if any(path.tokens for path in paths) else [],
-            taken=[(at, run.taken) for at, run in enumerate(runs) if run.taken and run.taken[-1] >= len(run.taken)],
+            taken=[
+                (draw, run.accepted) for draw, run in enumerate(runs) if run.accepted and run.accepted[-1] >= len(run.accepted)
+            ],
         )
 
 
-def _draw_spots(scores: Tensor, spots: Sequence[VerificationNode]) -> None:
-    """Draws at these spots and tells their runs. scores: [spots, vocabulary]."""
-    rows = [spot.run.row for spot in spots]
-    draws = [draw_of(spot.run.row.sampling, spot.index) for spot in spots]
-    special = [at for at, row in enumerate(rows) if row.is_special(draws[at].index)]
-    changed = process_logits(scores, rows, special, [draws[at].index for at in special]) if special else None
-    tokens = _draw(scores, draws, changed)
-    kept: list[int] = []
-    for at, (spot, token) in enumerate(zip(spots, tokens, strict=True)):
-        failure = changed.failed.get(at) if changed is not None else None
-        if spot.run.take(spot, token, failure):
-            kept.append(at)
-    _tell(scores, spots, draws, changed, [at for at in kept if spots[at].run.wants_details])
+def _select(logits: Tensor, nodes: Sequence[VerificationNode]) -> Tensor:
+    return logits.index_select(0, torch.tensor([node.logits_row for node in nodes], device=logits.device))
 
 
-def _draw(scores: Tensor, draws: Sequence[Draw], changed: ProcessedLogits | None) -> list[int]:
-    """Plain rows from the raw scores, special rows from theirs."""
-    if changed is None:
-        return draw(scores, draws)
+def _sample_nodes(logits: Tensor, nodes: Sequence[VerificationNode]) -> None:
+    """Samples at these nodes. logits: [nodes, vocabulary]."""
+    rows = [node.run.row for node in nodes]
+    draws = [make_draw(node.run.row.sampling, node.index) for node in nodes]
+    special = [at for at, row in enumerate(rows) if row.needs_processing(draws[at].index)]
+    processed = process_logits(logits, rows, special, [draws[at].index for at in special]) if special else None
+    tokens = _sample_processed(logits, draws, processed)
+    added: list[int] = []
+    for at, (node, token) in enumerate(zip(nodes, tokens, strict=True)):
+        failure = processed.failed.get(at) if processed is not None else None
+        if node.run.add(node, token, failure):
+            added.append(at)
+    _add_details(logits, nodes, draws, processed, [at for at in added if nodes[at].run.wants_details])
+
+
+def _sample_processed(logits: Tensor, draws: Sequence[Draw], processed: ProcessedLogits | None) -> list[int]:
+    if processed is None:
+        return sample(logits, draws)
     tokens = [0] * len(draws)
-    if len(changed.places) < len(draws):
-        tokens = draw(scores, [None if at in changed.places else one for at, one in enumerate(draws)])
-    wanted = [None if at in changed.failed else draws[at] for at in changed.places]
-    for at, token in zip(changed.places, draw(changed.scores, wanted), strict=True):
+    if len(processed.places) < len(draws):
+        tokens = sample(logits, [None if at in processed.places else draw for at, draw in enumerate(draws)])
+    special = [None if at in processed.failed else draws[at] for at in processed.places]
+    for at, token in zip(processed.places, sample(processed.logits, special), strict=True):
         tokens[at] = token
     return tokens
 
 
-def _tell(
-    raw: Tensor, spots: Sequence[VerificationNode], draws: Sequence[Draw], changed: ProcessedLogits | None, asked: Sequence[int]
+def _add_details(
+    raw: Tensor,
+    nodes: Sequence[VerificationNode],
+    draws: Sequence[Draw],
+    processed: ProcessedLogits | None,
+    selected: Sequence[int],
 ) -> None:
-    """Gives runs what was asked about the tokens that were drawn at these spots."""
-    if not asked:
+    if not selected:
         return
-    tops = [spots[at].run.row.sampling.logprobs or 0 for at in asked]
-    tokens = [spots[at].token for at in asked]
-    for at, detail in zip(asked, token_details(raw, tokens, tops, asked), strict=True):
-        run = spots[at].run
+    tops = [nodes[at].run.row.sampling.logprobs or 0 for at in selected]
+    tokens = [nodes[at].token for at in selected]
+    for at, detail in zip(selected, token_details(raw, tokens, tops, selected), strict=True):
+        run = nodes[at].run
         if run.row.sampling.return_gaps:
-            scores = raw[at] if changed is None or at not in changed.places else changed.scores[changed.places[at]]
-            detail = msgspec.structs.replace(detail, gap=logit_gap(raw[at], scores, draws[at]))
+            logits = raw[at] if processed is None or at not in processed.places else processed.logits[processed.places[at]]
+            detail = msgspec.structs.replace(detail, gap=near_tie_gap(raw[at], logits, draws[at]))
         run.details.append(detail)

@@ -1,1 +1,1 @@
-"""The tensors of one step, and the pipeline stages that compute it."""
+"""Tensors of a step, and pipeline stages."""

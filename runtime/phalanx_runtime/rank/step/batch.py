@@ -1,7 +1,6 @@
-"""From a step plan to the tensors of a step.
+"""Builds the tensors of a step from its plan.
 
-Each rank keeps the page table of every row; a plan only adds to it. Requests that compute one token are put first, sorted by
-length and cut into bands that are padded to one length; the rest follow as chunks.
+Decoding requests come first, sorted by length, in bands padded to one length each; chunks follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,34 +12,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx_runtime.core.draft_tree import OWN, levels
+from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, StepBatch
 
-# Which prompt tokens of a step are to be told with their logprobs. Every rank finds the same ones in the same plan.
-# The scores after position p tell of token p + 1, so token 0 is never told, and a chunk's last scores tell of a token that
-# the next chunk computes: its id comes from `NewRow.history`. A request that has output told its prompt before: it is not
-# told again.
+MAX_PADDING_BYTES = 1 << 20
+"""Padding per layer above which a further band, about 50 us per layer, is cheaper."""
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Prompt tokens `start` and following of request i of the plan. Their scores come after the positions before them."""
+class PromptLogprobRange:
+    """Prompt tokens with requested logprobs."""
 
     request: int
     start: int
     tokens: list[int]
     top: int
+    """Number of top logprobs."""
 
     @property
     def positions(self) -> range:
-        """Where in the sequence their scores are computed."""
+        """Positions with their logits: one before each token."""
         return range(self.start - 1, self.start - 1 + len(self.tokens))
 
 
-def prompt_parts(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[PromptPart]:
-    """The told prompt tokens of each request in this step. `rows` are those that run, the newly admitted included."""
-    parts = []
+def prompt_logprob_ranges(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[PromptLogprobRange]:
+    """Returns the prompt tokens that get logprobs in this step. `rows` includes admitted ones.
+
+    Token 0 has no logprobs; a request with output has had its own. The token after a chunk is in `NewRow.history`.
+    """
+    ranges = []
     for request, row in enumerate(plan.rows):
         new = rows[row]
         if new.sampling.prompt_logprobs is None or len(new.history) > new.num_prompt:
@@ -48,27 +51,24 @@ def prompt_parts(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[PromptPart]
         start = plan.starts[request]
         stop = min(start + plan.counts[request], new.num_prompt - 1)
         if start < stop:
-            parts.append(PromptPart(request, start + 1, new.history[start + 1 : stop + 1], new.sampling.prompt_logprobs))
-    return parts
-
-
-WASTE_BYTES = 1 << 20
-"""Padding that a band of decoding requests may read per layer before another band, at some 50 us a layer, is cheaper."""
-
-Ints = NDArray[np.int64]
+            tokens = new.history[start + 1 : stop + 1]
+            ranges.append(PromptLogprobRange(request, start + 1, tokens, new.sampling.prompt_logprobs))
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What of the cache the builder must know: tokens per page, this rank's KV heads, and bytes of one page in one layer."""
+    """Shape of the KV cache."""
 
     page_size: int
+    """Tokens per page."""
     kv_heads: int
     layer_page_bytes: int
+    """Bytes of a page in one layer."""
 
 
 class LazyMasks(dict[int | None, Tensor | None]):
-    """Masks by window, each made when it is asked for: kernels that read pages where they lie need none."""
+    """Masks by window, made at first use: some kernels use no mask."""
 
     __slots__ = ("_make",)
 
@@ -80,42 +80,43 @@ class LazyMasks(dict[int | None, Tensor | None]):
         return self[window]
 
 
-def decode_bands(pages: list[int], waste_pages: int) -> list[int]:
-    """Sizes of the bands that requests with these falling page counts are cut into, each padded to its first."""
+def band_sizes(num_pages: list[int], max_padding: int) -> list[int]:
+    """Cuts descending page counts into bands with at most `max_padding` pages of padding."""
     sizes: list[int] = []
-    first, wasted = 0, 0
-    for count in pages:
-        if sizes and wasted + first - count <= waste_pages:
+    width, padding = 0, 0
+    for count in num_pages:
+        if sizes and padding + width - count <= max_padding:
             sizes[-1] += 1
-            wasted += first - count
+            padding += width - count
         else:
             sizes.append(1)
-            first, wasted = count, 0
+            width, padding = count, 0
     return sizes
 
 
 @lru_cache(maxsize=1024)
-def tree_mask_rows(parents: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Which proposals each of them sees: those of its branch, itself included. [proposals, proposals]"""
-    seen = np.eye(len(parents), dtype=np.bool_)
+def tree_mask(parents: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Returns the tree-attention mask: `[i, j]` is true if draft token j is i or an ancestor of i."""
+    mask = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
-        if parent != OWN:
-            seen[node] |= seen[parent]
-    return seen
+        if parent != ROOT:
+            mask[node] |= mask[parent]
+    return mask
 
 
-def _last(ends: Ints, counts: Ints) -> Ints:
-    """The last `counts[i]` numbers before each `ends[i]`, one after the other."""
-    before = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else counts
-    last: Ints = np.repeat(ends - counts - before, counts) + np.arange(counts.sum())
-    return last
+def _ranges_before(ends: Ints, counts: Ints) -> Ints:
+    """Concatenates the `counts[i]` integers before each `ends[i]`."""
+    offsets = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else counts
+    ranges: Ints = np.repeat(ends - counts - offsets, counts) + np.arange(counts.sum())
+    return ranges
 
 
 class BatchBuilder:
-    """Page tables and sampling parameters of the rows, and the tensors of one step after another."""
+    """Page tables, and the tensors of steps."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.params: dict[int, NewRow] = {}
+        """Each row's request, as admitted."""
         self._shape = shape
         self._dtype = dtype
         self._device = device
@@ -124,12 +125,12 @@ class BatchBuilder:
         self._heads: Ints = np.arange(shape.kv_heads, dtype=np.int64)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """The plan's tensors. The rows' tables are brought up to date first."""
+        """Updates the tables and returns the tensors."""
         self.update(plan)
         return self.tensors(plan)
 
     def tensors(self, plan: StepPlan) -> StepBatch:
-        """The tensors of a plan over rows whose tables are up to date."""
+        """Returns the tensors, with tables up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
         lengths = starts + counts
         trees = {path.request: path.parents for path in plan.paths if path.parents}
@@ -137,57 +138,58 @@ class BatchBuilder:
         is_chunk[list(trees)] = True
         order = np.lexsort((-lengths, is_chunk))
         offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
-        ones = len(rows) - int(is_chunk.sum())
+        num_decodes = len(rows) - int(is_chunk.sum())
         rows, starts, counts, lengths = rows[order], starts[order], counts[order], lengths[order]
-        first = np.concatenate(([0], np.cumsum(counts)))
-        within = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
         slots = np.repeat(starts, counts) + within
         tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
-        np.maximum(tokens, 0, out=tokens)  # where nothing is proposed
-        rank_of = np.empty_like(order)
-        rank_of[order] = np.arange(len(order))
+        np.maximum(tokens, 0, out=tokens)  # NO_TOKEN becomes 0
+        index_of = np.empty_like(order)
+        index_of[order] = np.arange(len(order))
         positions = slots.copy()
         for request, parents in trees.items():
-            end = int(first[1:][rank_of[request]])
+            end = int(firsts[1:][index_of[request]])
             size = min(len(parents), plan.counts[request])
-            own = plan.starts[request] + plan.counts[request] - len(parents)
-            positions[end - size : end] = own + np.asarray(levels(tuple(parents)))[-size:]
-        ends = first[1:][rank_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
-        looked = np.asarray(plan.depths, np.int64) + 1
-        told = [
-            first[rank_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
-            for part in prompt_parts(plan, self.params)
+            root = plan.starts[request] + plan.counts[request] - len(parents)
+            positions[end - size : end] = root + np.asarray(levels(tuple(parents)))[-size:]
+        ends = firsts[1:][index_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
+        prompt_logits = [
+            firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
+            for part in prompt_logprob_ranges(plan, self.params)
         ]
         return StepBatch(
             tokens=self._tensor(tokens),
             positions=self._tensor(positions),
             slots=self._tensor(self._slots(np.repeat(rows, counts), slots)),
-            bands=self._bands(rows[:ones], lengths[:ones]),
+            bands=self._bands(rows[:num_decodes], lengths[:num_decodes]),
             chunks=[
-                self._chunk(int(first[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
-                for i in range(ones, len(rows))
+                self._chunk(int(firsts[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
+                for i in range(num_decodes, len(rows))
             ],
-            drawn=self._tensor(np.concatenate([_last(ends, looked), *told])),
+            logits_indices=self._tensor(
+                np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
+            ),
         )
 
-    def strays(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Slots of the cache that the plan's strays lie in, and those that they belong into."""
-        rows = np.repeat([plan.rows[request] for request, _ in plan.strays], [len(found) for _, found in plan.strays])
-        lie = np.concatenate([np.asarray(found, np.int64) for _, found in plan.strays])
-        belong = np.concatenate([np.arange(-len(found), 0) + plan.starts[request] for request, found in plan.strays])
-        return self._tensor(self._slots(rows, lie)), self._tensor(self._slots(rows, belong))
+    def stray_slots(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Returns the slots that strays are copied from and to."""
+        rows = np.repeat([plan.rows[request] for request, _ in plan.relocations], [len(slots) for _, slots in plan.relocations])
+        sources = np.concatenate([np.asarray(slots, np.int64) for _, slots in plan.relocations])
+        targets = np.concatenate([np.arange(-len(slots), 0) + plan.starts[request] for request, slots in plan.relocations])
+        return self._tensor(self._slots(rows, sources)), self._tensor(self._slots(rows, targets))
 
-    def empty(self, rows: int, width: int) -> Tensor:
-        """Room for so many tokens' hidden states."""
-        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
+    def empty_hidden(self, num_tokens: int, width: int) -> Tensor:
+        """Returns memory for hidden states."""
+        return torch.empty((num_tokens, width), dtype=self._dtype, device=self._device)
 
     def update(self, plan: StepPlan) -> None:
-        """Brings rows and their tables up to date."""
+        """Applies the plan to rows and page tables."""
         for new in plan.admitted:
             self._reserve(new.row + 1, 1)
             self.params[new.row] = new
             self._held[new.row] = 0
-        for request, kept in plan.cuts:
+        for request, kept in plan.truncations:
             self._held[plan.rows[request]] = kept
         for row, pages in zip(plan.rows, plan.pages, strict=True):
             if pages:
@@ -197,72 +199,68 @@ class BatchBuilder:
                 self._held[row] = held + len(pages)
 
     def _reserve(self, rows: int, pages: int) -> None:
-        """Room for this many rows and pages per row, doubling."""
-        have_rows, have_pages = self._tables.shape
-        if rows > have_rows or pages > have_pages:
-            more_rows = max(have_rows, 1 << (rows - 1).bit_length())
-            more_pages = max(have_pages, 1 << (pages - 1).bit_length())
-            self._tables = np.pad(self._tables, ((0, more_rows - have_rows), (0, more_pages - have_pages)))
-            self._held = np.pad(self._held, (0, more_rows - have_rows))
+        old_rows, old_pages = self._tables.shape
+        if rows > old_rows or pages > old_pages:
+            new_rows = max(old_rows, 1 << (rows - 1).bit_length())
+            new_pages = max(old_pages, 1 << (pages - 1).bit_length())
+            self._tables = np.pad(self._tables, ((0, new_rows - old_rows), (0, new_pages - old_pages)))
+            self._held = np.pad(self._held, (0, new_rows - old_rows))
 
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
         page_size, kv_heads = self._shape.page_size, self._shape.kv_heads
         pages = self._tables[rows, positions // page_size]
-        lumps = pages[:, None] * kv_heads + self._heads
-        slots: Ints = (lumps * page_size + (positions % page_size)[:, None]).reshape(-1)
+        kv_blocks = pages[:, None] * kv_heads + self._heads
+        slots: Ints = (kv_blocks * page_size + (positions % page_size)[:, None]).reshape(-1)
         return slots
 
     def _bands(self, rows: Ints, lengths: Ints) -> list[DecodeBand]:
-        """Groups of decoding requests, longest first."""
         pages = -(-lengths // self._shape.page_size)
-        waste = WASTE_BYTES // max(self._shape.layer_page_bytes, 1)
+        max_padding = MAX_PADDING_BYTES // max(self._shape.layer_page_bytes, 1)
         bands, start = [], 0
-        for size in decode_bands(pages.tolist(), waste):
-            at = slice(start, start + size)
-            bands.append(self._band(start, rows[at], lengths[at], pages[at]))
+        for size in band_sizes(pages.tolist(), max_padding):
+            band = slice(start, start + size)
+            bands.append(self._band(start, rows[band], lengths[band], pages[band]))
             start += size
         return bands
 
     def _band(self, start: int, rows: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
-        wide = int(pages[0])
-        columns = np.arange(wide)
-        tables = self._tables[rows, :wide]
-        # Padding repeats the row's own first page, so that what another request wrote is never read.
+        width = int(pages[0])
+        columns = np.arange(width)
+        tables = self._tables[rows, :width]
+        # Padding repeats the row's own first page, so that no page of another request is read.
         tables = np.where(columns < pages[:, None], tables, tables[:, :1])
-        lumps = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
-        columns = np.arange(wide * self._shape.page_size)
+        kv_blocks = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
+        columns = np.arange(width * self._shape.page_size)
 
         def mask(window: int | None) -> Tensor:
-            seen = columns < lengths[:, None]
-            visible = seen if window is None else seen & (columns >= lengths[:, None] - window)
+            causal = columns < lengths[:, None]
+            visible = causal if window is None else causal & (columns >= lengths[:, None] - window)
             return self._mask(visible[:, None, None, :])
 
-        masks = LazyMasks(mask)
-        ends = self._tensor(lengths)
         return DecodeBand(
             start=start,
             size=len(rows),
-            lumps=self._tensor(lumps.reshape(-1)),
-            masks=masks,
+            kv_blocks=self._tensor(kv_blocks.reshape(-1)),
+            masks=LazyMasks(mask),
             tables=self._tensor(tables),
             lengths=lengths.tolist(),
-            ends=ends,
+            device_lengths=self._tensor(lengths),
         )
 
     def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]
-        whole = size == length
-        lumps = None if whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
+        is_whole = size == length
+        kv_blocks = None if is_whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
 
         def mask(window: int | None) -> Tensor | None:
-            if whole and not parents and (window is None or window >= length):
+            if is_whole and not parents and (window is None or window >= length):
                 return None
             columns = np.arange(length)
             visible = columns <= columns[length - size :, None]
             if parents:
                 columns[length - len(parents) :] = length - len(parents) + np.asarray(levels(tuple(parents)))
-                seen = tree_mask_rows(tuple(parents))[-size:]
-                visible[size - len(seen) :, length - len(parents) :] = seen
+                branches = tree_mask(tuple(parents))[-size:]
+                visible[size - len(branches) :, length - len(parents) :] = branches
             if window is not None:
                 visible &= columns > columns[length - size :, None] - window
             return self._mask(visible)
@@ -271,16 +269,16 @@ class BatchBuilder:
             start=start,
             size=size,
             length=length,
-            lumps=lumps,
+            kv_blocks=kv_blocks,
             masks=LazyMasks(mask),
             table=self._tensor(pages),
             parents=tuple(parents),
         )
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
-        """Additive: 0 where visible, minus infinity elsewhere."""
-        seen = torch.from_numpy(visible).to(self._device)
-        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, float("-inf"))
+        """Additive: 0 where visible, else minus infinity."""
+        keep = torch.from_numpy(visible).to(self._device)
+        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~keep, float("-inf"))
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

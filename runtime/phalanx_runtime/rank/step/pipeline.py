@@ -1,13 +1,11 @@
-"""A rank's place in a pipeline of stages, and what it exchanges with the ranks of other stages.
+"""A rank's pipeline stage, and its exchange with other stages.
 
-    plan     rank 0 -> all             every rank obeys the plans in the order in which they were made; before one stand
-                                       orders for grammars, which are the drawer's
-    hidden   stage s -> stage s + 1    from each rank to the one of the same place in the next stage
-    result   drawer -> rank 0          the drawer, first rank of the last stage, draws the tokens; answers to those orders too
+    StepPlan, CompileOrder       rank 0 -> all ranks              in order; CompileOrders for the sampling rank
+    hidden states                stage s -> stage s + 1           between ranks with the same index in their stage
+    StepResult, CompileResult    sampling rank -> rank 0
 
-Ranks fill one stage after the other, so that the ranks of a stage, who talk most, are in one pod. Tokens are drawn where the
-scores are: a result has some hundred bytes, the scores of 64 rows of a real vocabulary have 12 MB. A thread of rank 0 takes
-results as they come. So the drawer never waits for rank 0, a stage waits only for those after it, and nobody waits in a circle.
+The sampling rank has the logits: a result has some hundred bytes, the logits of 64 rows 12 MB. Rank 0 receives in a thread, so no
+send waits for an earlier stage.
 """
 
 import queue
@@ -24,80 +22,80 @@ from phalanx_runtime.core.step_plan import CompileOrder, CompileResult, StepPlan
 from phalanx_runtime.model.partition import Stage
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_told = msgspec.msgpack.Decoder(list[StepPlan | CompileOrder]).decode
-_decode_given = msgspec.msgpack.Decoder(StepResult | CompileResult).decode
+_decode_orders = msgspec.msgpack.Decoder(list[StepPlan | CompileOrder]).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult | CompileResult).decode
 
 
 class Pipeline:
-    """One rank's stage, the ranks that share it (`peers`) and all ranks (`world`). One stage moves nothing."""
+    """One rank's `stage`, its ranks (`peers`) and all ranks (`world`). Methods raise PeerLost."""
 
     def __init__(self, world: Collective, num_stages: int = 1) -> None:
-        """All ranks call it together. Raises PeerLost."""
+        """All ranks call it together."""
         self._size = world.world_size // num_stages
         index = world.rank // self._size
-        own = range(index * self._size, (index + 1) * self._size)
+        ranks = range(index * self._size, (index + 1) * self._size)
         self.world = world
         self.stage = Stage(index, num_stages)
-        self.peers = world if num_stages == 1 else world.subgroup(own)
-        self.drawer = (num_stages - 1) * self._size
+        self.peers = world if num_stages == 1 else world.subgroup(ranks)
+        self.sampling_rank = (num_stages - 1) * self._size
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
-        self._inbox = threading.Thread(target=self._take_results, name="results", daemon=True)
-        self._giving = threading.Lock()
-        self._hear: Callable[[CompileResult], None] | None = None
-        self._orders: list[CompileOrder] = []
-        """Not sent yet."""
+        self._receiver = threading.Thread(target=self._receive_results, name="results", daemon=True)
+        self._sending = threading.Lock()
+        self._on_compiled: Callable[[CompileResult], None] = _ignore
+        self._unsent_orders: list[CompileOrder] = []
         self._num_plans = 0
-        """Those told whose result has not come, where it comes from another stage."""
+        """In flight, if results come from another stage."""
         self._unread: deque[StepPlan | CompileOrder] = deque()
 
     @property
-    def draws(self) -> bool:
-        """Whether this rank is the drawer."""
-        return self.world.rank == self.drawer
+    def is_sampling_rank(self) -> bool:
+        """Whether this rank samples."""
+        return self.world.rank == self.sampling_rank
 
-    def listen(self, hear: Callable[[CompileResult], None]) -> None:
-        """From now on `hear` is told, on a thread of its own, what became of orders for grammars. Only on rank 0."""
-        self._hear = hear
+    def on_compiled(self, handle: Callable[[CompileResult], None]) -> None:
+        """Sets the receiver of CompileResults, called in a thread. Rank 0 only."""
+        self._on_compiled = handle
 
-    def tell(self, plan: StepPlan | None) -> None:
-        """Sends a plan to all ranks, behind orders that wait; None says that nothing follows. Only on rank 0. Raises PeerLost."""
+    def send_plan(self, plan: StepPlan | None) -> None:
+        """Sends unsent orders and a plan; without a plan, ends `next_order`. Rank 0 only."""
         self._num_plans += plan is not None
-        self._send([] if plan is None else [*self._orders, plan])
+        self._broadcast([] if plan is None else [*self._unsent_orders, plan])
 
-    def ask(self, order: CompileOrder) -> None:
-        """Sends an order to all ranks: with the next plan, or now if no plan is in flight. A rank that computes takes no message,
-        and there is room for a few, which are the plans'. Only on rank 0. Raises PeerLost."""
-        self._orders.append(order)
+    def send_order(self, order: CompileOrder) -> None:
+        """Sends an order if no plan is in flight, else with the next plan. Rank 0 only.
+
+        Ranks in a step receive nothing, and the collective buffers few messages.
+        """
+        self._unsent_orders.append(order)
         self._send_orders()
 
-    def told(self) -> StepPlan | CompileOrder | None:
-        """The next of them, whenever it comes. Not on rank 0. Raises PeerLost."""
+    def next_order(self) -> StepPlan | CompileOrder | None:
+        """Waits for a plan or order; no value at the end. Not on rank 0."""
         if not self._unread:
             message = self.world.broadcast(None)
             if not message:
                 return None
-            self._unread.extend(_decode_told(message))
+            self._unread.extend(_decode_orders(message))
         return self._unread.popleft()
 
-    def receive(self, hidden: Tensor) -> Tensor:
-        """The tensor, filled with what the stage before handed on. Raises PeerLost."""
-        return self.world.receive(hidden, self.world.rank - self._size)
+    def receive_from_previous(self, tensor: Tensor) -> Tensor:
+        """Fills the tensor."""
+        return self.world.receive(tensor, self.world.rank - self._size)
 
-    def hand_on(self, hidden: Tensor) -> None:
-        """Gives the hidden state to the next stage. Raises PeerLost."""
-        self.world.send(hidden, self.world.rank + self._size)
+    def send_to_next(self, tensor: Tensor) -> None:
+        """Sends a tensor."""
+        self.world.send(tensor, self.world.rank + self._size)
 
-    def give(self, given: StepResult | CompileResult | None) -> None:
-        """Tells rank 0 what was drawn, or what became of an order; None says that nothing follows. Only on the drawer, where
-        any thread may call it. Raises PeerLost."""
-        message = b"" if given is None else _encode(given)
-        with self._giving:
+    def send_result(self, result: StepResult | CompileResult | None) -> None:
+        """Sends a result; without one, ends the results. Sampling rank only; thread-safe."""
+        message = b"" if result is None else _encode(result)
+        with self._sending:
             self.world.send(torch.tensor([len(message)]), 0)
             if message:
                 self.world.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
-    def result(self) -> StepResult:
-        """The drawer's next result. Only on rank 0. Raises PeerLost."""
+    def next_result(self) -> StepResult:
+        """Waits for a result. Rank 0 only."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -106,25 +104,28 @@ class Pipeline:
         return result
 
     def _send_orders(self) -> None:
-        """Sends orders that wait, if no rank computes."""
-        if self._orders and not self._num_plans:
-            self._send(self._orders)
+        if self._unsent_orders and not self._num_plans:
+            self._broadcast(self._unsent_orders)
 
-    def _send(self, messages: Sequence[StepPlan | CompileOrder]) -> None:
-        if self.stage.count > 1 and self._inbox.ident is None:
-            self._inbox.start()  # not before: while ranks load, other messages come from the drawer
+    def _broadcast(self, messages: Sequence[StepPlan | CompileOrder]) -> None:
+        if self.stage.count > 1 and self._receiver.ident is None:
+            self._receiver.start()  # not before: during loading the sampling rank sends other messages
         if self.world.world_size > 1:
             self.world.broadcast(_encode(messages) if messages else b"")
-        self._orders.clear()
+        self._unsent_orders.clear()
 
-    def _take_results(self) -> None:
+    def _receive_results(self) -> None:
         try:
-            while size := int(self.world.receive(torch.zeros(1, dtype=torch.int64), self.drawer)):
-                message = self.world.receive(torch.zeros(size, dtype=torch.uint8), self.drawer)
-                given: StepResult | CompileResult = _decode_given(message.numpy().tobytes())
-                if isinstance(given, StepResult):
-                    self._results.put(given)
-                elif self._hear is not None:
-                    self._hear(given)
+            while size := int(self.world.receive(torch.zeros(1, dtype=torch.int64), self.sampling_rank)):
+                message = self.world.receive(torch.zeros(size, dtype=torch.uint8), self.sampling_rank)
+                result: StepResult | CompileResult = _decode_result(message.numpy().tobytes())
+                if isinstance(result, StepResult):
+                    self._results.put(result)
+                else:
+                    self._on_compiled(result)
         except BaseException as error:
             self._results.put(error)
+
+
+def _ignore(result: CompileResult) -> None:
+    """No order is sent before `on_compiled`."""

@@ -1,1 +1,1 @@
-"""KV transfer: page copies between the ranks of two groups."""
+"""KV transfer between the ranks of two groups."""

@@ -1,13 +1,12 @@
-"""What goes over a connection between a rank that sends pages and one that takes them.
+"""Wire protocol of a page transfer. Functions raise OSError if the connection fails.
 
-    sender: Hello, move, key                          taker: ACK, 1 when its pages hold a draft; or it closes without a word
-    sender: DRAFT bytes, name   (after ACK 1 only)    ACK, 1 when it is the taker's draft: then pages come with its layers
-    sender: PAGE position, checksum, bytes   ...      nothing
-    sender: ROUND                                     ACK when all pages so far are checked and written
-    sender: LAST tokens, drafted ones, digest of the last page        ACK when every position is there; both close
+    sender: hello (move, key)                              receiver: ACK, 1 if its pages have a draft; or it closes
+    sender: DRAFT (page bytes, name), after ACK 1 only     ACK, 1 if it has the same draft: pages then include its layers
+    sender: PAGE (position, checksum, bytes), repeated
+    sender: ROUND                                          ACK once all pages so far are verified and written
+    sender: LAST (tokens, drafted tokens, digest)          ACK once every position is present; both close
 
-A page that fails its checksum, a length or position out of bounds, anything else that does not belong here: BAD with a code, and
-the connection is closed. Numbers are little-endian.
+The answer to invalid data is ERROR with a code. Numbers are little-endian.
 """
 
 import hashlib
@@ -22,16 +21,16 @@ KEY_BYTES = 32
 MAX_MOVE_BYTES = 256
 DIGEST_BYTES = 32
 PAGE, ROUND, LAST, DRAFT = 1, 2, 3, 4
-ACK, BAD = 1, 2
+ACK, ERROR = 1, 2
 CODES = ("checksum", "incompatible", "no_room", "malformed", "lease")
-"""Why a taker gives up, by the number that is sent."""
+"""By number on the wire."""
 _HELLO = struct.Struct("<IH32s")
-_HEAD = struct.Struct("<BIII")
+_HEADER = struct.Struct("<BIII")
 _ANSWER = struct.Struct("<BB")
 
 
-class BadTransfer(Exception):
-    """What came does not belong here. `code` is one of `CODES`."""
+class TransferError(Exception):
+    """Invalid transfer. `code` is in `CODES`."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -40,88 +39,100 @@ class BadTransfer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PageHello:
-    """Who comes: the move, its key, and how many bytes a page has there."""
+    """The sender's introduction."""
 
     move: str
     key: bytes
     page_bytes: int
+    """Bytes per page of the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What follows: PAGE with its position, length and checksum; ROUND; LAST with the tokens that all pages hold, and as checksum
-    how many of them a draft has computed; DRAFT with the bytes of a page that holds the layers of a draft too."""
+    """Header of a sender's frame."""
 
     kind: int
     position: int
+    """PAGE: page. LAST: tokens in all pages."""
     length: int
+    """Bytes that follow. DRAFT: bytes per page with the draft's layers."""
     checksum: int
+    """PAGE: CRC-32. LAST: tokens computed by the draft."""
 
 
-def send_hello(link: socket.socket, hello: PageHello) -> None:
-    """Introduces the sender. Raises OSError."""
+def send_hello(connection: socket.socket, hello: PageHello) -> None:
+    """Sends magic and hello."""
     move = hello.move.encode()
-    link.sendall(MAGIC + _HELLO.pack(hello.page_bytes, len(move), hello.key) + move)
+    connection.sendall(MAGIC + _HELLO.pack(hello.page_bytes, len(move), hello.key) + move)
 
 
-def read_hello(link: socket.socket) -> PageHello:
-    """Who comes, after the magic was read. Raises OSError, BadTransfer."""
-    page_bytes, length, key = _HELLO.unpack(read_exactly(link, _HELLO.size))
+def read_hello(connection: socket.socket) -> PageHello:
+    """Reads the hello after the magic. Raises TransferError."""
+    page_bytes, length, key = _HELLO.unpack(read_exactly(connection, _HELLO.size))
     if length > MAX_MOVE_BYTES:
-        raise BadTransfer("malformed", "not the beginning of a transfer")
+        raise TransferError("malformed", f"the name of the move has {length} bytes; at most {MAX_MOVE_BYTES} are allowed")
     try:
-        return PageHello(read_exactly(link, length).decode(), key, page_bytes)
+        return PageHello(read_exactly(connection, length).decode(), key, page_bytes)
     except UnicodeDecodeError as error:
-        raise BadTransfer("malformed", "the name of the move is no text") from error
+        raise TransferError("malformed", "the name of the move is not UTF-8") from error
 
 
-def send_page(link: socket.socket, position: int, parts: Sequence[memoryview]) -> None:
-    """Sends a page with its checksum. Raises OSError."""
+def send_page(connection: socket.socket, position: int, parts: Sequence[memoryview]) -> None:
+    """Sends a page with its checksum."""
     size = sum(len(part) for part in parts)
-    send_parts(link, [memoryview(_HEAD.pack(PAGE, position, size, checksum(parts))), *parts])
+    send_parts(connection, [memoryview(_HEADER.pack(PAGE, position, size, checksum(parts))), *parts])
 
 
-def send_round(link: socket.socket) -> None:
-    """Asks whether all pages so far came well."""
-    link.sendall(_HEAD.pack(ROUND, 0, 0, 0))
+def send_round(connection: socket.socket) -> None:
+    """Requests an ACK."""
+    connection.sendall(_HEADER.pack(ROUND, 0, 0, 0))
 
 
-def send_last(link: socket.socket, num_computed: int, digest: bytes, num_drafted: int = 0) -> None:
-    """Says that no page follows, how many tokens all of them hold, and of how many of these they hold what a draft computed."""
-    link.sendall(_HEAD.pack(LAST, num_computed, DIGEST_BYTES, num_drafted) + digest)
+def send_last(connection: socket.socket, num_computed: int, digest: bytes, num_drafted: int = 0) -> None:
+    """Ends the pages. `num_drafted`: leading tokens computed by the draft."""
+    connection.sendall(_HEADER.pack(LAST, num_computed, DIGEST_BYTES, num_drafted) + digest)
 
 
-def send_draft(link: socket.socket, page_bytes: int, name: bytes) -> None:
-    """Asks whether the taker has the same draft."""
-    link.sendall(_HEAD.pack(DRAFT, 0, page_bytes, 0) + hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest())
+def send_draft(connection: socket.socket, page_bytes: int, name: bytes) -> None:
+    """Asks whether the receiver has the same draft."""
+    connection.sendall(_HEADER.pack(DRAFT, 0, page_bytes, 0) + _draft_digest(name))
 
 
-def is_draft(told: bytes, name: bytes) -> bool:
-    """Whether this is what a sender tells of the draft of this name."""
-    return told == hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
+def is_draft(draft_digest: bytes, name: bytes) -> bool:
+    """Returns whether the digest is of the draft `name`."""
+    return draft_digest == _draft_digest(name)
 
 
-def read_head(link: socket.socket) -> FrameHeader:
-    """What follows. Raises OSError; ConnectionError when the sender left."""
-    return FrameHeader(*_HEAD.unpack(read_exactly(link, _HEAD.size)))
+def _draft_digest(name: bytes) -> bytes:
+    return hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
 
 
-def send_answer(link: socket.socket, code: str | None = None, number: int = 0) -> None:
-    """ACK with a number, or why the transfer is over."""
-    link.sendall(_ANSWER.pack(ACK, number) if code is None else _ANSWER.pack(BAD, CODES.index(code)))
+def read_header(connection: socket.socket) -> FrameHeader:
+    """Reads the next header."""
+    return FrameHeader(*_HEADER.unpack(read_exactly(connection, _HEADER.size)))
 
 
-def read_answer(link: socket.socket) -> int:
-    """The number at ACK. Raises BadTransfer with the taker's reason, OSError."""
-    kind, number = _ANSWER.unpack(read_exactly(link, _ANSWER.size))
+def send_ack(connection: socket.socket, number: int = 0) -> None:
+    """Sends an ACK."""
+    connection.sendall(_ANSWER.pack(ACK, number))
+
+
+def send_error(connection: socket.socket, code: str) -> None:
+    """Ends the transfer."""
+    connection.sendall(_ANSWER.pack(ERROR, CODES.index(code)))
+
+
+def read_ack(connection: socket.socket) -> int:
+    """Returns the number of an ACK. Raises TransferError."""
+    kind, number = _ANSWER.unpack(read_exactly(connection, _ANSWER.size))
     if kind != ACK:
         code = CODES[number] if number < len(CODES) else "malformed"
-        raise BadTransfer(code, f"the target gave up: {code}")
+        raise TransferError(code, f"the target ended the transfer: {code}")
     return int(number)
 
 
 def checksum(parts: Iterable[memoryview]) -> int:
-    """CRC-32 over all parts."""
+    """CRC-32 of all parts."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -129,35 +140,35 @@ def checksum(parts: Iterable[memoryview]) -> int:
 
 
 def digest(parts: Iterable[memoryview]) -> bytes:
-    """BLAKE2b over all parts."""
+    """BLAKE2b of all parts."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         hasher.update(part)
     return hasher.digest()
 
 
-def send_parts(link: socket.socket, parts: Sequence[memoryview]) -> None:
-    """Sends all parts without joining them. Raises OSError."""
-    left = list(parts)
-    while left:
-        sent = link.sendmsg(left[:512])
-        while left and sent >= len(left[0]):
-            sent -= len(left.pop(0))
+def send_parts(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    """Sends parts without joining them."""
+    remaining = list(parts)
+    while remaining:
+        sent = connection.sendmsg(remaining[:512])
+        while remaining and sent >= len(remaining[0]):
+            sent -= len(remaining.pop(0))
         if sent:
-            left[0] = left[0][sent:]
+            remaining[0] = remaining[0][sent:]
 
 
-def read_exactly(link: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises OSError; ConnectionError when the other side closed before."""
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Reads `size` bytes."""
     buffer = bytearray(size)
-    read_into(link, memoryview(buffer))
+    read_into(connection, memoryview(buffer))
     return bytes(buffer)
 
 
-def read_into(link: socket.socket, view: memoryview) -> None:
-    """Fills the view. Raises OSError; ConnectionError when the other side closed before."""
+def read_into(connection: socket.socket, view: memoryview) -> None:
+    """Fills the view."""
     while len(view):
-        got = link.recv_into(view)
-        if not got:
+        count = connection.recv_into(view)
+        if not count:
             raise ConnectionResetError("the other side closed the connection")
-        view = view[got:]
+        view = view[count:]

@@ -1,8 +1,6 @@
-"""Pages that go out for moves: a thread for each, which sends what it is ordered, round by round, over one connection.
+"""Sends the pages of moves: one thread and connection per move, round by round, concurrently with steps.
 
-Pages are read while steps go on: full ones do not change, and the last one is sent only after its request was frozen. A page
-that was given to another request meanwhile is sent wrong, and no harm comes of it: without the last round nobody uses it, and its
-leader orders no last round for a request that lost its pages.
+Full pages do not change; the last page is sent once its request is frozen. A request that lost pages gets no last round.
 """
 
 import queue
@@ -13,129 +11,116 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx_runtime.core.migration.page_orders import PagesSent, Report, SendFailed, SendPages
-from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, no_draft
-from phalanx_runtime.rank.transfer import page_wire as say
+from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages
+from phalanx_runtime.rank.transfer import page_wire
 
-CONNECT_S = 2.0
-ANSWER_S = 5.0
-"""A target that takes nothing, or does not answer, for so long is lost."""
-ASK_BYTES, ASK_S = 16 << 20, 0.5
-"""The target is asked whether all is well after so many bytes, or so long."""
+CONNECT_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 5.0
+"""After it the target is lost."""
+ACK_BYTES, ACK_INTERVAL_S = 16 << 20, 0.5
+"""An ACK is requested after this many bytes or seconds."""
 
 
 @dataclass(slots=True, eq=False)
-class _SendPath:
-    """One move on its way out. None in `orders` ends it."""
-
+class _OutgoingMove:
     orders: queue.SimpleQueue[SendPages | None] = field(default_factory=queue.SimpleQueue)
+    """An empty entry ends the thread."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    link: socket.socket | None = None
+    connection: socket.socket | None = None
     last: list[memoryview] = field(default_factory=list)
+    """The page sent last."""
 
 
-class Sender:
-    """Sends pages of this rank. `wait_for` returns when the rank has computed a step; `tell` reports, from any thread.
+class PageSender:
+    """Sends pages of this rank, with a draft's layers if the target has the same draft. `report`: thread-safe."""
 
-    draft: how pages are read with the layers of a draft, while it can draft. They go to who has the same one.
-    """
-
-    def __init__(
-        self,
-        open_pages: Callable[[], Pages],
-        wait_for: Callable[[int], None],
-        tell: Callable[[Report], None],
-        draft: Callable[[], DraftPages | None] = no_draft,
-    ) -> None:
-        self._open_pages = open_pages
-        self._draft = draft
-        self._wait_for = wait_for
-        self._tell = tell
-        self._ways: dict[str, _SendPath] = {}
+    def __init__(self, pages: PageAccess, report: Callable[[Report], None]) -> None:
+        self._pages = pages
+        self._report = report
+        self._moves: dict[str, _OutgoingMove] = {}
 
     def send(self, order: SendPages) -> None:
-        """Sends these pages after those ordered before. The first order of a move opens its connection."""
-        way = self._ways.get(order.move)
-        if way is None:
-            way = self._ways[order.move] = _SendPath()
-            threading.Thread(target=self._run, args=(order, way), name="pages-out", daemon=True).start()
-        way.orders.put(order)
+        """Queues an order; a move's first one opens the connection."""
+        outgoing = self._moves.get(order.move)
+        if outgoing is None:
+            outgoing = self._moves[order.move] = _OutgoingMove()
+            threading.Thread(target=self._run, args=(order, outgoing), name="pages-out", daemon=True).start()
+        outgoing.orders.put(order)
 
     def stop(self, move: str) -> None:
-        """Sends nothing more of a move, and does not wait for what is being sent. An unknown one is no error."""
-        way = self._ways.pop(move, None)
-        if way is None:
+        """Ends sending, without waiting for the thread."""
+        outgoing = self._moves.pop(move, None)
+        if outgoing is None:
             return
-        way.stopped.set()
-        way.orders.put(None)
-        link = way.link
-        if link is not None:
+        outgoing.stopped.set()
+        outgoing.orders.put(None)
+        connection = outgoing.connection
+        if connection is not None:
             try:
-                link.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return  # closed already
 
-    def _run(self, first: SendPages, way: _SendPath) -> None:
-        move = first.move
+    def _run(self, first: SendPages, outgoing: _OutgoingMove) -> None:
+        move, address = first.move, first.address
         try:
-            with socket.create_connection((first.address.host, first.address.port), CONNECT_S) as link:
-                way.link = link
-                link.settimeout(ANSWER_S)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._send_all(move, first, way, link)
-        except say.BadTransfer as bad:
-            code = bad.code if bad.code != "malformed" else "target_lost"
-            self._fail(move, way, code, str(bad))
+            with socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S) as connection:
+                outgoing.connection = connection
+                connection.settimeout(ANSWER_TIMEOUT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._send_all(move, first, outgoing, connection)
+        except page_wire.TransferError as error:
+            code = error.code if error.code != "malformed" else "target_lost"
+            self._fail(move, outgoing, code, str(error))
         except OSError as error:
-            self._fail(move, way, "target_lost", f"{first.address.host}:{first.address.port}: {error}")
+            self._fail(move, outgoing, "target_lost", f"{address.host}:{address.port}: {error}")
 
-    def _send_all(self, move: str, first: SendPages, way: _SendPath, link: socket.socket) -> None:
-        """Introduces itself and obeys orders to the last. Raises BadTransfer, OSError."""
-        pages = self._open_pages()
-        say.send_hello(link, say.PageHello(move, first.key, pages.page_bytes))
-        draft = self._draft()
-        if say.read_answer(link) and draft is not None:
-            with_draft = draft.open()
-            say.send_draft(link, with_draft.page_bytes, draft.name)
-            pages = with_draft if say.read_answer(link) else pages
-        while not way.stopped.is_set():
-            order = way.orders.get()
+    def _send_all(self, move: str, first: SendPages, outgoing: _OutgoingMove, connection: socket.socket) -> None:
+        pages = self._pages.open()
+        page_wire.send_hello(connection, page_wire.PageHello(move, first.key, pages.page_bytes))
+        draft = self._pages.open_draft()
+        if page_wire.read_ack(connection) and draft is not None:
+            draft_pages = draft.open()
+            page_wire.send_draft(connection, draft_pages.page_bytes, draft.name)
+            pages = draft_pages if page_wire.read_ack(connection) else pages
+        while not outgoing.stopped.is_set():
+            order = outgoing.orders.get()
             if order is None:
                 return
-            self._wait_for(order.step)
-            self._send(order, way, link, pages)
+            self._pages.wait_for(order.step)
+            self._send_round(order, outgoing, connection, pages)
             if order.num_computed is not None:
                 return
 
-    def _send(self, order: SendPages, way: _SendPath, link: socket.socket, pages: Pages) -> None:
-        """One round, no faster than it may be. Raises BadTransfer, OSError."""
-        began = asked = time.monotonic()
-        sent = told = 0
+    def _send_round(self, order: SendPages, outgoing: _OutgoingMove, connection: socket.socket, pages: Pages) -> None:
+        start = acked_at = time.monotonic()
+        sent = acked = 0
         for place, page in enumerate(order.pages):
-            way.last = pages.read(page)
-            say.send_page(link, order.first + place, way.last)
+            outgoing.last = pages.read(page)
+            page_wire.send_page(connection, order.first + place, outgoing.last)
             sent += pages.page_bytes
             if order.bytes_per_s is not None:
-                way.stopped.wait(max(0.0, began + sent / order.bytes_per_s - time.monotonic()))
-            if way.stopped.is_set():
+                outgoing.stopped.wait(max(0.0, start + sent / order.bytes_per_s - time.monotonic()))
+            if outgoing.stopped.is_set():
                 return
             now = time.monotonic()
-            if sent - told >= ASK_BYTES or now - asked >= ASK_S:
-                self._ask(order, link, place + 1, sent - told, asked)
-                told, asked = sent, time.monotonic()
+            if sent - acked >= ACK_BYTES or now - acked_at >= ACK_INTERVAL_S:
+                self._request_ack(order, connection, place + 1, sent - acked, acked_at)
+                acked, acked_at = sent, time.monotonic()
         if order.num_computed is None:
-            self._ask(order, link, len(order.pages), sent - told, asked)
+            self._request_ack(order, connection, len(order.pages), sent - acked, acked_at)
             return
-        say.send_last(link, order.num_computed, say.digest(way.last), order.num_drafted)
-        say.read_answer(link)
-        self._tell(PagesSent(order.move, order.first + len(order.pages), sent - told, time.monotonic() - asked))
+        page_wire.send_last(connection, order.num_computed, page_wire.digest(outgoing.last), order.num_drafted)
+        page_wire.read_ack(connection)
+        end = order.first + len(order.pages)
+        self._report(PagesSent(order.move, end, sent - acked, time.monotonic() - acked_at))
 
-    def _ask(self, order: SendPages, link: socket.socket, count: int, num_bytes: int, since: float) -> None:
-        """Asks the target whether all pages so far came well, and tells."""
-        say.send_round(link)
-        say.read_answer(link)
-        self._tell(PagesSent(order.move, order.first + count, num_bytes, time.monotonic() - since))
+    def _request_ack(self, order: SendPages, connection: socket.socket, count: int, num_bytes: int, since: float) -> None:
+        """Waits until the target has verified `count` pages of the order."""
+        page_wire.send_round(connection)
+        page_wire.read_ack(connection)
+        self._report(PagesSent(order.move, order.first + count, num_bytes, time.monotonic() - since))
 
-    def _fail(self, move: str, way: _SendPath, code: str, why: str) -> None:
-        """Tells of the failure, unless the move was stopped."""
-        if not way.stopped.is_set():
-            self._tell(SendFailed(move, code, why))
+    def _fail(self, move: str, outgoing: _OutgoingMove, code: str, why: str) -> None:
+        if not outgoing.stopped.is_set():
+            self._report(SendFailed(move, code, why))

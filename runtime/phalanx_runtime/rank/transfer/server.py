@@ -1,10 +1,9 @@
-"""Where a rank is reached for pages: one TCP port, for ranks of other groups that bring some, and for rank 0's orders.
+"""KV transfer server of a rank: one TCP port for pages from other groups and orders of rank 0.
 
-    any sender   the magic of `page_wire`, then the key of a move           ->  `Intake`
-    our rank 0   the magic of orders, then both prove the group's token     ->  orders one way, reports the other
+    sender of another group   magic of `page_wire`, then the key of a move           -> `PageReceiver`
+    rank 0 of this group      magic of orders, then mutual proof of the token        -> orders in, reports out
 
-Each connection has a thread of its own. Who has not proved anything yet is a stranger, for at most `HELLO_S`; there are no
-more than `MAX_STRANGERS` at once.
+Each connection has a thread. At most `MAX_UNPROVEN` are open without key or proof, each for `HELLO_TIMEOUT_S`.
 """
 
 import logging
@@ -12,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -28,16 +28,16 @@ from phalanx_runtime.core.migration.page_orders import (
     SendPages,
     StopPages,
 )
-from phalanx_runtime.rank.memory.page_memory import DraftPages, Pages, no_draft
-from phalanx_runtime.rank.transfer import page_wire as say
-from phalanx_runtime.rank.transfer.intake import Intake
-from phalanx_runtime.rank.transfer.sender import Sender
+from phalanx_runtime.rank.memory.page_memory import PageAccess
+from phalanx_runtime.rank.transfer import page_wire
+from phalanx_runtime.rank.transfer.receiver import PageReceiver
+from phalanx_runtime.rank.transfer.sender import PageSender
 
 log = logging.getLogger(__name__)
 
 ORDERS_MAGIC = b"phxorder"
-HELLO_S = 5.0
-MAX_STRANGERS = 64
+HELLO_TIMEOUT_S = 5.0
+MAX_UNPROVEN = 64
 MAX_FRAME_BYTES = 16 << 20
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(Order).decode
@@ -46,206 +46,229 @@ _decode_report = msgspec.msgpack.Decoder(Report).decode
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What ranks of one incarnation prove to one another."""
+    """Shared by the ranks of an incarnation."""
 
     token: bytes
     incarnation: int
 
     def proof(self, role: str, rank: int, nonces: bytes) -> bytes:
-        """What only a holder of the token can say in this role about these nonces."""
+        """Proves the token in this role."""
         return proof.proof(self.token, f"pages {role}", self.incarnation, (rank, 0), nonces)
 
 
-class _Stranger:
-    """A connection that has proved nothing yet: cut after `hello_s`, however slowly it speaks; it takes a place till then."""
+class ReportSink(Protocol):
+    """Sends reports to rank 0; thread-safe."""
 
-    def __init__(self, link: socket.socket, hello_s: float, places: threading.BoundedSemaphore) -> None:
-        self._link = link
-        self._places = places
+    def send(self, report: Report) -> None:
+        """Sends a report."""
+        ...
+
+    def attach(self, connection: socket.socket) -> None:
+        """Rank 0 opened this connection."""
+        ...
+
+
+class LocalReports:
+    """Of rank 0 itself."""
+
+    def __init__(self, add: Callable[[Report], None]) -> None:
+        self.send = add
+
+    def attach(self, connection: socket.socket) -> None:
+        """Does nothing."""
+
+
+class RemoteReports:
+    """Uses the connection of rank 0's orders; drops reports without one."""
+
+    def __init__(self) -> None:
+        self._sending = threading.Lock()
+        self._connection: socket.socket | None = None
+
+    def attach(self, connection: socket.socket) -> None:
+        """Uses this connection from now on."""
+        with self._sending:
+            self._connection = connection
+
+    def send(self, report: Report) -> None:
+        """Sends a report, if connected."""
+        with self._sending:
+            if self._connection is not None:
+                try:
+                    send_frame(self._connection, _encode(report))
+                except OSError:
+                    self._connection = None
+
+
+class _UnprovenConnection:
+    """Takes a slot until it is proven or the timeout ends it."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float, slots: threading.BoundedSemaphore) -> None:
+        self._connection = connection
+        self._slots = slots
         self._once = threading.Lock()
-        self._timer = threading.Timer(hello_s, self._cut)
+        self._timer = threading.Timer(timeout_s, self._shut_down)
         self._timer.daemon = True
         self._timer.start()
 
-    def proved(self) -> None:
-        """It is no stranger any more, or is gone. Only the first call counts."""
+    def release(self) -> None:
+        """Frees the slot. Idempotent."""
         if self._once.acquire(blocking=False):
             self._timer.cancel()
-            self._places.release()
+            self._slots.release()
 
-    def _cut(self) -> None:
+    def _shut_down(self) -> None:
         try:
-            self._link.shutdown(socket.SHUT_RDWR)
+            self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it has just left by itself
+            pass  # closed already
 
 
 class KvTransferServer:
-    """The port of one rank. `wait_for` returns when the rank has computed a step; `tell` hears reports, on any thread.
-
-    Rank 0 passes `tell`; the reports of other ranks go to whoever proved to be rank 0.
-    """
+    """Transfer server of one rank."""
 
     def __init__(
         self,
         rank: int,
         secret: Secret,
-        page_size: int,
-        open_pages: Callable[[], Pages],
-        wait_for: Callable[[int], None],
-        tell: Callable[[Report], None] | None = None,
-        hello_s: float = HELLO_S,
-        draft: Callable[[], DraftPages | None] = no_draft,
+        pages: PageAccess,
+        reports: ReportSink,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self._rank = rank
-        self._hello_s = hello_s
+        self._hello_timeout_s = hello_timeout_s
         self._secret = secret
-        self._told = tell
-        self._intake = Intake(page_size, open_pages, wait_for, self.tell, draft)
-        self._sender = Sender(open_pages, wait_for, self.tell, draft)
-        self._saying = threading.Lock()
-        self._orders: socket.socket | None = None
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._reports = reports
+        self._receiver = PageReceiver(pages, reports.send)
+        self._sender = PageSender(pages, reports.send)
+        self._unproven_slots = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._listener = listen(0)
         threading.Thread(target=self._accept, name="pages", daemon=True).start()
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Its TCP port."""
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Stops listening."""
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # who waits in accept would not notice a close
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end a blocked accept
         except OSError:
             pass
         self._listener.close()
 
-    def obey(self, order: Order) -> None:
-        """Does what rank 0 asks. Waits at most until a page that is being written is written."""
+    def execute(self, order: Order) -> None:
+        """Executes an order of rank 0; blocks at most while a page is written."""
         match order:
             case ExpectPages():
-                self._intake.expect(order)
-                self.tell(Expecting(order.move))
+                self._receiver.expect(order)
+                self._reports.send(Expecting(order.move))
             case ForgetMove(move):
-                self._intake.forget(move)
-                self.tell(Forgotten(move))
+                self._receiver.forget(move)
+                self._reports.send(Forgotten(move))
             case SendPages():
                 self._sender.send(order)
             case StopPages(move):
                 self._sender.stop(move)
 
-    def tell(self, report: Report) -> None:
-        """Reports to rank 0. Without it this rank is about to leave."""
-        if self._told is not None:
-            self._told(report)
-            return
-        with self._saying:
-            if self._orders is not None:
-                try:
-                    send_frame(self._orders, _encode(report))
-                except OSError:
-                    self._orders = None
-
     def _accept(self) -> None:
         while True:
             try:
-                link, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 if self._listener.fileno() < 0:
                     return
                 continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(link,), name="pages-in", daemon=True).start()
+            if self._unproven_slots.acquire(blocking=False):
+                threading.Thread(target=self._handle, args=(connection,), name="pages-in", daemon=True).start()
             else:
-                link.close()
-                self.tell(PeerRefused("too many at once"))
+                connection.close()
+                self._reports.send(PeerRefused("too many at once"))
 
-    def _greet(self, link: socket.socket) -> None:
-        stranger = _Stranger(link, self._hello_s, self._strangers)
+    def _handle(self, connection: socket.socket) -> None:
+        unproven = _UnprovenConnection(connection, self._hello_timeout_s, self._unproven_slots)
         try:
-            with link:
-                link.settimeout(self._hello_s)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                why = self._serve(link, say.read_exactly(link, len(say.MAGIC)), stranger.proved)
+            with connection:
+                connection.settimeout(self._hello_timeout_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                magic = page_wire.read_exactly(connection, len(page_wire.MAGIC))
+                why = self._serve(connection, magic, unproven.release)
         except OSError:
             why = "silent"
         except Exception:
-            log.exception("a connection for pages ended by a bug")
+            log.exception("a KV transfer connection failed")
             why = "error"
         finally:
-            stranger.proved()
+            unproven.release()
         if why is not None:
-            self.tell(PeerRefused(why))
+            self._reports.send(PeerRefused(why))
 
-    def _serve(self, link: socket.socket, magic: bytes, proved: Callable[[], None]) -> str | None:
-        """Serves one connection to its end; why it was turned away, if it was. Raises OSError."""
-        if magic == say.MAGIC:
-            return self._intake.serve(link, proved)
+    def _serve(self, connection: socket.socket, magic: bytes, on_proved: Callable[[], None]) -> str | None:
+        """Serves a connection. Returns the reason of a refusal. Raises OSError."""
+        if magic == page_wire.MAGIC:
+            return self._receiver.serve(connection, on_proved)
         if magic != ORDERS_MAGIC:
             return "malformed"
-        theirs, mine = say.read_exactly(link, proof.NONCE_BYTES), proof.make_nonce()
-        link.sendall(mine + self._secret.proof("listen", self._rank, theirs + mine))
-        if not proof.is_equal_proof(
-            say.read_exactly(link, proof.PROOF_BYTES), self._secret.proof("dial", self._rank, theirs + mine)
-        ):
+        peer_nonce, own_nonce = page_wire.read_exactly(connection, proof.NONCE_BYTES), proof.make_nonce()
+        nonces = peer_nonce + own_nonce
+        connection.sendall(own_nonce + self._secret.proof("listen", self._rank, nonces))
+        peer_proof = page_wire.read_exactly(connection, proof.PROOF_BYTES)
+        if not proof.is_equal_proof(peer_proof, self._secret.proof("dial", self._rank, nonces)):
             return "token"
-        proved()
-        link.settimeout(None)
-        with self._saying:
-            self._orders = link
-        self._obey_all(link)
+        on_proved()
+        connection.settimeout(None)
+        self._reports.attach(connection)
+        self._execute_all(connection)
         return None
 
-    def _obey_all(self, link: socket.socket) -> None:
-        """Obeys until rank 0 is gone, which ends this process soon for other reasons."""
+    def _execute_all(self, connection: socket.socket) -> None:
         while True:
             try:
-                frame = read_frame(link)
+                frame = read_frame(connection)
             except OSError:
                 return
-            self.obey(_decode_order(frame))
+            self.execute(_decode_order(frame))
 
 
 def dial(host: str, port: int, rank: int, secret: Secret) -> socket.socket:
-    """A proven connection of rank 0 to another rank of its group. Raises OSError."""
-    link = socket.create_connection((host, port), HELLO_S)
+    """Connects rank 0 to another rank, with mutual proof. Raises OSError."""
+    connection = socket.create_connection((host, port), HELLO_TIMEOUT_S)
     try:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mine = proof.make_nonce()
-        link.sendall(ORDERS_MAGIC + mine)
-        answer = say.read_exactly(link, proof.NONCE_BYTES + proof.PROOF_BYTES)
-        nonces = mine + answer[: proof.NONCE_BYTES]
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own_nonce = proof.make_nonce()
+        connection.sendall(ORDERS_MAGIC + own_nonce)
+        answer = page_wire.read_exactly(connection, proof.NONCE_BYTES + proof.PROOF_BYTES)
+        nonces = own_nonce + answer[: proof.NONCE_BYTES]
         if not proof.is_equal_proof(answer[proof.NONCE_BYTES :], secret.proof("listen", rank, nonces)):
-            raise ConnectionRefusedError(f"whoever answers for rank {rank} did not prove the token")
-        link.sendall(secret.proof("dial", rank, nonces))
-        link.settimeout(None)
+            raise ConnectionRefusedError(f"the peer at {host}:{port} did not prove the token of rank {rank}")
+        connection.sendall(secret.proof("dial", rank, nonces))
+        connection.settimeout(None)
     except BaseException:
-        link.close()
+        connection.close()
         raise
-    return link
+    return connection
 
 
-def send_order(link: socket.socket, order: Order) -> None:
-    """Sends one order. Raises OSError."""
-    send_frame(link, _encode(order))
+def send_order(connection: socket.socket, order: Order) -> None:
+    """Raises OSError."""
+    send_frame(connection, _encode(order))
 
 
-def read_report(link: socket.socket) -> Report:
-    """The next report. Raises OSError."""
-    report: Report = _decode_report(read_frame(link))
+def read_report(connection: socket.socket) -> Report:
+    """Raises OSError."""
+    report: Report = _decode_report(read_frame(connection))
     return report
 
 
-def send_frame(link: socket.socket, body: bytes) -> None:
-    """Sends bytes behind their length. Raises OSError."""
-    link.sendall(len(body).to_bytes(4, "little") + body)
+def send_frame(connection: socket.socket, body: bytes) -> None:
+    """Sends length and body. Raises OSError."""
+    connection.sendall(len(body).to_bytes(4, "little") + body)
 
 
-def read_frame(link: socket.socket) -> bytes:
-    """The next bytes behind their length. Raises OSError."""
-    size = int.from_bytes(say.read_exactly(link, 4), "little")
+def read_frame(connection: socket.socket) -> bytes:
+    """Raises OSError."""
+    size = int.from_bytes(page_wire.read_exactly(connection, 4), "little")
     if size > MAX_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} are expected")
-    return say.read_exactly(link, size)
+        raise ConnectionError(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    return page_wire.read_exactly(connection, size)

@@ -1,1 +1,1 @@
-"""HTTP of a pod: the application, metrics and health."""
+"""HTTP application of a pod."""

@@ -1,31 +1,80 @@
-"""The leader's HTTP application (API server and link), and the lifespan that runs a supervisor."""
+"""HTTP application of a pod, and its lifespan."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.health import HealthSource
+from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
+from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
+from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 
 log = logging.getLogger(__name__)
 
 
-class SupervisorTask(Protocol):
-    """Runs while the application does."""
+class Supervisor(Protocol):
+    """A supervisor, as used here."""
 
     async def run(self) -> None:
         """Runs until cancelled."""
         ...
+
+    def status(self) -> SupervisorStatus:
+        """Whether the pod serves."""
+        ...
+
+    def stuck_reason(self) -> str | None:
+        """Reason for a restart, if so."""
+        ...
+
+    def ranks(self) -> list[RankHealth]:
+        """Health of the ranks."""
+        ...
+
+    def memory(self) -> list[MemoryAccount]:
+        """Memory accounts of ready ranks."""
+        ...
+
+
+class PodHealthSource:
+    """Implements `HealthSource`."""
+
+    def __init__(self, supervisor: Supervisor, totals: RequestTotals) -> None:
+        self._supervisor = supervisor
+        self._totals = totals
+
+    def health(self) -> Health:
+        """Liveness and readiness."""
+        status = self._supervisor.status()
+        return Health(
+            not_alive=self._supervisor.stuck_reason(),
+            not_ready=None if status.ready else status.reason,
+            incarnation=status.incarnation,
+            ranks=self._supervisor.ranks(),
+        )
+
+    def totals(self) -> HealthTotals:
+        """Totals of the engine."""
+        return self._totals.totals()
+
+    def memory(self) -> Sequence[MemoryAccount]:
+        """Memory accounts of ready ranks."""
+        return self._supervisor.memory()
+
+    def kv_bytes_per_token(self) -> int | None:
+        """Sum over ready ranks."""
+        return sum(account.kv_bytes_per_token for account in self.memory()) or None
 
 
 def make_leader_app(
@@ -36,7 +85,7 @@ def make_leader_app(
     lifespan: Lifespan,
     keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
-    """The OpenAI API over the local engine, with the link endpoint if `link` is set."""
+    """The OpenAI API over the local engine, and the link endpoint."""
     app = create_app(
         LocalBackend(client), registry=registry, lifespan=lifespan, make_health_source=lambda _: health, keys=ApiKeys(keys)
     )
@@ -45,29 +94,26 @@ def make_leader_app(
     return app
 
 
-def supervised(supervisor: SupervisorTask, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> Lifespan:
-    """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, since the pod must then not appear healthy.
+def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> Lifespan:
+    """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, `ended` after the ranks have ended."""
 
-    Calls `ended` after the supervisor and its ranks have ended.
-    """
+    def report_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception() or RuntimeError("the supervisor returned")
+            log.error("the supervisor ended", exc_info=error)
+            failed(error)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(supervisor.run())
-
-        def look(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                error = task.exception() or RuntimeError("the supervisor returned")
-                log.error("the supervisor ended", exc_info=error)
-                failed(error)
-
-        task.add_done_callback(look)
+        task.add_done_callback(report_failure)
         try:
             yield
         finally:
             task.cancel()
-            with suppress(BaseException):  # `look` has logged any error
-                await task
-            ended()
+            try:
+                await asyncio.wait([task])  # `report_failure` logs its error
+            finally:
+                ended()
 
     return lifespan

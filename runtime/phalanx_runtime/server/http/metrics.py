@@ -1,7 +1,6 @@
-"""Prometheus metrics of the engine, over all its requests from the API server and from links.
+"""Prometheus metrics of the engine, named as in vLLM where possible.
 
-Names that vLLM has are kept, since gateways and dashboards read them. Only the runtime exports them, so a sum over the pods of a
-service counts each request once. The API server exports client-side latencies.
+Routers do not export them: a sum over pods counts each request once.
 """
 
 import math
@@ -12,24 +11,25 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from phalanx_api import wire
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, RequestTotals
-from phalanx_runtime.engine.client import NO_LOAD
-from phalanx_runtime.engine.meter import EndedRequest
+from phalanx_runtime.engine.load_feed import NO_LOAD
+from phalanx_runtime.engine.open_requests import EndedRequest
 
-# Speculation
-
-NOTHING = SpeculationCounts()
+NO_COUNTS = SpeculationCounts()
 
 
 class SpeculationMetrics:
-    """Counters that mirror the engine's totals, which restart at 0 with each engine."""
+    """Counters of speculation. Reported totals restart at 0 with each incarnation."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(name, what, ["model_name", *labels], registry=registry)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, ["model_name", *labels], registry=registry)
+
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(name, help_text, ["model_name"], registry=registry).labels(model_name)
 
         self._model_name = model_name
-        self._counts = NOTHING
-        self._plain = {
+        self._counts = NO_COUNTS
+        self._sums = {
             "paths": counter("vllm:spec_decode_num_drafts", "Requests with draft tokens, summed over steps."),
             "saved": counter("phalanx_speculation_saved_tokens", "Tokens generated beyond one for each request and step."),
             "branched": counter(
@@ -45,40 +45,35 @@ class SpeculationMetrics:
         self._accepted_at = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
         )
-        self._depth = Gauge(
-            "phalanx_speculation_depth", "Draft tokens per request since the last report.", ["model_name"], registry=registry
-        ).labels(model_name)
-        self._lost = Gauge(
-            "phalanx_speculation_lost", "1 once the ranks can no longer draft.", ["model_name"], registry=registry
-        ).labels(model_name)
-        for plain in (*self._plain.values(), self._proposed, self._accepted):
-            plain.labels(model_name)
+        self._depth = gauge("phalanx_speculation_depth", "Draft tokens per request since the last report.")
+        self._draft_failed = gauge("phalanx_speculation_lost", "1 once the ranks can no longer draft.")
+        for family in (*self._sums.values(), self._proposed, self._accepted):
+            family.labels(model_name)  # exports 0 before the first draft token
 
-    def follow(self, counts: SpeculationCounts) -> tuple[int, int]:
-        """Adds the difference to the last report; returns the numbers of draft tokens and accepted tokens in it."""
-        before = self._counts if counts.paths >= self._counts.paths else NOTHING
+    def update(self, counts: SpeculationCounts) -> tuple[int, int]:
+        """Adds a report; returns its new draft tokens and accepted tokens."""
+        before = self._counts if counts.paths >= self._counts.paths else NO_COUNTS
         self._counts = counts
         name = self._model_name
-        for field, family in self._plain.items():
+        for field, family in self._sums.items():
             family.labels(name).inc(max(0, getattr(counts, field) - getattr(before, field)))
-        proposed = _added(self._proposed_at, name, before.proposed, counts.proposed)
+        proposed = _add_per_position(self._proposed_at, name, before.proposed, counts.proposed)
         self._proposed.labels(name).inc(proposed)
-        accepted = _added(self._accepted_at, name, before.accepted, counts.accepted)
+        accepted = _add_per_position(self._accepted_at, name, before.accepted, counts.accepted)
         self._accepted.labels(name).inc(accepted)
         paths = counts.paths - before.paths
         self._depth.set(proposed / paths if paths else 0.0)
-        self._lost.set(bool(counts.lost))
+        self._draft_failed.set(bool(counts.draft_failure))
         return proposed, accepted
 
 
-def _added(family: Counter, name: str, before: list[int], now: list[int]) -> int:
-    """Increments the counter of each position; returns the sum."""
-    added = 0
+def _add_per_position(family: Counter, model_name: str, before: list[int], now: list[int]) -> int:
+    total = 0
     for position, count in enumerate(now):
-        more = max(0, count - (before[position] if position < len(before) else 0))
-        family.labels(name, str(position)).inc(more)
-        added += more
-    return added
+        added = max(0, count - (before[position] if position < len(before) else 0))
+        family.labels(model_name, str(position)).inc(added)
+        total += added
+    return total
 
 
 _QUEUE_S = (0.001, 0.005, *LATENCY_S)
@@ -100,7 +95,7 @@ _COUNTERS = {
     "prefix_hit_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "pages_reused": ("phalanx_pages_reused", "Pages reused from the prefix cache."),
     "pages_evicted": ("phalanx_pages_evicted", "Pages evicted from the prefix cache."),
-    "refused_copies": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
+    "refused_transfers": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
     "refusals": ("phalanx_requests_refused", "Requests refused because the queue was full."),
     "recomputed_tokens": ("phalanx_recomputed_tokens", "Tokens recomputed after preemptions."),
     "leaks": ("phalanx_page_leaks", "Pages and batch slots unaccounted for while the engine was idle."),
@@ -109,9 +104,9 @@ _COUNTERS = {
 
 
 class EngineMetrics:
-    """Implements `EngineMeter`. `tally` receives the totals for /v1/metrics."""
+    """Implements `EngineMeter`."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, tally: RequestTotals) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, totals: RequestTotals) -> None:
         def gauge(name: str, help_text: str) -> Gauge:
             return Gauge(name, help_text, ["model_name"], registry=registry).labels(model_name)
 
@@ -124,7 +119,7 @@ class EngineMetrics:
         def histogram(name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"vllm:{name}", help_text, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
 
-        self._tally = tally
+        self._totals = totals
         self._model_name = model_name
         self._running = gauges("num_requests_running", "Requests that hold pages.")
         self._waiting = gauges("num_requests_waiting", "Requests waiting for pages or a batch slot.")
@@ -162,12 +157,12 @@ class EngineMetrics:
         self._request_max = histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
 
     def load(self, load: wire.Load) -> None:
-        """Sets the gauges, and adds to the counters the difference to the last report. A new engine counts from 0."""
+        """Sets gauges and increments counters."""
         for name, count in self._counters.items():
             before, now = getattr(self._load, name), getattr(load, name)
             count.inc(now - before if now >= before else now)
         self._load = load
-        self._tally.record_speculation(*self._speculation.follow(load.speculation))
+        self._totals.record_speculation(*self._speculation.update(load.speculation))
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:
@@ -198,7 +193,7 @@ class EngineMetrics:
 
     def ended(self, end: EndedRequest) -> None:
         """Counts an ended request."""
-        self._tally.count(end.prompt_tokens, end.cached_tokens, end.generated_tokens, end.latency_s)
+        self._totals.count(end.prompt_tokens, end.cached_tokens, end.generated_tokens, end.latency_s)
         self._finished.labels(self._model_name, end.reason).inc()
         self._cached_tokens.inc(end.cached_tokens)
         self._latency.observe(end.latency_s)

@@ -1,1 +1,1 @@
-"""The leader's side of the link to routers."""
+"""The leader's side of links."""

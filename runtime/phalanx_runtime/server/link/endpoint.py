@@ -1,7 +1,4 @@
-"""WebSocket endpoint of the link at `wire.LINK_PATH` of the leader's HTTP port, one connection per router.
-
-The upgrade request carries the token, the first frame is Hello; `server.link.connection` serves the link after that.
-"""
+"""WebSocket endpoint of the link. The upgrade request carries the token, the first frame is Hello."""
 
 import asyncio
 import hmac
@@ -17,46 +14,50 @@ from phalanx_api import wire
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import EngineGateway
-from phalanx_runtime.server.link.orphans import Orphan, Orphans
+from phalanx_runtime.server.link.orphans import Orphans, RequestRecord
 
 log = logging.getLogger(__name__)
 
-CLOSE_BUG = 1011
-"""Close code: internal error of this leader, with details in its log."""
+CLOSE_INTERNAL_ERROR = 1011
+"""Close code; see the leader's log."""
 
 
 class LinkEndpoint:
-    """The endpoint. `routers`: number of open links; `turned_away`: refused connections by reason."""
+    """Authenticates routers and runs their links."""
 
     def __init__(self, gateway: EngineGateway, settings: LinkSettings) -> None:
-        self.routers = 0
-        self.turned_away: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        """By reason: token, version, hello."""
         self._gateway = gateway
         self._settings = settings
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
         self._links: set[LinkConnection] = set()
         self._expected = b"Bearer " + settings.token.encode()
 
+    @property
+    def num_routers(self) -> int:
+        """Open links."""
+        return len(self._links)
+
     def route(self) -> WebSocketRoute:
-        """The route to add to the leader's application."""
+        """Route of the application."""
         return WebSocketRoute(wire.LINK_PATH, self.serve)
 
     async def serve(self, websocket: WebSocket) -> None:
-        """Serves one router until its link ends."""
-        offered = websocket.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(offered, self._expected):
-            self.turned_away["token"] += 1
+        """Serves one router."""
+        authorization = websocket.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(authorization, self._expected):
+            self.refusals["token"] += 1
             log.warning("link refused: wrong token")
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
             return
         await websocket.accept()
-        hello = await self._hello(websocket)
+        hello = await self._receive_hello(websocket)
         if hello is None:
             return
-        self.routers += 1
         log.info("link opened", extra={"router": hello.router})
         peer = Peer(hello.router, hello.instance)
-        link = LinkConnection(websocket, self._gateway, self._settings, peer, orphans=self._orphans, find=self._find)
+        link = LinkConnection(websocket, self._gateway, self._settings, peer, orphans=self._orphans, take_over=self._take_over)
         self._links.add(link)
         self._orphans.router_reconnected(link.router)
         try:
@@ -64,21 +65,19 @@ class LinkEndpoint:
         except Exception:
             why = "internal error of the leader"
             log.exception("link failed", extra={"router": hello.router})
-            await websocket.close(CLOSE_BUG, why)
+            await websocket.close(CLOSE_INTERNAL_ERROR, why)
         finally:
             self._links.discard(link)
-            self.routers -= 1
         log.info("link ended", extra={"router": hello.router, "why": why})
 
-    def _find(self, id: str, tenant: str) -> Orphan | None:
-        """Takes over the request of this id and tenant from another link (whose router may be lost undetected) or the orphans."""
+    def _take_over(self, id: str, tenant: str) -> RequestRecord | None:
+        """Takes a request from another link, where the loss of the router may be undetected, or from the orphans."""
         for link in self._links:
-            if (kept := link.release_request(id, tenant)) is not None:
-                return kept
+            if (record := link.hand_over(id, tenant)) is not None:
+                return record
         return self._orphans.adopt(id, tenant)
 
-    async def _hello(self, websocket: WebSocket) -> wire.Hello | None:
-        """Returns the router's first frame, or None after closing the connection with the reason."""
+    async def _receive_hello(self, websocket: WebSocket) -> wire.Hello | None:
         code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"
         try:
             async with asyncio.timeout(self._settings.hello_s):
@@ -94,7 +93,7 @@ class LinkEndpoint:
             reason = "the first frame is no frame of the link"
         except WebSocketDisconnect:
             return None
-        self.turned_away["version" if code == wire.CLOSE_WRONG_VERSION else "hello"] += 1
+        self.refusals["version" if code == wire.CLOSE_WRONG_VERSION else "hello"] += 1
         log.warning("link refused", extra={"why": reason})
         await websocket.close(code, reason)
         return None

@@ -1,41 +1,29 @@
-"""Interface of the engine client to the leader's links."""
+"""Interface of the engine client to links."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from phalanx_api import wire
-from phalanx_runtime.engine.client import EngineObserver
+from phalanx_runtime.engine.load_feed import EngineObserver
 from phalanx_runtime.engine.move_relay import MoveRelay
-
-
-class EngineSink(Protocol):
-    """Receives the engine's frames about its requests, with the engine's handles. Called on the event loop; never blocks."""
-
-    def tokens(self, frame: wire.Tokens) -> None:
-        """All tokens of one step for this sink's requests. The sink owns the frame."""
-        ...
-
-    def refused(self, frame: wire.Refused) -> None:
-        """One of this sink's requests was refused or ended without finishing."""
-        ...
+from phalanx_runtime.engine.open_requests import RequestSink
 
 
 class EngineGateway(Protocol):
-    """Engine client as links see it. No call blocks; all calls are made on the event loop.
+    """The engine client, on the event loop. No call blocks.
 
-    When the incarnation changes, all requests are dropped without a call to their sinks; the link notifies its router. An aborted
-    request causes no further calls either.
+    Aborts and new incarnations drop requests without calls to their sinks.
     """
 
     @property
     def moves(self) -> MoveRelay:
-        """Relay of move frames between links and engine."""
+        """Relay of move frames."""
         ...
 
-    def submit(self, request: wire.Request, sink: EngineSink, move: str = "") -> int:
-        """Submits a request and returns its engine handle. `sink` is called later, never within this call.
+    def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
+        """Returns the engine handle. `sink` is called later, never within this call.
 
-        move: id of the move whose transferred pages the request starts on.
+        `move`: id of the move with the transferred pages to start on.
         """
         ...
 
@@ -44,33 +32,33 @@ class EngineGateway(Protocol):
         ...
 
     def has(self, handle: int) -> bool:
-        """Whether a request is still in the engine. A moved request leaves it without a frame."""
+        """Whether a request is open. A move ends it without a frame."""
         ...
 
-    def reassign(self, handles: Iterable[int], sink: EngineSink) -> None:
-        """Assigns these requests to another sink."""
+    def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:
+        """Changes the sink of requests."""
         ...
 
     def state(self) -> wire.State:
-        """Whether the group serves, and its incarnation."""
+        """Whether the group serves."""
         ...
 
     def load(self) -> wire.Load:
-        """The last load report of the engine."""
+        """Latest load report."""
         ...
 
     def pages(self) -> wire.PageChanges:
-        """Snapshot of the page keys in the prefix cache."""
+        """Page keys."""
         ...
 
     def assets(self) -> wire.Assets:
-        """Model assets for the API server. Raises BackendError until an incarnation has served."""
+        """Model assets. Raises BackendError before an incarnation serves."""
         ...
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Calls `changed` after each change of `state`. Returns a function that ends the subscription."""
+        """Subscribes to `state`. Returns a function that unsubscribes."""
         ...
 
-    def follow(self, follower: EngineObserver) -> Callable[[], None]:
-        """Passes load reports and page changes to `follower`. Returns a function that ends the subscription."""
+    def observe(self, observer: EngineObserver) -> Callable[[], None]:
+        """Subscribes to load and pages. Returns a function that unsubscribes."""
         ...

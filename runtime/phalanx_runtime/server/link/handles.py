@@ -1,7 +1,7 @@
-"""Handles of one link: translation of move frames, and acknowledgement of Submits in load reports."""
+"""Handles of one link: routers and the engine number requests independently."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -10,80 +10,107 @@ from phalanx_api import moves, wire
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay, MoveReport
 
 
+class HandleMap:
+    """The open requests, by router handle and by engine handle."""
+
+    def __init__(self) -> None:
+        self.to_router: dict[int, int] = {}
+        self.to_engine: dict[int, int] = {}
+
+    def add(self, router_handle: int, engine_handle: int) -> None:
+        """Adds a request."""
+        self.to_router[engine_handle] = router_handle
+        self.to_engine[router_handle] = engine_handle
+
+    def remove(self, engine_handle: int) -> int:
+        """Removes a request; returns its router handle."""
+        handle = self.to_router.pop(engine_handle)
+        del self.to_engine[handle]
+        return handle
+
+    def remove_from_router(self, router_handles: list[int]) -> list[int]:
+        """Removes known requests; returns their engine handles."""
+        engine_handles = [self.to_engine.pop(handle) for handle in router_handles if handle in self.to_engine]
+        for handle in engine_handles:
+            del self.to_router[handle]
+        return engine_handles
+
+    def clear(self) -> None:
+        """Removes all requests."""
+        self.to_router.clear()
+        self.to_engine.clear()
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class LinkMoves:
-    """Moves on one link. `handles`: engine handles by router handle; `host`: leader address, used for ranks in its pod."""
+    """Moves on one link."""
 
     relay: MoveRelay
     state: Callable[[], wire.State]
     send: Callable[[wire.FromLeader], None]
-    handles: Mapping[int, int]
-    names: Mapping[int, int]
-    """Router handles by engine handle."""
+    handles: HandleMap
     host: str
+    """Address of the leader's pod."""
 
     def open(self) -> Callable[[], None]:
-        """Subscribes to rescues. Returns a function that unsubscribes and detaches this link from its moves."""
-        stop = self.relay.listen(self._rescue)
+        """Subscribes to rescues. Returns a function that detaches this link."""
+        unsubscribe = self.relay.subscribe_rescues(self._send_rescue)
 
         def close() -> None:
-            stop()
-            self.relay.leave(self._told)
+            unsubscribe()
+            self.relay.unregister_handler(self._send_report)
 
         return close
 
-    def obey(self, frame: MoveOrder) -> None:
-        """Passes a router's frame to the engine, or rejects it if the group or the request is not available."""
-        if isinstance(frame, wire.Prepare) and not self.state().serving:
-            self.send(moves.MoveFailed(frame.move, "no_room", f"the group takes no requests: {self.state().reason}"))
-        elif isinstance(frame, moves.MoveOut):
-            handle = self.handles.get(frame.handle)
+    def handle(self, order: MoveOrder) -> None:
+        """Executes or rejects a router's order."""
+        if isinstance(order, wire.Prepare) and not self.state().serving:
+            self.send(moves.MoveFailed(order.move, "no_room", f"the group takes no requests: {self.state().reason}"))
+        elif isinstance(order, moves.MoveOut):
+            handle = self.handles.to_engine.get(order.handle)
             if handle is None:
-                self.send(moves.MoveFailed(frame.move, "unknown", f"no request runs under handle {frame.handle}"))
+                self.send(moves.MoveFailed(order.move, "unknown", f"no request runs under handle {order.handle}"))
             else:
-                self.relay.order(msgspec.structs.replace(frame, handle=handle), self._told)
+                self.relay.order(msgspec.structs.replace(order, handle=handle), self._send_report)
         else:
-            self.relay.order(frame, self._told)
+            self.relay.order(order, self._send_report)
 
-    def _told(self, report: MoveReport) -> None:
+    def _send_report(self, report: MoveReport) -> None:
         if isinstance(report, moves.Prepared):
             addresses = [address if address.host else moves.PageAddress(self.host, address.port) for address in report.addresses]
             report = msgspec.structs.replace(report, addresses=addresses)
         self.send(report)
 
-    def _rescue(self, asked: moves.AskRescue) -> None:
-        mine = [self.names[handle] for handle in asked.handles if handle in self.names]
-        if mine:
-            self.send(moves.AskRescue(mine, asked.within_s))
-
-
-# Routers and the engine number requests independently; a load report acknowledges router handles.
+    def _send_rescue(self, rescue: moves.RescueRequest) -> None:
+        to_router = self.handles.to_router
+        handles = [to_router[handle] for handle in rescue.handles if handle in to_router]
+        if handles:
+            self.send(moves.RescueRequest(handles, rescue.within_s))
 
 
 class AcknowledgedHandles:
-    """The Submits of one link that no load report covers yet, in order."""
+    """Submits that no load report covers yet."""
 
-    __slots__ = ("_highest", "_unseen")
+    __slots__ = ("_highest", "_pending")
 
     def __init__(self) -> None:
         self._highest = 0
-        self._unseen: deque[tuple[int, int]] = deque()
-        """Pairs of engine handle and router handle. A refused Submit has the engine handle of the one before it."""
+        self._pending: deque[tuple[int, int]] = deque()
+        """Engine and router handles; a refused Submit has the previous engine handle."""
 
     def submitted(self, handle: int, engine_handle: int | None) -> None:
-        """Records a Submit; `engine_handle` is None if it was refused before it reached the engine."""
+        """Records a Submit; without engine handle if refused."""
         if engine_handle is None:
-            engine_handle = self._unseen[-1][0] if self._unseen else 0
-        self._unseen.append((engine_handle, handle))
+            engine_handle = self._pending[-1][0] if self._pending else 0
+        self._pending.append((engine_handle, handle))
 
-    def lost(self) -> None:
-        """Acknowledges all Submits of an ended incarnation."""
-        while self._unseen:
-            self._highest = max(self._highest, self._unseen.popleft()[1])
+    def acknowledge_all(self) -> None:
+        """Acknowledges all Submits."""
+        while self._pending:
+            self._highest = max(self._highest, self._pending.popleft()[1])
 
     def highest(self, last_handle: int) -> int:
-        """Highest router handle covered by a load report whose last engine handle is `last_handle`; 0 if there is no such
-        handle."""
-        while self._unseen and self._unseen[0][0] <= last_handle:
-            self._highest = max(self._highest, self._unseen.popleft()[1])
+        """Highest router handle that a load report with this last engine handle covers, or 0."""
+        while self._pending and self._pending[0][0] <= last_handle:
+            self._highest = max(self._highest, self._pending.popleft()[1])
         return self._highest

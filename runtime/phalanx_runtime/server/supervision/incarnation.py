@@ -1,16 +1,10 @@
 """State machine of a group's leader: all ranks start and end together.
 
     gathering --all pods joined--> loading --all pods ready--> serving --a pod is leaving--> (draining)
-        ^------ pod lost / ranks failed, after the back-off ------'  ^----- drained ---------'
+        ^------ pod lost / ranks failed, after the backoff -------'  ^----- drained ---------'
 
-In the steady state (serving) no event causes an action. Any failure ends the incarnation: every pod ends its ranks, and the
-number increases at once, so that routers see the loss before the next start. A lost pod is no crash: the group starts when it is
-back. After failed ranks the next start follows at once if the incarnation had served for `STABLE_S`, else after 1, 2, 4 ... 30 s.
-
-A draft failure ends the incarnation where ranks wait for one another. All later starts of this leader omit the draft, and neither
-the group nor its requests are charged. A start made before the failure was reported is ended too.
-
-A pod that is leaving reports it first: running requests finish, the incarnation ends, and the next one waits for the successor.
+The end of an incarnation increases the number at once, so that routers receive the loss before the next start. After the loss
+or drain of a pod the group waits for the pod or its successor. All starts after a draft failure omit the draft.
 
 Pure: the clock is an argument; `supervisor` executes the actions.
 """
@@ -22,7 +16,7 @@ from phalanx_api.wire.leader import MemoryAccount
 
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""Seconds of service after which earlier failures no longer count."""
+"""Service time that resets the count of failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """All ranks of a pod have loaded. `memory`: their accounts as far as reported."""
+    """All ranks of a pod have loaded."""
 
     pod: int
     incarnation: int
@@ -60,15 +54,14 @@ class RanksFailed:
     is_echo: bool = False
     """They ended only because a rank elsewhere did; another reason replaces this one."""
     is_charged: bool = True
-    """False if a request ran alone because groups had died under it: the group is not charged, and the next start does not
-    wait."""
+    """False if a request ran alone: the failure does not count, and the next start does not wait."""
     is_draft: bool = False
-    """A draft failure caused it: later starts omit the draft."""
+    """A draft failure caused it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodLeaving:
-    """A pod received SIGTERM and waits until the group has drained."""
+    """A pod received SIGTERM and waits for the drain."""
 
     pod: int
     why: str
@@ -76,14 +69,14 @@ class PodLeaving:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The incarnation has drained: no request runs."""
+    """No request of the incarnation runs."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffOver:
-    """The back-off before this incarnation has elapsed."""
+    """The backoff before this incarnation has elapsed."""
 
     incarnation: int
 
@@ -93,23 +86,25 @@ Event = Joined | Left | PodLeaving | Drained | RanksReady | RanksFailed | Backof
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Every pod starts its ranks. `hosts[p]`: host of pod p; `without_draft`: reason for omitting the draft, or empty."""
+    """Start the ranks of all pods."""
 
     incarnation: int
     hosts: tuple[str, ...]
+    """By pod."""
     without_draft: str = ""
+    """Reason for omitting the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartServing:
-    """Every rank is ready: the group accepts requests."""
+    """Every rank is ready: accept requests."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainGroup:
-    """Accept no more requests in this incarnation; Drained follows once the running ones have finished."""
+    """Accept no more requests; report Drained once all have finished."""
 
     incarnation: int
     why: str
@@ -117,16 +112,17 @@ class DrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopRanks:
-    """Every pod kills the ranks of this incarnation; its requests are lost. `is_outside`: no request caused it."""
+    """Kill the ranks of all pods; their requests are lost."""
 
     incarnation: int
     why: str
     is_outside: bool = False
+    """No request caused it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WakeAfter:
-    """Emit BackoffOver(incarnation) after `delay_s`."""
+    """Report BackoffOver after `delay_s`."""
 
     incarnation: int
     delay_s: float
@@ -137,7 +133,7 @@ Action = StartRanks | StartServing | DrainGroup | StopRanks | WakeAfter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """State of the group as the leader knows it."""
+    """State of the group."""
 
     num_pods: int
     incarnation: int = 1
@@ -146,25 +142,26 @@ class Group:
     hosts: tuple[tuple[int, str], ...] = ()
     ready: frozenset[int] = frozenset()
     memory: tuple[MemoryAccount, ...] = ()
-    """Accounts of the ranks that are ready, by rank."""
+    """Accounts of the ready ranks, by rank."""
     failures: int = 0
-    """Charged rank failures in a row."""
+    """Counted rank failures in a row."""
     serving_since: float | None = None
     delay_s: float = 0.0
+    """Backoff before the next start."""
     why: str = ""
     """Reason of the last loss."""
     is_echo: bool = False
     leaving: frozenset[int] = frozenset()
-    """Pods that wait for the drain and do not return."""
+    """Pods that end after the drain."""
     deaths: int = 0
-    """Incarnations that ended by a fault of the group: no outside cause, no draft failure."""
+    """Incarnations ended by a fault of the group: no outside cause, no draft failure."""
     death: str = ""
     """Reason of the last of `deaths`."""
     without_draft: str = ""
-    """Reason why starts omit the draft; empty if they do not."""
+    """Reason why starts omit the draft."""
 
     def reason(self) -> str:
-        """Reason the group does not serve; empty if it serves."""
+        """Reason for not serving, or empty."""
         after = f" after: {self.why}" if self.why else ""
         match self.phase:
             case "serving":
@@ -174,25 +171,25 @@ class Group:
             case "backoff":
                 return f"waiting {self.delay_s:g} s before start {self.incarnation}{after}"
             case "gathering":
-                here = {pod for pod, _ in self.hosts}
-                missing = ", ".join(str(pod) for pod in range(self.num_pods) if pod not in here)
+                joined = {pod for pod, _ in self.hosts}
+                missing = ", ".join(str(pod) for pod in range(self.num_pods) if pod not in joined)
                 return f"waiting for pod {missing} of the group's {self.num_pods}{after}"
 
 
 def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]]:
-    """State after the event, and the actions to execute in order."""
+    """New state, and the actions to execute in order."""
     match event:
         case Joined(pod, host):
             return _joined(group, pod, host, now)
         case Left(pod, why):
-            return _lost(_without(group, frozenset({pod})), f"pod {pod} left: {why}", is_outside=True)
+            return _end_incarnation(_without(group, frozenset({pod})), f"pod {pod} left: {why}", is_outside=True)
         case PodLeaving(pod, why):
             return _leaving(group, pod, why)
         case Drained(incarnation):
             if incarnation != group.incarnation or not group.leaving:
                 return group, []
             pods = ", ".join(str(pod) for pod in sorted(group.leaving))
-            return _lost(group, f"pod {pods} is leaving", is_outside=True)
+            return _end_incarnation(group, f"pod {pods} is leaving", is_outside=True)
         case RanksReady(pod, incarnation, memory):
             if group.phase != "loading" or incarnation != group.incarnation or pod in group.ready:
                 return group, []
@@ -206,7 +203,7 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
-            return _start_if_all_here(replace(group, phase="gathering"))
+            return _start_if_complete(replace(group, phase="gathering"))
         case _:
             assert_never(event)
 
@@ -216,18 +213,18 @@ def _joined(group: Group, pod: int, host: str, now: float) -> tuple[Group, list[
         return group, []
     actions: list[Action] = []
     if any(p == pod for p, _ in group.hosts):
-        # The pod reconnected before its loss was detected: its ranks are lost.
+        # Undetected loss.
         group, actions = advance(group, Left(pod, "it reconnected"), now)
-    group, more = _start_if_all_here(replace(group, hosts=tuple(sorted([*group.hosts, (pod, host)]))))
+    group, more = _start_if_complete(replace(group, hosts=tuple(sorted([*group.hosts, (pod, host)]))))
     return group, actions + more
 
 
 def _leaving(group: Group, pod: int, why: str) -> tuple[Group, list[Action]]:
     if group.phase != "serving":
-        return _lost(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}", is_outside=True)
-    first = not group.leaving
+        return _end_incarnation(_without(group, frozenset({pod})), f"pod {pod} is leaving: {why}", is_outside=True)
+    is_first = not group.leaving
     group = replace(group, leaving=group.leaving | {pod})
-    return group, [DrainGroup(group.incarnation, f"pod {pod} is leaving: {why}")] if first else []
+    return group, [DrainGroup(group.incarnation, f"pod {pod} is leaving: {why}")] if is_first else []
 
 
 def _without(group: Group, pods: frozenset[int]) -> Group:
@@ -237,7 +234,7 @@ def _without(group: Group, pods: frozenset[int]) -> Group:
 def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:
     why = f"pod {event.pod}: {event.why}"
     if event.incarnation == group.incarnation - 1 and group.is_echo and not event.is_echo:
-        group = _died(replace(group, why=why, is_echo=False), event, why)
+        group = _count_death(replace(group, why=why, is_echo=False), event, why)
     if event.is_draft and not group.without_draft:
         group = replace(group, without_draft=why)
         if event.incarnation != group.incarnation:
@@ -250,42 +247,41 @@ def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[A
     delay_s = backoff_s(failures, has_served=since is not None)
     if not event.is_charged:
         failures, delay_s = before, 0.0
-    group = _died(group, event, why)
-    # An echo may follow from the loss of a rank or pod that is not known yet.
-    group, actions = _lost(group, why, is_outside=event.is_echo or event.is_draft)
+    group = _count_death(group, event, why)
+    # The cause of an echo is elsewhere, and may not be reported yet.
+    group, actions = _end_incarnation(group, why, is_outside=event.is_echo or event.is_draft)
     group = replace(group, failures=failures, delay_s=delay_s, is_echo=event.is_echo)
     if delay_s == 0:
-        group, more = _start_if_all_here(group)
+        group, more = _start_if_complete(group)
         return group, actions + more
     return replace(group, phase="backoff"), [*actions, WakeAfter(group.incarnation, delay_s)]
 
 
 def _start_without_draft(group: Group, why: str) -> tuple[Group, list[Action]]:
-    """Ends a start made before the draft failure was known: it has the same draft and would fail again."""
-    group, stops = _lost(group, why, is_outside=True)
-    group, starts = _start_if_all_here(group)
+    """Ends a start made before the draft failure was reported: it would fail again."""
+    group, stops = _end_incarnation(group, why, is_outside=True)
+    group, starts = _start_if_complete(group)
     return group, stops + starts
 
 
-def _died(group: Group, event: RanksFailed, why: str) -> Group:
-    """Counts a death, unless it is an echo, a draft failure or not charged."""
+def _count_death(group: Group, event: RanksFailed, why: str) -> Group:
     is_excused = event.is_echo or event.is_draft or not event.is_charged
     return group if is_excused else replace(group, deaths=group.deaths + 1, death=why)
 
 
 def backoff_s(failures: int, has_served: bool) -> float:
-    """Seconds to wait after `failures` in a row; 0 after the first failure of an incarnation that served."""
+    """0 after the first failure of an incarnation that served, else 1, 2, 4 ... 30 s."""
     if has_served and failures == 1:
         return 0.0
     return min(MAX_BACKOFF_S, 2.0 ** (min(failures, 10) - 1))
 
 
-def _lost(group: Group, why: str, is_outside: bool = False) -> tuple[Group, list[Action]]:
-    """Ends the incarnation if one is loading or serving, and removes the pods that are leaving."""
+def _end_incarnation(group: Group, why: str, is_outside: bool = False) -> tuple[Group, list[Action]]:
+    """Ends a loading or serving incarnation; removes leaving pods."""
     group = _without(group, group.leaving)
     if group.phase not in ("loading", "serving"):
         return group, []
-    stopped = StopRanks(group.incarnation, why, is_outside)
+    stop = StopRanks(group.incarnation, why, is_outside)
     group = replace(
         group,
         phase="gathering",
@@ -296,10 +292,10 @@ def _lost(group: Group, why: str, is_outside: bool = False) -> tuple[Group, list
         why=why,
         is_echo=False,
     )
-    return group, [stopped]
+    return group, [stop]
 
 
-def _start_if_all_here(group: Group) -> tuple[Group, list[Action]]:
+def _start_if_complete(group: Group) -> tuple[Group, list[Action]]:
     if group.phase != "gathering" or len(group.hosts) < group.num_pods:
         return group, []
     hosts = tuple(host for _, host in group.hosts)

@@ -1,8 +1,7 @@
-"""The rank processes of one pod in one incarnation: they start and end together.
+"""The rank processes of one pod in one incarnation.
 
-A rank reads its RankSpec from the first line of stdin and writes RankReady and heartbeats as lines to stdout. stdin stays open,
-so that a rank exits whenever this process ends. A rank's stderr is logged; its last line becomes the reason when the rank exits.
-A rank that `hang_detection` reports as hung counts as failed.
+A rank reads its RankSpec from the first line of stdin and writes RankReady and heartbeats as lines to stdout. It exits when stdin
+closes. stderr is logged; its last line becomes the reason of an exit.
 """
 
 import asyncio
@@ -25,16 +24,16 @@ log = logging.getLogger(__name__)
 
 RANK_COMMAND = (sys.executable, "-m", "phalanx_runtime.rank")
 ECHO_WAIT_S = 0.2
-"""Seconds a failure waits for a better reason: a rank that lost its peer may exit before the peer's exit is detected."""
-LEAVE_S = 1.0
-"""Seconds ranks have to exit after stdin is closed, before they are killed."""
+"""Wait for the cause: a rank may exit before the exit of its lost peer is detected."""
+EXIT_S = 1.0
+"""Time to exit after stdin closes."""
 _CHUNK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 4096
 _decode = msgspec.json.Decoder(RankSays).decode
 
 
 class RanksEnded(Exception):
-    """Ranks exited, which ends the incarnation. `is_echo`: each only lost a peer; `is_draft`: a draft failure caused it."""
+    """Ranks exited; see `incarnation.RanksFailed`."""
 
     def __init__(self, why: str, is_echo: bool = False, is_draft: bool = False) -> None:
         super().__init__(why)
@@ -44,55 +43,62 @@ class RanksEnded(Exception):
 
 
 class RankProcess:
-    """One rank process. `ready` completes when it has loaded, `ended` when it has exited and its output is read."""
+    """One rank process."""
 
     def __init__(self, spec: RankSpec, process: asyncio.subprocess.Process) -> None:
         self.rank = spec.rank
         self.heartbeat = HeartbeatState()
         self._process = process
         self.ready: asyncio.Future[RankReady] = asyncio.get_running_loop().create_future()
+        """Completes when the rank has loaded."""
         self._last_line = ""
         self._pipes = asyncio.gather(self._read_stdout(), self._read_stderr())
         self.ended = asyncio.create_task(self._wait())
+        """Completes after the exit and all output."""
 
     @classmethod
     async def start(cls, spec: RankSpec, command: Sequence[str]) -> "RankProcess":
-        """Starts a rank and writes its spec to stdin. Raises OSError when the program cannot be started."""
+        """Starts a rank. Raises OSError."""
         pipe = asyncio.subprocess.PIPE
-        # A session of its own: Ctrl-C in a terminal reaches the supervisor only, which then ends the ranks.
+        # In its own session: Ctrl-C reaches the supervisor only.
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         assert process.stdin is not None, "stdin is a pipe"
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
         return cls(spec, process)
 
-    def why_ended(self) -> str:
-        """The exit status in words, with the rank's last stderr line."""
-        code = self._process.returncode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        return f"rank {self.rank} {how}" + (f": {self._last_line}" if self._last_line else "")
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal; absent until the exit."""
+        return self._process.returncode
+
+    def exit_reason(self) -> str:
+        """Exit status and last stderr line."""
+        code = self.exit_code
+        status = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return f"rank {self.rank} {status}" + (f": {self._last_line}" if self._last_line else "")
 
     @property
     def has_lost_peer(self) -> bool:
-        """Whether the rank exited because a peer rank had."""
-        return self._process.returncode == EXIT_PEER_LOST
+        """Whether the rank exited because of a lost peer."""
+        return self.exit_code == EXIT_PEER_LOST
 
     @property
-    def has_lost_draft(self) -> bool:
-        """Whether a draft failure made the rank exit."""
-        return self._process.returncode == EXIT_DRAFT
+    def has_draft_failed(self) -> bool:
+        """Whether the rank exited because of a draft failure."""
+        return self.exit_code == EXIT_DRAFT
 
     def health(self) -> RankHealth:
-        """Whether the process runs, and the seconds since its last heartbeat."""
+        """Process and heartbeat."""
         silent_s = None if self.heartbeat.beat is None else round(self.heartbeat.silent_s, 1)
         return RankHealth(self.rank, not self.ended.done(), silent_s)
 
     def close_stdin(self) -> None:
-        """Closes stdin, on which the rank exits."""
+        """Lets the rank exit."""
         assert self._process.stdin is not None, "stdin is a pipe"
         self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kills the process group if it still runs: a child process would keep the pipes open."""
+        """Kills the process group: children would keep the pipes open."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -101,20 +107,19 @@ class RankProcess:
         await self._pipes
 
     async def _read_stdout(self) -> None:
-        """Reads the ready line and the heartbeats; logs and drops any other line, so that the pipe never fills."""
         assert self._process.stdout is not None, "stdout is a pipe"
         async for line in read_lines(self._process.stdout):
             try:
-                said = _decode(line)
+                frame = _decode(line)
             except msgspec.DecodeError:
                 log.warning("unexpected output of rank %d: %s", self.rank, line)
                 continue
-            match said:
+            match frame:
                 case Beat():
-                    self.heartbeat = self.heartbeat.after_beat(said)
+                    self.heartbeat = self.heartbeat.after_beat(frame)
                 case RankReady():
                     if not self.ready.done():
-                        self.ready.set_result(said)
+                        self.ready.set_result(frame)
 
     async def _read_stderr(self) -> None:
         assert self._process.stderr is not None, "stderr is a pipe"
@@ -137,17 +142,22 @@ async def read_lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 class Ranks:
-    """The ranks of this pod in one incarnation."""
+    """The ranks of this pod."""
 
     def __init__(self, processes: list[RankProcess], bounds: SilenceBounds = DEFAULT_BOUNDS) -> None:
         self._processes = processes
         self._bounds = bounds
 
+    @property
+    def processes(self) -> Sequence[RankProcess]:
+        """In rank order."""
+        return tuple(self._processes)
+
     @classmethod
     async def start(
         cls, specs: list[RankSpec], command: Sequence[str] = RANK_COMMAND, bounds: SilenceBounds = DEFAULT_BOUNDS
     ) -> "Ranks":
-        """Starts all ranks of the pod. If one cannot be started, kills the earlier ones. Raises OSError."""
+        """Starts all ranks. If one cannot be started, kills the others. Raises OSError."""
         ranks = cls([], bounds)
         try:
             for spec in specs:
@@ -158,22 +168,22 @@ class Ranks:
         return ranks
 
     async def ready(self) -> list[RankReady]:
-        """Ready messages of all ranks in order. Raises RanksEnded when a rank exits first."""
+        """Ready messages in rank order. Raises RanksEnded when a rank exits first."""
         ended = asyncio.create_task(self.failure())
         try:
-            said = []
+            ready = []
             for process in self._processes:
                 both: list[asyncio.Future[Any]] = [process.ready, ended]
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
                     raise ended.result()
-                said.append(process.ready.result())
-            return said
+                ready.append(process.ready.result())
+            return ready
         finally:
             ended.cancel()
 
     async def failure(self) -> RanksEnded:
-        """Waits until a rank exits or is hung. A draft failure precedes any other reason, and that precedes a lost peer."""
+        """Waits until a rank exits or hangs. Draft failures precede other reasons, lost peers follow."""
         ends = [process.ended for process in self._processes]
         watch = asyncio.create_task(self._watch())
         try:
@@ -184,19 +194,19 @@ class Ranks:
             watch.cancel()
         if all(process.has_lost_peer for process in self._processes if process.ended.done()):
             await asyncio.wait(ends, timeout=ECHO_WAIT_S)
-        gone = [process for process in self._processes if process.ended.done()]
-        own = [process for process in gone if not process.has_lost_peer]
-        # A draft failure has priority: the next start omits the draft only if this reason is reported.
-        told = next((process for process in own if process.has_lost_draft), (own or gone)[0])
-        return RanksEnded(told.why_ended(), is_echo=not own, is_draft=told.has_lost_draft)
+        ended = [process for process in self._processes if process.ended.done()]
+        causes = [process for process in ended if not process.has_lost_peer]
+        # An unreported draft failure would repeat at the next start.
+        cause = next((process for process in causes if process.has_draft_failed), (causes or ended)[0])
+        return RanksEnded(cause.exit_reason(), is_echo=not causes, is_draft=cause.has_draft_failed)
 
-    def lost_draft(self) -> RanksEnded | None:
-        """The draft failure that a rank has already exited with, if any."""
-        lost = next((process for process in self._processes if process.ended.done() and process.has_lost_draft), None)
-        return None if lost is None else RanksEnded(lost.why_ended(), is_draft=True)
+    def draft_failure(self) -> RanksEnded | None:
+        """The draft failure, if a rank exited with one."""
+        failed = next((process for process in self._processes if process.ended.done() and process.has_draft_failed), None)
+        return None if failed is None else RanksEnded(failed.exit_reason(), is_draft=True)
 
     async def _watch(self) -> str:
-        """Reason of the first rank that is hung."""
+        """Reason of the first hung rank."""
         loop = asyncio.get_running_loop()
         last = loop.time()
         while True:
@@ -210,25 +220,25 @@ class Ranks:
             if why := hang_detection.first_hung([(process.rank, process.heartbeat) for process in self._processes], self._bounds):
                 return why
 
-    async def leave(self) -> None:
-        """Closes the ranks' stdin; kills those that do not exit within `LEAVE_S`."""
+    async def shut_down(self) -> None:
+        """Closes stdin; kills ranks that do not exit within `EXIT_S`."""
         for process in self._processes:
             process.close_stdin()
         if self._processes:
-            await asyncio.wait([process.ended for process in self._processes], timeout=LEAVE_S)
+            await asyncio.wait([process.ended for process in self._processes], timeout=EXIT_S)
         await self.kill()
 
     def health(self) -> list[RankHealth]:
         """Health of each rank."""
         return [process.health() for process in self._processes]
 
-    def end(self) -> None:
-        """Kills all ranks without waiting for their exit."""
+    def send_kill(self) -> None:
+        """Kills all ranks without waiting."""
         for process in self._processes:
             process.kill()
 
     async def kill(self) -> None:
-        """Kills all ranks and waits for their exit."""
-        self.end()
+        """Kills all ranks; waits for their exit."""
+        self.send_kill()
         if self._processes:
             await asyncio.wait([process.ended for process in self._processes])

@@ -1,8 +1,4 @@
-"""Rendezvous: one TCP connection from each pod of a group to the leader's supervisor; `rendezvous_wire` defines its frames.
-
-The leader turns received frames into events for `incarnation`. A pod executes the leader's commands and reconnects when the
-connection is lost.
-"""
+"""Rendezvous: one TCP connection from each pod to the leader's supervisor."""
 
 import asyncio
 import hmac
@@ -36,60 +32,65 @@ HANDSHAKE_S = 5.0
 
 
 class LeaderRendezvous:
-    """The leader's side: listens, accepts pods that prove the token, and turns their frames into events."""
+    """Turns frames of authenticated pods into events."""
 
-    def __init__(self, token: str, num_pods: int, happened: Callable[[inc.Event], None], timing: Timing = DEFAULT_TIMING) -> None:
+    def __init__(self, token: str, num_pods: int, on_event: Callable[[inc.Event], None], timing: Timing = DEFAULT_TIMING) -> None:
         self._token = token
         self._num_pods = num_pods
-        self._happened = happened
+        self._on_event = on_event
         self._timing = timing
         self._pods: dict[int, Connection] = {}
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.own_host: str | None = None
-        """Own address as the pods reached it; None before the first pod joined."""
+        """Own address, as reached by pods."""
+
+    @property
+    def pods(self) -> dict[int, Connection]:
+        """Connections of the joined pods."""
+        return dict(self._pods)
 
     async def listen(self, host: str | None, port: int) -> int:
-        """Starts listening and returns the port; port 0 selects a free one. Raises OSError."""
+        """Returns the port; 0 selects a free one. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     def send(self, command: Command) -> None:
-        """Sends a command to every connected pod."""
+        """Sends a command to all pods."""
         for connection in self._pods.values():
             connection.send(command)
 
     async def close(self) -> None:
-        """Stops listening and closes all connections; no event follows."""
-        self._happened = _ignore
+        """Closes all connections; no event follows."""
+        self._on_event = _ignore
         if self._server is not None:
             self._server.close()
-        await _settle()  # connections being accepted get their tasks
-        tasks = list(self._open)
+        await _settle()  # accepts connections
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await _settle()  # the sockets of these tasks are closed
+        await _settle()  # closes sockets
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "a connection is served in a task"
-        self._open.add(task)
+        self._tasks.add(task)
         connection = Connection(reader, writer, self._timing)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                pod = await self._let_in(connection)
-            await self._follow(pod, connection)
+                pod = await self._authenticate(connection)
+            await self._receive_events(pod, connection)
         except (JoinRefused, ConnectionError, TimeoutError) as error:
             log.warning("pod rejected: %s", error, extra={"peer": connection.peer_host})
         except asyncio.CancelledError:
-            pass  # `close` cancelled this task; asyncio's server would log it as an error.
+            pass  # by `close`
         finally:
-            self._open.discard(task)
+            self._tasks.discard(task)
             connection.close()
 
-    async def _let_in(self, connection: Connection) -> int:
-        """Index of the pod, after both sides proved the token. Raises JoinRefused or ConnectionError."""
+    async def _authenticate(self, connection: Connection) -> int:
+        """Index of the pod. Raises JoinRefused or ConnectionError."""
         nonce = secrets.token_bytes(32)
         connection.send(Challenge(PROTOCOL_VERSION, nonce))
         join = await connection.receive()
@@ -97,9 +98,9 @@ class LeaderRendezvous:
             raise JoinRefused(f"expected Join, got {type(join).__name__}")
         if not hmac.compare_digest(join.proof, prove(self._token, f"pod {join.pod}", nonce, join.nonce)):
             raise self._refuse(connection, "the service token is wrong")
-        why = self._misfit(join)
-        if why:
-            raise self._refuse(connection, why)
+        mismatch = self._mismatch(join)
+        if mismatch:
+            raise self._refuse(connection, mismatch)
         connection.send(Welcome(prove(self._token, "leader", join.nonce, nonce)))
         return join.pod
 
@@ -107,29 +108,28 @@ class LeaderRendezvous:
         connection.send(Welcome(b"", why))
         return JoinRefused(why)
 
-    def _misfit(self, join: Join) -> str:
+    def _mismatch(self, join: Join) -> str:
         if join.version != PROTOCOL_VERSION:
-            return f"the leader speaks rendezvous version {PROTOCOL_VERSION}, pod {join.pod} speaks {join.version}"
+            return f"the leader supports rendezvous version {PROTOCOL_VERSION}, pod {join.pod} version {join.version}"
         if join.num_pods != self._num_pods or not 0 < join.pod < self._num_pods:
-            return f"the leader has {self._num_pods} pods, but pod {join.pod} says it is one of {join.num_pods}"
+            return f"the leader has {self._num_pods} pods, pod {join.pod} expects {join.num_pods}"
         return ""
 
-    async def _follow(self, pod: int, connection: Connection) -> None:
-        """Turns a pod's frames into events until its connection ends or the pod connects again."""
+    async def _receive_events(self, pod: int, connection: Connection) -> None:
         self.own_host = connection.own_host
         self._pods[pod] = connection
         ping = asyncio.create_task(connection.keep_alive())
         why = "the supervisor is closing"
         try:
-            self._happened(inc.Joined(pod, connection.peer_host))
+            self._on_event(inc.Joined(pod, connection.peer_host))
             while True:
                 match await connection.receive():
                     case Ready(number, memory):
-                        self._happened(inc.RanksReady(pod, number, tuple(memory)))
+                        self._on_event(inc.RanksReady(pod, number, tuple(memory)))
                     case Failed(number, text, is_echo, is_draft):
-                        self._happened(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
+                        self._on_event(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
-                        self._happened(inc.PodLeaving(pod, why_leaving))
+                        self._on_event(inc.PodLeaving(pod, why_leaving))
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -138,72 +138,72 @@ class LeaderRendezvous:
             ping.cancel()
             if self._pods.get(pod) is connection:
                 del self._pods[pod]
-                self._happened(inc.Left(pod, why))
+                self._on_event(inc.Left(pod, why))
 
 
-class Membership:
-    """A pod's side: keeps a connection to the leader, executes its commands, and reports the state of the pod's ranks."""
+class WorkerRendezvous:
+    """Executes the leader's commands and sends reports."""
 
     def __init__(
-        self, token: str, pod: int, num_pods: int, obey: Callable[[Command], None], timing: Timing = DEFAULT_TIMING
+        self, token: str, pod: int, num_pods: int, execute: Callable[[Command], None], timing: Timing = DEFAULT_TIMING
     ) -> None:
         self._token = token
         self._pod = pod
         self._num_pods = num_pods
-        self._obey = obey
+        self._execute = execute
         self._timing = timing
         self._connection: Connection | None = None
         self._leaving: Leaving | None = None
 
-    def leave(self, why: str) -> None:
-        """Reports to this and any later leader that the pod is about to end."""
+    def announce_leaving(self, why: str) -> None:
+        """Reports the end of this pod to this and any later leader."""
         self._leaving = Leaving(why)
-        self.say(self._leaving)
+        self.send(self._leaving)
 
-    def say(self, frame: Ready | Failed | Leaving) -> None:
-        """Sends a frame to the leader if connected; a later leader starts a new incarnation in any case."""
+    def send(self, frame: Ready | Failed | Leaving) -> None:
+        """Sends a frame if connected; a later leader starts a new incarnation."""
         if self._connection is not None:
             self._connection.send(frame)
 
-    async def run(self, host: str, port: int, lost: Callable[[str], None]) -> None:
-        """Keeps a connection to the leader until cancelled. Calls `lost` with the reason each time it is lost or cannot be
-        opened."""
+    async def run(self, host: str, port: int, disconnected: Callable[[str], None]) -> None:
+        """Reconnects until cancelled. `disconnected` gets the reason of each loss."""
         retry_s = self._timing.first_retry_s
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
                     connection = Connection(*await asyncio.open_connection(host, port), self._timing)
-                why = await self._stay(connection)
+                why = await self._serve(connection)
                 retry_s = self._timing.first_retry_s
             except (OSError, TimeoutError, JoinRefused) as error:
                 why = str(error) or type(error).__name__
-            lost(f"leader {host}:{port}: {why}")
+            disconnected(f"leader {host}:{port}: {why}")
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, self._timing.max_retry_s)
 
-    async def _stay(self, connection: Connection) -> str:
-        """Reason the connection ended after the leader accepted the pod. Raises before that."""
+    async def _serve(self, connection: Connection) -> str:
+        """Reason the connection ended."""
         ping = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._join(connection)
             self._connection = connection
             if self._leaving is not None:
-                self.say(self._leaving)
+                self.send(self._leaving)
             ping = asyncio.create_task(connection.keep_alive())
             while True:
-                match await self._next(connection):
+                match await self._receive_command(connection):
                     case str() as why:
                         return why
                     case command:
-                        self._obey(command)
+                        self._execute(command)
         finally:
             self._connection = None
             if ping is not None:
                 ping.cancel()
             connection.close()
 
-    async def _next(self, connection: Connection) -> Command | str:
+    async def _receive_command(self, connection: Connection) -> Command | str:
+        """The next command, or the reason for the end."""
         try:
             match await connection.receive():
                 case Start() | Serve() | Stop() as command:
@@ -226,14 +226,14 @@ class Membership:
         if welcome.refused:
             raise JoinRefused(welcome.refused)
         if not hmac.compare_digest(welcome.proof, prove(self._token, "leader", nonce, challenge.nonce)):
-            raise JoinRefused("the leader does not know the service token")
+            raise JoinRefused("the leader does not prove the service token")
 
 
 async def _settle() -> None:
-    """Lets the event loop run callbacks that are ready."""
+    """Runs ready callbacks."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def _ignore(event: inc.Event) -> None:
-    """Drops events after `close`."""
+    pass

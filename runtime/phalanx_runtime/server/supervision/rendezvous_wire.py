@@ -1,10 +1,10 @@
-"""Frames and connection of the rendezvous between the pods of a group.
+"""Frames of the rendezvous: a four-byte big-endian length and msgpack.
 
-    leader: Challenge -> pod: Join with proof -> leader: Welcome with proof -> Start, Stop, Serve one way
-                                                                        -> Ready, Failed, Leaving the other; Ping both ways
+    handshake       leader: Challenge -> pod: Join with proof -> leader: Welcome with proof
+    leader -> pod   Start, Stop, Serve, Ping
+    pod -> leader   Ready, Failed, Leaving, Ping
 
-Each side proves the service's token over both nonces before it accepts any other frame. A frame is a four-byte big-endian length
-and msgpack. A side that sends nothing for `silence_s` counts as lost: a node that fails sends no TCP reset.
+Each side proves the group's token over both nonces. A node that fails sends no TCP reset: silence counts as a loss.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ MAX_FRAME_BYTES = 1 << 16
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
-    """First frame of the leader."""
+    """First frame."""
 
     version: int
     nonce: bytes
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join", kw_only=True):
-    """Names the pod, proves the token and requests the leader's proof."""
+    """The pod's proof."""
 
     version: int
     pod: int
@@ -37,26 +37,26 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join", kw_only=Tru
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The leader's proof, or in `refused` the reason for a rejection."""
+    """The leader's proof, or a rejection."""
 
     proof: bytes
     refused: str = ""
+    """Reason, if so."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """Start the ranks of this incarnation. `rank_key` derives the key between ranks from the token and `nonce`.
-
-    without_draft: reason for running without speculation, after an earlier draft failure.
-    """
+    """Start the ranks."""
 
     incarnation: int
     hosts: list[str]
     nonce: bytes
+    """Input of `rank_key`."""
     without_draft: str = ""
+    """Reason to omit the draft."""
 
 
 class Serve(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
-    """All ranks of all pods are ready."""
+    """All ranks are ready."""
 
     incarnation: int
 
@@ -69,23 +69,26 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """All ranks of this pod have loaded. `memory`: one account per rank."""
+    """The pod's ranks have loaded."""
 
     incarnation: int
     memory: list[MemoryAccount] = []
+    """One account per rank."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Ranks of this pod exited. `is_draft`: a draft failure caused the exit."""
+    """The pod's ranks exited."""
 
     incarnation: int
     why: str
     is_echo: bool
+    """Each only lost a peer."""
     is_draft: bool = False
+    """A draft failed."""
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """This pod received SIGTERM and waits for Stop: the group's open streams need its ranks until then."""
+    """The pod received SIGTERM; its ranks continue until Stop."""
 
     why: str
 
@@ -96,21 +99,23 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Ping
 Command = Start | Serve | Stop
-_encode = msgspec.msgpack.Encoder().encode
+encode_frame = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
 class JoinRefused(Exception):
-    """The other side does not know the token, uses another protocol version, or is no pod of this group."""
+    """Wrong token, version or group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Ping interval, silence after which the other side counts as lost, and bounds of the reconnect back-off, in seconds."""
+    """Seconds."""
 
     ping_s: float = 2.0
     silence_s: float = 10.0
+    """Longest silence of the other side."""
     first_retry_s: float = 0.2
+    """Backoff of reconnects, doubled each time."""
     max_retry_s: float = 5.0
 
 
@@ -118,19 +123,17 @@ DEFAULT_TIMING = Timing()
 
 
 def prove(token: str, role: str, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of `role` and `parts` (the nonces) under the token."""
+    """HMAC-SHA256 of `role` and the nonces."""
     return hmac.digest(token.encode(), msgspec.msgpack.encode([role, *parts]), hashlib.sha256)
 
 
 def group_token(service_token: str, group_key: str) -> str:
-    """Token that the pods of one StatefulSet share; without `group_key` it is the service's token.
-
-    Pods of an earlier StatefulSet with the same name have another key."""
+    """Token of one StatefulSet, different from that of an earlier one."""
     return prove(service_token, "group", group_key.encode()).hex() if group_key else service_token
 
 
 def rank_key(token: str, incarnation: int, nonce: bytes) -> str:
-    """Hex key that ranks of one incarnation prove to one another. A process of an earlier incarnation has another key."""
+    """Hex key of the ranks of one incarnation."""
     return prove(token, f"ranks {incarnation}", nonce).hex()
 
 
@@ -149,17 +152,16 @@ class Connection:
 
     @property
     def own_host(self) -> str:
-        """Own address as the other side reached it."""
+        """Own address, as reached by the other side."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     def send(self, frame: Frame) -> None:
-        """Queues a frame. On a lost connection the frame is dropped and `receive` raises."""
-        body = _encode(frame)
+        """Queues a frame."""
+        body = encode_frame(frame)
         self._writer.write(len(body).to_bytes(4, "big") + body)
 
     async def receive(self) -> Frame:
-        """Returns the next frame except Ping. Raises ConnectionError when the other side is lost, silent or sends an invalid
-        frame."""
+        """The next frame except Ping. Raises ConnectionError on loss or an invalid frame."""
         while True:
             try:
                 async with asyncio.timeout(self._timing.silence_s):
@@ -177,11 +179,11 @@ class Connection:
                 return frame
 
     async def keep_alive(self) -> None:
-        """Sends Ping every `ping_s` until cancelled."""
+        """Sends Pings until cancelled."""
         while True:
             await asyncio.sleep(self._timing.ping_s)
             self.send(Ping())
 
     def close(self) -> None:
-        """Ends the connection without waiting for the other side."""
+        """Ends the connection."""
         self._writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Cron expressions against a slow twin that tries every minute, and the bounds that schedules give."""
+"""Cron expressions against a search by minute, and the bounds of schedules."""
 
 import datetime
 import zoneinfo
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api.spec.autoscaling import Autoscaling, Schedule, Targets
 from phalanx_api.spec.cron import parse_cron
-from phalanx_operator.decide.scaling.autoscaler import ReplicaBounds, bounds, last_fired
+from phalanx_operator.decide.scaling.autoscaler import ReplicaBounds, last_firing, replica_bounds
 
 UTC = datetime.UTC
 MINUTE = datetime.timedelta(minutes=1)
@@ -39,7 +39,7 @@ def at(text: str) -> datetime.datetime:
     ],
 )
 def test_when_an_expression_fired_last(cron: str, now: str, fired: str | None) -> None:
-    assert parse_cron(cron).last(at(now)) == (at(fired) if fired else None)
+    assert parse_cron(cron).last_firing(at(now)) == (at(fired) if fired else None)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_when_an_expression_fired_last(cron: str, now: str, fired: str | None) -
         ("* * 0 * *", "day of month"),
         ("* * * * 8", "day of week"),
         ("* * * foo *", "month: 'foo'"),
-        ("*/0 * * * *", "a step of 0"),
+        ("*/0 * * * *", "has step 0"),
         ("9-5 * * * *", "ends before it begins"),
-        ("1--2 * * * *", "neither"),
-        ("-1 * * * *", "neither"),
+        ("1--2 * * * *", "is not"),
+        ("-1 * * * *", "is not"),
         ("@daily", "1 fields"),
     ],
 )
@@ -79,16 +79,16 @@ def field(least: int, most: int) -> st.SearchStrategy[str]:
 def test_last_firing_equals_search_by_minute(minute: str, hour: str, day: str, weekday: str, offset: int) -> None:
     cron = parse_cron(f"{minute} {hour} {day} * {weekday}")
     now = at("2026-01-01T00:00") + offset * MINUTE
-    one = now
+    moment = now
     for _ in range(3000):
-        if cron.fits(one.date()) and one.hour in cron.hours and one.minute in cron.minutes:
+        if cron.fires_on(moment.date()) and moment.hour in cron.hours and moment.minute in cron.minutes:
             break
-        one -= MINUTE
+        moment -= MINUTE
     else:
-        found = cron.last(now)
-        assert found is None or found <= one  # the minute at which the search stopped was not looked at
+        found = cron.last_firing(now)
+        assert found is None or found <= moment  # the last minute was not checked
         return
-    assert cron.last(now) == one
+    assert cron.last_firing(now) == moment
 
 
 def schedule(cron: str, zone: str = "UTC", **fields: int) -> Schedule:
@@ -106,14 +106,14 @@ def schedule(cron: str, zone: str = "UTC", **fields: int) -> Schedule:
     ids=["winter, before", "winter", "summer", "another zone"],
 )
 def test_schedules_follow_the_clocks_of_their_zone(now: str, fired: str) -> None:
-    assert last_fired(schedule("0 8 * * *", "Europe/Berlin"), at(now)) == at(fired)
+    assert last_firing(schedule("0 8 * * *", "Europe/Berlin"), at(now)) == at(fired)
 
 
 def test_firing_in_a_skipped_hour_comes_later() -> None:
     """On 2026-03-29 clocks in Berlin go from 02:00 to 03:00."""
     nightly = schedule("30 2 * * *", "Europe/Berlin")
-    assert last_fired(nightly, at("2026-03-29T00:59:00+00:00")) == at("2026-03-28T01:30:00+00:00")
-    assert last_fired(nightly, at("2026-03-29T02:00:00+00:00")) == at("2026-03-29T01:30:00+00:00")
+    assert last_firing(nightly, at("2026-03-29T00:59:00+00:00")) == at("2026-03-28T01:30:00+00:00")
+    assert last_firing(nightly, at("2026-03-29T02:00:00+00:00")) == at("2026-03-29T01:30:00+00:00")
 
 
 def test_firing_in_a_repeated_hour_is_the_first() -> None:
@@ -125,7 +125,7 @@ def test_firing_in_a_repeated_hour_is_the_first() -> None:
         "2026-10-25T01:30:00+00:00",
         "2026-10-25T12:00:00+00:00",
     ):
-        assert last_fired(nightly, at(now)) == at("2026-10-25T00:30:00+00:00"), now
+        assert last_firing(nightly, at(now)) == at("2026-10-25T00:30:00+00:00"), now
 
 
 @settings(max_examples=50, deadline=None)
@@ -134,7 +134,7 @@ def test_firing_in_a_repeated_hour_is_the_first() -> None:
 )
 def test_last_firing_is_past_and_within_two_days(zone: str, offset: int) -> None:
     now = datetime.datetime(2026, 1, 1, tzinfo=UTC) + offset * MINUTE
-    fired = last_fired(schedule("30 2 * * *", zone), now)
+    fired = last_firing(schedule("30 2 * * *", zone), now)
     assert fired is not None and fired <= now < fired + datetime.timedelta(days=2)
     assert zoneinfo.ZoneInfo(zone).utcoffset(fired.replace(tzinfo=None)) is not None
 
@@ -159,4 +159,4 @@ DAY, NIGHT = schedule("0 8 * * *", min=4, max=10), Schedule(cron="0 20 * * *", m
     ids=["none", "day", "night", "above the maximum", "never fires", "both at once"],
 )
 def test_the_latest_schedule_decides(schedules: tuple[Schedule, ...], now: str, expected: ReplicaBounds) -> None:
-    assert bounds(autoscaling(*schedules), at(now)) == expected
+    assert replica_bounds(autoscaling(*schedules), at(now)) == expected

@@ -1,4 +1,4 @@
-"""A request under which groups died shares no step with others, and neither side starves."""
+"""A request that runs alone shares no step with others, and both make progress."""
 
 import msgspec
 import pytest
@@ -7,25 +7,26 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 
-def asked(handle: int, is_alone: bool, prompt: int = 5, output: int = 6) -> wire.Request:
+def make_lone(handle: int, is_alone: bool, prompt: int = 5, output: int = 6) -> wire.Request:
     return msgspec.structs.replace(make_request(prompt, output, seed=handle), alone=is_alone)
 
 
-class Watch:
-    """Which requests hold which rows, by the plans."""
+class RowWatcher:
+    """Follows the plans: which request has which row."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._rows: dict[int, int] = {}
 
     def handles(self, plan: StepPlan) -> set[int]:
-        fresh = [row for row in plan.rows if row in {new.row for new in plan.admitted}]
-        self._rows |= dict(zip(fresh, self._scheduler.admitted(), strict=True))
+        new_rows = [row for row in plan.rows if row in {new.row for new in plan.admitted}]
+        self._rows |= dict(zip(new_rows, self._scheduler.started_handles(), strict=True))
         return {self._rows[row] for row in plan.rows}
 
 
@@ -37,20 +38,22 @@ class Watch:
 )
 def test_isolated_request_runs_alone_and_all_finish(kinds: list[tuple[bool, int, int]], in_flight: int, pages: int) -> None:
     runner = FakeRunner(pages, 4)
-    scheduler = Scheduler(
-        Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8, plans_in_flight=in_flight), runner.pool
+    scheduler = make_scheduler(
+        Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8, plans_in_flight=in_flight),
+        runner.pool,
+        SchedulerConfig(eviction_policy="lru"),
     )
-    requests = {i: asked(i, *kind) for i, kind in enumerate(kinds)}
+    requests = {i: make_lone(i, *kind) for i, kind in enumerate(kinds)}
     for handle, request in requests.items():
         assert scheduler.submit(handle, request) is None
-    watch, flights, output = Watch(scheduler), [], {handle: [] for handle in requests}  # type: ignore[var-annotated]
+    watcher, flights, output = RowWatcher(scheduler), [], {handle: [] for handle in requests}  # type: ignore[var-annotated]
     for _ in range(2000):
         plan = scheduler.schedule() if len(flights) < in_flight else None
         if plan is not None:
-            handles = watch.handles(plan)
+            handles = watcher.handles(plan)
             if any(requests[handle].alone for handle in handles):
                 assert len(handles) == 1 and not flights
-            assert not any(requests[handle].alone for _, held in flights for handle in held)
+            assert not any(requests[handle].alone for _, others in flights for handle in others)
             flights.append((plan, handles))
             continue
         if not flights:
@@ -66,12 +69,12 @@ def test_isolated_request_runs_alone_and_all_finish(kinds: list[tuple[bool, int,
 @pytest.mark.parametrize("order", [[True, False], [False, True]])
 def test_steps_alternate_while_both_have_work(order: list[bool]) -> None:
     runner = FakeRunner(64, 4)
-    scheduler = Scheduler(Limits(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8), runner.pool)
+    scheduler = make_scheduler(Limits(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8), runner.pool)
     for handle, is_alone in enumerate(order):
-        scheduler.submit(handle, asked(handle, is_alone, 3, 20))
-    watch, seen = Watch(scheduler), []
+        scheduler.submit(handle, make_lone(handle, is_alone, 3, 20))
+    watcher, steps = RowWatcher(scheduler), []
     while (plan := scheduler.schedule()) is not None:
-        seen.append(watch.handles(plan))
+        steps.append(watcher.handles(plan))
         scheduler.commit(runner.run(plan))
-    assert all(len(handles) == 1 for handles in seen)
-    assert all(seen[i] != seen[i + 1] for i in range(2, 38))
+    assert all(len(handles) == 1 for handles in steps)
+    assert all(steps[i] != steps[i + 1] for i in range(2, 38))

@@ -1,4 +1,4 @@
-"""What requests share: equal prompts of one burst are computed once, pages of others by salt never."""
+"""Prefix sharing: equal prompts of a burst are computed once; pages with another salt are never shared."""
 
 from dataclasses import replace
 
@@ -12,15 +12,16 @@ from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+LRU = SchedulerConfig(eviction_policy="lru")
 PROMPT = [(7 * i * i) % 50 for i in range(39)]
 
 
 class Engine:
-    """A scheduler with its fake ranks, run to the end, and what they computed."""
+    """A scheduler with fake ranks, and their results."""
 
-    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS, rules: SchedulerConfig | None = None) -> None:
+    def __init__(self, num_pages: int = 100, limits: Limits = LIMITS, config: SchedulerConfig = LRU) -> None:
         self.runner = FakeRunner(num_pages, 4)
-        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, rules or SchedulerConfig(eviction_policy="lru"))
+        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, config)
         self.finished: dict[int, wire.Finished] = {}
         self.outputs: dict[int, list[int]] = {}
 
@@ -61,7 +62,7 @@ def test_equal_prompts_of_one_burst_are_computed_once(length: int, budget: int) 
     engine = Engine(limits=replace(LIMITS, max_num_batched_tokens=budget))
     engine.serve(siblings(4, PROMPT[:length]))
     decodes = 4 * 2
-    assert engine.computed - decodes == length + 3, "all of the prompt once, and its last token for each of the others"
+    assert engine.computed - decodes == length + 3, "the prompt once, and its last token for each other request"
     assert engine.scheduler.sharing.hit_tokens == 3 * (length - 1)
     assert sum(end.cached_tokens for end in engine.finished.values()) == 3 * (length - 1)
 
@@ -106,7 +107,7 @@ def test_prompt_that_diverges_inside_a_page_copies_it() -> None:
         ({"tenant": "a", "cache_salt": "b"}, {"tenant": "a", "cache_salt": "b"}, True),
         ({"tenant": "ab"}, {"tenant": "a", "cache_salt": "b"}, False),
     ],
-    ids=["no salt", "other tenant", "other salt", "same salt", "salt and tenant are told apart"],
+    ids=["no salt", "other tenant", "other salt", "same salt", "salt and tenant are separate"],
 )
 @pytest.mark.parametrize("length", [39, 3], ids=["pages", "a tail alone"])
 def test_pages_are_shared_within_equal_salt_only(
@@ -122,20 +123,20 @@ def test_pages_are_shared_within_equal_salt_only(
 def test_request_for_prompt_logprobs_computes_all_others_share() -> None:
     engine = Engine()
     engine.serve({1: make_request(PROMPT, 2)})
-    told = make_request(PROMPT, 2)
-    told = msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, prompt_logprobs=1))
+    request = make_request(PROMPT, 2)
+    request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1))
     computed = engine.computed
-    engine.serve({2: told})
+    engine.serve({2: request})
     assert engine.computed - computed == 39 + 1
     assert engine.finished[2].cached_tokens == 0
-    assert engine.scheduler.submit(3, msgspec.structs.replace(told, delivered=engine.outputs[2][:1])) is None
+    assert engine.scheduler.submit(3, msgspec.structs.replace(request, delivered=engine.outputs[2][:1])) is None
     while not engine.scheduler.is_idle():
         engine.step()
-    assert engine.finished[3].cached_tokens >= 36, "what comes with output has them"
+    assert engine.finished[3].cached_tokens >= 36, "a request with output has its prompt logprobs"
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
-    engine = Engine(rules=SchedulerConfig(prefix_caching=False))
+    engine = Engine(config=SchedulerConfig(prefix_caching=False))
     engine.serve(siblings(3))
     assert (engine.scheduler.sharing.hit_tokens, engine.copies) == (0, 0)
     assert engine.computed == 3 * (39 + 2)
@@ -158,7 +159,7 @@ def test_next_request_computes_what_an_aborted_writer_left() -> None:
     while not engine.scheduler.is_idle():
         engine.step()
     assert {h: engine.outputs[h] for h in (1, 2)} == {h: expected_output(r) for h, r in siblings(3).items() if h}
-    assert engine.computed == 39 + 1 + 2 * 2, "no token of the prompt is computed twice, but for its last"
+    assert engine.computed == 39 + 1 + 2 * 2, "only the last token of the prompt is computed twice"
 
 
 def test_page_events_replay_to_the_cache_content() -> None:
@@ -186,18 +187,18 @@ def test_partial_page_passes_to_a_copier_after_its_writer() -> None:
 
 
 def test_partial_page_copy_harms_no_sharer() -> None:
-    """Two prompts that end with a page and differ in its last token: the tail is one, the pages have two keys. A third finds
-    the second's page by its key before it is written."""
-    engine, begin = Engine(), PROMPT[:35]
-    first = make_request([*begin, 1], 12, seed=1)
-    others = {2: make_request([*begin, 2], 3, seed=2), 3: make_request([*begin, 2, 7, 7, 7], 3, seed=3)}
+    """Two prompts that end with a page and differ in the last token have one tail and two keys. A third finds the second's page
+    before it is written."""
+    engine, prefix = Engine(), PROMPT[:35]
+    first = make_request([*prefix, 1], 12, seed=1)
+    others = {2: make_request([*prefix, 2], 3, seed=2), 3: make_request([*prefix, 2, 7, 7, 7], 3, seed=3)}
     assert engine.scheduler.submit(1, first) is None
     engine.step()
     for handle, request in others.items():
         assert engine.scheduler.submit(handle, request) is None
     engine.step()
     [(_, target)] = engine.runner.plans[-1].copies
-    holders = [handle for handle, request in engine.scheduler._requests.items() if request.pages[8] == target]
+    holders = [handle for handle, request in engine.scheduler.requests.items() if request.pages.ids[8] == target]
     assert holders == [2, 3]
     while not engine.scheduler.is_idle():
         engine.step()

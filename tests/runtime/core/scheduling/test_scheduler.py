@@ -2,19 +2,22 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
-from phalanx_runtime.core.admission import Limits, Refuse
+from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.running import RunningSet
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
 
+LRU = SchedulerConfig(eviction_policy="lru")
 
-def make_scheduler(
+
+def make_engine(
     num_pages: int = 64, page_size: int = 4, *, model_len: int = 128, seqs: int = 4, budget: int = 16, max_waiting: int = 8
 ) -> tuple[Scheduler, FakeRunner]:
     runner = FakeRunner(num_pages, page_size)
-    return Scheduler(
-        Limits(max_model_len=model_len, max_num_seqs=seqs, max_num_batched_tokens=budget, max_waiting=max_waiting), runner.pool
-    ), runner
+    limits = Limits(max_model_len=model_len, max_num_seqs=seqs, max_num_batched_tokens=budget, max_waiting=max_waiting)
+    return make_scheduler(limits, runner.pool, LRU), runner
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> wire.Tokens:
@@ -24,7 +27,7 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> wire.Tokens:
 
 
 def finish(scheduler: Scheduler, runner: FakeRunner) -> tuple[dict[int, list[int]], dict[int, wire.FinishReason]]:
-    """Output tokens and reasons by handle, after all requests ended."""
+    """Runs until all requests end. Returns output tokens and finish reasons by handle."""
     output: dict[int, list[int]] = {}
     reasons: dict[int, wire.FinishReason] = {}
     while not scheduler.is_idle():
@@ -37,7 +40,7 @@ def finish(scheduler: Scheduler, runner: FakeRunner) -> tuple[dict[int, list[int
 
 
 def test_a_request_runs_to_max_tokens() -> None:
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     request = make_request(5, 6)
     assert scheduler.submit(1, request) is None
     assert finish(scheduler, runner) == ({1: expected_output(request)}, {1: "length"})
@@ -46,7 +49,7 @@ def test_a_request_runs_to_max_tokens() -> None:
 
 
 def test_prompt_is_chunked_and_sampled_after_its_last_chunk() -> None:
-    scheduler, runner = make_scheduler(budget=4)
+    scheduler, runner = make_engine(budget=4)
     scheduler.submit(1, make_request(10, 2))
     finish(scheduler, runner)
     assert [(p.starts, p.counts, p.draws) for p in runner.plans] == [
@@ -58,7 +61,7 @@ def test_prompt_is_chunked_and_sampled_after_its_last_chunk() -> None:
 
 
 def test_decodes_precede_prefill_in_the_budget() -> None:
-    scheduler, runner = make_scheduler(budget=8)
+    scheduler, runner = make_engine(budget=8)
     scheduler.submit(1, make_request(20, 3, seed=1))
     step(scheduler, runner)
     scheduler.submit(2, make_request(2, 3, seed=2))
@@ -72,7 +75,7 @@ def test_decodes_precede_prefill_in_the_budget() -> None:
 
 
 def test_rows_are_bounded_and_reused() -> None:
-    scheduler, runner = make_scheduler(seqs=2)
+    scheduler, runner = make_engine(seqs=2)
     for handle in range(5):
         scheduler.submit(handle, make_request(3, 2, seed=handle))
     output, _ = finish(scheduler, runner)
@@ -83,7 +86,7 @@ def test_rows_are_bounded_and_reused() -> None:
 def test_stop_token_ends_the_request_after_delivery() -> None:
     undisturbed = expected_output(make_request(5, 10))
     request = make_request(5, 10, stop=[undisturbed[3]])
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     scheduler.submit(1, request)
     output, reasons = finish(scheduler, runner)
     assert output[1] == undisturbed[: undisturbed.index(undisturbed[3]) + 1]
@@ -93,7 +96,7 @@ def test_stop_token_ends_the_request_after_delivery() -> None:
 def test_stop_token_before_min_tokens_is_ignored() -> None:
     undisturbed = expected_output(make_request(5, 10))
     request = make_request(5, 10, stop=[undisturbed[0]], min_tokens=2)
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     scheduler.submit(1, request)
     output, _ = finish(scheduler, runner)
     assert len(output[1]) >= 2
@@ -102,7 +105,7 @@ def test_stop_token_before_min_tokens_is_ignored() -> None:
 
 @pytest.mark.parametrize(("num_pages", "model_len"), [(64, 12), (3, 128)], ids=["the model's limit", "the pool's limit"])
 def test_a_request_ends_at_the_longest_context(num_pages: int, model_len: int) -> None:
-    scheduler, runner = make_scheduler(num_pages, model_len=model_len)
+    scheduler, runner = make_engine(num_pages, model_len=model_len)
     request = make_request(5, 1000)
     scheduler.submit(1, request)
     output, reasons = finish(scheduler, runner)
@@ -112,7 +115,7 @@ def test_a_request_ends_at_the_longest_context(num_pages: int, model_len: int) -
 
 def test_delivered_tokens_are_context_and_advance_the_seed() -> None:
     whole = expected_output(make_request(5, 8))
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     scheduler.submit(1, make_request(5, 8, delivered=whole[:3], epoch=2))
     first = step(scheduler, runner)
     assert (first.handles, first.epochs, first.indices, first.tokens) == ([1], [2], [3], [whole[3]])
@@ -129,33 +132,33 @@ def test_delivered_tokens_are_context_and_advance_the_seed() -> None:
         (make_request(5, 0), "length"),
         (make_request(20, 900, delivered=[1] * 200), "length"),
     ],
-    ids=["max_tokens were delivered", "a stop token was delivered", "no token is wanted", "the context is full"],
+    ids=["max_tokens were delivered", "a stop token was delivered", "no token is requested", "the context is full"],
 )
 def test_delivered_tokens_may_end_the_request_at_once(request_: wire.Request, reason: wire.FinishReason) -> None:
-    scheduler, _ = make_scheduler(max_waiting=0)
+    scheduler, _ = make_engine(max_waiting=0)
     assert scheduler.submit(1, request_) == wire.Finished(1, 0, reason)
     assert scheduler.is_idle()
 
 
 def test_a_request_that_never_fits_is_refused_with_400() -> None:
-    scheduler, _ = make_scheduler(num_pages=2)
+    scheduler, _ = make_engine(num_pages=2)
     answer = scheduler.submit(1, make_request(8, 1))
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, Refusal)
     assert (answer.status, answer.code) == (400, "context_length_exceeded")
     assert scheduler.is_idle()
 
 
 def test_a_full_queue_refuses_with_its_backlog() -> None:
-    scheduler, _ = make_scheduler(max_waiting=2)
+    scheduler, _ = make_engine(max_waiting=2)
     scheduler.submit(1, make_request(5))
     scheduler.submit(2, make_request(6))
     answer = scheduler.submit(3, make_request(7))
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, Refusal)
     assert (answer.status, answer.backlog_tokens) == (429, 11)
 
 
 def test_backlog_uses_the_recent_output_length() -> None:
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     assert scheduler.submit(1, make_request(5, 20)) is None
     finish(scheduler, runner)
     scheduler.submit(2, make_request(6, 20))
@@ -163,27 +166,27 @@ def test_backlog_uses_the_recent_output_length() -> None:
 
 
 def test_a_handle_in_use_is_refused() -> None:
-    scheduler, _ = make_scheduler()
+    scheduler, _ = make_engine()
     scheduler.submit(1, make_request())
     answer = scheduler.submit(1, make_request())
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, Refusal)
     assert answer.code == "handle_in_use"
 
 
 def test_newest_request_is_preempted_and_keeps_its_tokens() -> None:
-    scheduler, runner = make_scheduler(num_pages=6, seqs=3, budget=32)
+    scheduler, runner = make_engine(num_pages=6, seqs=3, budget=32)
     requests = {handle: make_request(6, 10, seed=handle) for handle in range(3)}
     for handle, request in requests.items():
         scheduler.submit(handle, request)
     output, _ = finish(scheduler, runner)
     assert scheduler.num_preemptions > 0
     assert output == {handle: expected_output(request) for handle, request in requests.items()}
-    first_again = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].sampling.seed == 1)
-    assert first_again.starts[first_again.rows.index(first_again.admitted[0].row)] == 8, "its own full pages are cached still"
+    resumed = next(plan for plan in runner.plans[1:] if plan.admitted and plan.admitted[0].sampling.seed == 1)
+    assert resumed.starts[resumed.rows.index(resumed.admitted[0].row)] == 8, "its full pages are cached"
 
 
 def test_abort_frees_pages() -> None:
-    scheduler, runner = make_scheduler(seqs=1)
+    scheduler, runner = make_engine(seqs=1)
     scheduler.submit(1, make_request())
     scheduler.submit(2, make_request())
     step(scheduler, runner)
@@ -197,7 +200,7 @@ def test_abort_frees_pages() -> None:
 
 
 def test_abort_during_a_step_frees_pages_after_commit() -> None:
-    scheduler, runner = make_scheduler()
+    scheduler, runner = make_engine()
     scheduler.submit(1, make_request(5, seed=1))
     scheduler.submit(2, make_request(5, seed=2))
     plan = scheduler.schedule()
@@ -211,7 +214,7 @@ def test_abort_during_a_step_frees_pages_after_commit() -> None:
 
 
 def test_load_counts_tokens_to_compute_and_tokens_allowed() -> None:
-    scheduler, runner = make_scheduler(seqs=1)
+    scheduler, runner = make_engine(seqs=1)
     scheduler.submit(1, make_request(5, 4))
     scheduler.submit(2, make_request(6, 1000))
     load = scheduler.load()
@@ -223,16 +226,17 @@ def test_load_counts_tokens_to_compute_and_tokens_allowed() -> None:
 
 
 def test_check_sees_a_lost_row() -> None:
-    scheduler, _ = make_scheduler(seqs=2)
-    scheduler._seats._free_rows.pop()
-    assert scheduler.check() == ["rows are [1], expected each of 2 once"]
+    scheduler, _ = make_engine()
+    running = RunningSet(2, scheduler.sharing)
+    running.reserve()
+    assert running.check() == ["rows are [1], expected each of 2 once"]
 
 
 @pytest.mark.parametrize(
     "bad", [StepResult(step=7, tokens=[1]), StepResult(step=1, tokens=[])], ids=["another step", "too few tokens"]
 )
 def test_result_that_mismatches_the_plan_is_a_bug(bad: StepResult) -> None:
-    scheduler, _ = make_scheduler()
+    scheduler, _ = make_engine()
     scheduler.submit(1, make_request())
     scheduler.schedule()
     with pytest.raises(AssertionError):
@@ -249,7 +253,7 @@ TRACE = """
 """
 
 
-def show(plan: StepPlan) -> str:
+def render(plan: StepPlan) -> str:
     new = [row.row for row in plan.admitted]
     return (
         f"{plan.step} new={new} rows={plan.rows} starts={plan.starts} counts={plan.counts} pages={plan.pages} draws={plan.draws}"
@@ -257,11 +261,11 @@ def show(plan: StepPlan) -> str:
 
 
 def test_the_same_workload_gives_the_same_plans() -> None:
-    scheduler, runner = make_scheduler(num_pages=4, seqs=2, budget=6)
+    scheduler, runner = make_engine(num_pages=4, seqs=2, budget=6)
     scheduler.submit(1, make_request(7, 4, seed=1))
     scheduler.submit(2, make_request(3, 4, seed=2))
     finish(scheduler, runner)
-    assert "\n".join(show(plan) for plan in runner.plans) == TRACE.strip()
+    assert "\n".join(render(plan) for plan in runner.plans) == TRACE.strip()
 
 
 def test_the_fake_model_sees_the_whole_context() -> None:
@@ -270,20 +274,20 @@ def test_the_fake_model_sees_the_whole_context() -> None:
 
 
 def test_full_queue_accepts_a_stream_started_elsewhere() -> None:
-    scheduler, _ = make_scheduler(max_waiting=0)
-    assert isinstance(scheduler.submit(1, make_request(5)), Refuse)
-    lost_before_its_first_token = msgspec.structs.replace(make_request(5), epoch=1)
+    scheduler, _ = make_engine(max_waiting=0)
+    assert isinstance(scheduler.submit(1, make_request(5)), Refusal)
+    without_tokens = msgspec.structs.replace(make_request(5), epoch=1)
     delivered = msgspec.structs.replace(make_request(5), delivered=[7])
-    assert scheduler.submit(2, lost_before_its_first_token) is None
+    assert scheduler.submit(2, without_tokens) is None
     assert scheduler.submit(3, delivered) is None
 
 
 def test_request_complete_on_arrival_ends_without_a_token() -> None:
-    scheduler = Scheduler(Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), PoolShape(16, 4))
+    scheduler = make_scheduler(Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16), PoolShape(16, 4), LRU)
     assert scheduler.submit(1, msgspec.structs.replace(make_request(3, 8), epoch=1, delivered=[5])) is None
     plan = scheduler.schedule()
     assert plan is not None
-    frame = scheduler.commit(StepResult(step=plan.step, tokens=[0], over=[0]))
+    frame = scheduler.commit(StepResult(step=plan.step, tokens=[0], already_complete=[0]))
     assert (frame.handles, frame.tokens) == ([], [])
     assert frame.finished == [wire.Finished(1, 1, "stop", 0)]
     assert scheduler.is_idle()

@@ -1,4 +1,4 @@
-"""A request that comes from elsewhere stands where it stood: by when it came to its router, and not to this engine."""
+"""A moved request keeps its order: by arrival at its router, not at this engine."""
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
 @pytest.mark.parametrize(("waited_s", "preempted"), [(0.0, "moved"), (5.0, "own")], ids=["younger", "older"])
-def test_the_youngest_is_preempted_wherever_it_came_first(policy: SchedulingPolicy, waited_s: float, preempted: str) -> None:
+def test_the_youngest_is_preempted_wherever_it_arrived_first(policy: SchedulingPolicy, waited_s: float, preempted: str) -> None:
     runner = FakeRunner(12, 4)
     scheduler = make_scheduler(LIMITS, runner.pool, SchedulerConfig(scheduling_policy=policy))
     moved = make_request(12, 26, seed=2)
@@ -29,8 +29,8 @@ def test_the_youngest_is_preempted_wherever_it_came_first(policy: SchedulingPoli
         if not scheduler.num_preemptions:
             scheduler.commit(runner.run(plan))
         now += 1.0
-    kept, lost = scheduler.held_by(1), scheduler.held_by(2)
-    assert (kept is None, lost is None) == ((False, True) if preempted == "moved" else (True, False))
+    own_running, moved_running = scheduler.running_request(1), scheduler.running_request(2)
+    assert (own_running is None, moved_running is None) == ((False, True) if preempted == "moved" else (True, False))
 
 
 def test_a_request_that_waited_elsewhere_has_aged() -> None:
@@ -53,4 +53,4 @@ def test_a_request_that_waited_elsewhere_has_aged() -> None:
         plan = scheduler.schedule(101.0)
         assert plan is not None
         order += [end.handle for end in scheduler.commit(runner.run(plan)).finished]
-    assert order == [1, 3, 2], "31 s are worth more than one priority"
+    assert order == [1, 3, 2], "waiting 31 s outweighs one priority"

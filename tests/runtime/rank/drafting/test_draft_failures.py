@@ -1,4 +1,4 @@
-"""A draft that fails in a step is forgotten: its group goes on without, says why, and every token is the one without a draft."""
+"""A draft that fails in a step is dropped: its group continues without, reports why, and tokens are equal."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, read_exit
 from phalanx_runtime.model.partition import Stage
-from phalanx_runtime.model.protocol import Form, Model
+from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.drafting.draft_model import DraftModel, RemoteDraft
 from phalanx_runtime.rank.drafting.proposer import Proposer
@@ -27,17 +27,18 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from tests.runtime.drafts import save_draft, save_exit, save_target
-from tests.runtime.equality.test_sampling import ROOMY, assert_equal, requests
-from tests.runtime.rank.drafting.test_draft_models import GROUPS, groups, rules
+from tests.runtime.equality.groups import GROUPS, groups
+from tests.runtime.equality.requests import ROOMY, assert_equal, requests
+from tests.runtime.rank.drafting.draft_runs import make_config
 from tests.runtime.ranks import PAGE_SIZE, PLAIN, Build, on_ranks
-from tests.runtime.served import Served, Watched, serve
+from tests.runtime.served import CountingRunner, Served, serve
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("dies") / "model")
+    return save_target(tmp_path_factory.mktemp("failures") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,8 @@ def plain(folder: Path) -> list[Served]:
     return on_ranks(folder, [1], Build(torch.float64, num_pages=200), lambda runner: serve(runner, requests(), ROOMY))
 
 
-class Failing:
-    """A model that fails after so many steps."""
+class FailingModel:
+    """A model that fails after `steps` steps."""
 
     def __init__(self, inner: Model, steps: int) -> None:
         self._inner = inner
@@ -64,24 +65,24 @@ class Failing:
         self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
         self.vocab_size, self.width = inner.vocab_size, inner.width
 
-    def hidden(self, batch: StepBatch, caches: list[LayerCache], before: Tensor | None = None) -> Tensor:
+    def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         self.steps -= 1
         if self.steps < 0:
             raise RuntimeError("out of memory")
-        return self._inner.hidden(batch, caches, before)
+        return self._inner.hidden(batch, caches, stage_input)
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        return self._inner.scores(hidden)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._inner.logits(hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class FailingExit(Exit):
-    """An exit that fails once `left` is at its end."""
+    """An exit that fails after `calls`."""
 
-    left: Iterator[int]
+    calls: Iterator[int]
 
     def __call__(self, states: Tensor) -> Tensor:
-        if next(self.left, None) is None:
+        if next(self.calls, None) is None:
             raise RuntimeError("out of memory")
         return Exit.__call__(self, states)
 
@@ -91,8 +92,8 @@ def failing_model(
 ) -> Proposer:
     if peers.rank:
         return RemoteDraft(peers)
-    form = Form(dtype=torch.float64, device=CPU, kernels=PLAIN, positions=256)
-    model = Failing(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
+    form = LoadOptions(dtype=torch.float64, device=CPU, kernels=PLAIN, positions=256)
+    model = FailingModel(open_model(draft).load(SoloCollective(), form, stage=Stage()), steps)
     own = make_caches(model.kv, pool.num_pages, PAGE_SIZE, torch.float64, CPU)
     shape = CacheShape(PAGE_SIZE, model.kv.kv_heads, page_bytes(model.kv, PAGE_SIZE, torch.float64) // 4)
     return DraftModel(model, own, BatchBuilder(shape, torch.float64, CPU), model.vocab_size, peers)
@@ -100,59 +101,59 @@ def failing_model(
 
 def failing_exit(exit: Path, steps: int, target: Model, caches: list[LayerCache], pool: PoolShape, peers: Collective) -> Proposer:
     assert isinstance(target, Decoder)
-    whole = read_exit(exit, torch.float64, CPU)
-    through = FailingExit(whole.card, whole.weight, whole.bias, iter(range(steps)))
-    return SelfDraft(target, caches, peers, whole.card.num_layers, through)
+    loaded = read_exit(exit, torch.float64, CPU)
+    exit_layer = FailingExit(loaded.card, loaded.weight, loaded.bias, iter(range(steps)))
+    return SelfDraft(target, caches, peers, loaded.card.num_layers, exit_layer)
 
 
-def run(folder: Path, method: Method, made: Build, pods: list[int]) -> tuple[list[Served], Watched]:
-    def work(runner: ModelRunner) -> tuple[list[Served], Watched]:
-        watched = Watched(runner)
-        served = serve(watched, requests(), ROOMY, rules(method))
-        assert runner.lost_draft == watched.lost
-        assert runner.draft_pages() is None, "what it has computed since is nothing to carry"
-        return served, watched
+def run(folder: Path, method: Method, setup: Build, pods: list[int]) -> tuple[list[Served], CountingRunner]:
+    def work(runner: ModelRunner) -> tuple[list[Served], CountingRunner]:
+        counter = CountingRunner(runner)
+        served = serve(counter, requests(), ROOMY, make_config(method))
+        assert runner.draft_failure == counter.draft_failure
+        assert runner.page_access().open_draft() is None, "its pages are incomplete"
+        return served, counter
 
-    return on_ranks(folder, pods, made, work)
+    return on_ranks(folder, pods, setup, work)
 
 
-def assert_went_on(watched: Watched, messages: list[str], steps: int, why: str) -> None:
-    assert watched.lost == why
-    assert sum("the group goes on without speculation" in message for message in messages) == 1
-    made = watched.most_in_flight + steps // 4  # plans with 4 passes each, and those that were made before it was known
-    assert watched.num_proposed <= 8 * 4 * made, "no plan asks for drafts any more"
+def assert_continued(counter: CountingRunner, messages: list[str], steps: int, why: str) -> None:
+    assert counter.draft_failure == why
+    assert sum("the group continues without speculation" in message for message in messages) == 1
+    num_plans = counter.most_in_flight + steps // 4  # plans with 4 passes each, and those setup before the failure was known
+    assert counter.num_proposed <= 8 * 4 * num_plans, "later plans have no drafts"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])
 @groups
-def test_a_draft_model_that_fails_is_forgotten(
+def test_a_draft_model_that_fails_is_dropped(
     folder: Path, draft: Path, plain: list[Served], caplog: pytest.LogCaptureFixture, pods: list[int], stages: int, steps: int
 ) -> None:
-    """The rank that drafts tells the others of the stage that there is nothing, and those behind it too."""
-    made = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_model, draft, steps))
+    """The other ranks of the stage and later stages receive empty drafts."""
+    setup = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_model, draft, steps))
     with caplog.at_level(logging.ERROR):
-        served, watched = run(folder, "draft", made, pods)
+        served, counter = run(folder, "draft", setup, pods)
     assert_equal(served, plain)
-    assert_went_on(watched, caplog.messages, steps, "a step of the draft model failed: out of memory")
+    assert_continued(counter, caplog.messages, steps, "a step of the draft model failed: out of memory")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])
 @pytest.mark.parametrize("group", ["one", "pp2"])
-def test_first_layers_that_fail_are_no_draft_any_more(
+def test_failing_self_draft_is_dropped(
     folder: Path, exit: Path, plain: list[Served], caplog: pytest.LogCaptureFixture, group: str, steps: int
 ) -> None:
     pods, stages = GROUPS[group]
-    made = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_exit, exit, steps))
+    setup = Build(torch.float64, num_pages=200, stages=stages, make_proposer=partial(failing_exit, exit, steps))
     with caplog.at_level(logging.ERROR):
-        served, watched = run(folder, "self_draft", made, pods)
+        served, counter = run(folder, "self_draft", setup, pods)
     assert_equal(served, plain)
-    assert_went_on(watched, caplog.messages, steps, "a step of the self-draft failed: out of memory")
+    assert_continued(counter, caplog.messages, steps, "a step of the self-draft failed: out of memory")
 
 
 def test_failing_exit_layers_on_ranks_end_the_incarnation(folder: Path, exit: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """None can leave the pass that the others are in; the supervisor starts the group again without the draft."""
-    made = Build(torch.float64, num_pages=200, make_proposer=partial(failing_exit, exit, 3))
+    """The other ranks wait in a pass, so the supervisor restarts the group without the draft."""
+    setup = Build(torch.float64, num_pages=200, make_proposer=partial(failing_exit, exit, 3))
     with pytest.raises(DraftLost, match="a step of the self-draft failed: out of memory"):
-        run(folder, "self_draft", made, [2])
-    assert any("the group starts anew without speculation" in message for message in caplog.messages)
-    assert not any("goes on" in message for message in caplog.messages)
+        run(folder, "self_draft", setup, [2])
+    assert any("the group restarts without speculation" in message for message in caplog.messages)
+    assert not any("continues" in message for message in caplog.messages)

@@ -1,4 +1,4 @@
-"""What a rank drafts with: what is refused, what is served without, and what memory it takes."""
+"""Loading of drafts: refusals, missing drafts and memory."""
 
 import logging
 import re
@@ -18,12 +18,12 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
-from tests.runtime.drafts import save_draft, save_exit, save_target
-from tests.runtime.equality.test_sampling import requests
+from tests.runtime.drafts import change_token, save_draft, save_exit, save_target
+from tests.runtime.equality.requests import requests
 from tests.runtime.pods import make_spec, with_settings
-from tests.runtime.rank.drafting.test_draft_models import rules
+from tests.runtime.rank.drafting.draft_runs import make_config
 from tests.runtime.ranks import PAGE_SIZE, with_group
-from tests.runtime.served import Watched, serve
+from tests.runtime.served import CountingRunner, serve
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def draft(folder: Path) -> Path:
 
 
 def load(folder: Path, **fields: Any) -> tuple[ModelRunner, RankReady]:
-    asked = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "page_size": PAGE_SIZE, "dtype": "float64", **fields}
-    return load_rank(with_settings(make_spec(folder), **asked), SoloCollective(), CPU, System())
+    settings = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "page_size": PAGE_SIZE, "dtype": "float64", **fields}
+    return load_rank(with_settings(make_spec(folder), **settings), SoloCollective(), CPU, System())
 
 
 def by_draft(draft: Path, **fields: Any) -> dict[str, Any]:
@@ -51,34 +51,27 @@ def by_layers(**fields: Any) -> dict[str, Any]:
     return {"speculative_method": "self_draft", **fields}
 
 
-def other_words(folder: Path) -> Path:
-    """A model whose tokenizer has another token for an id."""
-    file = folder / "tokenizer.json"
-    file.write_text(file.read_text().replace("<unused300>", "<hello>"))
-    return folder
-
-
 Refused = Callable[[Path, Path], tuple[Path, dict[str, Any], str]]
 REFUSED: dict[str, Refused] = {
     "a draft with other tokens": lambda model, tmp: (
         model,
-        by_draft(other_words(save_draft(model, tmp / "other"))),
+        by_draft(change_token(save_draft(model, tmp / "other"))),
         "another vocabulary than the model: token 300 is '<hello>' in .*other and '<unused300>' in .*model",
     ),
     "an exit of another model": lambda model, tmp: (
         model,
         by_layers(draft_exit=str(save_exit(save_target(tmp / "other", seed=1), tmp / "exit"))),
-        "was fitted to the model [0-9a-f]{16}, and this one is [0-9a-f]{16}: fit it anew",
+        "was fitted to the model [0-9a-f]{16}, and this one is [0-9a-f]{16}: fit it again",
     ),
     "an exit for another ratio": lambda model, tmp: (
         model,
         by_layers(draft_exit=str(save_exit(model, tmp / "exit")), speculative_ratio=0.75),
-        "a ratio of 0.75 is 3 layers, and the exit was fitted for 2",
+        "ratio 0.75 is 3 layers, but the exit was fitted for 2: omit the ratio",
     ),
     "layers of transformers": lambda model, tmp: (
         model,
         by_layers(model_impl="transformers"),
-        "only models that the fused decoder computes draft by their first layers",
+        "self-draft needs a model of the fused decoder",
     ),
 }
 
@@ -95,7 +88,7 @@ def test_a_first_stage_with_too_few_layers_is_refused(folder: Path) -> None:
         spec = with_settings(make_spec(folder, group.rank, 2), pipeline_parallel_size=2, **by_layers(speculative_ratio=0.75))
         load_rank(spec, group, CPU, System())
 
-    with pytest.raises(ModelError, match="takes the first 3 layers, and the first pipeline stage has 2: use a smaller ratio"):
+    with pytest.raises(ModelError, match="needs the first 3 layers, but the first pipeline stage has 2: use a smaller ratio"):
         with_group([2], start)
 
 
@@ -106,15 +99,15 @@ def broken(folder: Path, text: str = "no tensors") -> Path:
 
 WITHOUT: dict[str, Callable[[Path, Path], tuple[dict[str, Any], str]]] = {
     "a draft that is not found": lambda model, tmp: (by_draft(Path(), draft_missing="no such bucket"), "no such bucket"),
-    "a draft whose weights are broken": lambda model, tmp: (
+    "a draft with broken weights": lambda model, tmp: (
         by_draft(broken(save_draft(model, tmp / "draft"))),
         "draft model .*draft cannot be loaded",
     ),
-    "a draft beside which there are too few pages": lambda model, tmp: (
+    "a draft that leaves too few pages": lambda model, tmp: (
         by_draft(save_draft(model, tmp / "draft"), kv_cache_memory_bytes=1 << 17),
         "too few pages",
     ),
-    "a draft beside which no usual request finds pages": lambda model, tmp: (
+    "a draft that leaves too few pages for the default length": lambda model, tmp: (
         by_draft(save_draft(model, tmp / "draft"), max_model_len=None, kv_cache_memory_bytes=1 << 19),
         "too few pages",
     ),
@@ -135,15 +128,16 @@ def test_unloadable_draft_is_left_out(
         runner, ready = load(folder, **fields)
     assert [one for one in caplog.messages if "served without speculation" in one]
     assert ready.num_pages * PAGE_SIZE >= 64
-    asked = requests()[:2]
-    how = rules(fields["speculative_method"])
-    plain = serve(load(folder)[0], asked, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64))
-    watched = Watched(runner)
+    submitted = requests()[:2]
+    config = make_config(fields["speculative_method"])
+    plain = serve(load(folder)[0], submitted, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64))
+    counter = CountingRunner(runner)
     assert [
-        one.tokens for one in serve(watched, asked, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), how)
+        one.tokens
+        for one in serve(counter, submitted, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), config)
     ] == [one.tokens for one in plain]
-    assert watched.num_accepted == 0
-    assert re.search(reason, runner.lost_draft)
+    assert counter.num_accepted == 0
+    assert re.search(reason, runner.draft_failure)
 
 
 def test_the_memory_of_a_draft_is_counted(folder: Path, draft: Path) -> None:
@@ -153,8 +147,8 @@ def test_the_memory_of_a_draft_is_counted(folder: Path, draft: Path) -> None:
     assert ready.memory.kv_bytes_per_token == 2 * plain.memory.kv_bytes_per_token, "a page has the layers of both"
     assert ready.num_pages == plain.num_pages // 2
     assert ready.memory.weights_bytes >= plain.memory.weights_bytes + (folder / "model.safetensors").stat().st_size
-    assert len(runner.caches) == 4 and runner.draft_pages() is not None and runner.lost_draft == ""
-    assert plain.served == msgspec.structs.replace(ready.served, page_bytes=plain.served.page_bytes), "moves ask for no draft"
+    assert len(runner.caches) == 4 and runner.page_access().open_draft() is not None and runner.draft_failure == ""
+    assert plain.served == msgspec.structs.replace(ready.served, page_bytes=plain.served.page_bytes), "moves need no draft"
 
 
 def test_first_layers_draft_in_the_pages_of_the_target(folder: Path, tmp_path: Path) -> None:
@@ -162,8 +156,8 @@ def test_first_layers_draft_in_the_pages_of_the_target(folder: Path, tmp_path: P
     runner, ready = load(folder, **by_layers(draft_exit=str(save_exit(folder, tmp_path / "exit"))))
     assert plain.memory is not None and ready.memory is not None
     assert (ready.num_pages, ready.memory.kv_bytes_per_token) == (plain.num_pages, plain.memory.kv_bytes_per_token)
-    assert runner.draft_pages() is None and runner.lost_draft == ""
-    assert ready.served == plain.served, "a move brings what it needs"
+    assert runner.page_access().open_draft() is None and runner.draft_failure == ""
+    assert ready.served == plain.served, "moves are the same"
 
 
 def test_tokenizers_of_other_kinds_are_compared_token_by_token(tmp_path: Path) -> None:
@@ -178,7 +172,7 @@ def test_tokenizers_of_other_kinds_are_compared_token_by_token(tmp_path: Path) -
     broken = write("broken", '{"model": 7}')
     assert tokenizer_difference(words, again) is None
     assert tokenizer_difference(words, pieces) == f"token 2 is none in {pieces} and '<s>' in {words}"
-    with pytest.raises(ModelError, match="is not understood"):
+    with pytest.raises(ModelError, match="cannot parse"):
         tokenizer_difference(words, broken)
     with pytest.raises(ModelError, match="cannot read"):
         tokenizer_difference(words, tmp_path / "none")

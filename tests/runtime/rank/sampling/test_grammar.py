@@ -1,4 +1,4 @@
-"""Constrained output matches its grammar, whatever the model; a grammar that cannot be used ends its own request only."""
+"""Constrained output matches its grammar with any model; an unusable grammar ends only its request."""
 
 import json
 import re
@@ -17,8 +17,8 @@ from phalanx_runtime.core.step_plan import NewRow
 from phalanx_runtime.rank.sampling import grammar as module
 from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT
-from phalanx_runtime.rank.sampling.sampler import Sampler
-from tests.runtime.rank.sampling.sampled import Ask, run
+from phalanx_runtime.rank.sampling.sampler import TorchSampler
+from tests.runtime.rank.sampling.sampled import SampleRequest, run
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, serve
 from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tiny, save_tokenizer
@@ -57,13 +57,13 @@ def grammars(tmp_path: Path) -> RankGrammars:
 
 
 def text_of(tokens: list[int]) -> str:
-    """The text of byte tokens; the tokenizer's unused ids spell themselves out."""
+    """Returns the text of byte tokens, with the tokenizer's unused ids by name."""
     parts = [bytes([token]) if token < 256 else b"" if token == EOS_ID else f"<unused{token}>".encode() for token in tokens]
     return b"".join(parts).decode()
 
 
 def check(kind: str, text: str) -> None:
-    """Fails unless the text is what the grammar describes."""
+    """Checks that the text matches the grammar."""
     if kind == "regex":
         assert re.fullmatch(REGEX, text), text
     elif kind == "lark":
@@ -73,7 +73,7 @@ def check(kind: str, text: str) -> None:
 
 
 def check_json(value: Any, schema: dict[str, Any]) -> None:
-    """The keywords that SCHEMA uses, literally."""
+    """Checks the keywords that SCHEMA uses."""
     if "enum" in schema:
         assert any(value == one and type(value) is type(one) for one in schema["enum"])
     match schema.get("type"):
@@ -93,7 +93,7 @@ def check_json(value: Any, schema: dict[str, Any]) -> None:
             assert type(value) is bool
 
 
-def asked(kind: str, seed: int, temperature: float, **more: Any) -> wire.Request:
+def make_request(kind: str, seed: int, temperature: float, **more: Any) -> wire.Request:
     fields: dict[str, Any] = {"stop_token_ids": [EOS_ID], "grammar": GRAMMARS[kind], **more}
     sampling = wire.Sampling(max_tokens=240, seed=seed, temperature=temperature, **fields)
     return wire.Request(id=f"{kind}-{seed}", epoch=1, prompt=[seed, 7, 9], delivered=[], sampling=sampling)
@@ -104,8 +104,8 @@ def outputs(answers: list[Served]) -> list[list[int]]:
 
 
 def test_random_model_obeys_grammars_on_one_or_two_ranks(folder: Path) -> None:
-    requests = [asked(kind, seed, 1.0 if seed else 0.0) for seed in range(6) for kind in GRAMMARS]
-    requests += [asked("json", 40 + seed, 0.9, top_p=0.9, repetition_penalty=1.1) for seed in range(2)]
+    requests = [make_request(kind, seed, 1.0 if seed else 0.0) for seed in range(6) for kind in GRAMMARS]
+    requests += [make_request("json", 40 + seed, 0.9, top_p=0.9, repetition_penalty=1.1) for seed in range(2)]
 
     def served(pods: list[int]) -> list[Served]:
         return on_ranks(folder, pods, Build(num_pages=400), lambda runner: serve(runner, requests, LIMITS))
@@ -114,27 +114,27 @@ def test_random_model_obeys_grammars_on_one_or_two_ranks(folder: Path) -> None:
     assert [answer.finish for answer in answers] == ["stop"] * len(requests)
     for request, answer in zip(requests, answers, strict=True):
         check(request.id.split("-")[0], text_of(answer.tokens))
-    assert len({tuple(tokens) for tokens in outputs(answers)}) > len(requests) / 2, "the model decides where it may"
+    assert len({tuple(tokens) for tokens in outputs(answers)}) > len(requests) / 2, "outputs differ"
     assert outputs(served([2])) == outputs(answers)
 
 
 def test_replayed_from_any_point_the_output_is_the_same(grammars: RankGrammars) -> None:
     for kind in GRAMMARS:
-        ask = Ask([1, 2], asked(kind, 3, 1.0).sampling)
-        (whole,), failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 240)
+        request = SampleRequest([1, 2], make_request(kind, 3, 1.0).sampling)
+        (output,), failures = run(TorchSampler(VOCAB_SIZE, grammars), [request], 240)
         assert failures == {}
-        check(kind, text_of(whole))
-        for cut in [*range(0, len(whole) - 1, 3), len(whole)]:
-            assert run(Sampler(VOCAB_SIZE, grammars), [ask], 240, [whole[:cut]])[0] == [whole], (kind, cut)
+        check(kind, text_of(output))
+        for cut in [*range(0, len(output) - 1, 3), len(output)]:
+            assert run(TorchSampler(VOCAB_SIZE, grammars), [request], 240, [output[:cut]])[0] == [output], (kind, cut)
 
 
 def test_complete_grammar_ends_the_request(grammars: RankGrammars) -> None:
-    sampler = Sampler(VOCAB_SIZE, grammars)
+    sampler = TorchSampler(VOCAB_SIZE, grammars)
     sampler.admit(NewRow(0, wire.Sampling(max_tokens=9, seed=0, grammar=wire.Grammar("regex", "ab"))))
     import torch
 
-    scores = torch.zeros(1, VOCAB_SIZE)
-    first, second = sampler.draw(scores, [(0, 0)]), sampler.draw(scores, [(0, 1)])
+    logits = torch.zeros(1, VOCAB_SIZE)
+    first, second = sampler.sample(logits, [(0, 0)]), sampler.sample(logits, [(0, 1)])
     assert (first.tokens, first.ended) == ([ord("a")], [])
     assert (second.tokens, second.ended) == ([ord("b")], [0])
 
@@ -142,10 +142,10 @@ def test_complete_grammar_ends_the_request(grammars: RankGrammars) -> None:
 @pytest.mark.parametrize("min_tokens", [0, 5])
 def test_complete_grammar_ends_a_replay_before_min_tokens(grammars: RankGrammars, min_tokens: int) -> None:
     sampling = wire.Sampling(max_tokens=9, seed=0, temperature=0.0, min_tokens=min_tokens, grammar=wire.Grammar("regex", "(a|b)"))
-    ask = Ask([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
-    whole, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9)
-    assert len(whole[0]) == 1
-    assert run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [list(whole[0])]) == (whole, failures) == (whole, {})
+    request = SampleRequest([1], msgspec.structs.replace(sampling, stop_token_ids=[EOS_ID]))
+    output, failures = run(TorchSampler(VOCAB_SIZE, grammars), [request], 9)
+    assert len(output[0]) == 1
+    assert run(TorchSampler(VOCAB_SIZE, grammars), [request], 9, [list(output[0])]) == (output, failures) == (output, {})
 
 
 def test_blanks_between_json_tokens_are_bounded(grammars: RankGrammars) -> None:
@@ -164,7 +164,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("more", "why"), FAILING.values(), ids=FAILING.keys())
 def test_unsampleable_row_ends_only_its_request(folder: Path, more: dict[str, Any], why: str) -> None:
-    requests = [asked("regex", 0, 0.0), asked("regex", 1, 1.0, **more), asked("json", 2, 1.0)]
+    requests = [make_request("regex", 0, 0.0), make_request("regex", 1, 1.0, **more), make_request("json", 2, 1.0)]
     answers = on_ranks(folder, [1], Build(), lambda runner: serve(runner, requests, LIMITS))
     bad = answers[1].refused
     assert bad is not None and (bad.status, bad.code, bad.epoch) == (400, "nothing_to_draw", 1)
@@ -176,8 +176,8 @@ def test_unsampleable_row_ends_only_its_request(folder: Path, more: dict[str, An
 
 
 def test_delivered_tokens_outside_the_grammar_fail_the_request(grammars: RankGrammars) -> None:
-    ask = Ask([1], asked("regex", 0, 0.0).sampling)
-    _, failures = run(Sampler(VOCAB_SIZE, grammars), [ask], 9, [[ord("q")]])
+    request = SampleRequest([1], make_request("regex", 0, 0.0).sampling)
+    _, failures = run(TorchSampler(VOCAB_SIZE, grammars), [request], 9, [[ord("q")]])
     assert "doesn't satisfy the grammar" in failures[0]
 
 
@@ -185,14 +185,14 @@ def test_missing_grammar_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     broken = RankGrammars(partial(read_tokenizer, tmp_path, 10), 10)
-    with pytest.raises(GrammarError, match="tokenizer knows no grammars"):
+    with pytest.raises(GrammarError, match="tokenizer supports no grammars"):
         broken.matcher(GRAMMARS["regex"])
-    _, failures = run(Sampler(10), [Ask([1], wire.Sampling(max_tokens=3, seed=0, grammar=GRAMMARS["regex"]))], 3)
+    _, failures = run(TorchSampler(10), [SampleRequest([1], wire.Sampling(max_tokens=3, seed=0, grammar=GRAMMARS["regex"]))], 3)
     assert "without grammars" in failures[0]
 
 
 def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_GRAMMARS", 2)
+    monkeypatch.setattr(module, "CACHED_GRAMMARS", 2)
     a, b, c = (wire.Grammar("regex", letter) for letter in "abc")
     for one in (a, b, a, a, b, a):
         grammars.matcher(one)
@@ -206,14 +206,14 @@ def test_a_grammar_is_compiled_once_while_it_is_kept(grammars: RankGrammars, mon
 
 
 def test_grammar_in_use_is_not_compiled_again(grammars: RankGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_GRAMMARS", 1)
+    monkeypatch.setattr(module, "CACHED_GRAMMARS", 1)
     a, b = (wire.Grammar("regex", letter) for letter in "ab")
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(grammars.compile, a).result()
     for one in (b, a, b, a):
         grammars.matcher(one)
-    assert grammars.num_compiled == 3, "b was forgotten each time"
-    assert grammars.kept(a) is held and grammars.kept(b) is None
+    assert grammars.num_compiled == 3, "b was evicted each time"
+    assert grammars.find(a) is held and grammars.find(b) is None
     assert sorted(grammars.matcher(a).allowed().nonzero()[0].tolist()) == [ord("a")]
 
 

@@ -1,4 +1,4 @@
-"""Logprobs are those of `transformers`: of drawn tokens and of prompts, whole and in chunks, on one rank and on two."""
+"""Logprobs equal those of `transformers`: of output and prompt tokens, in chunks, on one rank and on two."""
 
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from phalanx_api.wire import TokenDetail
 from phalanx_runtime.rank.sampling import logprobs
 from phalanx_runtime.rank.sampling.logprobs import token_details
-from tests.runtime.ranks import Asked, Build, Driver, on_ranks
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
 WIDE = Build(dtype=torch.float64)
@@ -24,13 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def prompts() -> list[list[int]]:
-    chance = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist() for size in (1, 9, 23)]
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB_SIZE, (size,), generator=rng).tolist() for size in (1, 9, 23)]
 
 
 @torch.inference_mode()
 def expected(folder: Path, tokens: list[int]) -> torch.Tensor:
-    """log_softmax of the scores of transformers after each of these tokens."""
+    """Returns log_softmax of the logits of transformers after each token."""
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
@@ -49,22 +49,22 @@ def assert_detail(detail: TokenDetail | None, token: int, row: torch.Tensor, top
     assert detail.gap is None
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 1000])
 @pytest.mark.parametrize(("pods", "chunk"), [([1], 1000), ([1], 4), ([2], 4), ([1], 1)])
 def test_prompt_logprobs_are_those_of_transformers(
-    folder: Path, pods: list[int], chunk: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, pods: list[int], chunk: int, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "PART_SCORES", rows_at_once * VOCAB_SIZE)
-    asked = [Asked(prompt, more={"prompt_logprobs": TOP}) for prompt in prompts()] + [Asked(prompts()[1])]
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_LOGITS", rows_per_chunk * VOCAB_SIZE)
+    requests = [DriverRequest(prompt, more={"prompt_logprobs": TOP}) for prompt in prompts()] + [DriverRequest(prompts()[1])]
 
     def work(runner: Any) -> list[dict[int, TokenDetail]]:
         driver = Driver(runner)
-        driver.generate(asked, 2, chunk, lag=1)
-        return [driver.prompt_details(row) for row in range(len(asked))]
+        driver.generate(requests, 2, chunk, lag=1)
+        return [driver.prompt_details(row) for row in range(len(requests))]
 
-    told = on_ranks(folder, pods, WIDE, work)
-    assert told[-1] == {}, "only who asks is told"
-    for prompt, details in zip(prompts(), told, strict=False):
+    found = on_ranks(folder, pods, WIDE, work)
+    assert found[-1] == {}, "not requested"
+    for prompt, details in zip(prompts(), found, strict=False):
         assert sorted(details) == list(range(1, len(prompt)))
         rows = expected(folder, prompt)
         for position, detail in details.items():
@@ -72,22 +72,22 @@ def test_prompt_logprobs_are_those_of_transformers(
 
 
 def test_resumed_request_repeats_no_prompt_logprobs(folder: Path) -> None:
-    asked = [Asked(prompts()[1], more={"prompt_logprobs": 0}, delivered=(5,))]
+    requests = [DriverRequest(prompts()[1], more={"prompt_logprobs": 0}, delivered=(5,))]
 
     def work(runner: Any) -> dict[int, TokenDetail]:
         driver = Driver(runner)
-        driver.generate(asked, 3)
+        driver.generate(requests, 3)
         return driver.prompt_details(0)
 
     assert on_ranks(folder, [1], WIDE, work) == {}
 
 
-def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
-    whole = token_details(scores, [1] * 7, list(range(7)))
-    monkeypatch.setattr(logprobs, "PART_SCORES", 22)
-    assert token_details(scores, [1] * 7, list(range(7))) == whole
-    assert token_details(scores, [1] * 3, [5, 0, 2], [5, 0, 2]) == [whole[5], whole[0], whole[2]]
+def test_details_are_equal_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    whole = token_details(logits, [1] * 7, list(range(7)))
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_LOGITS", 22)
+    assert token_details(logits, [1] * 7, list(range(7))) == whole
+    assert token_details(logits, [1] * 3, [5, 0, 2], [5, 0, 2]) == [whole[5], whole[0], whole[2]]
     assert [len(detail.top_ids) for detail in whole] == list(range(7))
-    assert token_details(scores[:1], [1], [50])[0].top_ids == scores[0].argsort(descending=True).tolist()
-    assert token_details(scores.bfloat16(), [1] * 7, [0] * 7)[0].logprob == pytest.approx(whole[0].logprob, abs=0.05)
+    assert token_details(logits[:1], [1], [50])[0].top_ids == logits[0].argsort(descending=True).tolist()
+    assert token_details(logits.bfloat16(), [1] * 7, [0] * 7)[0].logprob == pytest.approx(whole[0].logprob, abs=0.05)

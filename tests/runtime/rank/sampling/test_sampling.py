@@ -1,4 +1,4 @@
-"""Draws follow the distribution, depend on (seed, index, token) alone, and keep exactly what the filters leave."""
+"""Samples follow the distribution, depend on (seed, index, token) alone, and come from the tokens that filters keep."""
 
 import math
 
@@ -8,33 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx_runtime.rank.sampling.draw import (
-    CANDIDATES,
+from phalanx_runtime.rank.sampling.gumbel import (
+    SORTED_TOKENS,
     Draw,
-    draw,
+    apply_filters,
+    apply_temperature,
     gumbel,
-    gumbel_of,
-    keep_filtered,
+    gumbel_from_bits,
     noise_bits,
     noise_key,
-    scaled,
+    sample,
 )
+from tests.runtime.rank.sampling.definitions import kept_by_definition
+from tests.runtime.rank.sampling.distributions import chi_square, chi_square_limit
 
 DRAWS = 20_000
-QUANTILE_SCALE = 5.612
+QUANTILE = 5.612
 """Upper quantile of the normal distribution at 1e-8."""
-
-
-def chi_square_limit(freedom: int) -> float:
-    """The value that a chi-square of so many degrees of freedom passes once in 10^8 (Wilson and Hilferty's approximation)."""
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + QUANTILE_SCALE * math.sqrt(spread)) ** 3
-
-
-def chi_square(tokens: list[int], probabilities: Tensor) -> float:
-    counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
-    expected = probabilities.double() * len(tokens)
-    return float(((counts - expected).square() / expected).sum())
 
 
 def keys_of(pairs: list[tuple[int, int]]) -> Tensor:
@@ -44,59 +34,61 @@ def keys_of(pairs: list[tuple[int, int]]) -> Tensor:
 @pytest.mark.parametrize("pairs", [[(7, j) for j in range(DRAWS)], [(s, 3) for s in range(DRAWS)]], ids=["one seed", "one index"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_samples_follow_the_distribution(pairs: list[tuple[int, int]], temperature: float) -> None:
-    """Fails wrongly once in 10^8 runs; the draws are fixed by their seeds, so in fact never or always."""
+    """False alarm rate 1e-8 over seeds; the seeds are fixed."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, 1.4])
-    tokens = draw(logits.expand(len(pairs), -1), [Draw(seed=seed, index=index, temperature=temperature) for seed, index in pairs])
-    assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < chi_square_limit(len(logits) - 1)
+    tokens = sample(
+        logits.expand(len(pairs), -1), [Draw(seed=seed, index=index, temperature=temperature) for seed, index in pairs]
+    )
+    assert chi_square(tokens, torch.softmax(logits / temperature, 0)) < chi_square_limit(len(logits) - 1, QUANTILE)
 
 
 def test_samples_of_adjacent_indices_are_independent() -> None:
-    """Pairs of successive draws of one seed over 4 tokens: 16 cells."""
-    tokens = draw(torch.zeros(DRAWS + 1, 4), [Draw(seed=1, index=index) for index in range(DRAWS + 1)])
+    """Pairs of successive samples of one seed over 4 tokens: 16 cells."""
+    tokens = sample(torch.zeros(DRAWS + 1, 4), [Draw(seed=1, index=index) for index in range(DRAWS + 1)])
     pairs = [4 * tokens[2 * i] + tokens[2 * i + 1] for i in range(DRAWS // 2)]
-    assert chi_square(pairs, torch.full((16,), 1 / 16)) < chi_square_limit(15)
+    assert chi_square(pairs, torch.full((16,), 1 / 16)) < chi_square_limit(15, QUANTILE)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
 def test_noise_is_finite_whatever_the_bits(bits: list[int]) -> None:
-    """Infinite noise chooses what a grammar excludes: of a vocabulary of 150,000 that was one draw of 440."""
-    worst = [0, 1, -1, -2, -(2**31), -(2**31) + 64, 2**31 - 1, 2**31 - 64]
-    for dtype, most, least in ((torch.float32, 22.19, -2.82), (torch.float64, 22.19, -3.11)):
-        noise = gumbel_of(torch.tensor(worst + bits, dtype=torch.int32), dtype)
-        assert bool(noise.isfinite().all()) and float(noise.max()) < most and float(noise.min()) > least
+    """Infinite noise would select tokens that a grammar excludes: one sample in 440 with a vocabulary of 150,000."""
+    extremes = [0, 1, -1, -2, -(2**31), -(2**31) + 64, 2**31 - 1, 2**31 - 64]
+    for dtype, highest, lowest in ((torch.float32, 22.19, -2.82), (torch.float64, 22.19, -3.11)):
+        noise = gumbel_from_bits(torch.tensor(extremes + bits, dtype=torch.int32), dtype)
+        assert bool(noise.isfinite().all()) and float(noise.max()) < highest and float(noise.min()) > lowest
 
 
 def test_masked_token_is_never_sampled_at_infinite_noise() -> None:
-    """At this seed's first index token 343 had the least bits of all, which float32 took for zero."""
+    """At this seed and index token 343 has the smallest bits, which float32 may round to zero."""
     scores = torch.full((1, 512), -torch.inf)
     scores[0, 5] = 1.0
-    assert draw(scores, [Draw(seed=1852965621, index=0)]) == [5]
+    assert sample(scores, [Draw(seed=1852965621, index=0)]) == [5]
 
 
 def test_gumbel_noise_is_accurate_in_both_tails() -> None:
-    """float32 as float64, where noise is large too: so it is drawn as often as it should be."""
+    """float32 equals float64 where noise is large."""
     near = torch.tensor([0, 1, 5, 77, 1000, 123_457, 2**20 + 3, -(2**22), 2**30, -(2**31) + 2**20], dtype=torch.int32)
     exact = torch.tensor([-math.log(-math.log1p(-(abs(bits + 0.5) / 2**31))) for bits in near.tolist()], dtype=torch.float64)
-    assert torch.allclose(gumbel_of(near, torch.float64), exact, rtol=1e-9)
-    assert torch.allclose(gumbel_of(near, torch.float32).double(), exact, rtol=3e-6, atol=3e-6)
+    assert torch.allclose(gumbel_from_bits(near, torch.float64), exact, rtol=1e-9)
+    assert torch.allclose(gumbel_from_bits(near, torch.float32).double(), exact, rtol=3e-6, atol=3e-6)
 
 
 def test_noise_has_the_moments_of_a_gumbel() -> None:
     noise = gumbel(keys_of([(5, j) for j in range(20)]), torch.arange(50_000, dtype=torch.int32), torch.float64)
     assert torch.isfinite(noise).all()
-    # Mean and variance of 10^6 draws: standard errors 0.0013 and 0.0035; eight of them.
+    # Mean and variance of 10^6 samples: eight standard errors of 0.0013 and 0.0035.
     assert abs(float(noise.mean()) - 0.577216) < 0.0103
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.028
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**31), cut=st.integers(1, 998))
-def test_any_part_of_the_vocabulary_has_the_same_noise(seed: int, index: int, cut: int) -> None:
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 2**31), split=st.integers(1, 998))
+def test_any_part_of_the_vocabulary_has_the_same_noise(seed: int, index: int, split: int) -> None:
     keys, tokens = keys_of([(seed, index), (seed, index + 1)]), torch.arange(999, dtype=torch.int32)
-    parts = [noise_bits(keys, tokens[:cut]), noise_bits(keys, tokens[cut:])]
+    parts = [noise_bits(keys, tokens[:split]), noise_bits(keys, tokens[split:])]
     assert torch.equal(torch.cat(parts, 1), noise_bits(keys, tokens))
     for dtype in (torch.float32, torch.float64):
-        floats = torch.cat([gumbel(keys, tokens[:cut], dtype), gumbel(keys, tokens[cut:], dtype)], 1)
+        floats = torch.cat([gumbel(keys, tokens[:split], dtype), gumbel(keys, tokens[split:], dtype)], 1)
         assert torch.equal(floats, gumbel(keys, tokens, dtype))
 
 
@@ -110,9 +102,9 @@ def test_sample_is_independent_of_its_batch() -> None:
         Draw(seed=4, index=4, temperature=1.0, min_p=0.1),
         Draw(seed=1, index=0, temperature=0.0),
     ]
-    together = draw(logits, draws)
-    assert together == [draw(logits[i : i + 1], [one])[0] for i, one in enumerate(draws)]
-    assert together == draw(logits, draws)
+    together = sample(logits, draws)
+    assert together == [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(draws)]
+    assert together == sample(logits, draws)
     assert together[1] == int(logits[1].argmax())
 
 
@@ -121,22 +113,10 @@ def test_seeds_and_indices_give_different_samples() -> None:
     assert len(keys) == 4000
 
 
-def kept(scores: Tensor, one: Draw) -> set[int]:
-    left = scores.clone().unsqueeze(0)
-    keep_filtered(left, [one])
-    return set(torch.isfinite(left[0]).nonzero().flatten().tolist())
-
-
-def kept_by_definition(scores: list[float], one: Draw) -> set[int]:
-    """The same set, token by token."""
-    order = sorted(range(len(scores)), key=lambda token: -scores[token])
-    if one.top_k is not None:
-        worst = scores[order[min(one.top_k, len(order)) - 1]]
-        order = [token for token in order if scores[token] >= worst]
-    mass = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
-    total = sum(list(mass.values())[: one.top_k])
-    left = {t for t in order if sum(mass[u] for u in order if scores[u] > scores[t]) / total < one.top_p}
-    return {token for token in left if mass[token] >= one.min_p}
+def kept(scaled: Tensor, draw: Draw) -> set[int]:
+    filtered = scaled.clone().unsqueeze(0)
+    apply_filters(filtered, [draw])
+    return set(torch.isfinite(filtered[0]).nonzero().flatten().tolist())
 
 
 @settings(deadline=None, max_examples=150)
@@ -148,15 +128,17 @@ def kept_by_definition(scores: list[float], one: Draw) -> set[int]:
 )
 def test_filters_keep_the_tokens_of_their_definition(scores: list[float], top_k: int | None, top_p: float, min_p: float) -> None:
     one = Draw(seed=0, index=0, temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p)
-    # A float64 mass may fall on either side of a cut that it equals: the strategies' values are not such.
+    # No value of the strategies equals a threshold, where float64 rounding would decide.
     assert kept(torch.tensor(scores, dtype=torch.float64), one) == kept_by_definition(scores, one)
 
 
 def test_a_flat_distribution_is_sorted_beyond_the_first_candidates() -> None:
-    size = 4 * CANDIDATES
+    size = 4 * SORTED_TOKENS
     scores = torch.arange(size, dtype=torch.float64) * 1e-6
     assert len(kept(scores, Draw(seed=0, index=0, top_p=0.9))) == pytest.approx(0.9 * size, abs=5)
-    assert len(kept(scores, Draw(seed=0, index=0, top_p=0.9, top_k=2 * CANDIDATES))) == pytest.approx(1.8 * CANDIDATES, abs=5)
+    assert len(kept(scores, Draw(seed=0, index=0, top_p=0.9, top_k=2 * SORTED_TOKENS))) == pytest.approx(
+        1.8 * SORTED_TOKENS, abs=5
+    )
     assert len(kept(scores, Draw(seed=0, index=0, top_p=0.1))) == pytest.approx(0.1 * size, abs=5)
 
 
@@ -167,5 +149,9 @@ def test_ties_at_a_cut_stay_together() -> None:
 
 
 def test_low_precision_logits_are_widened() -> None:
-    assert scaled(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float32
-    assert scaled(torch.ones(1, 4, dtype=torch.float64), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float64
+    assert (
+        apply_temperature(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float32
+    )
+    assert (
+        apply_temperature(torch.ones(1, 4, dtype=torch.float64), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float64
+    )

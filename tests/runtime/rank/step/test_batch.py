@@ -1,4 +1,4 @@
-"""The tensors of a step say what its plan says."""
+"""The tensors of a step follow from its plan."""
 
 import pytest
 import torch
@@ -7,33 +7,33 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
-from phalanx_runtime.model.attention.paged import AttentionForm, DenseAttention, LayerCache, PagedAttention, StepBatch
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, decode_bands
+from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, band_sizes
 
 PAGE = 4
 HEADS = 2
 
 
 @settings(deadline=None)
-@given(pages=st.lists(st.integers(1, 50), min_size=1, max_size=30), waste=st.integers(0, 60))
-def test_bands_hold_everyone_and_waste_no_more_than_allowed(pages: list[int], waste: int) -> None:
-    falling = sorted(pages, reverse=True)
-    sizes = decode_bands(falling, waste)
-    assert sum(sizes) == len(falling) and all(sizes)
+@given(pages=st.lists(st.integers(1, 50), min_size=1, max_size=30), padding=st.integers(0, 60))
+def test_bands_have_all_requests_and_bounded_padding(pages: list[int], padding: int) -> None:
+    descending = sorted(pages, reverse=True)
+    sizes = band_sizes(descending, padding)
+    assert sum(sizes) == len(descending) and all(sizes)
     start = 0
     for size in sizes:
-        band = falling[start : start + size]
-        assert sum(band[0] - count for count in band) <= waste
+        band = descending[start : start + size]
+        assert sum(band[0] - count for count in band) <= padding
         start += size
 
 
 @pytest.mark.parametrize(
-    ("pages", "waste", "sizes"),
+    ("pages", "padding", "sizes"),
     [([9, 9, 9], 0, [3]), ([9, 5, 1], 100, [3]), ([9, 5, 1], 4, [2, 1]), ([9, 5, 4, 1], 0, [1, 1, 1, 1]), ([], 5, [])],
-    ids=["equal", "all in one", "two", "each alone", "none"],
+    ids=["equal", "all in one", "two", "each alone", "empty"],
 )
-def test_bands_of_falling_page_counts(pages: list[int], waste: int, sizes: list[int]) -> None:
-    assert decode_bands(pages, waste) == sizes
+def test_bands_of_descending_page_counts(pages: list[int], padding: int, sizes: list[int]) -> None:
+    assert band_sizes(pages, padding) == sizes
 
 
 def row(number: int) -> NewRow:
@@ -50,7 +50,7 @@ def visible(mask: torch.Tensor | None) -> list[list[int]]:
 
 
 def mixed() -> tuple[BatchBuilder, StepBatch]:
-    """Row 0 has 5 tokens and decodes; row 3 starts with 3; row 20 goes on with 2 after 4; row 1 has 9 and decodes."""
+    """Rows 0 and 1 decode after 5 and 9 tokens; row 3 starts with 3 tokens; row 20 computes 2 after 4."""
     made = builder()
     made.build(
         StepPlan(
@@ -82,7 +82,7 @@ def test_decoding_requests_come_first_and_longest_first() -> None:
     _, batch = mixed()
     assert batch.tokens.tolist() == [10, 50, 40, 41, 30, 31, 32]
     assert batch.positions.tolist() == [9, 5, 4, 5, 0, 1, 2]
-    assert batch.drawn.tolist() == [1, 6, 0]
+    assert batch.logits_indices.tolist() == [1, 6, 0]
     assert [(band.start, band.size, band.lengths) for band in batch.bands] == [(0, 2, [10, 6])]
     assert [(chunk.start, chunk.size, chunk.length) for chunk in batch.chunks] == [(2, 2, 6), (4, 3, 3)]
 
@@ -96,7 +96,7 @@ def test_slots_follow_the_page_table() -> None:
 def test_padding_repeats_the_rows_own_first_page() -> None:
     _, batch = mixed()
     assert batch.bands[0].tables.tolist() == [[1, 3, 5], [7, 2, 7]]
-    assert batch.bands[0].lumps.tolist() == [
+    assert batch.bands[0].kv_blocks.tolist() == [
         page * HEADS + h for pages in ([1, 3, 5], [7, 2, 7]) for h in (0, 1) for page in pages
     ]
 
@@ -106,8 +106,8 @@ def test_masks_show_the_past_within_the_window() -> None:
     band, (part, whole) = batch.bands[0], batch.chunks
     assert visible(band.masks[None]) == [list(range(10)), list(range(6))]
     assert visible(band.masks[3]) == [[7, 8, 9], [3, 4, 5]]
-    assert whole.lumps is None and whole.masks == {}
-    assert part.lumps is not None
+    assert whole.kv_blocks is None and whole.masks == {}
+    assert part.kv_blocks is not None
     assert visible(part.masks[None]) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
     assert visible(part.masks[3]) == [[2, 3, 4], [3, 4, 5]]
 
@@ -126,9 +126,9 @@ def test_restarted_row_forgets_its_pages() -> None:
 def test_attention_is_equal_for_any_gather_size(gather_bytes: int, window: int | None) -> None:
     _, batch = mixed()
     assert [band.size for band in batch.bands] == [2]
-    chance = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(7, heads, 8, generator=chance) for heads in (2 * HEADS, HEADS, HEADS))
-    cache = LayerCache(*(torch.randn(10, HEADS, PAGE, 8, generator=chance) for _ in range(2)))
-    form = AttentionForm(window=window)
-    given = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
-    torch.testing.assert_close(given, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, 8, generator=rng) for heads in (2 * HEADS, HEADS, HEADS))
+    cache = LayerCache(*(torch.randn(10, HEADS, PAGE, 8, generator=rng) for _ in range(2)))
+    form = AttentionParams(window=window)
+    paged = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
+    torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)

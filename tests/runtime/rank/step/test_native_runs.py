@@ -1,4 +1,4 @@
-"""Attention over a whole step of bf16 in one kernel gives the numbers of the definition, however prompts are cut."""
+"""The bf16 attention kernel equals the definition for any prompt chunks."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention.cpu import NativeAttention, attends
+from phalanx_runtime.model.attention.cpu import NativeAttention, can_attend
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionChunk,
-    AttentionForm,
+    AttentionParams,
     DecodeBand,
     DenseAttention,
     LayerCache,
@@ -19,36 +19,36 @@ from phalanx_runtime.model.attention.paged import (
 )
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from tests.runtime.rank.step.test_draft_trees import plan_of
+from tests.runtime.rank.step.tree_plans import plan_of
 
 Runs = list[tuple[int, int]]
-"""Of each request how many tokens are computed, and how long its context is then."""
+"""(computed tokens, context length) of each request."""
 
 
 def compiled() -> Library:
     made = library()
-    if made is None or not made.has_runs:
+    if made is None or not made.has_bf16_dot:
         pytest.skip("this processor does not multiply pairs of bf16")
     return made
 
 
 class Case:
-    """A step of these runs over pages dealt at random; what no token was written to is not a number."""
+    """A step of these runs over random pages; unwritten slots are NaN."""
 
     def __init__(self, runs: Runs, page: int = 16, kv_heads: int = 2, group: int = 3, dim: int = 64, seed: int = 0) -> None:
-        chance = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         counts = [-(-length // page) for _, length in runs]
-        pages = torch.randperm(sum(counts) + 2, generator=chance)
+        pages = torch.randperm(sum(counts) + 2, generator=rng)
         shape = (len(pages), kv_heads, page, dim)
         self.cache = LayerCache(*(torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(2)))
         self.tables = list(torch.split(pages[: sum(counts)], counts))
-        tokens, none = sum(size for size, _ in runs), torch.empty(0, dtype=torch.int64)
+        tokens, empty = sum(size for size, _ in runs), torch.empty(0, dtype=torch.int64)
         for table, (_, length) in zip(self.tables, runs, strict=True):
             for part in (self.cache.k, self.cache.v):
-                whole = torch.randn(length, kv_heads, dim, generator=chance).bfloat16()
+                whole = torch.randn(length, kv_heads, dim, generator=rng).bfloat16()
                 at = torch.arange(length)
                 part[table[at // page], :, at % page] = whole
-        wide = torch.randn(tokens, group * kv_heads + 2 * kv_heads, dim, generator=chance).bfloat16()
+        wide = torch.randn(tokens, group * kv_heads + 2 * kv_heads, dim, generator=rng).bfloat16()
         self.q, self.k, self.v = torch.split(wide, [group * kv_heads, kv_heads, kv_heads], 1)
         bands, chunks, slots, first = [], [], [], 0
         for table, (size, length) in zip(self.tables, runs, strict=True):
@@ -60,54 +60,56 @@ class Case:
                     DecodeBand(
                         start=first,
                         size=1,
-                        lumps=none,
+                        kv_blocks=empty,
                         masks={},
                         tables=table[None],
                         lengths=[length],
-                        ends=torch.tensor([length]),
+                        device_lengths=torch.tensor([length]),
                     )
                 )
             else:
-                chunks.append(AttentionChunk(start=first, size=size, length=length, lumps=None, masks={}, table=table))
+                chunks.append(AttentionChunk(start=first, size=size, length=length, kv_blocks=None, masks={}, table=table))
             first += size
-        self.batch = StepBatch(tokens=none, positions=none, slots=torch.cat(slots), bands=bands, chunks=chunks, drawn=none)
+        self.batch = StepBatch(
+            tokens=empty, positions=empty, slots=torch.cat(slots), bands=bands, chunks=chunks, logits_indices=empty
+        )
 
-    def attended(self, attention: Attention, form: AttentionForm) -> torch.Tensor:
+    def attended(self, attention: Attention, form: AttentionParams) -> torch.Tensor:
         return attention(self.q, self.k, self.v, self.cache, self.batch, form)
 
-    def defined(self, form: AttentionForm) -> torch.Tensor:
-        """In float, by the twin. Runs of one token come before the others there."""
+    def defined(self, form: AttentionParams) -> torch.Tensor:
+        """Returns the result of the reference in float32; there runs of one token come first."""
         cache = LayerCache(self.cache.k.float(), self.cache.v.float())
         return DenseAttention()(self.q.float(), self.k.float(), self.v.float(), cache, self.batch, form)
 
 
-def check(one: Case, form: AttentionForm) -> None:
+def check(one: Case, form: AttentionParams) -> None:
     native = NativeAttention(compiled())
-    given = one.attended(native, form).float()
-    torch.testing.assert_close(given, one.defined(form), rtol=1e-2, atol=2e-2)
+    result = one.attended(native, form).float()
+    torch.testing.assert_close(result, one.defined(form), rtol=1e-2, atol=2e-2)
     decoded = len(one.batch.bands)
     assert (native.num_decoded, native.num_prefilled) == (decoded, len(one.q) - decoded), "the kernel was not used"
 
 
 FORMS = [
-    AttentionForm(),
-    AttentionForm(window=7),
-    AttentionForm(window=100),
-    AttentionForm(scale=0.3),
-    AttentionForm(softcap=3.0),
+    AttentionParams(),
+    AttentionParams(window=7),
+    AttentionParams(window=100),
+    AttentionParams(scale=0.3),
+    AttentionParams(softcap=3.0),
 ]
 MIXED: Runs = [(1, 1), (1, 64), (1, 700), (1, 1300), (5, 5), (17, 40), (130, 130), (70, 333)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "wide window", "scale", "softcap"])
 @pytest.mark.parametrize("dim", [32, 64, 96, 256])
-def test_runs_equal_the_definition(dim: int, form: AttentionForm) -> None:
+def test_runs_equal_the_definition(dim: int, form: AttentionParams) -> None:
     check(Case(MIXED, dim=dim), form)
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 6), (2, 7), (1, 30)])
 def test_any_number_of_heads_shares_a_kv_head(kv_heads: int, group: int) -> None:
-    check(Case(MIXED, kv_heads=kv_heads, group=group, dim=32), AttentionForm())
+    check(Case(MIXED, kv_heads=kv_heads, group=group, dim=32), AttentionParams())
 
 
 @settings(max_examples=40, deadline=None)
@@ -117,33 +119,33 @@ def test_any_number_of_heads_shares_a_kv_head(kv_heads: int, group: int) -> None
     window=st.none() | st.integers(1, 90),
     seed=st.integers(0, 9),
 )
-def test_runs_of_any_length_after_anything(sizes: Runs, page: int, window: int | None, seed: int) -> None:
+def test_runs_of_any_length_and_context(sizes: Runs, page: int, window: int | None, seed: int) -> None:
     runs = sorted([(size, before + size) for size, before in sizes], key=lambda run: run[0] > 1)
-    check(Case(runs, page=page, dim=32, seed=seed), AttentionForm(window=window))
+    check(Case(runs, page=page, dim=32, seed=seed), AttentionParams(window=window))
 
 
 def test_token_has_equal_bits_for_any_prompt_chunks() -> None:
     attention = NativeAttention(compiled())
     whole = Case([(150, 300)])
-    wanted = whole.attended(attention, AttentionForm())
+    expected = whole.attended(attention, AttentionParams())
     for cut in (2, 7, 64, 148):
         for first, last in ((0, cut), (cut, 150)):
             part = Case([(last - first, 150 + last)])
             part.cache, part.tables = whole.cache, whole.tables
-            table, none = whole.tables[0], whole.batch.tokens
-            chunk = AttentionChunk(start=0, size=last - first, length=150 + last, lumps=None, masks={}, table=table)
+            table, empty = whole.tables[0], whole.batch.tokens
+            chunk = AttentionChunk(start=0, size=last - first, length=150 + last, kv_blocks=None, masks={}, table=table)
             slots = whole.batch.slots.view(150, -1)[first:last].reshape(-1)
-            part.batch = StepBatch(tokens=none, positions=none, slots=slots, bands=[], chunks=[chunk], drawn=none)
+            part.batch = StepBatch(tokens=empty, positions=empty, slots=slots, bands=[], chunks=[chunk], logits_indices=empty)
             part.q, part.k, part.v = whole.q[first:last], whole.k[first:last], whole.v[first:last]
-            assert torch.equal(part.attended(attention, AttentionForm()), wanted[first:last])
+            assert torch.equal(part.attended(attention, AttentionParams()), expected[first:last])
 
 
 def test_unsupported_kernel_shapes_are_reported() -> None:
     made = compiled()
-    assert attends(made, 16, 64, torch.bfloat16)
-    assert not attends(made, 16, 64, torch.float32)
-    assert not attends(made, 24, 64, torch.bfloat16), "16 keys are read at once"
-    assert not attends(made, 16, 48, torch.bfloat16), "32 dimensions are read at once"
+    assert can_attend(made, 16, 64, torch.bfloat16)
+    assert not can_attend(made, 16, 64, torch.float32)
+    assert not can_attend(made, 24, 64, torch.bfloat16), "16 keys are read at once"
+    assert not can_attend(made, 16, 48, torch.bfloat16), "32 dimensions are read at once"
 
 
 trees = st.lists(st.integers(0, 15), min_size=1, max_size=16).map(
@@ -152,13 +154,13 @@ trees = st.lists(st.integers(0, 15), min_size=1, max_size=16).map(
 
 
 def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, seed: int) -> Case:
-    """A step of these runs, then a tree of this shape behind so many tokens of a request, of which `own` are computed now."""
+    """A step of these runs, then a request with a tree of this shape and `own` further tokens."""
     size, length = own + len(shape), runs[-1][1] + own + len(shape)
     made = Case([*runs, (size, length)], page=page, group=group, dim=32, seed=seed)
     last = made.batch.chunks[-1] if made.batch.chunks else None
-    if last is None or last.size != size:  # one token alone: it is a tree still
+    if last is None or last.size != size:  # a single token is a tree, too
         band = made.batch.bands.pop()
-        last = AttentionChunk(start=band.start, size=1, length=length, lumps=None, masks={}, table=band.tables[0])
+        last = AttentionChunk(start=band.start, size=1, length=length, kv_blocks=None, masks={}, table=band.tables[0])
     else:
         made.batch.chunks.pop()
     made.batch.chunks.append(replace(last, parents=tuple(shape)))
@@ -188,17 +190,17 @@ def test_trees_equal_the_definition(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """Each token sees its own branch alone, as when a part of the tree was computed in the step before."""
+    """Each token attends only to its branch, also if a part of the tree was computed in an earlier step."""
     made = tree_case([(1, 9), (3, before)] if before > 2 else [(1, 9), (1, before)], shape, own, page, group, seed)
     if not own and computed < len(shape):
         made = without_first(made, computed)
-    form = AttentionForm(window=window, softcap=softcap)
-    given = made.attended(NativeAttention(compiled()), form).float()
-    torch.testing.assert_close(given, made.defined(form), rtol=1e-2, atol=2e-2)
+    form = AttentionParams(window=window, softcap=softcap)
+    result = made.attended(NativeAttention(compiled()), form).float()
+    torch.testing.assert_close(result, made.defined(form), rtol=1e-2, atol=2e-2)
 
 
 def without_first(made: Case, computed: int) -> Case:
-    """The same step where so many tokens of the tree were computed before: the pages have them."""
+    """The same step with the first `computed` tokens of the tree in the pages."""
     last = made.batch.chunks[-1]
     made.batch.chunks[-1] = replace(last, size=last.size - computed)
     end = len(made.q) - computed
@@ -212,11 +214,11 @@ def without_first(made: Case, computed: int) -> Case:
 @pytest.mark.parametrize(("window", "num_kernel"), [(40, 6), (4, 0)], ids=["wide", "narrow"])
 def test_narrow_window_uses_the_reference_implementation(window: int, num_kernel: int) -> None:
     batch = BatchBuilder(CacheShape(16, 2, 1 << 10), torch.bfloat16, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 60))
-    chance = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(7, heads, 32, generator=chance).bfloat16() for heads in (4, 2, 2))
-    cache = LayerCache(*(torch.randn(10, 2, 16, 32, generator=chance).bfloat16() for _ in range(2)))
-    native, form = NativeAttention(compiled()), AttentionForm(window=window)
-    given = native(q, k, v, cache, batch, form).float()
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, 32, generator=rng).bfloat16() for heads in (4, 2, 2))
+    cache = LayerCache(*(torch.randn(10, 2, 16, 32, generator=rng).bfloat16() for _ in range(2)))
+    native, form = NativeAttention(compiled()), AttentionParams(window=window)
+    result = native(q, k, v, cache, batch, form).float()
     wide = LayerCache(cache.k.float(), cache.v.float())
-    torch.testing.assert_close(given, DenseAttention()(q.float(), k.float(), v.float(), wide, batch, form), rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(result, DenseAttention()(q.float(), k.float(), v.float(), wide, batch, form), rtol=1e-2, atol=2e-2)
     assert native.num_prefilled == num_kernel

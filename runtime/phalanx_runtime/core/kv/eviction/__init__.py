@@ -1,1 +1,1 @@
-"""Which cached page goes first when the pool needs one: five policies behind one Protocol."""
+"""Eviction policies of the prefix cache, behind one protocol."""

@@ -1,19 +1,11 @@
-"""Policies that are one order of pages: LRU, LFU, FIFO.
-
-LRU: rank = last release · LFU: rank = (hits since insertion, last release) · FIFO: rank = insertion
-"""
+"""LRU, LFU and FIFO eviction."""
 
 from array import array
 from heapq import heapify, heappop, heappush
 
-# Idle pages in an order: the smallest rank goes first.
-
 
 class IdleHeap:
-    """A heap of (rank, page) with lazy removal: an entry counts while the page is idle and was not pushed again since.
-
-    `idle[page]` is the pool's word on which pages may go; it is shared, never written here.
-    """
+    """Idle pages by rank: a heap with lazy removal. An entry is valid while its page is idle and has no newer entry."""
 
     __slots__ = ("_entries", "_heap", "_idle", "_limit", "_num_pages")
 
@@ -25,20 +17,20 @@ class IdleHeap:
         self._limit = 4 * num_pages + 64
 
     def push(self, rank: int, page: int) -> None:
-        """Puts an idle page in its place; an earlier place of the same page is void."""
+        """Adds an idle page, or changes its rank."""
         entry = rank * self._num_pages + page
         self._entries[page] = entry
         heappush(self._heap, entry)
         if len(self._heap) > self._limit:
-            self._heap = [e for e in self._heap if self._counts(e)]
+            self._heap = [e for e in self._heap if self._is_valid(e)]
             heapify(self._heap)
 
-    def void(self, page: int) -> None:
-        """Takes an idle page out of this order."""
+    def remove(self, page: int) -> None:
+        """Removes a page."""
         self._entries[page] = 0
 
     def first(self) -> int | None:
-        """The page of the smallest rank, or None when no idle page is here."""
+        """Returns the idle page with the smallest rank, if any."""
         heap, entries, idle, num_pages = self._heap, self._entries, self._idle, self._num_pages
         while heap:
             entry = heap[0]
@@ -48,7 +40,7 @@ class IdleHeap:
             heappop(heap)
         return None
 
-    def _counts(self, entry: int) -> bool:
+    def _is_valid(self, entry: int) -> bool:
         page = entry % self._num_pages
         return bool(self._idle[page]) and self._entries[page] == entry
 
@@ -57,36 +49,36 @@ _TIME_BITS = 48
 
 
 class Lru:
-    """The page that was released longest ago goes first."""
+    """Evicts the least recently released page."""
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
         self._released = array("q", bytes(8 * num_pages))
 
     def on_insert(self, page: int, key: int) -> None:
-        """Nothing to note: only releases count."""
+        """Ignored."""
 
     def on_hit(self, page: int) -> None:
-        """Nothing to note: only releases count."""
+        """Ignored."""
 
     def on_release(self, page: int, time: int) -> None:
-        """Notes the time."""
+        """Records the time."""
         self._released[page] = time
 
     def on_idle(self, page: int) -> None:
-        """Puts the page where its last release was."""
+        """Ranks the page by its last release."""
         self._order.push(self._released[page], page)
 
     def on_remove(self, page: int) -> None:
-        """Nothing to forget: the page is not idle any more, and is told anew when it is again."""
+        """Ignored: a page that is not idle has no valid entry."""
 
     def victim(self) -> int:
-        """The page released longest ago."""
+        """Returns the least recently released page."""
         return _existing(self._order.first())
 
 
 class Lfu:
-    """The page that was found least often since it was inserted goes first; among equals the one released longest ago."""
+    """Evicts the page with the fewest hits since its insertion; of equal ones the least recently released."""
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
@@ -94,31 +86,31 @@ class Lfu:
         self._released = array("q", bytes(8 * num_pages))
 
     def on_insert(self, page: int, key: int) -> None:
-        """Starts to count."""
+        """Starts the count."""
         self._hits[page] = 0
 
     def on_hit(self, page: int) -> None:
-        """Counts."""
+        """Counts the hit."""
         self._hits[page] += 1
 
     def on_release(self, page: int, time: int) -> None:
-        """Notes the time."""
+        """Records the time."""
         self._released[page] = time
 
     def on_idle(self, page: int) -> None:
-        """Puts the page where its count is."""
+        """Ranks the page by hits and last release."""
         self._order.push(self._hits[page] << _TIME_BITS | self._released[page], page)
 
     def on_remove(self, page: int) -> None:
-        """Nothing to forget: the page is not idle any more, and is told anew when it is again."""
+        """Ignored: a page that is not idle has no valid entry."""
 
     def victim(self) -> int:
-        """The page found least often."""
+        """Returns the page with the fewest hits."""
         return _existing(self._order.first())
 
 
 class Fifo:
-    """The page inserted longest ago goes first, however often it was found."""
+    """Evicts the page inserted first."""
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
@@ -126,29 +118,28 @@ class Fifo:
         self._count = 0
 
     def on_insert(self, page: int, key: int) -> None:
-        """Notes who came before."""
+        """Records the order of insertion."""
         self._count += 1
         self._inserted[page] = self._count
 
     def on_hit(self, page: int) -> None:
-        """Nothing to note."""
+        """Ignored."""
 
     def on_release(self, page: int, time: int) -> None:
-        """Nothing to note."""
+        """Ignored."""
 
     def on_idle(self, page: int) -> None:
-        """Puts the page where its insertion was."""
+        """Ranks the page by its insertion."""
         self._order.push(self._inserted[page], page)
 
     def on_remove(self, page: int) -> None:
-        """Nothing to forget: the page is not idle any more, and is told anew when it is again."""
+        """Ignored: a page that is not idle has no valid entry."""
 
     def victim(self) -> int:
-        """The page inserted longest ago."""
+        """Returns the page inserted first."""
         return _existing(self._order.first())
 
 
 def _existing(page: int | None) -> int:
-    """The page; the pool asks for a victim only when a page is idle."""
-    assert page is not None, "a victim was asked for when no page is idle"
+    assert page is not None, "the pool requests a victim only if a page is idle"
     return page

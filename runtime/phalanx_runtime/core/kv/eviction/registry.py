@@ -1,4 +1,4 @@
-"""The policy of a name."""
+"""Eviction policies by name."""
 
 from collections.abc import Callable
 
@@ -12,5 +12,5 @@ _FIXED: dict[str, Callable[[int, bytearray], Eviction]] = {"lru": Lru, "lfu": Lf
 
 
 def make_eviction(name: EvictionPolicy, num_pages: int, idle: bytearray) -> Eviction:
-    """An empty policy for a pool. idle: the pool's flags, one byte a page, read whenever a victim is wanted."""
+    """Returns a new policy. `idle`: the pool's flags, one byte per page, read at each `victim`."""
     return Adaptive(num_pages, idle, _FIXED) if name == "adaptive" else _FIXED[name](num_pages, idle)

@@ -1,0 +1,192 @@
+"""Reports a reconcile: a status write, metrics and events."""
+
+import datetime
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx_api import labels
+from phalanx_api.conditions import Condition, Reason, find_condition
+from phalanx_api.spec import inference_service as api
+from phalanx_api.status import Status
+from phalanx_operator.decide import pacing, plan
+from phalanx_operator.decide.scaling.autoscaler import ScalingResult
+from phalanx_operator.decide.state.actions import (
+    CreateGroup,
+    DeleteGroup,
+    DrainGroup,
+    GroupAction,
+    KeepGroup,
+    RestartGroup,
+    SetReplicas,
+)
+from phalanx_operator.decide.state.snapshot import Snapshot
+from phalanx_operator.kube.client import EVENTS, INFERENCE_SERVICES, Json, KubeClient, KubeError
+from phalanx_operator.kube.store import Key
+from phalanx_operator.metrics import Metrics
+from phalanx_operator.observe.service_cache import ServiceCache
+
+log = logging.getLogger(__name__)
+MAX_NOTE_CHARS = 1000
+"""Of events.k8s.io."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventNote:
+    """One event."""
+
+    kind: Literal["Normal", "Warning"]
+    """Warning if action may be needed."""
+    reason: str
+    message: str
+
+
+def utc_now() -> datetime.datetime:
+    """Returns the time in UTC."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecorder:
+    """Posts Kubernetes events on services."""
+
+    client: KubeClient
+    identity: str
+    now: Callable[[], datetime.datetime] = utc_now
+
+    async def post(self, snapshot: Snapshot, note: EventNote) -> None:
+        """Posts an event. Raises KubeError."""
+        at = self.now()
+        body = {
+            "apiVersion": EVENTS.api_version,
+            "kind": "Event",
+            "metadata": {"name": f"{snapshot.name}.{int(at.timestamp() * 1e6):x}", "namespace": snapshot.namespace},
+            "eventTime": at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": note.kind,
+            "reason": note.reason,
+            "note": note.message[:MAX_NOTE_CHARS],
+            "action": "Reconcile",
+            "reportingController": f"{labels.DOMAIN}/operator",
+            "reportingInstance": self.identity,
+            "regarding": {
+                "apiVersion": f"{api.GROUP}/{api.VERSION}",
+                "kind": api.KIND,
+                "name": snapshot.name,
+                "namespace": snapshot.namespace,
+                "uid": snapshot.uid,
+            },
+        }
+        await self.client.create(EVENTS, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReporter:
+    """Writes statuses, posts events and updates metrics."""
+
+    client: KubeClient
+    services: ServiceCache
+    events: EventRecorder
+    metrics: Metrics
+    clock: Callable[[], float] = time.monotonic
+    write_interval_s: float = pacing.WRITE_INTERVAL_S
+    written_s: dict[Key, float] = field(default_factory=dict)
+
+    async def report(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> float:
+        """Writes a changed status and posts events. Returns the seconds until a deferred write, else until a resync."""
+        key, due_in_s = (snapshot.namespace, snapshot.name), plan.RESYNC_S
+        if status != snapshot.status:
+            defer_s = self.write_interval_s - (self.clock() - self.written_s.get(key, float("-inf")))
+            if defer_s > 0 and pacing.can_defer_write(snapshot.status, status):
+                due_in_s = defer_s
+            else:
+                body = _status_body(snapshot, status)
+                self.services.store_write(await self.client.apply(INFERENCE_SERVICES, body, subresource="status"))
+                self.metrics.status_writes.inc()
+                self.written_s[key] = self.clock()
+        self.metrics.show(key, status)
+        for action in done:
+            self.metrics.actions.labels(type(action).__name__).inc()
+        for note in [*_action_notes(done), *_transition_notes(snapshot.status.conditions, status.conditions)]:
+            try:
+                await self.events.post(snapshot, note)
+            except KubeError as error:  # a lost event must not repeat the work
+                log.warning("event not posted", extra={"service": "/".join(key), "why": str(error)})
+        return due_in_s
+
+    def show_scaling(self, key: Key, scaling: ScalingResult | None) -> None:
+        """Updates the autoscaler's metrics."""
+        self.metrics.show_scaling(key, scaling.decision if scaling else None)
+
+    def forget(self, key: Key) -> None:
+        """Drops a deleted service."""
+        self.metrics.forget(key)
+        self.written_s.pop(key, None)
+
+
+def _status_body(snapshot: Snapshot, status: Status) -> Json:
+    """The UID makes it fail for another service of this name."""
+    metadata = {"namespace": snapshot.namespace, "name": snapshot.name, "uid": snapshot.uid}
+    values = status.model_dump(mode="json", by_alias=True, exclude_none=True)  # the API server rejects null
+    return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "metadata": metadata, "status": values}
+
+
+_ACTION_REASONS: dict[type[GroupAction | SetReplicas], str] = {
+    CreateGroup: "GroupCreated",
+    DrainGroup: "GroupDraining",
+    KeepGroup: "GroupKept",
+    DeleteGroup: "GroupDeleted",
+    RestartGroup: "GroupRestarted",
+    SetReplicas: "Scaled",
+}
+
+
+def _action_notes(done: Sequence[GroupAction | SetReplicas]) -> list[EventNote]:
+    """Returns an event per kind of action."""
+    messages: dict[str, list[str]] = {}
+    for action in done:
+        target = f"to {action.replicas}" if isinstance(action, SetReplicas) else action.name
+        messages.setdefault(_ACTION_REASONS[type(action)], []).append(f"{target}: {action.why}")
+    return [EventNote("Normal", reason, part) for reason, lines in messages.items() for part in _join_lines(lines)]
+
+
+def _join_lines(lines: Sequence[str]) -> list[str]:
+    parts = [""]
+    for line in lines:
+        longer = f"{parts[-1]}; {line}" if parts[-1] else line
+        parts = [*parts[:-1], longer] if len(longer) <= MAX_NOTE_CHARS or not parts[-1] else [*parts, line]
+    return parts
+
+
+_TRANSIENT = (
+    Reason.GROUPS_NOT_READY,
+    Reason.ROLLING_OUT,
+    Reason.ROUTER_NOT_READY,
+    Reason.ROUTERS_SILENT,
+    Reason.DISABLED,
+)
+"""Reasons for `False` that end by themselves."""
+_ROLLOUT_PROBLEMS = (Reason.SURGE_UNSCHEDULABLE, Reason.PROGRESS_DEADLINE_EXCEEDED)
+
+
+def _transition_notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventNote]:
+    """Returns events for new reasons of unfulfilled conditions, and when the service becomes ready.
+
+    `True` is reported only after `False`, and `Progressing` only for `_ROLLOUT_PROBLEMS`.
+    """
+    notes = []
+    for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible", "Speculating"):
+        old, new = find_condition(before, kind), find_condition(after, kind)
+        if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
+            continue
+        if kind == "Progressing":
+            notes += [EventNote("Warning", new.reason, new.message)] if new.reason in _ROLLOUT_PROBLEMS else []
+            continue
+        if kind != "Ready" and new.status == "True" and (old is None or old.status != "False"):
+            continue
+        if new.status == "Unknown" and (kind in ("ModelCached", "Speculating") or (kind == "Balanced" and old is None)):
+            continue
+        is_normal = new.status == "True" or new.reason in _TRANSIENT
+        notes.append(EventNote("Normal" if is_normal else "Warning", new.reason, new.message))
+    return notes

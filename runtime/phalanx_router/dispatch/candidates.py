@@ -1,0 +1,150 @@
+"""Groups that may take a stream, with their views and cached prompt tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from phalanx_api.summary import BalancePolicy
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.links.link_pool import LinkPool
+from phalanx_router.routing.choose import Choice, RoundRobin, canary_groups
+from phalanx_router.routing.late_binding import is_open
+from phalanx_router.routing.view import GroupView, is_stale
+from phalanx_router.session import StreamSession
+
+
+class CandidateGroups:
+    """Eligible groups of streams. Views are cached until `refresh`."""
+
+    def __init__(
+        self,
+        links: LinkPool,
+        policy: Callable[[], BalancePolicy],
+        adjust_view: Callable[[GroupView], GroupView],
+        draw: Callable[[], float],
+    ) -> None:
+        self._links = links
+        self._policy = policy
+        self._adjust_view = adjust_view
+        self._draw = draw
+        self._views_by_kind: dict[str, Sequence[GroupView]] = {}
+        self._alone: set[StreamSession] = set()
+        self._turns = RoundRobin()
+
+    def refresh(self) -> None:
+        """Drops the cached views, which a dispatch makes stale."""
+        self._views_by_kind.clear()
+
+    def eligible(self, session: StreamSession) -> dict[str, LeaderLink]:
+        """Links to the groups that may take the stream. Emptied and silent groups take only started streams."""
+        links = self._links.eligible(session.tokenizer, session.model_hash if session.stream.journal.delivered else None)
+        if session.has_started:
+            return links
+        staying = {key: link for key, link in links.items() if not self._links.fleet_view.is_leaving(link)}
+        return self._canary_share(session, self._reporting(session, staying))
+
+    def _reporting(self, session: StreamSession, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
+        if self._policy().fails_open:
+            return links
+        silent = {view.key for view in self._views(f"{kind_of(session)} {sorted(links)}", links) if is_stale(view.state)}
+        return {key: link for key, link in links.items() if key not in silent}
+
+    def _canary_share(self, session: StreamSession, links: dict[str, LeaderLink]) -> dict[str, LeaderLink]:
+        policy = self._policy()
+        if not policy.canary:
+            return links
+        if session.wait.canary_draw is None:
+            session.wait.canary_draw = self._draw()
+        selected = canary_groups(
+            {key: link.revision for key, link in links.items()},
+            policy.canary,
+            policy.canary_percent,
+            session.wait.canary_draw,
+            excluded=session.failures.excluded,
+            closed={view.key for view in self._views(f"{kind_of(session)} {sorted(links)}", links) if not is_open(view)},
+        )
+        return {key: link for key, link in links.items() if key in selected}
+
+    def excluded(self, session: StreamSession) -> frozenset[str]:
+        """Keys of the groups that failed or refused the request.
+
+        A request that runs alone also avoids groups with another such request: a death of the group then has one suspect.
+        """
+        if not session.stream.journal.is_alone:
+            return frozenset(session.failures.excluded)
+        self._alone = {other for other in self._alone if other.assignment is not None}
+        return frozenset(session.failures.excluded | {other.last_key for other in self._alone if other is not session})
+
+    def record_alone(self, session: StreamSession) -> None:
+        """Records an assigned stream that runs alone."""
+        self._alone.add(session)
+
+    def views(self, session: StreamSession) -> Sequence[GroupView]:
+        """Views of the eligible groups, cached by kind."""
+        kind = kind_of(session)
+        links = None
+        if self._has_group_filter():
+            links = self.eligible(session)
+            kind = f"{kind} {sorted(links)}"
+        if kind in self._views_by_kind:
+            return self._views_by_kind[kind]
+        return self._views(kind, self.eligible(session) if links is None else links)
+
+    def _views(self, kind: str, links: Mapping[str, LeaderLink]) -> Sequence[GroupView]:
+        if kind not in self._views_by_kind:
+            self._views_by_kind[kind] = self._build(list(links.values()))
+        return self._views_by_kind[kind]
+
+    def assigned_views(self) -> list[GroupView]:
+        """Views of all groups that may have requests."""
+        return self._build([link for link in self._links.open_links() if link.is_serving or link.state.draining])
+
+    def _build(self, links: Sequence[LeaderLink]) -> list[GroupView]:
+        return [self._adjust_view(view) for view in self._links.fleet_view.views(links)]
+
+    def hits(self, session: StreamSession) -> Mapping[str, int]:
+        """Cached prompt tokens, by group key, for cache-aware routing."""
+        return self._links.fleet_view.hits(session.keys, self.eligible(session)) if self._is_prefix_aware() else {}
+
+    def hit_tokens(self, session: StreamSession, choice: Choice, link: LeaderLink) -> int:
+        """Cached prompt tokens of the chosen group."""
+        if self._is_prefix_aware():
+            return choice.hit_tokens
+        return self._links.fleet_view.hits(session.keys, {choice.key: link}).get(choice.key, 0)
+
+    def last_turns(self) -> Mapping[str, int] | None:
+        """`RoundRobin.last_turns`; `None` for other policies."""
+        return self._turns.last_turns if self._policy().routing == "RoundRobin" else None
+
+    def record_turn(self, key: str) -> None:
+        """Records a dispatch to group `key`."""
+        self._turns.record(key)
+
+    def _is_prefix_aware(self) -> bool:
+        return self._policy().routing == "PrefixAware"
+
+    def _has_group_filter(self) -> bool:
+        policy = self._policy()
+        return bool(policy.canary) or not policy.fails_open
+
+    def has_compatible(self, session: StreamSession) -> bool:
+        """Whether a serving group has the stream's tokenizer."""
+        return bool(self._links.eligible(session.tokenizer))
+
+    def is_silent(self, session: StreamSession) -> bool:
+        """Whether only silent groups exist and the policy fails closed."""
+        links = self._links.eligible(session.tokenizer)
+        fails_closed = not session.has_started and not self._policy().fails_open
+        return fails_closed and any(not self._links.fleet_view.is_leaving(link) for link in links.values())
+
+    def can_weights_return(self, model_hash: str | None) -> bool:
+        """Whether a group with these weights remains or may start."""
+        policy = self._policy()
+        staying = [
+            link for link in self._links.all() if not link.endpoint.is_leaving and link.endpoint.group not in policy.for_good
+        ]
+        hashes = {link.group_report.served.model_hash for link in staying}
+        return bool(hashes & {"", model_hash}) if hashes else policy.wanted
+
+
+def kind_of(session: StreamSession) -> str:
+    """Inputs of `eligible` as a key."""
+    return f"{session.tokenizer}/{session.model_hash if session.stream.journal.delivered else None}/{session.has_started}"

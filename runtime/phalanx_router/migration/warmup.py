@@ -1,0 +1,78 @@
+"""Warm-up of a move without pages: the target computes the stream's tokens for its prefix cache."""
+
+from collections.abc import Callable
+
+from phalanx_api import wire
+from phalanx_router.links.leader_link import LeaderLink
+
+
+class _WarmupSink:
+    def __init__(self, computed: Callable[[], None], refused: Callable[[str, str], None]) -> None:
+        self._computed = computed
+        self._refused = refused
+
+    def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
+        pass
+
+    def prompt_details(self, details: wire.PromptDetails) -> None:
+        pass
+
+    def cached(self, frame: wire.Cached) -> None:
+        pass
+
+    def finished(self, end: wire.Finished) -> None:
+        self._computed()
+
+    def refused(self, refused: wire.Refused) -> None:
+        self._refused(refused.code, refused.message)
+
+    def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
+        self._refused("target_lost", why)
+
+
+class Warmups:
+    """Warm-up requests and their results, by move."""
+
+    def __init__(self, warmed: Callable[[str, str], None], refused: Callable[[str, str, str], None]) -> None:
+        self._warmed = warmed
+        self._refused = refused
+        self._requests: dict[str, tuple[LeaderLink, int]] = {}  # link and handle of running requests
+        self._cached_tokens: dict[str, int] = {}
+
+    def start(self, move: str, replay: wire.Request, target: LeaderLink) -> None:
+        """Submits prompt and output tokens of `replay` to the target."""
+        tokens = replay.prompt + replay.delivered
+        request = wire.Request(
+            id=replay.id,
+            epoch=0,
+            prompt=tokens,
+            delivered=[],
+            sampling=wire.Sampling(max_tokens=1, seed=0, temperature=0.0),
+            priority=replay.priority,
+            tenant=replay.tenant,
+            cache_salt=replay.cache_salt,
+        )
+
+        def computed() -> None:
+            page_size = target.group_report.page_size
+            self._cached_tokens[move] = len(tokens) // page_size * page_size
+            self._requests.pop(move, None)
+            self._warmed(move, f"{len(tokens)} tokens are computed")
+
+        def refused(code: str, why: str) -> None:
+            self._requests.pop(move, None)
+            self._refused(move, code, why)
+
+        self._requests[move] = (target, target.submit(request, _WarmupSink(computed, refused)))
+
+    def cached_tokens(self, move: str) -> int:
+        """Tokens that the target has computed."""
+        return self._cached_tokens.get(move, 0)
+
+    def end(self, move: str) -> None:
+        """Forgets a move and aborts its request."""
+        self._cached_tokens.pop(move, None)
+        request = self._requests.pop(move, None)
+        if request is not None:
+            link, handle = request
+            link.abort(handle)

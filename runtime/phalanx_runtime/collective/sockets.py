@@ -1,0 +1,142 @@
+"""Exchanges fragments between pods over TCP, with an 8-byte header each."""
+
+import select
+import socket
+import struct
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.shared import FRAGMENT_BYTES
+from phalanx_runtime.errors import PeerLost
+
+_HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
+
+
+class _Receiver:
+    """Receives one fragment at a time."""
+
+    __slots__ = ("_buffer", "_bytes", "_view", "due_bytes", "has_more", "received_bytes")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(HEADER_BYTES + FRAGMENT_BYTES)
+        self._view = memoryview(self._buffer)
+        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self.start(0)
+
+    def start(self, expected_bytes: int) -> None:
+        """`expected_bytes`, if known, allows a single read."""
+        self.received_bytes, self.has_more = 0, False
+        self.due_bytes = HEADER_BYTES + expected_bytes
+
+    def receive(self, connection: socket.socket, flags: int) -> bool:
+        size = connection.recv_into(self._view[self.received_bytes : self.due_bytes], 0, flags)
+        if size == 0:
+            raise ConnectionResetError("closed by the peer")
+        self.received_bytes += size
+        if self.received_bytes < HEADER_BYTES:
+            return False
+        length, has_more = _HEADER.unpack_from(self._buffer)
+        if length > FRAGMENT_BYTES or HEADER_BYTES + length < self.received_bytes:
+            body_bytes = self.received_bytes - HEADER_BYTES
+            raise ConnectionResetError(f"fragment of {length} bytes, expected {body_bytes} or more")
+        self.due_bytes, self.has_more = HEADER_BYTES + length, bool(has_more)
+        return self.received_bytes == self.due_bytes
+
+    @property
+    def fragment(self) -> Tensor:
+        """The received bytes, valid until the next `start`."""
+        return self._bytes[HEADER_BYTES : self.due_bytes]
+
+
+class PeerSockets:
+    """Connections to ranks of other pods, by rank; may be empty."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self._sockets = sockets
+        self._receivers = {rank: _Receiver() for rank in sockets}
+        for connection in sockets.values():
+            set_keepalive(connection)
+
+    @property
+    def peers(self) -> list[int]:
+        """Connected ranks."""
+        return list(self._sockets)
+
+    def send(self, ranks: Iterable[int], fragment: Tensor, has_more: bool) -> dict[int, memoryview]:
+        """Sends a uint8 fragment without blocking; returns unsent bytes by rank."""
+        data = memoryview(fragment.numpy().data)
+        header = _HEADER.pack(fragment.numel(), has_more)
+        unsent = {}
+        for rank in ranks:
+            try:
+                sent = self._sockets[rank].sendmsg([header, data], [], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise _peer_lost(rank, error) from error
+            if sent < HEADER_BYTES + len(data):
+                unsent[rank] = memoryview(header + bytes(data))[sent:] if sent < HEADER_BYTES else data[sent - HEADER_BYTES :]
+        return unsent
+
+    def receive(self, ranks: Iterable[int], expected_bytes: int, unsent: dict[int, memoryview]) -> dict[int, tuple[Tensor, bool]]:
+        """Returns each rank's next fragment and whether more follows. Sends `unsent` concurrently."""
+        for rank in ranks:
+            self._receivers[rank].start(expected_bytes)
+        if unsent:
+            self._send_and_receive(set(ranks), unsent)
+        else:
+            for rank in ranks:
+                self._receive_fragment(rank)
+        return {rank: (self._receivers[rank].fragment, self._receivers[rank].has_more) for rank in ranks}
+
+    def close(self) -> None:
+        """Closes every connection."""
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _receive_fragment(self, rank: int) -> None:
+        try:
+            while not self._receivers[rank].receive(self._sockets[rank], socket.MSG_WAITALL):
+                pass
+        except OSError as error:
+            raise _peer_lost(rank, error) from error
+
+    def _send_and_receive(self, due: set[int], unsent: dict[int, memoryview]) -> None:
+        while due or unsent:
+            readers, writers = {self._sockets[rank]: rank for rank in due}, {self._sockets[rank]: rank for rank in unsent}
+            readable, writable, _ = select.select(list(readers), list(writers), [])
+            for connection in readable:
+                rank = readers[connection]
+                try:
+                    if self._receivers[rank].receive(connection, socket.MSG_DONTWAIT):
+                        due.discard(rank)
+                except OSError as error:
+                    raise _peer_lost(rank, error) from error
+            for connection in writable:
+                rank = writers[connection]
+                try:
+                    unsent[rank] = unsent[rank][connection.send(unsent[rank], socket.MSG_DONTWAIT) :]
+                except OSError as error:
+                    raise _peer_lost(rank, error) from error
+                if not unsent[rank]:
+                    del unsent[rank]
+
+
+def set_keepalive(connection: socket.socket) -> None:
+    """Disables Nagle's algorithm. An idle connection fails about 15 s after its machine.
+
+    No TCP_USER_TIMEOUT: it would also end connections to a rank in a long computation.
+    """
+    connection.setblocking(True)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _peer_lost(rank: int, error: OSError) -> PeerLost:
+    return PeerLost(f"the connection to rank {rank} is lost: {error}")

@@ -1,0 +1,200 @@
+"""Samples by the Gumbel-max trick: argmax of logits / T + keyed Gumbel noise over the tokens that the filters keep.
+
+Filters in the order of `transformers`: the `top_k` highest; of these the highest until their mass reaches `top_p`; of these those
+at least `min_p` times as probable as the first. Ties stay.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from phalanx_api import wire
+
+# Keyed noise: a counter-based hash of (seed, output index j, token t) in 32-bit integers, equal on any device and in any batch.
+#     key0, key1 = halves of mix64(mix64(seed) + j)
+#     bits = mix32(mix32(t * odd + key0) + key1)
+# mix64 is splitmix64 (Steele, Lea, Flood 2014); mix32 was searched for lowest bias by Chris Wellons (2018).
+
+_ODD = -1640531535  # 0x9E3779B1 as a signed number: 2^32 over the golden ratio
+_FIRST = 0x7FEB352D
+_SECOND = -2073254261  # 0x846CA68B as a signed number
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def noise_key(seed: int, index: int) -> tuple[int, int]:
+    """Returns the key of output index `index` as two signed 32-bit words."""
+    mixed = _mix64((_mix64(seed & _MASK64) + index) & _MASK64)
+    return _signed(mixed >> 32), _signed(mixed & 0xFFFFFFFF)
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Returns random int32 [draws, v]. keys: [draws, 2] int32. tokens: [v] int32."""
+    bits = _mix32((tokens * _ODD).unsqueeze(0) + keys[:, :1])
+    return _mix32(bits.add_(keys[:, 1:]))
+
+
+def gumbel(keys: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns standard Gumbel noise [draws, v], finite."""
+    return gumbel_from_bits(noise_bits(keys, tokens), dtype)
+
+
+def gumbel_from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns -log(-log(1 - v)), where v in (0, 1) is the distance of `bits` from zero, exact if small.
+
+    v is never 0 or 1: infinite noise could select an excluded token.
+    """
+    uniform = bits.to(dtype).add_(0.5).abs_().mul_(2.0**-31).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix32(x: Tensor) -> Tensor:
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    x.mul_(_FIRST)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+    x.mul_(_SECOND)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+MIN_TEMPERATURE = 1e-5
+"""Below it sampling is greedy, as in vLLM: logits / T could exceed float32."""
+
+SORTED_TOKENS = 1024
+"""Sorted first to find a top-p threshold; a flatter distribution is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Samples output index `index` of a request. Temperature 0 is greedy."""
+
+    seed: int
+    index: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter may exclude tokens."""
+        return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+
+class RankedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The most probable tokens given the noise, the sampled one first."""
+
+    tokens: list[int]
+    log_shares: list[float]
+    """log softmax of logits / T + noise; minus infinity if excluded."""
+
+
+def make_draw(sampling: wire.Sampling, index: int) -> Draw:
+    """Makes the draw of a request."""
+    return Draw(
+        seed=sampling.seed,
+        index=index,
+        temperature=sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+    )
+
+
+def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
+    """Samples one token per row; without a draw, any value. logits: [draws, vocabulary]."""
+    random = [(row, draw) for row, draw in enumerate(draws) if draw is not None and draw.temperature > 0]
+    if not random:
+        return _integers(_argmax(logits))
+    rows, random_draws = [row for row, _ in random], [draw for _, draw in random]
+    indices = torch.tensor(rows, device=logits.device)
+    scaled = apply_temperature(logits.index_select(0, indices), random_draws)
+    apply_filters(scaled, random_draws)
+    sampled = scaled.add_(_noise(scaled, random_draws)).argmax(-1)
+    if len(rows) == len(draws):
+        return _integers(sampled)
+    return _integers(_argmax(logits).index_copy_(0, indices, sampled))
+
+
+def sample_ranked(logits: Tensor, draws: Sequence[Draw], count: int) -> list[RankedTokens]:
+    """Returns `count` tokens per draw, the sampled one first."""
+    scaled = apply_temperature(logits, [replace(draw, temperature=draw.temperature or 1.0) for draw in draws])
+    rows = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    if rows:
+        random_draws = [draws[row] for row in rows]
+        indices = torch.tensor(rows, device=logits.device)
+        part = scaled.index_select(0, indices)
+        apply_filters(part, random_draws)
+        scaled.index_copy_(0, indices, part.add_(_noise(part, random_draws)))
+    top = scaled.topk(min(count, scaled.shape[1]))
+    log_shares = (top.values - scaled.logsumexp(-1, keepdim=True)).tolist()
+    return [RankedTokens(tokens, shares) for tokens, shares in zip(top.indices.tolist(), log_shares, strict=True)]
+
+
+def _noise(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    keys = torch.tensor([noise_key(draw.seed, draw.index) for draw in draws], dtype=torch.int32, device=logits.device)
+    return gumbel(keys, tokens, logits.dtype)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    # torch compares bf16 one number at a time.
+    return (logits.float() if logits.dtype == torch.bfloat16 else logits).argmax(-1)
+
+
+def apply_temperature(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Returns logits / T as a new tensor, in float32 or wider."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide / torch.tensor([draw.temperature for draw in draws], dtype=wide.dtype, device=wide.device).unsqueeze(1)
+
+
+def apply_filters(scaled: Tensor, draws: Sequence[Draw]) -> None:
+    """Excludes tokens by top-k, top-p and min-p, in place. scaled: logits / T, [draws, vocabulary]."""
+    rows = [row for row, draw in enumerate(draws) if draw.is_filtered]
+    if not rows:
+        return
+    indices = torch.tensor(rows, device=scaled.device)
+    part = scaled.index_select(0, indices)
+    thresholds = torch.stack([_threshold(part[i], draws[row]) for i, row in enumerate(rows)])
+    scaled.index_copy_(0, indices, part.masked_fill_(part < thresholds.unsqueeze(1), -math.inf))
+
+
+def _threshold(scaled: Tensor, draw: Draw) -> Tensor:
+    """Returns the lowest value that the filters keep."""
+    top = scaled.max()
+    threshold = top + math.log(draw.min_p) if draw.min_p > 0 else torch.full_like(top, -math.inf)
+    size = scaled.shape[0]
+    limit = size if draw.top_k is None else min(draw.top_k, size)
+    if draw.top_p >= 1.0:
+        return threshold if limit == size else torch.maximum(threshold, scaled.topk(limit).values[-1])
+    highest = scaled.topk(min(limit, SORTED_TOKENS)).values
+    if len(highest) < limit:
+        lowest_kept, is_found = _top_p_threshold(highest, scaled, draw.top_p)
+        if is_found:
+            return torch.maximum(threshold, lowest_kept)
+        highest = scaled.topk(limit).values
+    return torch.maximum(threshold, _top_p_threshold(highest, highest, draw.top_p)[0])
+
+
+def _top_p_threshold(highest: Tensor, all_scaled: Tensor, top_p: float) -> tuple[Tensor, bool]:
+    """Returns where the mass of the descending `highest` reaches `top_p`, and whether it does."""
+    mass = (highest - torch.logsumexp(all_scaled, 0)).exp().cumsum(0)
+    count = int((mass < top_p).sum())
+    return highest[min(count, len(highest) - 1)], count < len(highest)
+
+
+def _integers(tokens: Tensor) -> list[int]:
+    return [int(token) for token in tokens.tolist()]

@@ -1,0 +1,66 @@
+"""Frames that a link has yet to send."""
+
+import asyncio
+
+from phalanx_api import wire
+
+
+class SendQueue:
+    """Merges tokens into one frame and replaces load reports."""
+
+    def __init__(self) -> None:
+        self.is_load_due = False
+        self.num_tokens = 0
+        """Queued tokens and page changes."""
+        self._frames: list[wire.FromLeader] = []
+        self._wake = asyncio.Event()
+
+    def add(self, frame: wire.FromLeader, num_tokens: int = 0) -> None:
+        """Queues a frame."""
+        self.num_tokens += num_tokens
+        self._frames.append(frame)
+        self._wake.set()
+
+    def add_tokens(self, frame: wire.Tokens) -> None:
+        """Queues tokens."""
+        num_tokens = len(frame.handles) + sum(len(prompt.details) for prompt in frame.prompt_details)
+        last = self._frames[-1] if self._frames else None
+        if isinstance(last, wire.Tokens):
+            self.num_tokens += num_tokens
+            _merge(last, frame)
+        else:
+            self.add(frame, num_tokens)
+
+    def add_load(self) -> None:
+        """Schedules the latest load report."""
+        self.is_load_due = True
+        self._wake.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is due."""
+        return not (self._frames or self.is_load_due)
+
+    async def wait(self) -> None:
+        """Returns once something is due."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def take(self) -> list[wire.FromLeader]:
+        """Takes all frames."""
+        frames, self._frames = self._frames, []
+        self.num_tokens = 0
+        return frames
+
+
+def _merge(into: wire.Tokens, frame: wire.Tokens) -> None:
+    if into.details or frame.details:
+        into.details.extend([None] * (len(into.handles) - len(into.details)))
+        into.details.extend(frame.details or [None] * len(frame.handles))
+    into.prompt_details.extend(frame.prompt_details)
+    into.cached.extend(frame.cached)
+    into.handles.extend(frame.handles)
+    into.epochs.extend(frame.epochs)
+    into.indices.extend(frame.indices)
+    into.tokens.extend(frame.tokens)
+    into.finished.extend(frame.finished)

@@ -1,0 +1,58 @@
+"""An InferenceService and metrics of a router, as the plugin reads them."""
+
+from typing import Any
+
+GROUPS = [
+    {
+        "name": "chat-g-b",
+        "revision": "r2",
+        "phase": "Starting",
+        "pods": 2,
+        "readyPods": 1,
+        "nodes": ["n1"],
+        "reason": "ErrImagePull",
+    },
+    {"name": "chat-g-a", "revision": "r1", "phase": "Ready", "pods": 2, "readyPods": 2, "nodes": ["n1", "n2"]},
+]
+CONDITIONS = [
+    {
+        "type": "Ready",
+        "status": "False",
+        "reason": "RollingOut",
+        "message": "1 of 2",
+        "lastTransitionTime": "2026-01-02T03:04:05Z",
+    },
+    {"type": "Balanced", "status": "True", "reason": "Balanced", "lastTransitionTime": "2026-01-02T03:00:00Z"},
+]
+
+
+def make_body(**status: Any) -> dict[str, Any]:
+    """Returns service team/chat, with these fields in its status."""
+    fields = {
+        "observedGeneration": 3,
+        "replicas": 2,
+        "readyReplicas": 1,
+        "updatedReplicas": 1,
+        "currentRevision": "r1",
+        "updateRevision": "r2",
+        "url": "http://chat.team.svc",
+        "groups": GROUPS,
+        "conditions": CONDITIONS,
+    }
+    metadata = {"namespace": "team", "name": "chat", "generation": 3}
+    return {"metadata": metadata, "spec": {"replicas": 2, "model": {"uri": "hf://a/b"}}, "status": fields | status}
+
+
+METRICS = """# HELP phalanx_router_streams Open streams.
+# TYPE phalanx_router_streams gauge
+phalanx_router_streams 5.0
+phalanx_router_queued_requests 2.0
+phalanx_router_group_streams{group="g-a"} 5.0
+phalanx_router_group_running_requests{group="g-a"} 8.0
+phalanx_router_group_kv_use{group="g-a"} 0.25
+phalanx_router_group_step_seconds{group="g-a"} NaN
+phalanx_router_group_incarnation{group="g-a"} 2.0
+phalanx_router_hotspot{cause="kv",group="g-b"} 1.0
+phalanx_router_wait_seconds_bucket{le="+Inf"} +Inf
+something else entirely
+"""

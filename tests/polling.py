@@ -1,0 +1,36 @@
+"""Waits for conditions. A test that waits fails after a generous limit, with the source line of its condition."""
+
+import asyncio
+import inspect
+import linecache
+import time
+from collections.abc import Callable
+
+LIMIT_S = 60.0
+INTERVAL_S = 0.005
+
+
+async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    """Returns once `condition()` is true; fails after `limit_s` seconds. The condition may be a coroutine function."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while not (await value if inspect.isawaitable(value := condition()) else value):
+                await asyncio.sleep(INTERVAL_S)
+    except TimeoutError as error:
+        raise AssertionError(_failure(condition, limit_s)) from error
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    """Blocks until `condition()` is true; fails after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, _failure(condition, limit_s)
+        time.sleep(INTERVAL_S)
+
+
+def _failure(condition: Callable[[], object], limit_s: float) -> str:
+    code = getattr(condition, "__code__", None)
+    if code is None:
+        return f"not true within {limit_s:g} s: {condition!r}"
+    source = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"not true within {limit_s:g} s: {code.co_filename}:{code.co_firstlineno}: {source}"

@@ -1,0 +1,136 @@
+"""An engine with explicit turns, over a transport that only records its orders."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from phalanx_api import moves, wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.migration import page_orders
+from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.engine.ports import NO_GRAMMARS
+from phalanx_runtime.rank.sampling.grammar_compilation import ThreadedGrammars
+from tests.runtime.engine.slow_grammars import SlowCompiler
+from tests.runtime.fake_runner import FakeRunner
+
+LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
+HERE = [moves.PageAddress("", 7001), moves.PageAddress("", 7002)]
+THERE = [moves.PageAddress("b", 8001), moves.PageAddress("b", 8002)]
+F = TypeVar("F")
+
+
+@dataclass
+class FakeTransport:
+    """Two ranks that only accept pages; a test adds their other reports. `is_slow`: they do not accept pages either."""
+
+    pending: list[tuple[int, page_orders.Report]] = field(default_factory=list)
+    orders: list[tuple[object, ...]] = field(default_factory=list)
+    sent_after: list[int] = field(default_factory=list)
+    """The step after which each copy is sent."""
+    drafted: list[int] = field(default_factory=list)
+    """`num_drafted` of each copy."""
+    addresses: Sequence[moves.PageAddress] = tuple(HERE)
+    is_slow: bool = False
+
+    def start(self, wake: Callable[[], None]) -> None:
+        return
+
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+        self.orders.append(("expect", move, first, tuple(pages), len(key)))
+        if not self.is_slow:
+            self.pending += both(page_orders.Expecting(move))
+
+    def forget(self, move: str) -> None:
+        self.orders.append(("forget", move))
+
+    def send(
+        self, order: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+    ) -> None:
+        self.orders.append(("send", order.move, first, tuple(pages), num_computed))
+        self.sent_after.append(step)
+        self.drafted.append(num_drafted)
+
+    def stop(self, move: str) -> None:
+        self.orders.append(("stop", move))
+
+    def reports(self) -> Sequence[tuple[int, page_orders.Report]]:
+        reports, self.pending = self.pending, []
+        return reports
+
+    def of(self, kind: str) -> list[tuple[object, ...]]:
+        return [order for order in self.orders if order[0] == kind]
+
+
+@dataclass
+class Inbox:
+    """A channel that a test fills between turns."""
+
+    messages: list[bytes] = field(default_factory=list)
+    sent: list[wire.FromEngine] = field(default_factory=list)
+    timeouts: list[float | None] = field(default_factory=list)
+
+    def receive(self, block: bool, timeout_s: float | None = None) -> list[bytes] | None:
+        if block:
+            self.timeouts.append(timeout_s)
+        messages, self.messages = self.messages, []
+        return messages
+
+    def send(self, message: bytes) -> None:
+        self.sent.append(wire.decode_from_engine(message))
+
+    def wake(self) -> None:
+        return
+
+
+@dataclass
+class SteppedEngine:
+    """One engine, with explicit turns."""
+
+    num_pages: int = 40
+    depth: int = 1
+    now: float = 0.0
+    grammars: SlowCompiler | None = None
+
+    def __post_init__(self) -> None:
+        self.runner = FakeRunner(self.num_pages, 4, self.depth)
+        self.transport, self.inbox = FakeTransport(), Inbox()
+        grammars = NO_GRAMMARS if self.grammars is None else ThreadedGrammars(self.grammars)
+        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, grammars=grammars, transport=self.transport)
+
+    def turn(self, *frames: wire.ToEngine, times: int = 1, reports: Sequence[tuple[int, page_orders.Report]] = ()) -> None:
+        self.inbox.messages += [wire.encode(frame) for frame in frames]
+        self.transport.pending += reports
+        for _ in range(times):
+            self.now += 0.01
+            assert self.loop.turn()
+
+    def of(self, kind: type[F]) -> list[F]:
+        return [frame for frame in self.inbox.sent if isinstance(frame, kind)]
+
+    def tokens(self, handle: int) -> list[int]:
+        return [
+            token
+            for frame in self.of(wire.Tokens)
+            for other, token in zip(frame.handles, frame.tokens, strict=True)
+            if other == handle
+        ]
+
+    @property
+    def load(self) -> wire.Load:
+        self.now += 1.0
+        self.turn()
+        return self.of(wire.Load)[-1]
+
+
+def out(handle: int = 1, mode: moves.MoveMode = "stop", held: int = 0, epoch: int = 0, count: int = 2) -> moves.MoveOut:
+    return moves.MoveOut(
+        move="m",
+        handle=handle,
+        epoch=epoch,
+        prepared=moves.Prepared(move="m", cached_tokens=held, addresses=THERE[:count], key=b"k" * 32),
+        mode=mode,
+    )
+
+
+def both(report: page_orders.Report) -> list[tuple[int, page_orders.Report]]:
+    return [(0, report), (1, report)]

@@ -1,0 +1,17 @@
+"""The model that programs serve."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "token").write_text("a-service-token")
+    return save_tiny(folder / "tiny", max_position_embeddings=2048)
