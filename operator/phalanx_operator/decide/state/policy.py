@@ -66,4 +66,6 @@ class PublishedPolicy:
         """Returns the policy to publish."""
         number = self.policy.number
         policy = router_policy(spec, inputs, number)
-        return self if policy == self.policy else PublishedPolicy(structs.replace(policy, number=max(number + 1, int(now_s))))
+        if number and policy == self.policy:  # number 0 is unpublished: a router with an older policy would ignore it
+            return self
+        return PublishedPolicy(structs.replace(policy, number=max(number + 1, int(now_s))))

@@ -294,6 +294,15 @@ def test_policy_number_rises_only_with_a_change() -> None:
     assert [published.policy.number for published in (first, same, later)] == [1000, 1000, 1001]
 
 
+def test_policy_after_an_operator_restart_replaces_the_old_one() -> None:
+    """A router ignores a policy with a lower number, so even the default policy needs one."""
+    spec = make_service().spec
+    before = PublishedPolicy().update(spec, PolicyInputs(routers=1, evacuate=("a",)), 1000.0)
+    after = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1001.0)
+    assert after.policy == BalancePolicy(number=1001) and after.policy.number > before.policy.number
+    assert after.update(spec, PolicyInputs(routers=1), 2000.0) is after, "no change, no new number"
+
+
 def test_the_example_in_the_guide_is_valid() -> None:
     guide = (pathlib.Path(__file__).parents[4] / "docs" / "scaling.md").read_text()
     spec = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["spec"]
