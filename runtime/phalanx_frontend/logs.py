@@ -1,4 +1,4 @@
-"""JSON log lines: a constant message plus fields, without request bodies."""
+"""Log lines as JSON or text: a constant message plus fields, without request bodies."""
 
 import json
 import logging
@@ -19,14 +19,31 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+        line |= fields_of(record)
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
-def start_logging(level: int | str = logging.INFO) -> None:
-    """Sends all log lines to stderr."""
+class TextFormatter(logging.Formatter):
+    """Formats a record as `LEVEL logger message key=value ...: why`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, followed by the trace of an error."""
+        values = fields_of(record)
+        why = values.pop("why", "")
+        line = f"{record.levelname} {record.name} {record.getMessage()}"
+        line += "".join(f" {key}={value}" for key, value in values.items()) + (f": {why}" if why else "")
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """Returns the fields passed as `extra`."""
+    return {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+
+
+def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:
+    """Sends all log lines to stderr, as JSON unless a formatter is given."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(formatter or JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])

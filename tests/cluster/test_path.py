@@ -103,7 +103,7 @@ def test_pods_use_the_kernels_of_their_image(deployed: Chat) -> None:
         if shutil.which("g++") is None and deployed.cluster.files is not None:
             assert "no compiled kernels" in logs, "the image was built without a compiler"
         else:
-            assert re.search(r"compiled kernels: (x86-64-v|armv8-a).*, of the image", logs), logs[:2000]
+            assert re.search(r"compiled kernels loaded kernels=(x86-64-v|armv8-a)\S* is_prebuilt=True", logs), logs[:2000]
 
 
 def test_sixteen_streams_equal_transformers(

@@ -10,7 +10,7 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.logs import JsonFormatter
+from phalanx_frontend.logs import JsonFormatter, TextFormatter
 from tests.frontend.fakes import FakeBackend
 
 SECRET = "mellon-speak-friend"
@@ -27,6 +27,18 @@ def test_a_line_is_json_with_its_fields() -> None:
     line = json.loads(JsonFormatter().format(record))
     assert {**line, "time": ""} == {"time": "", "level": "INFO", "logger": "here", "message": "group serves", "incarnation": 3}
     assert line["time"].endswith("+00:00")
+
+
+def test_a_text_line_ends_with_the_reason() -> None:
+    """The supervisor reports the last line of a rank as the reason of its exit."""
+    fields = {"levelname": "ERROR", "name": "here", "msg": "rank lost a peer", "why": "rank 1: timeout", "rank": 0}
+    assert TextFormatter().format(logging.makeLogRecord(fields)) == "ERROR here rank lost a peer rank=0: rank 1: timeout"
+
+
+def test_a_text_line_precedes_its_trace() -> None:
+    error = ValueError("a bug")
+    fields = {"levelname": "ERROR", "name": "here", "msg": "rank failed", "exc_info": (ValueError, error, None), "rank": 0}
+    assert TextFormatter().format(logging.makeLogRecord(fields)) == "ERROR here rank failed rank=0\nValueError: a bug"
 
 
 def test_an_exception_stays_on_its_line() -> None:

@@ -210,7 +210,7 @@ def error_for(status: int, call: str, text: str) -> KubeError:
         answer = msgspec.json.decode(text)
         message, reason = str(answer.get("message", message)), str(answer.get("reason", ""))
     except (ValueError, msgspec.DecodeError, AttributeError):
-        pass
+        pass  # not a Status: a proxy answered
     description = f"{call}: {status} {message}"
     if status in (404, 410):
         return Gone(description)

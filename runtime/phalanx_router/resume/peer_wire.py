@@ -56,7 +56,7 @@ class JournalQuery(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
 
 
 class JournalAnswer(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """Known copies."""
+    """Journal copies that a peer holds."""
 
     copies: list[JournalCopy]
 

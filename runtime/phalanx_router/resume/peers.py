@@ -236,7 +236,7 @@ class PeerEndpoint:
             log.warning("rejected another router", extra={"why": str(error)})
             await websocket.close(CLOSE_WRONG_VERSION, str(error)[:120])
         except (WebSocketDisconnect, TimeoutError):
-            pass
+            pass  # the other router dials again
         finally:
             receiver.close()
 

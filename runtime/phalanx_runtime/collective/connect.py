@@ -122,7 +122,7 @@ class _Acceptor:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                continue
+                continue  # `close` may have been called
             except OSError:
                 # The peer closed, or no file descriptor is free.
                 time.sleep(RETRY_S)

@@ -218,7 +218,7 @@ class EngineClient:
         try:
             frame = wire.decode_from_engine(message)
         except msgspec.DecodeError as error:
-            log.error("frame of the engine cannot be read: %s", error)
+            log.error("frame of the engine cannot be read", extra={"why": str(error)})
             return
         match frame:
             case wire.Tokens():

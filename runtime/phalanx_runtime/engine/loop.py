@@ -184,7 +184,8 @@ class EngineLoop:
         self._last_finish = now
         self._watcher.step_ended(flight.plan, wall_s)
         if result.draft_failure and not self.speculation.draft_failure:
-            log.warning("the ranks can no longer draft; requests continue without speculation: %s", result.draft_failure)
+            why = {"why": result.draft_failure}
+            log.warning("the ranks can no longer draft; requests continue without speculation", extra=why)
         tokens = self._scheduler.commit(result, wall_s)
         tokens.queue_times_s.extend(flight.queue_times_s)
         num_rejected = sum(flight.plan.depths) - (sum(result.run_lengths) - len(result.run_lengths))
@@ -220,7 +221,7 @@ class EngineLoop:
             frame = wire.decode_to_engine(message)
         except msgspec.DecodeError as error:
             # A defect: both ends have the same version. The other requests continue.
-            log.error("frame for the engine cannot be read: %s", error)
+            log.error("frame for the engine cannot be read", extra={"why": str(error)})
             self._send(_unreadable(message))
             return
         match frame:
@@ -314,7 +315,7 @@ class EngineLoop:
         self._leaks += len(defects)
         self._report(now)
         for defect in defects:
-            log.error("page pool is wrong: %s", defect)
+            log.error("page pool is wrong", extra={"why": defect})
 
 
 def _unreadable(message: bytes) -> wire.Refused:

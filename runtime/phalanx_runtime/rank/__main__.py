@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from phalanx_api.speculation import Tree
+from phalanx_frontend.logs import TextFormatter, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
 from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
@@ -27,27 +28,27 @@ log = logging.getLogger("phalanx_runtime.rank")
 
 def main() -> NoReturn:
     """Runs one rank and exits with its code."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    start_logging(formatter=TextFormatter())
     try:
         spec = msgspec.json.decode(sys.stdin.readline(), type=RankSpec)
     except msgspec.DecodeError as error:
-        log.error("stdin has no RankSpec: %s", error)
+        log.error("stdin has no RankSpec", extra={"why": str(error)})
         _exit(1)
     threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
     limit_openmp_spin(os.environ)
     try:
         _serve(spec)
     except PeerLost as error:
-        log.error("rank %d exits: %s", spec.rank, error)
+        log.error("rank lost a peer", extra={"rank": spec.rank, "why": str(error)})
         _exit(EXIT_PEER_LOST)
     except ModelError as error:
-        log.error("%s", error)
+        log.error("rank cannot serve the model", extra={"rank": spec.rank, "why": str(error)})
         _exit(EXIT_MODEL)
     except DraftLost as error:
-        log.error("%s", error)
+        log.error("rank can no longer draft", extra={"rank": spec.rank, "why": str(error)})
         _exit(EXIT_DRAFT)
     except BaseException:
-        log.exception("rank %d failed", spec.rank)
+        log.exception("rank failed", extra={"rank": spec.rank})
         _exit(1)
     _exit(EXIT_OK)
 

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from phalanx_api.wire import Served
@@ -104,7 +105,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     )
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
     account = _memory_account(spec, sizing, weights_bytes)
-    log.info("memory of rank %d: %s", spec.rank, account)
+    log.info("memory measured", extra=msgspec.structs.asdict(account))
     served = _served(spec, dtype, model.kv, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
         num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served

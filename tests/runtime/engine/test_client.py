@@ -126,7 +126,7 @@ async def test_an_unreadable_frame_harms_no_other(scene: EngineScene, caplog: py
     assert await sink.next() == wire.Refused(
         handle=handle, epoch=0, status=429, code="queue_full", message="full", retry_after_s=2.5
     )
-    assert "cannot be read" in caplog.text
+    assert "frame of the engine cannot be read" in caplog.messages
 
 
 async def test_lost_incarnation_drops_requests_and_the_next_serves(scene: EngineScene) -> None:

@@ -80,7 +80,9 @@ async def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 async def test_unexpected_output_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path, 1, "noise"):
-        await until(lambda: "unexpected output of rank 0: hello" in caplog.text)
+        await until(lambda: "unexpected rank output" in caplog.messages)
+    (record,) = [record for record in caplog.records if record.message == "unexpected rank output"]
+    assert (vars(record)["rank"], vars(record)["line"]) == (0, "hello")
 
 
 async def test_stopped_rank_is_hung_others_are_not(tmp_path: Path) -> None:

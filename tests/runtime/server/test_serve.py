@@ -212,7 +212,7 @@ async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         async with served(settings, "ready") as leader:
             async with served(with_group(worker, key="former"), "ready"):
-                await until(lambda: "the service token is wrong" in caplog.text)
+                await until(lambda: any("the service token is wrong" in getattr(record, "why", "") for record in caplog.records))
             async with served(with_group(worker, key="current"), "ready"):
                 await leader.ready()
 

@@ -31,7 +31,7 @@ class _IncomingMove:
     """A sender presented the key."""
     connection: socket.socket | None = None
     received: set[int] = field(default_factory=set)
-    """Positions."""
+    """Positions of the received pages."""
 
 
 class PageReceiver:

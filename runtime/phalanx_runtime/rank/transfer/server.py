@@ -155,7 +155,7 @@ class KvTransferServer:
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end a blocked accept
         except OSError:
-            pass
+            pass  # no longer listening
         self._listener.close()
 
     def execute(self, order: Order) -> None:

@@ -143,7 +143,7 @@ class GroupPageTransport:
             else:
                 send_order(connection, order)
         except OSError as error:  # the next step loses the peer too, and ends the incarnation
-            log.error("rank %d accepts no KV transfer orders: %s", rank, error)
+            log.error("rank accepts no KV transfer orders", extra={"rank": rank, "why": str(error)})
 
     def _read_reports(self, rank: int) -> None:
         connection = self._connections[rank]

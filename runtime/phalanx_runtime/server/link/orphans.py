@@ -30,7 +30,7 @@ class RequestRecord:
     id: str
     tenant: str = ""
     submit: bytes
-    """The encoded Submit."""
+    """Encoded `Submit` frame of the request."""
     router: tuple[str, str] | None
     """Router that submitted it; absent after an adoption, as the Adopted frame may be lost."""
     handle: int | None
@@ -39,7 +39,7 @@ class RequestRecord:
     """Generated here after `submit`."""
     finish: wire.FinishReason | None = None
     expires_at: float = 0.0
-    """Event loop time."""
+    """End of the lease, as event loop time."""
 
     @property
     def num_bytes(self) -> int:

@@ -90,7 +90,7 @@ class StartRanks:
 
     incarnation: int
     hosts: tuple[str, ...]
-    """By pod."""
+    """Host of each pod."""
     without_draft: str = ""
     """Reason for omitting the draft."""
 

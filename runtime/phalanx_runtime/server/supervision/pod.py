@@ -55,7 +55,7 @@ class Launch:
 
     incarnation: int
     hosts: tuple[str, ...]
-    """By pod."""
+    """Host of each pod."""
     key: str
     """Shared by the ranks."""
     engine_socket: str = ""
@@ -104,7 +104,7 @@ class RankLauncher:
         return self._activity
 
     def activity_s(self) -> float:
-        """Its duration."""
+        """Seconds since the current activity began."""
         return time.monotonic() - self._since
 
     def ranks(self) -> list[RankHealth]:
@@ -171,7 +171,7 @@ class RankLauncher:
         self._set_activity("idle")
         if self._ranks is not None:
             self._ranks.send_kill()
-        log.error("ranks failed: %s", end.why, extra={"incarnation": launch.incarnation})
+        log.error("ranks failed", extra={"incarnation": launch.incarnation, "why": end.why})
         self._listener.ranks_failed(launch, end)
 
     async def _run_ranks(self, launch: Launch) -> RanksEnded:

@@ -112,7 +112,7 @@ class RankProcess:
             try:
                 frame = _decode(line)
             except msgspec.DecodeError:
-                log.warning("unexpected output of rank %d: %s", self.rank, line)
+                log.warning("unexpected rank output", extra={"rank": self.rank, "line": line})
                 continue
             match frame:
                 case Beat():
@@ -125,7 +125,7 @@ class RankProcess:
         assert self._process.stderr is not None, "stderr is a pipe"
         async for line in read_lines(self._process.stderr):
             self._last_line = line
-            log.info("rank %d: %s", self.rank, line)
+            log.info("rank output", extra={"rank": self.rank, "line": line})
 
 
 async def read_lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:

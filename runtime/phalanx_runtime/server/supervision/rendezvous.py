@@ -82,7 +82,7 @@ class LeaderRendezvous:
                 pod = await self._authenticate(connection)
             await self._receive_events(pod, connection)
         except (JoinRefused, ConnectionError, TimeoutError) as error:
-            log.warning("pod rejected: %s", error, extra={"peer": connection.peer_host})
+            log.warning("pod rejected", extra={"peer": connection.peer_host, "why": str(error)})
         except asyncio.CancelledError:
             pass  # by `close`
         finally:

@@ -20,7 +20,7 @@ MAX_FRAME_BYTES = 1 << 16
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
-    """First frame."""
+    """First frame of the leader."""
 
     version: int
     nonce: bytes
@@ -41,7 +41,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
     proof: bytes
     refused: str = ""
-    """Reason, if so."""
+    """Reason of a refusal; empty otherwise."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
@@ -109,7 +109,7 @@ class JoinRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds."""
+    """Intervals and timeouts in seconds."""
 
     ping_s: float = 2.0
     silence_s: float = 10.0

@@ -40,9 +40,9 @@ class PodPlace:
     num_pods: int
     leader_host: str
     port: int
-    """Of the rendezvous."""
+    """Port of the rendezvous."""
     token: str
-    """Of the group."""
+    """Token of the group."""
     timing: Timing = DEFAULT_TIMING
     listen_host: str | None = None
     """Address on which the leader listens; all by default."""
@@ -68,7 +68,7 @@ class SupervisorStatus:
     ready: bool
     incarnation: int
     reason: str
-    """Empty if ready."""
+    """Why the pod is not ready; empty if it is."""
 
 
 def _accounts(ready: list[RankReady]) -> list[MemoryAccount]:
@@ -153,7 +153,8 @@ class LeaderSupervisor:
         for action in actions:
             self._execute(action)
         if self._group.phase != "serving" and self._group.reason() != before.reason():
-            log.info("group is not ready: %s", self._group.reason(), extra={"incarnation": self._group.incarnation})
+            fields = {"incarnation": self._group.incarnation, "why": self._group.reason()}
+            log.info("group is not ready", extra=fields)
             self._client.set_reason(self._group.incarnation, self._group.reason())
 
     def _execute(self, action: inc.Action) -> None:
@@ -166,11 +167,11 @@ class LeaderSupervisor:
                 self._client.serve(self._assets, self._served)
                 self._rendezvous.send(frames.Serve(incarnation))
             case inc.DrainGroup(incarnation, why):
-                log.info("group drains: %s", why, extra={"incarnation": incarnation})
+                log.info("group drains", extra={"incarnation": incarnation, "why": why})
                 self._client.pause(why)
                 self._check_drained(incarnation)
             case inc.StopRanks(incarnation, why, is_outside):
-                log.warning("group stopped: %s", why, extra={"incarnation": incarnation})
+                log.warning("group stopped", extra={"incarnation": incarnation, "why": why})
                 self._client.end_incarnation(incarnation + 1, why, is_outside)
                 self._launcher.stop()
                 self._rendezvous.send(frames.Stop(incarnation, why))
@@ -287,5 +288,5 @@ class WorkerSupervisor:
             if status.ready:
                 log.info("pod is ready", extra=extra)
             else:
-                log.info("pod is not ready: %s", status.reason, extra=extra)
+                log.info("pod is not ready", extra=extra | {"why": status.reason})
         self._status = status
