@@ -28,7 +28,7 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """One candidate."""
+    """One candidate of the leader election."""
 
     def __init__(
         self,

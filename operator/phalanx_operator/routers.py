@@ -50,9 +50,9 @@ class RouterTarget:
     """One router to poll."""
 
     uid: str
-    """Of its pod."""
+    """UID of the router pod."""
     address: str
-    """host:port."""
+    """`host:port` of the router pod."""
 
 
 class Routers(Protocol):
@@ -87,7 +87,7 @@ class _Service:
     poll_s: float
     routers: dict[str, "_Router"] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Replaced when set."""
+    """Set when the policy changes, then replaced by a new event."""
     token: str | None = None
 
 

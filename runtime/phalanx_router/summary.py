@@ -37,7 +37,7 @@ class SummaryBuilder:
         self._started_at = clock()
 
     def urgent_state(self) -> UrgentState:
-        """Present state."""
+        """Returns the present urgent state."""
         decision, links, excused = self._backend.balancing.decision, self._backend.links.all(), self._backend.excused
         return UrgentState(
             hotspots=frozenset((hotspot.group, str(hotspot.cause)) for hotspot in decision.hotspots),
@@ -52,7 +52,7 @@ class SummaryBuilder:
         )
 
     def summary(self) -> RouterSummary:
-        """Present summary."""
+        """Returns the present summary."""
         backend, now = self._backend, self._clock()
         balancing, traffic = backend.balancing, backend.traffic
         waiting = [session for session in backend.sessions if session.assignment is None]

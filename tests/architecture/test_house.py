@@ -5,7 +5,7 @@ import pytest
 from tests.architecture.house import MAX_FOLDER, MAX_MODULE_LINES, House, measure
 
 MAX_MODULES = 330
-MAX_ODD_PER_1000 = 7.2
+MAX_ODD_PER_1000 = 3.0
 
 
 @pytest.fixture(scope="module")

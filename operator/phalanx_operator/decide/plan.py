@@ -52,16 +52,17 @@ class PlanInputs:
     """Inputs other than the spec."""
 
     snapshot: Snapshot
-    """Assessed."""
+    """Observed state with the groups assessed."""
     fleet: Fleet
     scaling: ScalingResult | None = None
     gang_kind: str = "None"
-    """Of new groups."""
+    """Gang scheduler of new groups."""
     turn: PlacementTurn = FREE
     gang_error: str = ""
     rollback: RollbackStatus | None = None
-    """As in `EffectiveService`, also `rollback_blocked`."""
+    """Rollback in progress, as in `EffectiveService`."""
     rollback_blocked: str = ""
+    """Why no rollback is possible (`EffectiveService.blocked_reason`)."""
 
     @property
     def is_spec_lost(self) -> bool:
@@ -81,8 +82,8 @@ def desired_groups(
     """Returns the wanted groups, and constraints on replacing them."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), inputs.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
-    late_reason = progress.deadline_failure(snapshot.groups, revision, rollout, now)
-    late_reason = inputs.rollback_blocked if inputs.is_spec_lost else _join(late_reason, inputs.rollback_blocked)
+    deadline_reason = progress.deadline_failure(snapshot.groups, revision, rollout, now)
+    late_reason = inputs.rollback_blocked if inputs.is_spec_lost else _join(deadline_reason, inputs.rollback_blocked)
     no_surge_reason = progress.surge_failure(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
     recovery_status = _recovery_status(service, inputs, revision, now)
     turn = _turn(service, inputs, recovery_status, now)

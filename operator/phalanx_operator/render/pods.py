@@ -65,7 +65,7 @@ class GroupBuild:
     images: Images
     gang: Gang = field(default_factory=NoGang)
     avoid_nodes: tuple[str, ...] = ()
-    """Have lower preference."""
+    """Nodes with lower preference."""
     key: str = ""
     """Shared by its pods only."""
 

@@ -30,7 +30,7 @@ class VictimScales:
 
 
 def expected_remaining_tokens(stream: StreamView, source: GroupView) -> float:
-    """E[remaining]."""
+    """Returns the expected number of output tokens left."""
     return max(source.mean_output_tokens, stream.generated) / 2
 
 

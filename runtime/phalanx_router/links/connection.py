@@ -22,7 +22,7 @@ class Connection(Protocol):
         ...
 
     async def recv(self, decode: Literal[False]) -> bytes:
-        """Next message."""
+        """Returns the next message."""
         ...
 
 
@@ -111,7 +111,7 @@ class Sink(Protocol):
     """Receives a group's frames about one request. Must not block."""
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
-        """One token."""
+        """Delivers one token."""
         ...
 
     def prompt_details(self, details: wire.PromptDetails) -> None:

@@ -85,7 +85,7 @@ class CostTerms(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """J."""
+        """Returns the predicted cost J, in seconds."""
         return (self.first_token_s + self.decode_s + self.others_s + self.pages_s) * self.factor
 
 

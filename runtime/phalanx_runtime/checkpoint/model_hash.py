@@ -18,7 +18,7 @@ from phalanx_runtime.errors import ModelError
 SAMPLE_BYTES = 64 << 20
 """Takes about 0.25 s."""
 _WORD_BYTES = 8
-_PIECE_BYTES = 256 << 20
+PIECE_BYTES = 256 << 20
 """Bytes sampled at once, with the GIL held."""
 _IRRELEVANT_KEYS = ("_name_or_path", "_model_name_or_path", "transformers_version")
 """Keys of config.json that do not affect the computation."""
@@ -54,7 +54,7 @@ def _add_words(hasher: "hashlib._Hash", path: Path, size: int, step: int) -> Non
         header_end = min(size, 8 + int.from_bytes(content[:8], "little"))
         hasher.update(content[:header_end])
         whole = size // _WORD_BYTES * _WORD_BYTES
-        piece = _PIECE_BYTES // (_WORD_BYTES * step) * _WORD_BYTES * step
+        piece = PIECE_BYTES // (_WORD_BYTES * step) * _WORD_BYTES * step
         for start in range(0, whole, piece):
             with memoryview(content)[start : min(start + piece, whole)] as view, view.cast("Q") as words:
                 hasher.update(words[::step].tobytes())

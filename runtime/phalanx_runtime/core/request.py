@@ -103,7 +103,7 @@ class RequestSpeculation:
 
     method: Method = "none"
     max_tokens: int = 0
-    """Per step."""
+    """Maximum draft tokens per step."""
     tree: Tree = CHAIN
     ngrams: NgramProposer = field(default_factory=NgramProposer)
     rates: AcceptanceRates = field(default_factory=lambda: AcceptanceRates(REQUEST_DECAY))
@@ -123,7 +123,7 @@ class Request:
 
     params: RequestParams
     tokens: list[int]
-    """`Scheduler` appends."""
+    """Prompt and output tokens; `Scheduler` appends."""
     num_computed: int = 0
     """`Scheduler` and, for found tokens, `PrefixSharing` advance it."""
     max_computed: int = 0

@@ -19,7 +19,7 @@ class ChunkDraft:
     """Empty if the ranks draft them."""
     parents: Sequence[int] = ()
     grades: Sequence[int] = ()
-    """Acceptance grades."""
+    """Acceptance grade of each draft token."""
     is_drafted: bool = False
     """By a draft model, not the n-gram proposer."""
     tree_bounds: TreeBounds | None = None

@@ -66,7 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     starts: list[int]
     """Computed tokens of each row."""
     counts: list[int]
-    """Tokens to compute."""
+    """Tokens to compute, by row."""
     pages: list[list[int]]
     """Pages to append to the row's page table before the pass."""
     tokens: list[int]

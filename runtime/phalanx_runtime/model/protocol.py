@@ -32,9 +32,9 @@ class KvLayout:
     """Shape of one rank's KV cache."""
 
     kv_heads: int
-    """Of every layer."""
+    """KV heads of every layer on this rank."""
     head_dims: tuple[int, ...]
-    """By layer."""
+    """Head dimension by layer."""
     windows: frozenset[int | None]
 
 

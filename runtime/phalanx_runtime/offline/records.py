@@ -39,7 +39,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """Default: random."""
+    """Seed of sampling; random by default."""
     max_tokens: int | None = 16
     """Without it: up to the context length."""
     min_tokens: int = 0

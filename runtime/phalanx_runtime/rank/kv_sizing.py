@@ -26,9 +26,9 @@ class KvSizing:
     num_pages: int
     """Equal on all ranks."""
     page_bytes: int
-    """On this rank."""
+    """Bytes of a page on this rank."""
     group_page_bytes: int
-    """On all ranks."""
+    """Bytes of a page on all ranks."""
     held_bytes: int
     """Before the pool is allocated."""
     needs: PeakMemory

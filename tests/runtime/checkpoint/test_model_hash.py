@@ -99,7 +99,7 @@ def test_dtype_and_quantisation_are_part_of_the_name(folder: Path) -> None:
 @pytest.mark.parametrize("piece", [64, 1 << 20], ids=["many pieces", "one piece"])
 def test_hash_of_a_large_model_samples_every_distance(folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_BYTES", 2000)  # of 8.4 KB: every fifth word
-    monkeypatch.setattr(module, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(module, "PIECE_BYTES", piece)
     before, noticed = name_of(folder), 0
     for position in range(1000, 1080, 8):
         flip(SHARDS[0], position)(folder)
@@ -112,7 +112,7 @@ def test_hash_of_a_large_model_samples_every_distance(folder: Path, piece: int, 
 def test_pieces_make_no_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_BYTES", 2000)
     whole = name_of(folder)
-    monkeypatch.setattr(module, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(module, "PIECE_BYTES", 200)
     assert name_of(folder) == whole
 
 

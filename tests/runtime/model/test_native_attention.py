@@ -33,7 +33,7 @@ def case(lengths: list[int], page: int, heads: int, kv_heads: int, dim: int, dty
     band = DecodeBand(
         start=0,
         size=len(lengths),
-        kv_blocks=empty,
+        cache_rows=empty,
         masks={},
         tables=tables,
         lengths=lengths,
@@ -100,7 +100,7 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
         band = DecodeBand(
             start=0,
             size=1,
-            kv_blocks=whole.kv_blocks,
+            cache_rows=whole.cache_rows,
             masks={},
             tables=table.contiguous(),
             lengths=[length],
@@ -112,7 +112,7 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
             slots=many.batch.slots[row * 2 : row * 2 + 2],
             bands=[band],
             chunks=[],
-            logits_indices=whole.kv_blocks,
+            logits_indices=whole.cache_rows,
         )
         alone = Case(torch.cat((many.q, many.q[:, :1]), 1)[row : row + 1], many.k[row : row + 1], many.cache, batch)
         assert torch.equal(alone.attended(NativeAttention(kernels), AttentionParams())[0], together[row])

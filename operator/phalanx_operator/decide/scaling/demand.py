@@ -71,9 +71,9 @@ class OfferedLoad:
     """Load of a service."""
 
     rate: float
-    """Requests per second."""
+    """Arrival rate, requests per second."""
     shape: Traffic
-    """Mean lengths."""
+    """Mean prompt and output lengths."""
     kv_tokens: float
     """Tokens in pages or waiting for them."""
     backlog_s: float

@@ -83,7 +83,7 @@ class ScaleInputs:
 
     now_s: float
     groups: int
-    """Wanted groups."""
+    """Number of wanted groups."""
     serving: frozenset[str]
     fleet: Fleet
     cold_start_s: float = COLD_START_S
@@ -128,7 +128,7 @@ class Evidence:
     needs: tuple[int, ...] = ()
     """Of evaluations that need more."""
     over_since_s: float = 0.0
-    """Start of `needs`."""
+    """Start time of `needs`."""
     fits_since_s: float | None = None
     """Since when fewer groups suffice."""
 

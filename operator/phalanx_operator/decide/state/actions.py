@@ -84,7 +84,7 @@ class RestartGroup:
     name: str
     uid: str
     pods: tuple[tuple[str, str], ...]
-    """Names and UIDs."""
+    """Names and UIDs of the pods to delete."""
     record: RestartRecord
     why: str
 

@@ -36,9 +36,9 @@ class GroupLoadView:
     """Load of a group."""
 
     is_fresh: bool
-    """Recent and complete."""
+    """The report is recent and complete."""
     streams: int
-    """Over all routers."""
+    """Streams of all routers."""
     running: int
     waiting: int
     pressure: float
@@ -51,7 +51,7 @@ class GroupLoadView:
     """Tokens that fit into its pages."""
     step_model: StepModel | None
     kv_tokens: int = 0
-    """Of running requests."""
+    """KV tokens of running requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class EngineHealth:
     excused: int = 0
     """Caused by requests; the highest count: routers may each blame their own."""
     draft_loss: str = ""
-    """Why speculation stopped."""
+    """Reason why speculation stopped; empty while it runs."""
     model_version: str = ""
 
 
@@ -86,7 +86,7 @@ class RequestLoad:
     """Requests of all routers."""
 
     windows: Mapping[float, Traffic] = field(default_factory=dict)
-    """By seconds."""
+    """Traffic by window length in seconds."""
     queued: int = 0
     queued_tokens: int = 0
     held: int = 0

@@ -28,12 +28,12 @@ class ObservedPod:
     unready_since: str = ""
     ready_since: str = ""
     restarts: int = 0
-    """Of its containers."""
+    """Restarts of the pod's containers."""
     last_termination: str = ""
     """Before the last restart."""
     terminating: bool = False
     has_short_grace: bool = False
-    """At most `FINAL_GRACE_S`."""
+    """The grace period of the deletion is at most `FINAL_GRACE_S`."""
     is_marked_draining: bool = False
     """Has the drain annotation."""
 
@@ -109,10 +109,10 @@ class GroupAssessment:
     has_cordoned_node: bool = False
     has_unready_node: bool = False
     kv_tokens: int = 0
-    """Of running requests."""
+    """KV tokens of running requests."""
     restarts_to_store: RestartRecord | None = None
     recent_restarts: int = 0
-    """In the window."""
+    """Restarts within the restart window."""
     exceeds_restart_budget: bool = False
 
 
@@ -124,7 +124,7 @@ class ObservedGroup:
     uid: str
     revision: str
     created: str
-    """Sortable."""
+    """Creation time as a sortable string."""
     size: int
     terminating: bool = False
     pods: tuple[ObservedPod, ...] = ()
@@ -132,9 +132,9 @@ class ObservedGroup:
     incomplete_since: str = ""
     """Since when pods have been missing."""
     gang: str = ""
-    """Its kind."""
+    """Kind of the gang scheduler that places the group."""
     restarts: RestartRecord = RestartRecord()
-    """As stored."""
+    """Restart record as stored on the StatefulSet."""
     rejection: str = ""
     """Why the API server rejects its pods."""
     retried_at: str = ""

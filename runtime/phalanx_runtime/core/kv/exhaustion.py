@@ -14,7 +14,7 @@ class RunningEstimate:
     """A running request."""
 
     remaining_steps: float
-    """Expected."""
+    """Expected decode steps until the request ends."""
     slots: int
     """Freed at its end."""
 

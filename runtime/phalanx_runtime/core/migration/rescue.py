@@ -26,7 +26,7 @@ class Victim:
     handle: int
     pages: int
     remaining_tokens: float
-    """Expected value."""
+    """Expected output tokens left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Pressure:
     """Time of such a step: a part of a real one with speculation."""
     free_pages: int
     victims: Sequence[Victim]
-    """In preemption order."""
+    """Requests in preemption order."""
     pages_per_s: float
 
 

@@ -52,7 +52,7 @@ class StepCosts:
     """Times of a step and its draft tokens."""
 
     plain_s: float
-    """Without draft tokens."""
+    """Time of a step without draft tokens."""
     extra_s: Callable[[int], float]
     """Verification of this many draft tokens."""
     pass_s: float = 0.0

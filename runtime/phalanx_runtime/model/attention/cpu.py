@@ -48,7 +48,7 @@ class StepRuns:
     tree_masks: list[Tensor]
     """Owners of the masks' memory."""
     max_tree_size: int
-    """In draft tokens."""
+    """Maximum draft tokens of a tree."""
 
 
 def make_runs(batch: StepBatch) -> StepRuns:

@@ -48,7 +48,7 @@ class DecodeBand:
 
     start: int
     size: int
-    kv_blocks: Tensor
+    cache_rows: Tensor
     """[size * kv_heads * pages]: rows of the cache as [pages * kv_heads, page * head_dim]."""
     masks: Windows
     """Additive, [size, 1, 1, pages * page]."""
@@ -66,7 +66,7 @@ class AttentionChunk:
     start: int
     size: int
     length: int
-    kv_blocks: Tensor | None
+    cache_rows: Tensor | None
     """As in `DecodeBand`; absent if the chunk is the whole context."""
     masks: Windows
     """Additive, [size, length]."""
@@ -131,13 +131,13 @@ class PagedAttention:
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]
-        blocks, mask = band.kv_blocks.view(band.size, -1), band.masks[params.window]
+        cache_rows, mask = band.cache_rows.view(band.size, -1), band.masks[params.window]
         assert mask is not None, "a band is padded"
-        size = max(1, self._gather_bytes // (2 * blocks.shape[1] * page * dim * cache.k.element_size()))
+        size = max(1, self._gather_bytes // (2 * cache_rows.shape[1] * page * dim * cache.k.element_size()))
         for first in range(0, band.size, size):
             part = slice(first, first + size)
-            keys, values = self._gather(cache, blocks[part].reshape(-1))
-            shape = (len(blocks[part]), kv_heads, -1, dim)
+            keys, values = self._gather(cache, cache_rows[part].reshape(-1))
+            shape = (len(cache_rows[part]), kv_heads, -1, dim)
             rows = slice(band.start + first, band.start + first + shape[0])
             folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), mask[part], params)
             out[rows].view(shape).copy_(folded)
@@ -148,10 +148,10 @@ class PagedAttention:
         kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
         group = q.shape[1] // kv_heads
         rows = slice(chunk.start, chunk.start + chunk.size)
-        if chunk.kv_blocks is None:
+        if chunk.cache_rows is None:
             keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
         else:
-            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in self._gather(cache, chunk.kv_blocks))
+            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in self._gather(cache, chunk.cache_rows))
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, chunk.length, dim)
@@ -159,16 +159,16 @@ class PagedAttention:
         attended = attend(queries, keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape), mask, params)
         out[rows].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
-    def _gather(self, cache: LayerCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerCache, rows: Tensor) -> tuple[Tensor, Tensor]:
         size = cache.k.shape[2] * cache.k.shape[3]
-        needed = blocks.numel() * size
+        needed = rows.numel() * size
         if self._k.numel() < needed or self._k.dtype != cache.k.dtype:
             self._k = torch.empty(needed, dtype=cache.k.dtype, device=cache.k.device)
             self._v = torch.empty(needed, dtype=cache.v.dtype, device=cache.v.device)
-        shape = (blocks.numel(), size)
+        shape = (rows.numel(), size)
         keys, values = self._k[:needed].view(shape), self._v[:needed].view(shape)
-        torch.index_select(cache.k.view(-1, size), 0, blocks, out=keys)
-        torch.index_select(cache.v.view(-1, size), 0, blocks, out=values)
+        torch.index_select(cache.k.view(-1, size), 0, rows, out=keys)
+        torch.index_select(cache.v.view(-1, size), 0, rows, out=values)
         return keys, values
 
 

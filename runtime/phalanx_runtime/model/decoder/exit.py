@@ -27,7 +27,7 @@ class ExitCard:
     agreement_raw: float
     """Fraction of held-out tokens with the model's argmax, without the map."""
     agreement_fitted: float
-    """With the map."""
+    """Agreement with the fitted map."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class BlockedWeight:
     library: Library
     values: Tensor
     scales: Tensor | None
-    """int8 only."""
+    """Scale of each output row; int8 only."""
     bias: Tensor | None
     outputs: int
     inputs: int

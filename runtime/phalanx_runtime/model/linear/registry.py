@@ -26,7 +26,7 @@ class Kernels:
     """Layout of linear layers."""
 
     packed: bool = False
-    """By oneDNN."""
+    """Weights packed by oneDNN."""
     transposed: bool = False
     """With a transposed copy for single rows, at twice the memory."""
     compiled: bool = False

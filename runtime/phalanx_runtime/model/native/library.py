@@ -39,9 +39,9 @@ def library(target: str = "native", folder: Path = PREBUILT) -> Library | None:
         prebuilt = find_prebuilt(folder, platform.machine(), read_processor().flags) if target == "native" else None
         compiled = _open(prebuilt or _build(target))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no compiled kernels: %s; torch computes instead", failure_reason(error))
+        log.warning("no compiled kernels; torch computes instead", extra={"why": failure_reason(error)})
         return None
-    log.info("compiled kernels: %s%s", compiled.name, "" if prebuilt is None else ", of the image")
+    log.info("compiled kernels loaded", extra={"kernels": compiled.name, "is_prebuilt": prebuilt is not None})
     return compiled
 
 

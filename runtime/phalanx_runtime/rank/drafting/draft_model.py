@@ -49,7 +49,7 @@ class DraftModel:
 
     @property
     def caches(self) -> Sequence[LayerCache]:
-        """Its pages."""
+        """KV caches of the draft model."""
         return self._caches
 
     @property

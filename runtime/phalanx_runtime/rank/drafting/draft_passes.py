@@ -55,7 +55,7 @@ class GrowingPath(Protocol):
         ...
 
     def drafted(self) -> DraftedPath:
-        """The result."""
+        """Returns the draft tokens of the path."""
         ...
 
 
@@ -105,7 +105,7 @@ class FixedTree:
         return () if node == ROOT else (*self.branch(self.parents[node]), self._tokens[node])
 
     def drafted(self) -> DraftedPath:
-        """The tokens."""
+        """Returns the draft tokens of the path."""
         return DraftedPath(self._tokens)
 
 

@@ -42,7 +42,7 @@ class Drafting:
     model: Model | None = None
     """The draft model, on the rank that computes it."""
     num_layers: int = 0
-    """Of a self-draft."""
+    """Number of layers of a self-draft."""
     exit: Exit | None = None
     failure: str = ""
     """Why a configured draft is missing."""
@@ -62,7 +62,7 @@ class Drafting:
 
 def without_drafting(reason: str) -> Drafting:
     """Drafts nothing; logs why."""
-    log.warning("served without speculation: %s", reason)
+    log.warning("served without speculation", extra={"why": reason})
     return Drafting(failure=reason)
 
 

@@ -209,8 +209,8 @@ class BatchBuilder:
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
         page_size, kv_heads = self._shape.page_size, self._shape.kv_heads
         pages = self._tables[rows, positions // page_size]
-        kv_blocks = pages[:, None] * kv_heads + self._heads
-        slots: Ints = (kv_blocks * page_size + (positions % page_size)[:, None]).reshape(-1)
+        cache_rows = pages[:, None] * kv_heads + self._heads
+        slots: Ints = (cache_rows * page_size + (positions % page_size)[:, None]).reshape(-1)
         return slots
 
     def _bands(self, rows: Ints, lengths: Ints) -> list[DecodeBand]:
@@ -229,7 +229,7 @@ class BatchBuilder:
         tables = self._tables[rows, :width]
         # Padding repeats the row's own first page, so that no page of another request is read.
         tables = np.where(columns < pages[:, None], tables, tables[:, :1])
-        kv_blocks = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
+        cache_rows = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
         columns = np.arange(width * self._shape.page_size)
 
         def mask(window: int | None) -> Tensor:
@@ -240,7 +240,7 @@ class BatchBuilder:
         return DecodeBand(
             start=start,
             size=len(rows),
-            kv_blocks=self._tensor(kv_blocks.reshape(-1)),
+            cache_rows=self._tensor(cache_rows.reshape(-1)),
             masks=LazyMasks(mask),
             tables=self._tensor(tables),
             lengths=lengths.tolist(),
@@ -250,7 +250,7 @@ class BatchBuilder:
     def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
         pages = self._tables[row, : -(-length // self._shape.page_size)]
         is_whole = size == length
-        kv_blocks = None if is_whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
+        cache_rows = None if is_whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
 
         def mask(window: int | None) -> Tensor | None:
             if is_whole and not parents and (window is None or window >= length):
@@ -269,7 +269,7 @@ class BatchBuilder:
             start=start,
             size=size,
             length=length,
-            kv_blocks=kv_blocks,
+            cache_rows=cache_rows,
             masks=LazyMasks(mask),
             table=self._tensor(pages),
             parents=tuple(parents),

@@ -96,7 +96,7 @@ def test_slots_follow_the_page_table() -> None:
 def test_padding_repeats_the_rows_own_first_page() -> None:
     _, batch = mixed()
     assert batch.bands[0].tables.tolist() == [[1, 3, 5], [7, 2, 7]]
-    assert batch.bands[0].kv_blocks.tolist() == [
+    assert batch.bands[0].cache_rows.tolist() == [
         page * HEADS + h for pages in ([1, 3, 5], [7, 2, 7]) for h in (0, 1) for page in pages
     ]
 
@@ -106,8 +106,8 @@ def test_masks_show_the_past_within_the_window() -> None:
     band, (part, whole) = batch.bands[0], batch.chunks
     assert visible(band.masks[None]) == [list(range(10)), list(range(6))]
     assert visible(band.masks[3]) == [[7, 8, 9], [3, 4, 5]]
-    assert whole.kv_blocks is None and whole.masks == {}
-    assert part.kv_blocks is not None
+    assert whole.cache_rows is None and whole.masks == {}
+    assert part.cache_rows is not None
     assert visible(part.masks[None]) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
     assert visible(part.masks[3]) == [[2, 3, 4], [3, 4, 5]]
 

@@ -60,7 +60,7 @@ class Case:
                     DecodeBand(
                         start=first,
                         size=1,
-                        kv_blocks=empty,
+                        cache_rows=empty,
                         masks={},
                         tables=table[None],
                         lengths=[length],
@@ -68,7 +68,7 @@ class Case:
                     )
                 )
             else:
-                chunks.append(AttentionChunk(start=first, size=size, length=length, kv_blocks=None, masks={}, table=table))
+                chunks.append(AttentionChunk(start=first, size=size, length=length, cache_rows=None, masks={}, table=table))
             first += size
         self.batch = StepBatch(
             tokens=empty, positions=empty, slots=torch.cat(slots), bands=bands, chunks=chunks, logits_indices=empty
@@ -133,7 +133,7 @@ def test_token_has_equal_bits_for_any_prompt_chunks() -> None:
             part = Case([(last - first, 150 + last)])
             part.cache, part.tables = whole.cache, whole.tables
             table, empty = whole.tables[0], whole.batch.tokens
-            chunk = AttentionChunk(start=0, size=last - first, length=150 + last, kv_blocks=None, masks={}, table=table)
+            chunk = AttentionChunk(start=0, size=last - first, length=150 + last, cache_rows=None, masks={}, table=table)
             slots = whole.batch.slots.view(150, -1)[first:last].reshape(-1)
             part.batch = StepBatch(tokens=empty, positions=empty, slots=slots, bands=[], chunks=[chunk], logits_indices=empty)
             part.q, part.k, part.v = whole.q[first:last], whole.k[first:last], whole.v[first:last]
@@ -160,7 +160,7 @@ def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, see
     last = made.batch.chunks[-1] if made.batch.chunks else None
     if last is None or last.size != size:  # a single token is a tree, too
         band = made.batch.bands.pop()
-        last = AttentionChunk(start=band.start, size=1, length=length, kv_blocks=None, masks={}, table=band.tables[0])
+        last = AttentionChunk(start=band.start, size=1, length=length, cache_rows=None, masks={}, table=band.tables[0])
     else:
         made.batch.chunks.pop()
     made.batch.chunks.append(replace(last, parents=tuple(shape)))

@@ -130,7 +130,7 @@ def part_sizes(capacity: int) -> tuple[int, int, int]:
 
 
 class WTinyLfu:
-    """The policy. Each cached page is in one part."""
+    """W-TinyLFU: pages enter through a window; of two candidates the less frequent one is evicted. Each page is in one part."""
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._idle = idle
