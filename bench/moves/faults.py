@@ -4,7 +4,7 @@
 
 Cells: eight steps of a move x source, target, router x killed, hung, dropped, delayed, corrupted. A run counts if its move
 reached the step. Routers, links, leaders, engines, schedulers and pages are real (`bench.virtual`); a seed repeats its run
-exactly. Exits with 1 on a violation, or if a step was reached in fewer runs than asked.
+exactly. Exits with 1 on a violation, or if a step was reached in too few runs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A client of a router in virtual time; it reconnects to the next router by stream id or by its own tokens."""
+"""A client of a router in virtual time. When its router fails, it reconnects to another one and resumes its stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

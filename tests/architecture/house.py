@@ -33,6 +33,8 @@ ODD_WORDS = re.compile(
 MAX_POSITIONAL = 5
 MAX_FUNCTION_LINES = 50
 MAX_FOLDER = 14
+MAX_MODULES = 330
+MAX_ODD_PER_1000 = 3.0
 MAX_MODULE_LINES = 350
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -202,14 +204,17 @@ def _returns(graph: dict[str, set[str]], start: str) -> bool:
 def table(house: House) -> str:
     """The measurements as text, one line each; then files and lines per folder."""
     rows = [
-        ("modules", f"{house.modules} (at most 330); median {house.median_lines:.0f} lines"),
+        ("modules", f"{house.modules} (at most {MAX_MODULES}); median {house.median_lines:.0f} lines"),
         ("largest module", f"{house.largest[0]} lines, {house.largest[1]} (at most {MAX_MODULE_LINES})"),
         ("fan-in, fan-out", f"{house.fan_in[0]} {house.fan_in[1]}, {house.fan_out[0]} {house.fan_out[1]}"),
         ("duplicate class names", f"{len(house.duplicate_classes)} {', '.join(house.duplicate_classes)}"),
         (f"functions over {MAX_FUNCTION_LINES} lines", f"{len(house.long_functions)}"),
         (f"calls with over {MAX_POSITIONAL} positional arguments", f"{len(house.positional_calls)}"),
         ("package cycles", f"{len(house.package_cycles)} {', '.join(house.package_cycles)}"),
-        ("odd words per 1,000", f"{house.odd_per_1000:.1f} of {house.words} (at most 3.0): {house.odd_words.most_common(8)}"),
+        (
+            "odd words per 1,000",
+            f"{house.odd_per_1000:.1f} of {house.words} (at most {MAX_ODD_PER_1000}): {house.odd_words.most_common(8)}",
+        ),
     ]
     lines = [f"{name:48}{value}" for name, value in rows]
     lines += ["", *house.long_functions, *house.positional_calls, "", f"{'folder':56}files  lines"]

@@ -2,10 +2,7 @@
 
 import pytest
 
-from tests.architecture.house import MAX_FOLDER, MAX_MODULE_LINES, House, measure
-
-MAX_MODULES = 330
-MAX_ODD_PER_1000 = 3.0
+from tests.architecture.house import MAX_FOLDER, MAX_MODULE_LINES, MAX_MODULES, MAX_ODD_PER_1000, House, measure
 
 
 @pytest.fixture(scope="module")

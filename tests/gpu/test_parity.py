@@ -43,8 +43,8 @@ def reference(folder: Path, outputs: list[list[int]]) -> list[Stream]:
     return streams
 
 
-def generate(folder: Path, build: Build, asked: list[DriverRequest]) -> list[list[int]]:
-    return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk=30, lag=1))
+def generate(folder: Path, build: Build, driver_requests: list[DriverRequest]) -> list[list[int]]:
+    return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(driver_requests, NUM_TOKENS, chunk=30, lag=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,8 +58,8 @@ def test_families_give_the_tokens_of_transformers_on_a_gpu(tmp_path: Path, famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_samples_equal_cpu_in_float64(tmp_path: Path, family: Family) -> None:
     folder = save_tiny(tmp_path / "model", family)
-    asked = [DriverRequest(prompt, seed=i, temperature=0.8, top_p=0.95, top_k=50) for i, prompt in enumerate(prompts())]
-    wide = {device: generate(folder, Build(torch.float64, device=device), asked) for device in ("cpu", "cuda")}
+    driver_requests = [DriverRequest(prompt, seed=i, temperature=0.8, top_p=0.95, top_k=50) for i, prompt in enumerate(prompts())]
+    wide = {device: generate(folder, Build(torch.float64, device=device), driver_requests) for device in ("cpu", "cuda")}
     assert wide["cpu"] == wide["cuda"]
 
 

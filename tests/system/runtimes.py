@@ -10,7 +10,7 @@ from bench.frame.programs import Program, running
 from tests.cluster.service import metric
 
 TOKENS = 900
-"""So many that every stream still runs after its first chunks."""
+"""Output tokens: enough that every stream still runs after its first chunks."""
 BODIES = [
     {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "prompt": f"prompt {i}", "temperature": 0} for i in range(4)
 ]

@@ -34,11 +34,11 @@ def a_pod(group: str, ready: bool = True, **metadata: Any) -> dict[str, Any]:
 
 
 def test_always_reports_what_was_seen_once() -> None:
-    told = iter(["", "wrong", "wrong"])
+    lines = iter(["", "wrong", "wrong"])
     over = threading.Event()
 
     def look() -> str:
-        words = next(told, None)
+        words = next(lines, None)
         if words is None:
             over.set()
         return words or ""
@@ -100,8 +100,8 @@ def test_group_is_broken_unless_all_pods_are_ready() -> None:
 
 
 def test_drained_pods_are_those_that_the_command_lists() -> None:
-    told = "node/node1 cordoned\nevicting pod ns/chat-a-0\nevicting pod ns/chat-b-1\npod/chat-a-0 evicted\nnode/node1 drained\n"
-    assert evicted(told) == {"chat-a-0"}
+    lines = "node/node1 cordoned\nevicting pod ns/chat-a-0\nevicting pod ns/chat-b-1\npod/chat-a-0 evicted\nnode/node1 drained\n"
+    assert evicted(lines) == {"chat-a-0"}
     assert evicted("") == set()
 
 

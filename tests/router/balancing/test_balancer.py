@@ -345,7 +345,7 @@ def test_saturation_sheds_waiting_requests_by_priority_band() -> None:
     assert [shed.bands if shed else 0 for shed in late] == [0, 0, 1, 2]
     assert isinstance(late[2], Shed) and late[2].retry_after_s == 3.0
     assert shedding.decide(True, 1.0, 2.0, 3.0) is None
-    assert shedding.decide(True, 5.0, 2.0, 3.5) is None, "the second starts anew"
+    assert shedding.decide(True, 5.0, 2.0, 3.5) is None, "the second starts again"
     never: list[tuple[bool, float | None, float | None]] = [(False, 5.0, 2.0), (True, None, 2.0), (True, 5.0, None)]
     for is_saturated, best_ttft_s, target_s in never:
         shedding = SheddingTimer()

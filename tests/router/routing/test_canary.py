@@ -12,18 +12,9 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_router.routing.choose import canary_groups
 from tests.polling import until
 from tests.router.fakes import FakeLeader, expected, make_request, make_settings, read_stream, running_world
+from tests.router.loads import FULL
 
 KEYS = ("a", "b", "c", "d")
-BUSY = wire.Load(
-    waiting=2,
-    running=8,
-    outstanding_tokens=0,
-    free_pages=0,
-    total_pages=1000,
-    max_num_seqs=8,
-    max_num_batched_tokens=512,
-    waiting_prompt_tokens=50_000,
-)
 
 
 @given(
@@ -116,7 +107,7 @@ async def test_unready_revision_leaves_its_share_to_the_other() -> None:
 
 async def test_busy_canary_keeps_no_request_from_idle_groups() -> None:
     old, other, new = leaders()
-    new.load = BUSY
+    new.load = FULL
     async with running_world(old, other, new, draw=lambda: 0.0) as world:
         world.fleet.balancing.set_policy(policy(100))
         await until(

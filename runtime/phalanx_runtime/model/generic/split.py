@@ -1,4 +1,4 @@
-"""Splits a `transformers` model over ranks by its own tensor-parallel plan.
+"""Splits a `transformers` model over ranks as its `tp_plan` says.
 
 Dimensions are cut by KV head, so that query heads stay with theirs; equal dimensions are cut equally.
 """

@@ -211,17 +211,17 @@ def test_two_branches_of_a_prefix_are_reported() -> None:
     prefixes = HotPrefixes()
     for i in range(100):
         prefixes.add([*keys_of("root", 2), *keys_of(f"branch{i % 2}-", 2), *keys_of(f"own{i}-", 9)], 100)
-    told = {prefix.key: round(prefix.token_share, 1) for prefix in prefixes.heaviest() if prefix.token_share > 0.2}
-    assert told == {b"root1": 1.0, b"branch0-1": 0.5, b"branch1-1": 0.5}
+    reported = {prefix.key: round(prefix.token_share, 1) for prefix in prefixes.heaviest() if prefix.token_share > 0.2}
+    assert reported == {b"root1": 1.0, b"branch0-1": 0.5, b"branch1-1": 0.5}
 
 
 def test_reported_shares_are_lower_bounds_up_to_eight() -> None:
     prefixes = HotPrefixes()
     for i in range(3000):
         prefixes.add(keys_of(f"{i % 700}-", 3), 50)
-    told = prefixes.heaviest()
-    assert len(told) <= 8
-    assert all(prefix.token_share <= 1 / 700 + 1e-9 for prefix in told)
+    reported = prefixes.heaviest()
+    assert len(reported) <= 8
+    assert all(prefix.token_share <= 1 / 700 + 1e-9 for prefix in reported)
 
 
 def test_prefix_load_decays() -> None:
