@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from phalanx_api import wire
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """Output tokens that follow the delivered ones."""
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """Output tokens that follow the delivered ones. A Struct, because one is made per event of every stream."""
 
     index: int  # output index of the first token
     tokens: list[int]

@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx_api import wire
@@ -147,7 +147,7 @@ def with_details(request: wire.Request, delta: Delta) -> Delta:
     """Returns the delta with the requested details, those of the prompt included if it is the first."""
     details = [detail for token in delta.tokens if (detail := detail_of(request, token)) is not None]
     prompt_details = prompt_details_of(request) if delta.index == 0 else []
-    return replace(delta, details=delta.details or details, prompt_details=delta.prompt_details or prompt_details)
+    return msgspec.structs.replace(delta, details=delta.details or details, prompt_details=delta.prompt_details or prompt_details)
 
 
 class FakeBackend:

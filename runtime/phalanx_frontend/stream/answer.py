@@ -154,19 +154,19 @@ class Answer(Response):
             piece, usage = Piece(text, reply.take_shown()), job.usage() if has_running_usage else None
             if reply.finish is None:
                 body = choice.format.piece(piece, usage)
-                events: Sequence[bytes] = (body,) if body else ()
+                if body:
+                    if not choice.format.is_holding:
+                        ids.record_sent(index, reply.num_whole)
+                    body = ids.prepend_to(body)
             else:
                 events = choice.format.ending(piece, usage)
                 num_open -= 1
+                ids.record_sent(index, reply.num_whole)
+                body = b"".join(map(ids.prepend_to, events))
                 # Before the last byte, after which the server reports a disconnect.
                 await siblings.end(index)
-            body = b""
-            if events:
-                if reply.finish is not None or not choice.format.is_holding:
-                    ids.record_sent(index, reply.num_whole)
-                body = b"".join(map(ids.prepend_to, events))
-                if openings[index]:
-                    body, openings[index] = openings[index] + body, b""
+            if body and openings[index]:
+                body, openings[index] = openings[index] + body, b""
             if not num_open:
                 body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
             if body:
