@@ -162,19 +162,21 @@ class OpenAISuite(ChoiceSuite, TokenSuite):
         assert caught.value.code == "context_length_exceeded"
 
     @pytest.mark.parametrize(
-        ("method", "path", "content", "status"),
+        ("method", "path", "content", "status", "code"),
         [
-            ("POST", "/v1/completions", '{"prompt": "cut', 400),
-            ("POST", "/v1/completions", "[1, 2]", 400),
-            ("GET", "/v1/completions", "", 405),
-            ("POST", "/v1/nothing", "{}", 404),
+            ("POST", "/v1/completions", '{"prompt": "cut', 400, None),
+            ("POST", "/v1/completions", "[1, 2]", 400, None),
+            ("GET", "/v1/completions", "", 405, "method_not_allowed"),
+            ("POST", "/v1/nothing", "{}", 404, "not_found"),
         ],
         ids=["cut JSON", "no object", "wrong method", "unknown path"],
     )
-    async def test_every_error_has_openai_form(self, target: Target, method: str, path: str, content: str, status: int) -> None:
+    async def test_every_error_has_openai_form(
+        self, target: Target, method: str, path: str, content: str, status: int, code: str | None
+    ) -> None:
         async with target.http() as http:
             answer = await http.request(method, path, content=content, headers={"content-type": "application/json"})
-        assert answer.status_code == status
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     async def test_closing_a_stream_aborts_its_request(self, target: Target, client: AsyncOpenAI) -> None:

@@ -64,7 +64,7 @@ async def test_router_refuses_an_operator_of_another_version(caplog: pytest.LogC
     caplog.set_level(logging.WARNING)
     async with polled_router(FakeLeader("a")) as router:
         response = await router.post(msgspec.json.encode(SummaryRequest(BalancePolicy(number=7), 0.0, OTHER)))
-        assert response.status_code == 426
+        assert (response.status_code, response.json()["error"]["code"]) == (426, "unknown_version")
         assert f"supports summary version {PROTOCOL_VERSION}, the operator sent {OTHER}" in response.text
         assert router.fleet.balancing.policy.number == 0, "the policy is ignored"
         assert any(record.message == "rejected a poll" for record in caplog.records)

@@ -102,6 +102,7 @@ async def test_invalid_poll_is_answered(content: bytes, token: str, status: int)
     async with polled_router(FakeLeader()) as router:
         response = await router.post(content, token)
         assert response.status_code == status and response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == {401: "invalid_token", 413: "request_too_large"}.get(status)
 
 
 async def test_other_paths_and_methods_are_as_before() -> None:

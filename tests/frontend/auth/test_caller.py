@@ -89,6 +89,7 @@ def test_forbidden_priority_is_refused_by_name(key: ApiKey | None, requested: in
     with pytest.raises(ApiError) as caught:
         Caller(request_id="id", key=key, has_keys=key is not None).priority(requested)
     assert (caught.value.status, caught.value.param) == (status, "priority")
+    assert caught.value.code == ("priority_not_allowed" if status == 403 else None)
 
 
 async def test_request_id_is_accepted_and_returned() -> None:
