@@ -18,7 +18,7 @@ from bench.simulate.cache import PAGE, Pages
 from bench.simulate.jobs import Job
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
+from phalanx_runtime.core.migration.rescue import RunningEstimate, expected_remaining_steps, steps_to_full
 from phalanx_runtime.core.scheduling.compose import prompt_share
 
 HISTORY = 1 << 16

@@ -1,6 +1,6 @@
 """Conditions of an InferenceService. True is good, except `Stalled` and `Reconciling` (kstatus), which are absent unless true."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Literal
 
@@ -81,6 +81,19 @@ class Reason(StrEnum):
     VERSIONS_AGREE = "VersionsAgree"
     PROPOSING = "Proposing"
     DRAFT_LOST = "DraftLost"
+
+
+Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]
+"""Cause of a hotspot; `full`: the page pool is nearly exhausted."""
+REASON_OF_CAUSE: Mapping[Cause, Reason] = {
+    "kv": Reason.KV_BOUND,
+    "prefill": Reason.PREFILL_BOUND,
+    "decode": Reason.DECODE_BOUND,
+    "prefix": Reason.PREFIX_SKEW,
+    "straggler": Reason.STRAGGLER,
+    "full": Reason.IMMINENT_FULL,
+}
+"""Reason of `Balanced` False for each cause."""
 
 
 class Condition(Record):

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.conditions import Cause
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
@@ -16,8 +17,6 @@ SUMMARY_PATH = "/phalanx/summary"
 LATENCY_BOUNDS_S = tuple(0.001 * 1.25**i for i in range(64))
 """Upper bounds of all buckets but the last: 1 ms to 21 minutes."""
 
-Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]
-"""Cause of a hotspot; `full`: the page pool is nearly exhausted."""
 Freshness = Literal["fresh", "degraded", "suspect", "dead"]
 Mode = Literal["Off", "Route", "Requeue", "Migrate"]
 """Requests that balancing moves: no requests, new, also waiting, also running ones."""

@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import Routing
-from phalanx_router.balancing.hotspots import THRESHOLDS
-from phalanx_router.balancing.ladder import HotspotAction
-from phalanx_router.balancing.records import RefusalCode, Rung
+from phalanx_router.balancing.hotspots import RULES
+from phalanx_router.balancing.records import HotspotAction, RefusalCode, Rung
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import SUSPECT_AFTER_S
@@ -30,8 +29,8 @@ BETWEEN = re.compile(r"(<!-- causes: .*? -->\n).*?(<!-- /causes -->)", re.S)
 
 def causes() -> str:
     rows = ["| cause | signal | high | low | distance |", "|---|---|---|---|---|"]
-    for cause, threshold in THRESHOLDS.items():
-        rows.append(f"| `{cause}` | {SIGNALS[cause]} | {threshold.high:g} | {threshold.low:g} | {threshold.delta or '–'} |")
+    for cause, rule in RULES.items():
+        rows.append(f"| `{cause}` | {SIGNALS[cause]} | {rule.high:g} | {rule.low:g} | {rule.delta or '–'} |")
     return "\n".join(rows) + "\n"
 
 

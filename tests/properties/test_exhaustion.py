@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
+from phalanx_runtime.core.migration.rescue import RunningEstimate, expected_remaining_steps, steps_to_full
 
 RUNNING = st.lists(st.builds(RunningEstimate, st.integers(0, 40).map(float), st.integers(0, 60)), max_size=8)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx_api import wire
@@ -62,29 +62,32 @@ COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion."""
 
 
+COMPUTED_FIELDS = frozenset(
+    {"max_tokens", "min_tokens", "seed", "stop_token_ids", "bad_words", "grammar", "logprobs", "prompt_logprobs", "return_gaps"}
+)
+"""Fields of `wire.Sampling` with rules of their own in `build_sampling`."""
+COPIED_FIELDS = tuple(name for name in wire.Sampling.__struct_fields__ if name not in COMPUTED_FIELDS)
+"""The other fields: a request has them under the same name, or gets the default."""
+GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Copied fields that a model's generation_config.json may set, as in vLLM."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults from generation_config.json."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Values of copied fields; of the others `wire.Sampling` has the default."""
     max_tokens: int | None = None
-    repetition_penalty: float = 1.0
 
 
 def read_defaults(generation_config: bytes | None) -> Defaults:
-    """Reads the defaults; missing fields keep OpenAI's values."""
+    """Reads the defaults."""
     config: Mapping[str, Any] = json.loads(generation_config) if generation_config else {}
-    plain = Defaults()
+    values = {name: config[name] for name in GENERATION_CONFIG_FIELDS if config.get(name) is not None}
     return Defaults(
-        temperature=float(_or_default(config.get("temperature"), plain.temperature)),
-        top_p=float(_or_default(config.get("top_p"), plain.top_p)),
-        top_k=_top_k(config.get("top_k")),
-        min_p=float(_or_default(config.get("min_p"), plain.min_p)),
+        sampling={name: value if name == "top_k" else float(value) for name, value in values.items()},
         max_tokens=config.get("max_new_tokens"),
-        repetition_penalty=float(_or_default(config.get("repetition_penalty"), plain.repetition_penalty)),
     )
 
 
@@ -155,23 +158,23 @@ def build_sampling(
         max_tokens=max_tokens,
         # The mask keeps 63 bits.
         seed=default_seed if body.seed is None else body.seed & INT64_MAX,
-        temperature=_or_default(body.temperature, defaults.temperature),
-        top_p=_or_default(body.top_p, defaults.top_p),
-        top_k=defaults.top_k if body.top_k is None else _top_k(body.top_k),
-        min_p=_or_default(body.min_p, defaults.min_p),
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
-        repetition_penalty=_or_default(body.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_or_default(body.presence_penalty, 0.0),
-        frequency_penalty=_or_default(body.frequency_penalty, 0.0),
-        logit_bias=body.logit_bias,
-        allowed_token_ids=body.allowed_token_ids,
         bad_words=list(bad_words),
         grammar=grammar,
         logprobs=0 if shown.logprobs is None and shown.gaps else shown.logprobs,
         prompt_logprobs=num_prompt_logprobs(body, shown),
         return_gaps=shown.gaps,
+        **_copied_fields(body, defaults),
     )
+
+
+def _copied_fields(body: GenerationRequest, defaults: Defaults) -> dict[str, Any]:
+    requested = {name: value for name in COPIED_FIELDS if (value := getattr(body, name)) is not None}
+    values = {**defaults.sampling, **requested}
+    if values.get("top_k", 1) < 1:
+        values["top_k"] = None  # vLLM's 0 and -1: unlimited
+    return values
 
 
 def shown_fields(body: GenerationRequest) -> ShownFields:
@@ -195,12 +198,3 @@ def num_prompt_logprobs(body: GenerationRequest, shown: ShownFields) -> int | No
     echoed = shown.logprobs if isinstance(body, CompletionRequest) and body.echo else None
     requested = [count for count in (echoed, shown.prompt_logprobs) if count is not None]
     return max(requested, default=None)
-
-
-def _or_default(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _top_k(value: int | None) -> int | None:
-    """Maps vLLM's -1 and 0 to null."""
-    return value if value is not None and value > 0 else None

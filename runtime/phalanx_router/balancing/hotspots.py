@@ -12,31 +12,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from phalanx_api.summary import Cause
+from phalanx_api.conditions import Cause
+from phalanx_router.balancing.records import HotspotAction
 from phalanx_router.balancing.targets import copy_s
 from phalanx_router.routing.view import GroupView
 
 RESCUE_SLACK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """Hysteresis of a signal."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseRule:
+    """Thresholds of a signal, and what follows while the cause is active."""
 
     high: float  # enters
     low: float  # leaves below
     delta: float  # minimum distance from the other groups
+    action: HotspotAction  # shown in the summary
+    is_load: bool = False  # more groups relieve it
+    moves_relieve: bool = False  # running requests move off the hotspot
 
 
-THRESHOLDS: Mapping[Cause, Threshold] = {
-    "kv": Threshold(0.85, 0.75, 0.10),
-    "prefill": Threshold(0.5, 0.25, 0.2),
-    "decode": Threshold(0.90, 0.75, 0.15),
-    "prefix": Threshold(0.30, 0.15, 0.15),
-    "straggler": Threshold(1.30, 1.15, 0.15),
-    "full": Threshold(1.0, 1.0, 0.0),
+RULES: Mapping[Cause, CauseRule] = {
+    "kv": CauseRule(high=0.85, low=0.75, delta=0.10, action="migrate", is_load=True, moves_relieve=True),
+    "prefill": CauseRule(high=0.5, low=0.25, delta=0.2, action="requeue", is_load=True),
+    "decode": CauseRule(high=0.90, low=0.75, delta=0.15, action="migrate", is_load=True, moves_relieve=True),
+    "prefix": CauseRule(high=0.30, low=0.15, delta=0.15, action="replicate"),
+    "straggler": CauseRule(high=1.30, low=1.15, delta=0.15, action="weigh"),  # very slow: see `reported_action`
+    "full": CauseRule(high=1.0, low=1.0, delta=0.0, action="rescue", moves_relieve=True),
 }
-LOAD_CAUSES: tuple[Cause, ...] = ("kv", "prefill", "decode")
+LOAD_CAUSES = tuple(cause for cause, rule in RULES.items() if rule.is_load)
 PRECEDENCE: tuple[Cause, ...] = ("straggler", "prefix", "full")
 """The first two explain other causes, the last one is urgent."""
 
@@ -58,7 +62,7 @@ def signals(view: GroupView, targets: HotspotTargets) -> dict[Cause, float]:
         "straggler": view.speed,
         "full": _exhaustion_signal(view),
     }
-    is_loaded = any(values[cause] >= THRESHOLDS[cause].low for cause in LOAD_CAUSES)
+    is_loaded = any(values[cause] >= RULES[cause].low for cause in LOAD_CAUSES)
     return values | {"prefix": view.load.hot_prefix.token_share if is_loaded else 0.0}
 
 
@@ -76,7 +80,7 @@ def select_primary(causes: Mapping[Cause, float]) -> Cause:
     for cause in PRECEDENCE:
         if cause in causes:
             return cause
-    return max(causes, key=lambda cause: (causes[cause] - THRESHOLDS[cause].high) / (1 - THRESHOLDS[cause].low))
+    return max(causes, key=lambda cause: (causes[cause] - RULES[cause].high) / (1 - RULES[cause].low))
 
 
 ENTER_TICKS, ENTER_WINDOW, EXIT_TICKS = 2, 3, 4
@@ -143,13 +147,13 @@ class _SignalSpread:
     normal: float  # upper bound of normal values
 
     @staticmethod
-    def of(values: Sequence[float], threshold: Threshold) -> "_SignalSpread":
+    def of(values: Sequence[float], rule: CauseRule) -> "_SignalSpread":
         centre = median(values)
         if len(values) <= SMALL_FLEET:
             least = min(values)
-            return _SignalSpread(centre, least + threshold.delta, least + threshold.delta / 2)
+            return _SignalSpread(centre, least + rule.delta, least + rule.delta / 2)
         deviation = median(abs(value - centre) for value in values)
-        return _SignalSpread(centre, centre + max(threshold.delta, SIGMAS * deviation), centre + threshold.delta / 2)
+        return _SignalSpread(centre, centre + max(rule.delta, SIGMAS * deviation), centre + rule.delta / 2)
 
 
 class HotspotTracker:
@@ -165,9 +169,7 @@ class HotspotTracker:
         fresh = [view for view in views if view.state == "fresh"]
         values = {view.key: signals(view, targets) for view in fresh}
         spreads = (
-            {cause: _SignalSpread.of([z[cause] for z in values.values()], THRESHOLDS[cause]) for cause in THRESHOLDS}
-            if values
-            else {}
+            {cause: _SignalSpread.of([z[cause] for z in values.values()], RULES[cause]) for cause in RULES} if values else {}
         )
         self._states = {view.key: self._states.get(view.key) or _new_states() for view in views}
         for view in fresh:
@@ -182,7 +184,7 @@ class HotspotTracker:
     def _record_saturation(
         self, fresh: Sequence[GroupView], values: dict[str, dict[Cause, float]], targets: HotspotTargets, now: float
     ) -> None:
-        num_high = max((sum(z[cause] >= THRESHOLDS[cause].high for z in values.values()) for cause in LOAD_CAUSES), default=0)
+        num_high = max((sum(z[cause] >= RULES[cause].high for z in values.values()) for cause in LOAD_CAUSES), default=0)
         all_late = bool(targets.ttft_s) and all(view.backlog_s > (targets.ttft_s or 0.0) for view in fresh)
         is_saturated = bool(fresh) and (2 * num_high > len(fresh) or all_late)
         self._saturation.record(is_saturated, not is_saturated, now)
@@ -223,18 +225,18 @@ class HotspotTracker:
 
 
 def _new_states() -> dict[Cause, _CauseState]:
-    return {cause: _CauseState() for cause in THRESHOLDS}
+    return {cause: _CauseState() for cause in RULES}
 
 
 def _record_signal(view: GroupView, cause: Cause, state: _CauseState, signal: float, spread: _SignalSpread, now: float) -> None:
-    threshold = THRESHOLDS[cause]
+    rule = RULES[cause]
     if cause == "full":
-        state.record(signal >= threshold.high, signal < threshold.low, now, is_urgent=True)
+        state.record(signal >= rule.high, signal < rule.low, now, is_urgent=True)
         return
     if cause == "straggler" and not view.load.running:
         return
-    is_calm = signal < threshold.low or signal < spread.normal
-    is_high = signal >= threshold.high and signal >= spread.outlier
+    is_calm = signal < rule.low or signal < spread.normal
+    is_high = signal >= rule.high and signal >= spread.outlier
     if cause != "straggler" or state.since is not None:
         state.record(is_high, is_calm, now)
         return

@@ -6,13 +6,12 @@ group.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from phalanx_api.summary import Mode
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.hotspots import HotGroup
+from phalanx_router.balancing.hotspots import RULES, HotGroup
 from phalanx_router.balancing.projection import median_itl_s, strain, target_cost, with_request, without_request
-from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedMove, RefusalCode, Rung, StreamView
+from phalanx_router.balancing.records import OPTIONAL_RUNGS, HotspotAction, NoMove, PlannedMove, RefusalCode, Rung, StreamView
 from phalanx_router.balancing.targets import (
     FREEZE_S,
     RESCUE_GROWTH,
@@ -154,16 +153,14 @@ def rescue(source: GroupView, stream: StreamView, inputs: LadderInputs) -> Ladde
 
 
 def can_moves_relieve(group: HotGroup, view: GroupView) -> bool:
-    """Whether running requests are moved off the hotspot: kv, decode, full, or a very slow straggler."""
-    return bool({"kv", "decode", "full"} & group.causes.keys()) or _is_very_slow(group, view)
+    """Whether running requests move off the hotspot: for a cause with `moves_relieve`, or a very slow straggler."""
+    return any(RULES[cause].moves_relieve for cause in group.causes) or _is_very_slow(group, view)
 
 
 def _is_very_slow(group: HotGroup, view: GroupView) -> bool:
     return "straggler" in group.causes and (view.speed >= VERY_SLOW or group.speed_rises)
 
 
-HotspotAction = Literal["none", "steer", "weigh", "requeue", "replicate", "rescue", "migrate", "evacuate", "scale"]
-"""Rungs of the ladder; `weigh`: routing includes the relative step time."""
 RUNGS: dict[Mode, tuple[HotspotAction, ...]] = {
     "Off": (),
     "Route": ("steer", "weigh"),
@@ -189,17 +186,8 @@ def reported_action(group: HotGroup, view: GroupView) -> HotspotAction:
 
     `Balancer` starts migrations and replications, `RouterBackend` requeues on every tick, also without a hotspot.
     """
-    match group.cause:
-        case "straggler":
-            return "evacuate" if _is_very_slow(group, view) else "weigh"
-        case "prefill":
-            return "requeue"
-        case "prefix":
-            return "replicate"
-        case "full":
-            return "rescue"
-        case "kv" | "decode":
-            return "migrate"
+    is_very_slow = group.cause == "straggler" and _is_very_slow(group, view)
+    return "evacuate" if is_very_slow else RULES[group.cause].action
 
 
 def _scales(group: HotGroup, view: GroupView, inputs: LadderInputs) -> VictimScales:

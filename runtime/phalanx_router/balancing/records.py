@@ -9,6 +9,8 @@ Rung = Literal["rescue", "replicate", "migrate", "evacuate"]
 """Reason for a move: imminent preemption, hot prefix, hotspot, evacuation."""
 OPTIONAL_RUNGS: tuple[Rung, ...] = ("replicate", "migrate")
 """Limited by the token budget."""
+HotspotAction = Literal["none", "steer", "weigh", "requeue", "replicate", "rescue", "migrate", "evacuate", "scale"]
+"""Rungs of the ladder; `weigh`: routing includes the relative step time."""
 RefusalCode = Literal["mode", "saturated", "pingpong", "slots", "bytes", "tokens", "no_target", "no_victim", "stale"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from phalanx_router.balancing.hotspots import THRESHOLDS
+from phalanx_router.balancing.hotspots import RULES
 from phalanx_router.balancing.projection import is_improvement, strain, with_request, without_request
 from phalanx_router.balancing.records import StreamView
 from phalanx_router.balancing.targets import FREEZE_S, can_take, copy_s
@@ -72,4 +72,4 @@ def select_victims(
 
 
 def _is_full(view: GroupView) -> bool:
-    return view.pressure >= THRESHOLDS["kv"].high
+    return view.pressure >= RULES["kv"].high

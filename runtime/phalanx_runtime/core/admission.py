@@ -7,6 +7,7 @@ Each running request keeps a page to grow, so an admission forces no immediate p
 
 from dataclasses import dataclass, replace
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.core.step_plan import PoolShape
 
 EXTRA_LOGITS_ROWS = 32
@@ -30,6 +31,19 @@ class Limits:
     """Maximum plans in flight."""
     max_waiting_tokens: int | None = None
     """Maximum `Scheduler.backlog_tokens`."""
+
+    @staticmethod
+    def of(config: EngineConfig, max_model_len: int) -> "Limits":
+        """Returns the limits that `config` sets. `max_model_len`: after the page pool has its size."""
+        return Limits(
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_num_queued_reqs,
+            max_waiting_tokens=config.max_num_queued_tokens,
+            long_prefill_tokens=config.long_prefill_token_threshold,
+            itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "plans_in_flight"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys
 from phalanx_api.speculation import CHAIN, Method, Tree
-from phalanx_runtime.core.acceptance import REQUEST_DECAY, AcceptanceRates
+from phalanx_runtime.core.draft_tree import REQUEST_DECAY, AcceptanceRates
 from phalanx_runtime.core.ngram import NgramProposer
 
 

@@ -22,7 +22,8 @@ from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from phalanx_runtime.rank.sampling.gumbel import Draw, sample
+from phalanx_runtime.rank.sampling.filters import Draw
+from phalanx_runtime.rank.sampling.gumbel import sample
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 
 PAGE_SIZE = 16

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from phalanx_api.speculation import Tree
 from phalanx_frontend.logs import TextFormatter, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
@@ -86,40 +85,13 @@ def _run_engine(
 ) -> None:
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.scheduling.config import SchedulerConfig
-    from phalanx_runtime.core.speculation.config import SpeculationConfig
     from phalanx_runtime.engine.loop import run_engine
 
-    config = spec.engine
-    limits = Limits(
-        max_model_len=ready.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_waiting=config.max_num_queued_reqs,
-        max_waiting_tokens=config.max_num_queued_tokens,
-        long_prefill_tokens=config.long_prefill_token_threshold,
-        itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
-    )
-    speculation = SpeculationConfig(
-        method=config.speculative_method,
-        num_tokens=config.speculative_tokens,
-        is_adaptive=config.speculative_control == "adaptive",
-        draft_methods=frozenset({config.speculative_method}) - {"none", "ngram"},
-        draft_failure=runner.draft_failure,
-        tree=Tree(list(config.speculative_tree), config.speculative_tree_shape),
-        allows_trees=not config.batch_invariant,
-    )
-    scheduler_config = SchedulerConfig(
-        scheduling_policy=config.scheduling_policy,
-        eviction_policy=config.prefix_eviction_policy,
-        prefix_caching=config.enable_prefix_caching,
-        model=ready.served.model_hash,
-        speculation=speculation,
-    )
     run_engine(
         runner,
-        limits,
+        Limits.of(spec.engine, ready.max_model_len),
         endpoint=spec.engine_socket,
-        config=scheduler_config,
+        config=SchedulerConfig.of(spec.engine, ready.served.model_hash, runner.draft_failure),
         watcher=watcher,
         grammars=runner.grammars(),
         transport=transport,

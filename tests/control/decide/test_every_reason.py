@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition
+from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
-from phalanx_api.summary import Cause, Hotspot
+from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.conditions import capacity, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status

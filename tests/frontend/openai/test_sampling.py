@@ -83,13 +83,19 @@ def test_the_tokens_that_were_too_many_add_up(body: GenerationRequest, num_promp
 
 def test_request_overrides_model_defaults_which_override_openai() -> None:
     defaults = read_defaults(b'{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 33}')
-    assert defaults == Defaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=33)
+    assert defaults == Defaults(sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 20}, max_tokens=33)
     silent = build_sampling(completion(), 16, defaults, [EOS], default_seed=5)
     assert (silent.temperature, silent.top_p, silent.top_k, silent.min_p, silent.seed) == (0.6, 0.9, 20, 0.0, 5)
     loud = build_sampling(completion(temperature=0, top_p=1, top_k=-1, min_p=0.1, seed=3), 16, defaults, [EOS], default_seed=5)
     assert (loud.temperature, loud.top_p, loud.top_k, loud.min_p, loud.seed) == (0.0, 1.0, None, 0.1, 3)
     plain = build_sampling(completion(), 16, read_defaults(None), [EOS], default_seed=5)
     assert (plain.temperature, plain.top_p, plain.top_k) == (1.0, 1.0, None)
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_unlimited_top_k_of_a_model_is_null(value: int) -> None:
+    defaults = read_defaults(b'{"top_k": %d}' % value)
+    assert build_sampling(completion(), 16, defaults, [], 0).top_k is None
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_unsupported_field_is_refused_unless_neutral(name: str) -> None:
         check_fields(completion(**{name: neutral}), Limits())
     with pytest.raises(ApiError) as caught:
         check_fields(completion(**{name: {"unknown": "value"}}), Limits())
-    assert caught.value.param == name
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize("fields", [{"continue_final_message": 0}, {"use_beam_search": 0}, {"best_of": True}], ids=str)

@@ -7,8 +7,7 @@ import pytest
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
 from phalanx_router.balancing.balancer import Balancer, Shed, SheddingTimer
 from phalanx_router.balancing.budget import MoveBudget
-from phalanx_router.balancing.ladder import HotspotAction
-from phalanx_router.balancing.records import NoMove, PlannedMove, Rung
+from phalanx_router.balancing.records import HotspotAction, NoMove, PlannedMove, Rung
 from phalanx_router.balancing.targets import select_transfer
 from tests.router.balancing.groups import FREE, World, first_moves, group, hot_world, stream
 

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx_api import wire
-from phalanx_api.summary import Cause
+from phalanx_api.conditions import Cause
 from phalanx_router.balancing.hotspots import HotspotReport, HotspotTargets, HotspotTracker
 from phalanx_router.routing.view import GroupView
 from tests.router.balancing.groups import group

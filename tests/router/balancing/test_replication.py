@@ -9,7 +9,7 @@ from msgspec import structs
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, Mode
 from phalanx_router.balancing.balancer import Balancer
-from phalanx_router.balancing.ladder import HotspotAction
+from phalanx_router.balancing.records import HotspotAction
 from tests.router.balancing.groups import FREE, World, first_moves, hot_world, stream
 
 PREFIX = b"p" * 16

@@ -134,18 +134,19 @@ class SlowWTinyLfu:
         return next(part for part in (self.window, self.probation, self.protected) if key in part)
 
 
+RANKS: dict[str, Callable[[SlowOrder, bytes], tuple[int, ...]]] = {
+    "lru": lambda order, key: (order.released[key],),
+    "lfu": lambda order, key: (order.hits[key], order.released[key]),
+    "fifo": lambda order, key: (order.inserted[key],),
+}
+"""Rank of a key by definition: the smallest is evicted first."""
+
 SlowPolicy = SlowOrder | SlowWTinyLfu
 
 
 def make_slow(name: str, capacity: int) -> SlowPolicy:
-    """Returns the reference of a policy."""
-    if name == "lru":
-        return SlowOrder(lambda order, key: (order.released[key],))
-    if name == "lfu":
-        return SlowOrder(lambda order, key: (order.hits[key], order.released[key]))
-    if name == "fifo":
-        return SlowOrder(lambda order, key: (order.inserted[key],))
-    return SlowWTinyLfu(capacity)
+    """Returns the reference of a policy. Raises KeyError for a policy without one."""
+    return SlowWTinyLfu(capacity) if name == "w-tinylfu" else SlowOrder(RANKS[name])
 
 
 def slow_hits(policy: SlowPolicy, capacity: int, trace: list[bytes]) -> list[bool]:

@@ -5,23 +5,23 @@ Hotspots are listed after `LISTED_AFTER_S`, without values, so that the status c
 
 import datetime
 
-from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, find_condition, set_condition
+from phalanx_api.conditions import (
+    REASON_OF_CAUSE,
+    Condition,
+    ConditionType,
+    Reason,
+    drop_condition,
+    find_condition,
+    set_condition,
+)
 from phalanx_api.spec.engine import Engine
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
-from phalanx_api.summary import Cause, Hotspot
+from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import live_groups
 from phalanx_operator.decide.state.snapshot import Snapshot, override_condition, parse_time
 
 LISTED_AFTER_S = 5.0
-REASONS: dict[Cause, Reason] = {
-    "kv": Reason.KV_BOUND,
-    "prefill": Reason.PREFILL_BOUND,
-    "decode": Reason.DECODE_BOUND,
-    "prefix": Reason.PREFIX_SKEW,
-    "straggler": Reason.STRAGGLER,
-    "full": Reason.IMMINENT_FULL,
-}
 
 
 def rebalancing_status(fleet: Fleet, former: RebalancingStatus, now: str) -> RebalancingStatus:
@@ -32,8 +32,8 @@ def rebalancing_status(fleet: Fleet, former: RebalancingStatus, now: str) -> Reb
     hotspots = [
         HotspotStatus(
             group=hotspot.group[:63],
-            cause=REASONS[hotspot.cause].value,
-            since=_since(hotspot, known.get((hotspot.group[:63], REASONS[hotspot.cause].value)), now),
+            cause=REASON_OF_CAUSE[hotspot.cause].value,
+            since=_since(hotspot, known.get((hotspot.group[:63], REASON_OF_CAUSE[hotspot.cause].value)), now),
             action=hotspot.action[:64],
         )
         for hotspot in fleet.hotspots

@@ -1,17 +1,49 @@
-"""Selects requests that a leader offers to other groups before it preempts them.
+"""Selects requests that a leader offers to other groups before it preempts them, and predicts when the page pool is exhausted.
 
+    E[remaining] = max(mean output - generated, generated / 2), bounded by max_tokens
     notice     2 x time to leave + 0.1 s        time to leave: copy time of the first victim, or mean of recent rescues if longer
-    imminent   time to exhaustion (`kv.exhaustion`)  <  notice
+    imminent   time to exhaustion  <  notice
     offered    victims in preemption order that free what one second needs; each once a second
 
-A request expected to finish before exhaustion is no victim. One still here after a notice (at most half a second) found no group:
-the next is offered. The last request is never offered.
+A running request fills one slot per step and frees all at its end. A request expected to finish before exhaustion is no victim.
+One still here after a notice (at most half a second) found no group: the next is offered. The last request is never offered.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx_runtime.core.pace import MovingAverage
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEstimate:
+    """A running request."""
+
+    remaining_steps: float
+    """Expected decode steps until the request ends."""
+    slots: int
+    """Freed at its end."""
+
+
+def expected_remaining_steps(generated: int, max_remaining: int, mean_output: float) -> float:
+    """Returns the expected remaining output tokens. `mean_output` 0: unknown."""
+    if not mean_output:
+        return float(max_remaining)
+    return min(float(max_remaining), max(mean_output - generated, generated / 2))
+
+
+def steps_to_full(free_slots: float, running: Iterable[RunningEstimate], new_slots_per_step: float = 0.0) -> float | None:
+    """Returns the steps until no slot is free, unless all requests finish before. O(n log n)."""
+    by_end = sorted(running, key=lambda request: request.remaining_steps)
+    step = 0.0
+    for num_finished, request in enumerate(by_end):
+        rate, duration = len(by_end) - num_finished + new_slots_per_step, request.remaining_steps - step
+        if free_slots < rate * duration:
+            return step + free_slots / rate
+        free_slots += request.slots + request.remaining_steps - rate * duration  # with the slots filled until then
+        step = request.remaining_steps
+    return None
+
 
 MARGIN_S = 0.1
 LEAVE_FACTOR = 2.0

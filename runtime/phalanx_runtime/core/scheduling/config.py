@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-from phalanx_api.engine_config import EvictionPolicy, SchedulingPolicy
+from phalanx_api.engine_config import EngineConfig, EvictionPolicy, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
@@ -23,6 +23,17 @@ class SchedulerConfig:
     model: str = ""
     """The model's hash, part of every page key."""
     speculation: SpeculationConfig = NO_SPECULATION
+
+    @staticmethod
+    def of(config: EngineConfig, model: str, draft_failure: str) -> "SchedulerConfig":
+        """Returns the scheduling that `config` sets."""
+        return SchedulerConfig(
+            scheduling_policy=config.scheduling_policy,
+            eviction_policy=config.prefix_eviction_policy,
+            prefix_caching=config.enable_prefix_caching,
+            model=model,
+            speculation=SpeculationConfig.of(config, draft_failure),
+        )
 
 
 DEFAULT_CONFIG = SchedulerConfig()

@@ -6,9 +6,8 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel, attention_work
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.kv.exhaustion import RunningEstimate, expected_remaining_steps, steps_to_full
 from phalanx_runtime.core.kv.sharing import PrefixSharing
-from phalanx_runtime.core.migration.rescue import Pressure, Victim
+from phalanx_runtime.core.migration.rescue import Pressure, RunningEstimate, Victim, expected_remaining_steps, steps_to_full
 from phalanx_runtime.core.pace import EnginePace, MovingAverage
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.queue import Queue
@@ -133,7 +132,7 @@ class LoadReporter:
         return expected_remaining_steps(request.num_output, request.remaining_output, self.output.mean)
 
     def _steps_to_full(self, running: list[Request]) -> float | None:
-        """See `kv.exhaustion`. Unused slots of held pages count as free; frozen requests fill no more."""
+        """See `migration.rescue`. Unused slots of held pages count as free; frozen requests fill no more."""
         pool, size = self._sharing.pool, self._sharing.pool.page_size
         growing = [request for request in running if not request.is_frozen]
         unused = sum(len(request.pages.ids) * size - len(request.tokens) for request in growing)

@@ -6,17 +6,16 @@ run out, the last request of the policy's order is preempted and recomputed late
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
-from phalanx_runtime.core.acceptance import draft_grades
 from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_queue
-from phalanx_runtime.core.draft_tree import chain
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.compose import Composer
+from phalanx_runtime.core.scheduling.delivery import TokenDelivery
 from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.report import LoadReporter
@@ -31,7 +30,7 @@ from phalanx_runtime.core.speculation.config import (
 )
 from phalanx_runtime.core.speculation.draft_backfill import num_drafted
 from phalanx_runtime.core.speculation.speculator import Speculator
-from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
+from phalanx_runtime.core.step_builder import StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
@@ -52,12 +51,6 @@ class RunningRequest:
     """Leading tokens with the draft model's KV, after the plans so far."""
 
 
-def misplaced_slots(first: int, accepted: Sequence[int]) -> list[int]:
-    """Returns the slots of accepted nodes, from the first out of place on. Node 0 has slot `first`."""
-    num_in_place = next((position for position, node in enumerate(accepted) if node != position), len(accepted))
-    return [first + node for node in accepted[num_in_place:]]
-
-
 class Scheduler:
     """Requests of one engine, with their rows and pages."""
 
@@ -73,8 +66,6 @@ class Scheduler:
         self.pool = sharing.pool
         self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size))
         self.fit = StepFit()
-        self.refused: list[wire.Refused] = []
-        """Requests that the last `commit` ended without a token."""
         self._policy = policy
         self._requests: dict[int, Request] = {}
         self._queue = Queue(policy, self.pool.page_size)
@@ -86,6 +77,7 @@ class Scheduler:
         self._composer = Composer(
             self.limits, policy, queue=self._queue, running=self._running, sharing=sharing, speculator=self.speculator
         )
+        self._delivery = TokenDelivery(policy, self._reporter.output, sharing, self.speculator)
         self._flights: deque[StepBuilder] = deque()
         self._step = 0
         self._num_submitted = 0
@@ -95,6 +87,11 @@ class Scheduler:
     def requests(self) -> Mapping[int, Request]:
         """Waiting and running requests by handle."""
         return self._requests
+
+    @property
+    def refused(self) -> Sequence[wire.Refused]:
+        """Requests that the last `commit` ended without a token."""
+        return self._delivery.refused
 
     @property
     def planned_step(self) -> int:
@@ -230,8 +227,9 @@ class Scheduler:
             self._reporter.recomputed_tokens += max(0, min(end, request.max_computed) - chunk.start)
             request.num_computed, request.pages.misplaced = end, []
             request.in_flight = False
-        _record_drafts(builder, result)
-        frame = self._deliver(builder, result, run_lengths)
+        frame = self._delivery.deliver(builder, result, run_lengths)
+        for handle in self._delivery.ended_handles(frame):
+            del self._requests[handle]
         for chunk in builder.chunks:
             request = chunk.request
             request.max_computed = max(request.max_computed, request.num_computed)
@@ -280,84 +278,6 @@ class Scheduler:
         """Returns errors of pages and rows."""
         return self._running.check(self.reservations.held())
 
-    def _deliver(self, builder: StepBuilder, result: StepResult, run_lengths: Sequence[int]) -> wire.Tokens:
-        """Appends the tokens of a step to their requests. Returns the frame with them."""
-        frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
-        self.refused = []
-        _add_prompt_details(builder, result, frame)
-        complete, already_complete = frozenset(result.complete), frozenset(result.already_complete)
-        failed, accepted_nodes = dict(result.failed), dict(result.accepted)
-        first = 0
-        for draw, ((i, index), length) in enumerate(zip(builder.draws, run_lengths, strict=True)):
-            chunk, run = builder.chunks[i], range(first, first + length)
-            first += length
-            if chunk.request.has_ended:
-                continue
-            if draw in already_complete:
-                self._finish(chunk.request, "stop", frame)
-            elif draw in failed:
-                self._refuse(chunk.request, failed[draw])
-            else:
-                accepted = accepted_nodes.get(draw, range(length))[: length - 1]
-                self._append(chunk, index, run, accepted, result=result, is_complete=draw in complete, frame=frame)
-        return frame
-
-    def _append(
-        self,
-        chunk: ScheduledChunk,
-        index: int,
-        run: range,
-        accepted: Sequence[int],
-        *,
-        result: StepResult,
-        is_complete: bool,
-        frame: wire.Tokens,
-    ) -> None:
-        """Appends the result's tokens in `run`, up to the request's end. All but the last are `accepted` draft tokens."""
-        request, num_kept = chunk.request, 0
-        handle, epoch = request.params.handle, request.params.epoch
-        cached_tokens = request.pages.cached_tokens
-        if cached_tokens and not request.delivery.has_sampled:
-            frame.cached.append(wire.Cached(handle, epoch, cached_tokens))
-        request.delivery.has_sampled = True
-        for position in run:
-            token, num_kept = result.tokens[position], num_kept + 1
-            request.tokens.append(token)
-            self._policy.charge(request, 0, 1)
-            if result.details:
-                frame.details.append(result.details[position])
-            frame.handles.append(handle)
-            frame.epochs.append(epoch)
-            frame.indices.append(index + num_kept - 1)
-            frame.tokens.append(token)
-            reason = "stop" if is_complete and position == run[-1] else request.finish_reason()
-            if reason is not None:
-                self._reporter.output.add(request.num_output)
-                self._finish(request, reason, frame)
-                break
-        if accepted:
-            request.num_computed += min(len(accepted), num_kept)
-            request.pages.misplaced = misplaced_slots(chunk.end, accepted[:num_kept])
-            self.sharing.record_accepted(chunk)
-        chunk.num_gained = num_kept
-        self.speculator.record_result(chunk, accepted, num_kept)
-
-    def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
-        params = request.params
-        frame.finished.append(wire.Finished(params.handle, params.epoch, reason, request.pages.cached_tokens))
-        self._end(request)
-
-    def _refuse(self, request: Request, message: str) -> None:
-        params = request.params
-        self.refused.append(
-            wire.Refused(handle=params.handle, epoch=params.epoch, status=400, code="nothing_to_draw", message=message)
-        )
-        self._end(request)
-
-    def _end(self, request: Request) -> None:
-        del self._requests[request.params.handle]
-        request.has_ended = True
-
     def _enqueue(self, request: Request, now: float) -> None:
         self._policy.arrive(request, self._queue.lanes())
         self._queue.push(request, now)
@@ -369,25 +289,3 @@ class Scheduler:
         self._reporter.record_step(builder, model, wall_s)
         if model is not None:
             self._is_unsorted |= self._policy.learn(model, self._reporter.speedup)
-
-
-def _record_drafts(builder: StepBuilder, result: StepResult) -> None:
-    shapes, undrafted = iter(result.shapes), dict(result.undrafted)
-    for p, chunk in enumerate(chunk for chunk in builder.chunks if chunk.draft.is_drafted):
-        draft = replace(chunk.draft, undrafted=frozenset(undrafted.get(p, ())))
-        if draft.tree_bounds is not None:
-            parents = next(shapes, chain(draft.depth))
-            draft = replace(draft, parents=parents, grades=draft_grades(parents))
-        chunk.draft = draft
-
-
-def _add_prompt_details(builder: StepBuilder, result: StepResult, frame: wire.Tokens) -> None:
-    """Adds undelivered prompt logprobs."""
-    for i, start, details in result.prompt_details:
-        request = builder.chunks[i].request
-        delivery = request.delivery
-        first = delivery.num_prompt_details + 1
-        new = details[max(0, first - start) :]
-        if new and not request.has_ended:
-            delivery.num_prompt_details += len(new)
-            frame.prompt_details.append(wire.PromptDetails(request.params.handle, request.params.epoch, first, new))

@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from phalanx_api.speculation import MAX_DEPTH
-from phalanx_runtime.core.acceptance import AcceptanceRates, RateByGrade, acceptance_rate_of, draft_grade, ngram_grade
-from phalanx_runtime.core.draft_tree import ROOT, chain
+from phalanx_runtime.core.draft_tree import (
+    ROOT,
+    AcceptanceRates,
+    RateByGrade,
+    acceptance_rate_of,
+    chain,
+    draft_grade,
+    ngram_grade,
+)
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.ngram import MAX_INDEXED_PER_STEP, MAX_MATCHES
 from phalanx_runtime.core.request import Request

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx_api import wire
+from phalanx_api.engine_config import EngineConfig
 from phalanx_api.speculation import CHAIN, MAX_DEPTH, Method, Tree
 from phalanx_runtime.core.admission import Refusal
 from phalanx_runtime.core.request import RequestSpeculation
@@ -32,6 +33,19 @@ class SpeculationConfig:
     """Reason if the ranks cannot draft after all."""
     tree: Tree = CHAIN
     allows_trees: bool = True
+
+    @staticmethod
+    def of(config: EngineConfig, draft_failure: str) -> "SpeculationConfig":
+        """Returns the speculation that `config` sets."""
+        return SpeculationConfig(
+            method=config.speculative_method,
+            num_tokens=config.speculative_tokens,
+            is_adaptive=config.speculative_control == "adaptive",
+            draft_methods=frozenset({config.speculative_method}) - {"none", "ngram"},
+            draft_failure=draft_failure,
+            tree=Tree(list(config.speculative_tree), config.speculative_tree_shape),
+            allows_trees=not config.batch_invariant,
+        )
 
 
 NO_SPECULATION = SpeculationConfig()

@@ -12,9 +12,16 @@ from dataclasses import replace
 
 from phalanx_api.cost import StepModel
 from phalanx_api.speculation import MAX_DEPTH, SpeculationCounts
-from phalanx_runtime.core.acceptance import ENGINE_DECAY, AcceptanceRates, add_tree
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.draft_tree import is_chain, levels, restrict_tree, sibling_ranks
+from phalanx_runtime.core.draft_tree import (
+    ENGINE_DECAY,
+    AcceptanceRates,
+    add_tree,
+    is_chain,
+    levels,
+    restrict_tree,
+    sibling_ranks,
+)
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.speculation.candidates import (

@@ -17,7 +17,8 @@ from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, is_chain, levels
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan, TreeBounds
 from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition
-from phalanx_runtime.rank.sampling.gumbel import RankedTokens, make_draw
+from phalanx_runtime.rank.sampling.filters import make_draw
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens
 from phalanx_runtime.rank.step.draft_paths import NO_TOKEN, DraftedPath
 
 # FixedTree: pass p computes the nodes of level p that have children.

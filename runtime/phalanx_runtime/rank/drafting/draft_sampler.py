@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.rank.sampling.gumbel import Draw, RankedTokens, sample, sample_ranked
+from phalanx_runtime.rank.sampling.filters import Draw
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens, sample, sample_ranked
 from phalanx_runtime.rank.sampling.logits_processors import process_logits
 from phalanx_runtime.rank.sampling.row import SamplingRow
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from phalanx_api.wire import TokenDetail
-from phalanx_runtime.rank.sampling.gumbel import Draw, apply_filters, apply_temperature, gumbel, noise_key
+from phalanx_runtime.rank.sampling.filters import Draw, apply_filters, apply_temperature, threshold_distances
+from phalanx_runtime.rank.sampling.gumbel import gumbel, noise_key
 
 MAX_CHUNK_LOGITS = 1 << 22
 """Normalised at once: 16 MiB of float32. Fewer cost more calls."""
@@ -64,46 +65,7 @@ def near_tie_gap(raw: Tensor, processed: Tensor, draw: Draw) -> float:
     noise = gumbel(key, torch.arange(len(raw), dtype=torch.int32, device=raw.device), scaled.dtype)
     winner = (kept + noise)[0].max(0)
     behind = (winner.values - (scaled + noise)[0]).clamp(min=0)
-    to_threshold = _threshold_distances(scaled[0], draw)
+    to_threshold = threshold_distances(scaled[0], draw)
     distances = torch.where(kept[0] == -math.inf, torch.maximum(behind, to_threshold), behind)
     distances[winner.indices] = to_threshold[winner.indices]
     return float(distances.min() / (raw.to(scaled.dtype) / draw.temperature).std())
-
-
-def _threshold_distances(scaled: Tensor, draw: Draw) -> Tensor:
-    """Distances to the nearest filter threshold; infinite without filters and for masked tokens."""
-    distances = torch.full_like(scaled, math.inf)
-    descending, order = scaled.sort(descending=True)
-    limit = len(scaled) if draw.top_k is None else min(draw.top_k, len(scaled))
-    if limit < len(scaled):
-        distances = torch.minimum(distances, _top_k_distances(scaled, descending[limit - 1], descending[limit]))
-    if draw.top_p < 1.0:
-        candidates = order[:limit]
-        distances[candidates] = torch.minimum(distances[candidates], _top_p_distances(descending[:limit], draw.top_p))
-    if draw.min_p > 0:
-        distances = torch.minimum(distances, (scaled - descending[0] - math.log(draw.min_p)).abs())
-    return distances.masked_fill(scaled == -math.inf, math.inf)
-
-
-def _top_p_distances(descending: Tensor, top_p: float) -> Tensor:
-    """Distances to the other side of top-p.
-
-    At some rank, the value must reach that rank's value and the mass before it `top_p`. One distance rises with the rank, the
-    other falls: their maximum is least where they cross.
-    """
-    mass = descending.softmax(0)
-    spare = top_p - (mass.cumsum(0) - mass)
-    kept = spare > 0
-    count, last = int(kept.sum()), len(descending) - 1
-    cross = torch.searchsorted(-(descending + spare), -descending)
-    distances = torch.full_like(descending, math.inf)
-    for rank in (cross - 1, cross):
-        target = torch.where(kept, rank.clamp(0, min(count, last)), rank.clamp(count - 1, last))
-        missing = torch.where(kept, spare[target], -spare[target]).clamp(min=0)
-        distances = torch.minimum(distances, torch.maximum((descending[target] - descending).abs(), missing))
-    return distances
-
-
-def _top_k_distances(scaled: Tensor, lowest_kept: Tensor, highest_excluded: Tensor) -> Tensor:
-    """Distances of kept tokens to the highest excluded, and of excluded ones to the lowest kept."""
-    return torch.where(scaled >= lowest_kept, scaled - highest_excluded, lowest_kept - scaled)

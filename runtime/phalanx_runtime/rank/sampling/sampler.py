@@ -20,8 +20,9 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.sampling.filters import Draw, make_draw
 from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource
-from phalanx_runtime.rank.sampling.gumbel import Draw, make_draw, sample
+from phalanx_runtime.rank.sampling.gumbel import sample
 from phalanx_runtime.rank.sampling.logits_processors import ProcessedLogits, process_logits
 from phalanx_runtime.rank.sampling.logprobs import near_tie_gap, token_details
 from phalanx_runtime.rank.sampling.row import COMPLETE, SamplingRow

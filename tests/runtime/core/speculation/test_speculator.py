@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import Method, Speculation, Tree
-from phalanx_runtime.core.acceptance import AcceptanceRates, acceptance_rate_of, add_tree, draft_grade, ngram_grade
 from phalanx_runtime.core.admission import Limits, Refusal
-from phalanx_runtime.core.draft_tree import ROOT, levels, sibling_ranks
+from phalanx_runtime.core.draft_tree import (
+    ROOT,
+    AcceptanceRates,
+    acceptance_rate_of,
+    add_tree,
+    draft_grade,
+    levels,
+    ngram_grade,
+    sibling_ranks,
+)
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.ngram import MAX_INDEXED_PER_STEP
 from phalanx_runtime.core.request import Request

@@ -17,8 +17,9 @@ from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.rank.drafting.draft_passes import draft
 from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.sampling.filters import make_draw
 from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
-from phalanx_runtime.rank.sampling.gumbel import RankedTokens, make_draw
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.draft_paths import NO_TOKEN
 from tests.runtime.drafts import save_draft, save_exit, save_target

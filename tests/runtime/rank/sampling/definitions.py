@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx_api import wire
-from phalanx_runtime.rank.sampling.gumbel import Draw
+from phalanx_runtime.rank.sampling.filters import Draw
 
 
 def by_definition(raw: Sequence[float], prompt: list[int], output: list[int], s: wire.Sampling) -> list[float]:

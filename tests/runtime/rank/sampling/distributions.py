@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.rank.sampling.gumbel import Draw
+from phalanx_runtime.rank.sampling.filters import Draw
 from tests.runtime.rank.sampling.definitions import by_definition, kept_by_definition
 
 VOCAB = 8

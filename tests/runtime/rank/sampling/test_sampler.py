@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.sampling.gumbel import Draw, apply_filters, apply_temperature, sample
+from phalanx_runtime.rank.sampling.filters import Draw, apply_filters, apply_temperature
+from phalanx_runtime.rank.sampling.gumbel import sample
 from phalanx_runtime.rank.sampling.logprobs import near_tie_gap
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from tests.runtime.rank.sampling.distributions import DRAWS, LOGITS, OUTPUT, PROMPT, SETTINGS, VOCAB, assert_follows, distribution

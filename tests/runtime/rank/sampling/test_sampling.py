@@ -8,17 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx_runtime.rank.sampling.gumbel import (
-    SORTED_TOKENS,
-    Draw,
-    apply_filters,
-    apply_temperature,
-    gumbel,
-    gumbel_from_bits,
-    noise_bits,
-    noise_key,
-    sample,
-)
+from phalanx_runtime.rank.sampling.filters import SORTED_TOKENS, Draw, apply_filters, apply_temperature
+from phalanx_runtime.rank.sampling.gumbel import gumbel, gumbel_from_bits, noise_bits, noise_key, sample
 from tests.runtime.rank.sampling.definitions import kept_by_definition
 from tests.runtime.rank.sampling.distributions import chi_square, chi_square_limit
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.acceptance import draft_grade, draft_grades
-from phalanx_runtime.core.draft_tree import ROOT, chain, is_chain, levels, restrict_tree, sibling_ranks
+from phalanx_runtime.core.draft_tree import ROOT, chain, draft_grade, draft_grades, is_chain, levels, restrict_tree, sibling_ranks
 from phalanx_runtime.core.speculation.candidates import CandidateTree, drafted_candidate, ngram_candidate
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan, TreeBounds
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention
 from phalanx_runtime.rank.drafting.draft_passes import BestFirst, FixedTree
-from phalanx_runtime.rank.sampling.gumbel import Draw, RankedTokens, sample, sample_ranked
+from phalanx_runtime.rank.sampling.filters import Draw
+from phalanx_runtime.rank.sampling.gumbel import RankedTokens, sample, sample_ranked
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.draft_paths import (

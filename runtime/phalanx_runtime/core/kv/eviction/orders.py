@@ -1,7 +1,10 @@
 """LRU, LFU and FIFO eviction."""
 
 from array import array
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
+
+from phalanx_runtime.core.kv.eviction.protocol import Eviction
 
 
 class IdleHeap:
@@ -138,6 +141,10 @@ class Fifo:
     def victim(self) -> int:
         """Returns the page inserted first."""
         return _existing(self._order.first())
+
+
+ORDERS: Mapping[str, Callable[[int, bytearray], Eviction]] = {"lru": Lru, "lfu": Lfu, "fifo": Fifo}
+"""Policies of this module by name."""
 
 
 def _existing(page: int | None) -> int:
