@@ -42,7 +42,7 @@ class Commands:
         return show.groups(body, merge(self._routers(body).values()))
 
     def top(self, name: str) -> str:
-        """Returns the current load of groups and routers."""
+        """Returns the current load of groups and routers. Raises KubectlFailed if no router answers."""
         body = self._service(name)
         routers = self._routers(body)
         if not routers:
@@ -50,7 +50,7 @@ class Commands:
         return show.top(body, routers, merge(routers.values()))
 
     def drain(self, name: str, group: str) -> str:
-        """Drains a group, which the operator replaces."""
+        """Drains a group, which the operator replaces. Raises KubectlFailed if it drains already or is no group of `name`."""
         metadata = read_json(self.kubectl, "get", "statefulset", group)["metadata"]
         if (metadata.get("labels") or {}).get(labels.SERVICE) != name:
             raise KubectlFailed(f"{group} is not a group of {name}")
@@ -68,7 +68,7 @@ class Commands:
         return f"{name} restarts group by group; kubectl phalanx groups {name} shows the progress\n"
 
     def logs(self, name: str, group: str | None, *, follow: bool = False, previous: bool = False, tail: int = -1) -> int:
-        """Prints the logs of all pods. Returns kubectl's exit status."""
+        """Prints the logs of all pods. Returns kubectl's exit status. Raises KubectlFailed without pods."""
         wanted_labels = {labels.SERVICE: name, labels.COMPONENT: "group"} | ({labels.GROUP: group} if group else {})
         selector = ",".join(f"{key}={value}" for key, value in wanted_labels.items())
         pods = read_json(self.kubectl, "get", "pods", "-l", selector)["items"]

@@ -22,7 +22,7 @@ class Kubectl(Protocol):
         ...
 
     def run_attached(self, *arguments: str) -> int:
-        """Runs kubectl on the terminal. Returns its exit status."""
+        """Runs kubectl on the terminal. Returns its exit status. Raises KubectlFailed."""
         ...
 
 

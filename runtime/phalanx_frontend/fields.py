@@ -16,7 +16,7 @@ Prompt = str | list[int]
 
 
 def parse_prompts(value: object) -> list[Prompt]:
-    """Parses prompts, all text or all token ids."""
+    """Parses prompts, all text or all token ids. Raises ValueError."""
     if isinstance(value, str):
         return [valid_text(value)]
     if isinstance(value, list):
@@ -30,7 +30,7 @@ def parse_prompts(value: object) -> list[Prompt]:
 
 
 def parse_stop(value: object) -> list[str]:
-    """Parses non-empty stop strings."""
+    """Parses non-empty stop strings. Raises ValueError."""
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
@@ -42,7 +42,7 @@ def parse_stop(value: object) -> list[str]:
 
 
 def parse_logit_bias(value: object) -> dict[int, float]:
-    """Parses biases by token id, a string in JSON."""
+    """Parses biases by token id, a string in JSON. Raises ValueError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -58,7 +58,7 @@ def parse_logit_bias(value: object) -> dict[int, float]:
 
 
 def parse_content(value: object) -> str | None:
-    """Returns the text of a message, with its parts joined by newlines."""
+    """Returns the text of a message, with its parts joined by newlines. Raises ValueError."""
     if value is None:
         return None
     if isinstance(value, str):

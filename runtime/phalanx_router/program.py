@@ -159,7 +159,7 @@ def close_idle(server: uvicorn.Server) -> None:
 
 
 async def make_source(settings: Settings) -> LeaderSource:
-    """Source of leaders."""
+    """Source of leaders. Raises SystemExit 2 if neither leaders nor a cluster is configured."""
     if settings.leaders:
         return StaticLeaders(settings.leaders)
     from phalanx_router.links.leader_watch import (  # its imports take a second

@@ -11,7 +11,7 @@ from phalanx_frontend.text.chat import ChatTemplateError
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Returns token ids per prompt. Only text gets special tokens."""
+    """Returns token ids per prompt. Only text gets special tokens. Raises ApiError 400."""
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -25,7 +25,7 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]:
-    """Returns a conversation as one prompt. The template writes the special tokens."""
+    """Returns a conversation as one prompt. The template writes the special tokens. Raises ApiError 400."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -39,7 +39,7 @@ async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]
 
 
 def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: ServedModel) -> dict[str, Any]:
-    """Returns the template variable `tools`."""
+    """Returns the template variable `tools`. Raises ApiError 400."""
     check_tools(tools, choice)
     shown = shown_tools(tools, choice)
     if shown and model.chat_template().tool_format is None:
@@ -48,7 +48,7 @@ def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: Served
 
 
 async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int]:
-    """Returns the token ids as a completion or chat would use them."""
+    """Returns the token ids as a completion or chat would use them. Raises ApiError 400."""
     if body.messages is not None and body.prompt is None:
         options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
@@ -73,7 +73,7 @@ async def bad_word_ids(words: Sequence[str], model: ServedModel) -> list[list[in
 
 
 def render(model: ServedModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
-    """Returns the text of a conversation."""
+    """Returns the text of a conversation. Raises ApiError 400."""
     template = model.chat_template()
     plain = [_plain(message, position) for position, message in enumerate(messages)]
     try:

@@ -147,7 +147,7 @@ def build_sampling(
     grammar: wire.Grammar | None = None,
     shown: ShownFields = TEXT_ONLY,
 ) -> wire.Sampling:
-    """Builds the sampling parameters."""
+    """Builds the sampling parameters. Raises ApiError 400."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens may be generated")

@@ -54,7 +54,7 @@ class NamedChoice(_StrictModel):
 
 
 def parse_choice(value: object) -> str | NamedChoice:
-    """Parses `tool_choice`: a keyword, or a function by name."""
+    """Parses `tool_choice`: a keyword, or a function by name. Raises ValueError."""
     if value in ("none", "auto", "required"):
         return str(value)
     try:

@@ -19,19 +19,19 @@ class ProcessGroup(Protocol):
     """The part of torch.distributed that its stubs omit."""
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
-        """Sums in place."""
+        """Sums in place. Any shape, equal on all ranks."""
         ...
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
-        """Gathers one output per rank."""
+        """Gathers one output per rank. All have the shape of the input."""
         ...
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        """Sends to one rank."""
+        """Sends to one rank. Any shape."""
         ...
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        """Receives from one rank."""
+        """Receives from one rank. Tensors have the sent shape."""
         ...
 
 

@@ -23,27 +23,27 @@ class Collective(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums a contiguous floating-point tensor over the ranks, in place."""
+        """Sums a contiguous floating-point tensor over the ranks, in place. Any shape, equal on all ranks."""
         ...
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenates along `dim` in rank order; sizes along `dim` may differ."""
+        """Concatenates along `dim` in rank order; sizes along `dim` may differ. Otherwise shapes are equal."""
         ...
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
-        """Like `all_gather`, but only on rank 0."""
+        """Like `all_gather`, but only on rank 0. Same shapes."""
         ...
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Returns rank 0's bytes; other ranks block without a timeout."""
+        """Returns rank 0's bytes; other ranks block without a timeout. Raises ValueError on rank 0 without a message."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends to a rank that calls `receive`. Blocks while its buffer is full."""
+        """Sends to a rank that calls `receive`. Blocks while its buffer is full. Any shape."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills the tensor from a rank's `send`. May run in another thread than a `send`."""
+        """Fills the tensor from a rank's `send`. May run in another thread than a `send`. Contiguous; any shape, as sent."""
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> "Collective":
@@ -69,19 +69,19 @@ class SoloCollective:
         return 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor."""
+        """Returns the tensor. Any shape."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Returns the tensor."""
+        """Returns the tensor. Any shape."""
         return tensor
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
-        """Returns the tensor."""
+        """Returns the tensor. Any shape."""
         return tensor
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Returns the message."""
+        """Returns the message. Raises ValueError without one."""
         if message is None:
             raise ValueError("rank 0 must pass the message to broadcast")
         return message

@@ -65,7 +65,7 @@ class Word:
         _LIBC.syscall(*(self._number, self._address, _WAKE, _ALL_WAITERS, None, None, 0))
 
     def wait(self, value: int, timeout_s: float) -> None:
-        """Waits while the counter equals `value`; may return early."""
+        """Waits while the counter equals `value`; may return early. Raises OSError."""
         limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
         if _LIBC.syscall(*(self._number, self._address, _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)) == -1:
             code = ctypes.get_errno()
@@ -139,11 +139,14 @@ class PodMemory(Protocol):
         ...
 
     def post(self, to: int | None, fragment: Tensor, has_more: bool) -> None:
-        """Sends a uint8 fragment to one or all ranks. Blocks on a full ring."""
+        """Sends a uint8 fragment to one or all ranks. Blocks on a full ring. fragment: [bytes]."""
         ...
 
     def take(self, rank: int, private: bool = False) -> tuple[Tensor, bool]:
-        """Returns a peer's next fragment, valid until `release`, and whether more follows. `private`: not sent to all."""
+        """Returns a peer's next fragment, valid until `release`, and whether more follows. `private`: not sent to all.
+
+        Fragment: uint8 [bytes].
+        """
         ...
 
     def release(self, rank: int, private: bool = False) -> None:

@@ -66,7 +66,7 @@ class PeerSockets:
         return list(self._sockets)
 
     def send(self, ranks: Iterable[int], fragment: Tensor, has_more: bool) -> dict[int, memoryview]:
-        """Sends a uint8 fragment without blocking; returns unsent bytes by rank."""
+        """Sends a uint8 fragment without blocking; returns unsent bytes by rank. fragment: [bytes]. Raises PeerLost."""
         data = memoryview(fragment.numpy().data)
         header = _HEADER.pack(fragment.numel(), has_more)
         unsent = {}
@@ -82,7 +82,10 @@ class PeerSockets:
         return unsent
 
     def receive(self, ranks: Iterable[int], expected_bytes: int, unsent: dict[int, memoryview]) -> dict[int, tuple[Tensor, bool]]:
-        """Returns each rank's next fragment and whether more follows. Sends `unsent` concurrently."""
+        """Returns each rank's next fragment and whether more follows. Sends `unsent` concurrently.
+
+        Fragments: uint8 [bytes], valid until the next call. Raises PeerLost.
+        """
         for rank in ranks:
             self._receivers[rank].start(expected_bytes)
         if unsent:

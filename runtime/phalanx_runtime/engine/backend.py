@@ -70,7 +70,7 @@ class LocalBackend:
         client.subscribe(self._state_changed)
 
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
-        """Yields deltas in index order; closing the generator aborts the request."""
+        """Yields deltas in index order; closing the generator aborts the request. Raises BackendError."""
         mailbox = _Mailbox(index=len(request.delivered))
         handle = self._client.submit(request, self)
         self._mailboxes[handle] = mailbox

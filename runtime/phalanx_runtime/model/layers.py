@@ -15,7 +15,7 @@ from phalanx_runtime.model.rope import Angles, rotate
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    The scale has at least fp32; an fp32 weight multiplies before x is rounded.
+    The scale has at least fp32; an fp32 weight multiplies before x is rounded. x: [..., dim]; weight: [dim].
     """
     if x.dtype in (torch.float32, torch.float64):
         size = x.shape[-1]
@@ -90,7 +90,7 @@ class RowTable(Protocol):
     """Row lookup of a Tensor."""
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Returns rows."""
+        """Returns rows, [n, columns]. index: [n]."""
         ...
 
 
@@ -118,7 +118,7 @@ class DecoderOps(Protocol):
     """Operations between linears."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm over the last dimension."""
+        """RMS norm over the last dimension. x: [..., hidden]; weight: [hidden]."""
         ...
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:

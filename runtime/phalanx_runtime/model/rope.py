@@ -142,7 +142,7 @@ def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> R
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Returns the angle per position of each pair of dimensions, in float32. Source: RoFormer; Llama 3.1."""
+    """Returns the angle per position of each pair of dimensions, fp32 [pairs]. Raises ModelError. Source: RoFormer; Llama 3.1."""
     size = int(head_dim * rope.share)
     inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
     match rope.kind:

@@ -47,13 +47,16 @@ class Checkpoint:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def part(self, name: str, select: Callable[[Any], Tensor] | None) -> Tensor:
-        """Returns a tensor or `select` of its slice: possibly a view that is valid until the file closes."""
+        """Returns a tensor or `select` of its slice: possibly a view that is valid until the file closes.
+
+        Without `select` it has the stored shape.
+        """
         handle = self._handle(name)
         tensor: Tensor = handle.get_tensor(name) if select is None else select(handle.get_slice(name))
         return tensor
 
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
-        """Returns a vector, or `span` of it."""
+        """Returns a vector, or `span` of it: [size] or [span.size]."""
         part = span or Span(0, size)
         return self._copy(self._slice(name, (size,))[part.start : part.stop])
 

@@ -77,7 +77,7 @@ class Decoder:
         return self._norm(x.index_select(0, batch.logits_indices), self.norm) if self._is_last else x
 
     def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
-        """Returns hidden states at `logits_indices` after each number of layers in `after`, ascending."""
+        """Returns hidden states at `logits_indices` after each number of layers in `after`, ascending: [n, hidden] each."""
         x, first, states = self._embed(batch.tokens), 0, []
         for num_layers in after:
             part = slice(first, num_layers)

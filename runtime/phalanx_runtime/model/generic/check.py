@@ -24,7 +24,10 @@ from phalanx_runtime.model.generic.part import Part
 
 
 def find_window(mask: Tensor | None, call_window: int | None, positions: int) -> int | None:
-    """Returns the sliding window of a call, if any. Raises Unsupported. `call_window` serves for masks without a rule."""
+    """Returns the sliding window of a call, if any. Raises Unsupported. `call_window` serves for masks without a rule.
+
+    mask: [..., queries, keys].
+    """
     rule = getattr(mask, "rule", None)
     if isinstance(mask, ProbeMask) and rule is not None:
         return _evaluate_rule(rule, positions)
@@ -102,7 +105,7 @@ def _has_effect(value: object) -> bool:
 
 
 def attend_to_self(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Returns each token's own value."""
+    """Returns each token's own value. Shapes: see `CallHandler`."""
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
 
 

@@ -66,7 +66,7 @@ class PagedHandler:
 
 
 def logit_scale(q: Tensor, options: dict[str, Any]) -> float:
-    """Returns the scale of a call."""
+    """Returns the scale of a call. q: [..., dim]."""
     scale = options.get("scaling")
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -78,7 +78,7 @@ def _packed(part: Tensor, dim: int) -> Tensor:
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """Reference attention over one whole request."""
+    """Reference attention over one whole request. Shapes: see `CallHandler`."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.matmul(q, keys.transpose(-1, -2)) * logit_scale(q, options)
@@ -146,7 +146,7 @@ class ProbeMask(Tensor):
 
 
 def probe_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
-    """Builds a mask with its rule."""
+    """Builds a mask with its rule. Returns [batch_size, 1, q_length, kv_length]."""
     mask = visibility(mask_function, torch.arange(q_length), kv_length).expand(batch_size, 1, q_length, kv_length)
     probe = mask.as_subclass(ProbeMask)
     probe.rule = mask_function

@@ -67,6 +67,7 @@ class Part:
         """Returns logits, or hidden states before the last stage. Raises Unsupported.
 
         `positions`: by default the model's own. `embeds` replaces the unused token embeddings of later stages.
+        tokens, positions: [tokens]; stage_input, embeds: [tokens, hidden]. Returns [rows, vocabulary] or [tokens, hidden].
         """
         if positions is not None:
             options["position_ids"] = positions[None]

@@ -40,7 +40,7 @@ class Cut:
     spans: tuple[Span, ...]
 
     def apply(self, tensor: Any) -> Tensor:
-        """Cuts a tensor or file slice."""
+        """Cuts a tensor or file slice. Only `dim` changes in shape."""
         whole = (slice(None),) * (self.dim % len(_shape(tensor)))
         parts = [tensor[(*whole, slice(span.start, span.stop))] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)

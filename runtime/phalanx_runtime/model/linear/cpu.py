@@ -23,12 +23,12 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel supports the weight for activations of `dtype`."""
+    """Whether the kernel supports the weight for activations of `dtype`. weight: [outputs, inputs]."""
     return dtype in _DTYPES and weight.shape[1] % 2 == 0
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 weights and a scale per output."""
+    """Returns int8 weights and a scale per output. weight: [outputs, inputs]."""
     weight = weight.float()
     scales = weight.abs().amax(1).clamp_min_(1e-30) / 127
     return (weight / scales[:, None]).round_().to(torch.int8), scales
@@ -52,7 +52,7 @@ class BlockedWeight:
         return sum(part.nbytes for part in (self.values, self.scales, self.bias) if part is not None)
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Returns rows of a bf16 weight, for tied embeddings."""
+        """Returns rows of a bf16 weight, [n, inputs], for tied embeddings. index: [n]."""
         return self.values[index // BLOCK, :, index % BLOCK].flatten(1).contiguous()
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:

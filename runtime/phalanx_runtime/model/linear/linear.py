@@ -31,7 +31,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds the result to `residual`, in place."""
+        """Adds the result to `residual`, in place. residual: [tokens, out]; x: [tokens, in]."""
         ...
 
 

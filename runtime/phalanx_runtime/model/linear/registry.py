@@ -36,7 +36,7 @@ class Kernels:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Creates a linear layer."""
+    """Creates a linear layer. weight: [out, in]; bias: [out]."""
     compiled = library() if kernels.compiled and _has_kernel(weight, kernels.precision) else None
     if compiled is not None:
         return NativeLinear(compiled, weight, bias, kernels.precision)
@@ -48,7 +48,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear
 
 
 def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
-    """Creates the gated half of an MLP from gate above up."""
+    """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]."""
     compiled = library() if kernels.compiled and activation == "silu" and _has_kernel(weight, kernels.precision) else None
     if compiled is not None:
         return NativeGated(compiled, weight, bias, kernels.precision)

@@ -204,7 +204,7 @@ class _Pass:
 def draft(
     plan: StepPlan, rows: Mapping[int, NewRow], states: Callable[[StepPlan], Tensor], sample: SampleDrafts
 ) -> list[DraftedPath]:
-    """Drafts the plan's drafted paths, in order. `states`: computes the hidden states of a plan's draws."""
+    """Drafts the plan's drafted paths, in order. `states`: computes the hidden states of a plan's draws, [n, hidden]."""
     paths = {path.request: path for path in plan.paths if path.is_drafted}
     growing = {request: growing_path(path) for request, path in paths.items()}
     indices = dict(plan.draws)

@@ -50,7 +50,7 @@ def make_draw(sampling: wire.Sampling, index: int) -> Draw:
 
 
 def apply_temperature(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Returns logits / T as a new tensor, in float32 or wider."""
+    """Returns logits / T as a new tensor, in float32 or wider. logits: [draws, vocabulary]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide / torch.tensor([draw.temperature for draw in draws], dtype=wide.dtype, device=wide.device).unsqueeze(1)
 
@@ -91,7 +91,7 @@ def _top_p_threshold(highest: Tensor, all_scaled: Tensor, top_p: float) -> tuple
 
 
 def threshold_distances(scaled: Tensor, draw: Draw) -> Tensor:
-    """Distances to the nearest filter threshold; infinite without filters and for masked tokens."""
+    """Distances to the nearest filter threshold; infinite without filters and for masked tokens. scaled: [vocabulary]."""
     distances = torch.full_like(scaled, math.inf)
     descending, order = scaled.sort(descending=True)
     limit = len(scaled) if draw.top_k is None else min(draw.top_k, len(scaled))

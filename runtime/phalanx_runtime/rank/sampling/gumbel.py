@@ -40,7 +40,7 @@ def gumbel(keys: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def gumbel_from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns -log(-log(1 - v)), where v in (0, 1) is the distance of `bits` from zero, exact if small.
 
-    v is never 0 or 1: infinite noise could select an excluded token.
+    v is never 0 or 1: infinite noise could select an excluded token. bits: int32, any shape.
     """
     uniform = bits.to(dtype).add_(0.5).abs_().mul_(2.0**-31).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
     return uniform.neg_().log1p_().neg_().log_().neg_()
@@ -89,7 +89,7 @@ def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
 
 
 def sample_ranked(logits: Tensor, draws: Sequence[Draw], count: int) -> list[RankedTokens]:
-    """Returns `count` tokens per draw, the sampled one first."""
+    """Returns `count` tokens per draw, the sampled one first. logits: [draws, vocabulary]."""
     scaled = apply_temperature(logits, [replace(draw, temperature=draw.temperature or 1.0) for draw in draws])
     rows = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if rows:

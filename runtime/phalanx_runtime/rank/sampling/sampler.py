@@ -103,7 +103,7 @@ class TorchSampler:
         return len(tokens) if state is None else state.num_fitting(tokens, index)
 
     def sample(self, logits: Tensor, draws: Sequence[tuple[int, int]], paths: Sequence[DraftedPath] = ()) -> SampledTokens:
-        """Samples along the paths."""
+        """Samples along the paths. See `Sampler`."""
         paths = paths or [EMPTY_PATH] * len(draws)
         firsts = accumulate((1 + len(path.tokens) for path in paths), initial=0)
         runs = [

@@ -173,14 +173,14 @@ class BatchBuilder:
         )
 
     def stray_slots(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Returns the slots that strays are copied from and to."""
+        """Returns the slots that strays are copied from and to, [strays * kv_heads] each."""
         rows = np.repeat([plan.rows[request] for request, _ in plan.relocations], [len(slots) for _, slots in plan.relocations])
         sources = np.concatenate([np.asarray(slots, np.int64) for _, slots in plan.relocations])
         targets = np.concatenate([np.arange(-len(slots), 0) + plan.starts[request] for request, slots in plan.relocations])
         return self._tensor(self._slots(rows, sources)), self._tensor(self._slots(rows, targets))
 
     def empty_hidden(self, num_tokens: int, width: int) -> Tensor:
-        """Returns memory for hidden states."""
+        """Returns memory for hidden states, [num_tokens, width]."""
         return torch.empty((num_tokens, width), dtype=self._dtype, device=self._device)
 
     def update(self, plan: StepPlan) -> None:

@@ -79,11 +79,11 @@ class Pipeline:
         return self._unread.popleft()
 
     def receive_from_previous(self, tensor: Tensor) -> Tensor:
-        """Fills the tensor."""
+        """Fills the tensor. Any shape, as sent."""
         return self.world.receive(tensor, self.world.rank - self._size)
 
     def send_to_next(self, tensor: Tensor) -> None:
-        """Sends a tensor."""
+        """Sends a tensor. Any shape."""
         self.world.send(tensor, self.world.rank + self._size)
 
     def send_result(self, result: StepResult | CompileResult | None) -> None:
@@ -95,7 +95,7 @@ class Pipeline:
                 self.world.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
 
     def next_result(self) -> StepResult:
-        """Waits for a result. Rank 0 only."""
+        """Waits for a result. Rank 0 only. Raises the error of the receiving thread."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result

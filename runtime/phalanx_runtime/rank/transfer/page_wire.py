@@ -166,7 +166,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def read_into(connection: socket.socket, view: memoryview) -> None:
-    """Fills the view."""
+    """Fills the view. Raises ConnectionResetError."""
     while len(view):
         count = connection.recv_into(view)
         if not count:
