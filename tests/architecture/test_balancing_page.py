@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import Routing
-from phalanx_router.balancing.hotspots import RULES
+from phalanx_router.balancing.hotspots import LOAD_CAUSES, RULES
 from phalanx_router.balancing.records import HotspotAction, RefusalCode, Rung
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
@@ -20,7 +20,8 @@ SIGNALS = {
     "kv": "pages used, reserved or needed by waiting requests / all pages; 1 after a preemption in the last second",
     "prefill": "seconds until the prompt of a new request starts / `ttft_target_s`",
     "decode": "seconds between tokens / `itl_target_s`",
-    "prefix": "share of the prompt tokens that belong to the most used prefix, if `kv`, `prefill` or `decode` reaches its *low*",
+    "prefix": "share of the prompt tokens that belong to the most used prefix, if "
+    f"{', '.join(f'`{cause}`' for cause in LOAD_CAUSES[:-1])} or `{LOAD_CAUSES[-1]}` reaches its *low*",
     "straggler": "step time / usual step time of groups of its shape",
     "full": "seconds for two copies of a mean request / seconds until the page pool is exhausted",
 }

@@ -27,7 +27,7 @@ class CauseRule:
     high: float  # enters
     low: float  # leaves below
     delta: float  # minimum distance from the other groups
-    action: HotspotAction  # shown in the summary
+    action: HotspotAction  # shown in the summary; `reported_action` says which part executes it
     is_load: bool = False  # more groups relieve it
     moves_relieve: bool = False  # running requests move off the hotspot
 

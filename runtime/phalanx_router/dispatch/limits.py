@@ -73,7 +73,7 @@ class ColdStartHold:
 
     @property
     def hold_s(self) -> float:
-        """Maximum duration of a hold."""
+        """Maximum duration of a hold: `--hold-s`, or `autoscaling.scaleToZero.holdTimeoutSeconds` by the operator's policy."""
         policy = self._policy()
         return self._settings.hold_s or (policy.hold_s if policy.max_held else 0.0)
 

@@ -1,6 +1,7 @@
 """Sends the pages of moves: one thread and connection per move, round by round, concurrently with steps.
 
-Full pages do not change; the last page is sent once its request is frozen. A request that lost pages gets no last round.
+A frame has one page, `kv_cache.page_bytes` long; there is no smaller unit. Full pages do not change; the last page is sent once
+its request is frozen. A request that lost pages gets no last round.
 """
 
 import queue
