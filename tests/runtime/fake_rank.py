@@ -129,7 +129,8 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
     sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("crds", "runtime", ".")]
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.step_plan import StepPlan, StepResult
-    from phalanx_runtime.engine.loop import run_engine
+    from phalanx_runtime.engine.channel import open_channel
+    from phalanx_runtime.engine.loop import EngineLoop
     from tests.runtime.fake_runner import FakeRunner
 
     class HeldRunner(FakeRunner):
@@ -138,11 +139,9 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
                 time.sleep(0.01)
             return super().run(plan)
 
-    run_engine(
-        HeldRunner(NUM_PAGES, PAGE_SIZE),
-        Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64),
-        str(spec["engine_socket"]),
-    )
+    limits = Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64)
+    with open_channel(str(spec["engine_socket"])) as channel:
+        EngineLoop(HeldRunner(NUM_PAGES, PAGE_SIZE), limits, channel).run()
 
 
 def wait_for_parent() -> NoReturn:

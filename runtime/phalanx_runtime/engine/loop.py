@@ -18,10 +18,10 @@ from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
-from phalanx_runtime.core.step_plan import StepPlan
-from phalanx_runtime.engine.channel import open_channel
+from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.engine.engine_moves import EngineMoves
 from phalanx_runtime.engine.grammar_queue import GrammarQueue
+from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S, LoadReports
 from phalanx_runtime.engine.ports import (
     NO_GRAMMARS,
     NO_TRANSPORT,
@@ -35,12 +35,6 @@ from phalanx_runtime.engine.ports import (
 
 log = logging.getLogger(__name__)
 
-LOAD_INTERVAL_S = 0.05
-"""Load report interval of a busy engine. Routers choose groups by these reports."""
-URGENT_INTERVAL_S = 0.01
-"""Shortest load report interval, after a refusal or before and after preemptions."""
-CHECK_INTERVAL_S = 1.0
-"""Shortest interval of page pool checks."""
 DEFAULT_CONFIG = SchedulerConfig()
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """Bounds of Retry-After when the queue is full; the estimate may be far off."""
@@ -50,10 +44,21 @@ RATE_SMOOTHING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
+    """A plan that the ranks compute."""
+
     plan: StepPlan
     started: float
     queue_times_s: list[float]
     """Of requests in their first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedStep:
+    flight: _Flight
+    result: StepResult
+    ended: float
+    wall_s: float
+    """From the start, or the end of the previous step if that is later."""
 
 
 class EngineLoop:
@@ -66,6 +71,7 @@ class EngineLoop:
         channel: EngineChannel,
         clock: Callable[[], float] = time.monotonic,
         config: SchedulerConfig = DEFAULT_CONFIG,
+        *,
         watcher: StepWatcher = NO_WATCHER,
         grammars: GrammarCompiler = NO_GRAMMARS,
         transport: PageTransport = NO_TRANSPORT,
@@ -79,17 +85,11 @@ class EngineLoop:
         self._grammars = GrammarQueue(grammars, channel.wake)
         transport.start(channel.wake)
         self._moves = EngineMoves(self._scheduler, transport, self._send, self._end_request)
+        self._reports = LoadReports(self._scheduler, self._moves, clock, self._send)
         self._flights: deque[_Flight] = deque()
         self._last_finish = 0.0
-        self._is_blocked = False
-        """Requests wait, but no plan can start."""
-        self._load_due = 0.0
-        self._urgent_due = 0.0
-        self._is_urgent = False
-        self._was_full_soon = False
-        self._is_idle_reported = False
-        self._check_due = -math.inf
-        self._leaks = 0
+        self._is_stalled = False
+        """The last turn had no plan in flight."""
         self._tokens_per_s = 0.0
         self._arrived: dict[int, float] = {}
         """Arrival times of requests without a step."""
@@ -125,35 +125,41 @@ class EngineLoop:
     def turn(self) -> bool:
         """Finishes at most one step; blocks without work. Returns false once the channel is closed."""
         must_wait = self._scheduler.is_blocked()
+        if not self._receive(must_wait):
+            return False
+        while (flight := self._schedule()) is not None:
+            self._start(flight)
+        self._is_stalled = not self._flights
+        self._reports.report_before_step(self._is_stalled and not must_wait)
+        if self._flights:
+            step = self._finish()
+            self._send_results(step, self._commit(step))
+            self._reports.report_after_step(step.ended)
+        return True
+
+    # Steps
+
+    def _receive(self, must_wait: bool) -> bool:
+        """Handles frames, compiled grammars and KV transfer reports. Returns false once the channel is closed."""
         if must_wait:
-            self._report_before_blocking()
-        messages = self._receive(must_wait)
+            self._reports.report_before_blocking()
+        messages = self._receive_messages(must_wait)
         if messages is None:
             return False
         for message in messages:
+            self._reports.message_received()
             self._handle_message(message)
-            self._is_idle_reported = False
         now = self._clock()
         self._enter_compiled(now)
-        num_refused = self._moves.num_refused
         self._moves.turn(now)
-        self._is_idle_reported &= self._moves.num_refused == num_refused  # report a new count
-        while len(self._flights) < self._runner.depth and self._start():
-            pass
-        self._report_urgent()
-        self._is_blocked = not self._flights
-        if self._flights:
-            self._finish(self._flights.popleft())
-        elif not must_wait and self._clock() >= self._load_due:
-            self._report(self._clock())  # silence would count as a failure
         return True
 
-    def _receive(self, must_wait: bool) -> list[bytes] | None:
+    def _receive_messages(self, must_wait: bool) -> list[bytes] | None:
         """Blocks without work, at most until a move's deadline.
 
         Frozen or reserved pages may block even the first request in the queue; then load reports continue.
         """
-        if self._flights or not (must_wait or self._is_blocked):
+        if self._flights or not (must_wait or self._is_stalled):
             return self._channel.receive(block=False)
         deadline = self._moves.deadline
         if deadline is None and must_wait:
@@ -161,45 +167,54 @@ class EngineLoop:
         timeout_s = math.inf if deadline is None else max(0.0, deadline - self._clock())
         return self._channel.receive(block=True, timeout_s=timeout_s if must_wait else min(timeout_s, LOAD_INTERVAL_S))
 
-    # Steps
-
-    def _start(self) -> bool:
-        now, preemptions = self._clock(), self._scheduler.num_preemptions
+    def _schedule(self) -> _Flight | None:
+        """Returns the next plan, if one can start."""
+        if len(self._flights) == self._runner.depth:
+            return None
+        now = self._clock()
         plan = self._scheduler.schedule(now)
-        is_full_soon = self._scheduler.is_preemption_near()
-        self._is_urgent |= self._scheduler.num_preemptions > preemptions or (is_full_soon and not self._was_full_soon)
-        self._was_full_soon = is_full_soon
+        self._reports.plan_composed()
         if plan is None:
-            return False
-        self._flights.append(_Flight(plan, now, self._take_queue_times(now) if plan.admitted else []))
-        self._watcher.step_started(plan, self._scheduler.expected_s())
-        self._runner.start(plan)
-        return True
+            return None
+        return _Flight(plan, now, self._take_queue_times(now) if plan.admitted else [])
 
-    def _finish(self, flight: _Flight) -> None:
-        """Finishes the oldest plan. Its time counts from the end of the previous plan."""
+    def _start(self, flight: _Flight) -> None:
+        self._flights.append(flight)
+        self._watcher.step_started(flight.plan, self._scheduler.expected_s())
+        self._runner.start(flight.plan)
+
+    def _finish(self) -> _FinishedStep:
+        """Waits for the result of the oldest plan."""
+        flight = self._flights.popleft()
         result = self._runner.finish()
         now = self._clock()
         wall_s = now - max(flight.started, self._last_finish)
         self._last_finish = now
         self._watcher.step_ended(flight.plan, wall_s)
+        return _FinishedStep(flight, result, now, wall_s)
+
+    def _commit(self, step: _FinishedStep) -> wire.Tokens:
+        """Applies the result to the requests; returns their new tokens."""
+        plan, result = step.flight.plan, step.result
         if result.draft_failure and not self.speculation.draft_failure:
             why = {"why": result.draft_failure}
             log.warning("the ranks can no longer draft; requests continue without speculation", extra=why)
-        tokens = self._scheduler.commit(result, wall_s)
-        tokens.queue_times_s.extend(flight.queue_times_s)
-        num_rejected = sum(flight.plan.depths) - (sum(result.run_lengths) - len(result.run_lengths))
-        self._measure_rate(len(flight.plan.tokens) - num_rejected, wall_s)
-        if tokens.handles or tokens.finished or tokens.prompt_details or flight.queue_times_s:
+        tokens = self._scheduler.commit(result, step.wall_s)
+        tokens.queue_times_s.extend(step.flight.queue_times_s)
+        num_rejected = sum(plan.depths) - (sum(result.run_lengths) - len(result.run_lengths))
+        self._measure_rate(len(plan.tokens) - num_rejected, step.wall_s)
+        return tokens
+
+    def _send_results(self, step: _FinishedStep, tokens: wire.Tokens) -> None:
+        """Sends tokens and refusals of a step, then ends grammars and moves of the finished requests."""
+        if tokens.handles or tokens.finished or tokens.prompt_details or tokens.queue_times_s:
             self._send(tokens)
         for refused in self._scheduler.refused:
             self._send(refused)
         ended = [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]
         for handle in ended:
             self._grammars.release(handle)
-        self._moves.step_committed(flight.plan.step, wall_s, ended, now)
-        if now >= (self._urgent_due if self._is_urgent else self._load_due):
-            self._report(now)
+        self._moves.step_committed(step.flight.plan.step, step.wall_s, ended, step.ended)
 
     def _take_queue_times(self, now: float) -> list[float]:
         """Queue times of requests in their first step."""
@@ -242,7 +257,8 @@ class EngineLoop:
         if has_pages:
             self._moves.submitted(move)
         if isinstance(answer, Refusal):
-            self._is_urgent |= answer.backlog_tokens is not None
+            if answer.backlog_tokens is not None:
+                self._reports.request_refused()
             self._send(self._refusal(handle, request.epoch, answer))
         elif answer is not None:
             self._send(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[answer]))
@@ -280,43 +296,6 @@ class EngineLoop:
             retry_after_s=retry_after_s,
         )
 
-    # Load reports
-
-    def _report_urgent(self) -> None:
-        """Reports now, or after this step if the last report is too recent."""
-        if self._is_urgent:
-            now = self._clock()
-            if now >= self._urgent_due:
-                self._report(now)
-
-    def _report(self, now: float) -> None:
-        changes = self._scheduler.pool.take_changes()
-        if changes.changes or changes.is_snapshot:
-            self._send(changes)
-        load = self._scheduler.load(now)
-        self._send(msgspec.structs.replace(load, leaks=self._leaks, refused_transfers=self._moves.num_refused))
-        self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S
-        self._is_urgent = False
-
-    def _report_before_blocking(self) -> None:
-        """Reports the load; checks the page pool on becoming idle."""
-        if not self._scheduler.is_idle():
-            self._report(self._clock())
-            return
-        if self._is_idle_reported:
-            return
-        self._is_idle_reported = True
-        now = self._clock()
-        if now < self._check_due:
-            self._report(now)
-            return
-        self._check_due = now + CHECK_INTERVAL_S
-        defects = self._scheduler.check()
-        self._leaks += len(defects)
-        self._report(now)
-        for defect in defects:
-            log.error("page pool is wrong", extra={"why": defect})
-
 
 def _unreadable(message: bytes) -> wire.Refused:
     """Refusal of an undecodable request.
@@ -331,27 +310,3 @@ def _unreadable(message: bytes) -> wire.Refused:
     return wire.Refused(
         handle=handle, epoch=epoch, status=500, code="unreadable_request", message="the engine cannot read this request"
     )
-
-
-def run_engine(
-    runner: StepRunner,
-    limits: Limits,
-    endpoint: str,
-    config: SchedulerConfig = DEFAULT_CONFIG,
-    watcher: StepWatcher = NO_WATCHER,
-    grammars: GrammarCompiler = NO_GRAMMARS,
-    transport: PageTransport = NO_TRANSPORT,
-    fitting: Fitting = accept_all,
-) -> None:
-    """Serves the HTTP process at a zmq endpoint until it closes. Raises PeerLost."""
-    with open_channel(endpoint) as channel:
-        EngineLoop(
-            runner,
-            limits,
-            channel,
-            config=config,
-            watcher=watcher,
-            grammars=grammars,
-            transport=transport,
-            fitting=fitting,
-        ).run()

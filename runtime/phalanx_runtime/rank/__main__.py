@@ -85,18 +85,20 @@ def _run_engine(
 ) -> None:
     from phalanx_runtime.core.admission import Limits
     from phalanx_runtime.core.scheduling.config import SchedulerConfig
-    from phalanx_runtime.engine.loop import run_engine
+    from phalanx_runtime.engine.channel import open_channel
+    from phalanx_runtime.engine.loop import EngineLoop
 
-    run_engine(
-        runner,
-        Limits.of(spec.engine, ready.max_model_len),
-        endpoint=spec.engine_socket,
-        config=SchedulerConfig.of(spec.engine, ready.served.model_hash, runner.draft_failure),
-        watcher=watcher,
-        grammars=runner.grammars(),
-        transport=transport,
-        fitting=runner.fitting,
-    )
+    with open_channel(spec.engine_socket) as channel:
+        EngineLoop(
+            runner,
+            Limits.of(spec.engine, ready.max_model_len),
+            channel,
+            config=SchedulerConfig.of(spec.engine, ready.served.model_hash, runner.draft_failure),
+            watcher=watcher,
+            grammars=runner.grammars(),
+            transport=transport,
+            fitting=runner.fitting,
+        ).run()
 
 
 def _exit_with_parent() -> None:

@@ -1,6 +1,5 @@
 import itertools
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import zmq
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
-from phalanx_runtime.core.step_plan import StepResult
-from phalanx_runtime.engine.channel import ZmqChannel
-from phalanx_runtime.engine.loop import EngineLoop, run_engine
+from phalanx_runtime.core.step_plan import StepPlan, StepResult
+from phalanx_runtime.engine.channel import ZmqChannel, open_channel
+from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.errors import PeerLost
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
@@ -58,16 +57,17 @@ class Clock:
         return self.now
 
 
-class CountingCheck:
-    """Counts the calls of a page pool check."""
+class StepTimes:
+    """A watcher that records the time of each step."""
 
-    def __init__(self, inner: Callable[[], list[str]]) -> None:
-        self.count = 0
-        self._inner = inner
+    def __init__(self) -> None:
+        self.walls_s: list[float] = []
 
-    def __call__(self) -> list[str]:
-        self.count += 1
-        return self._inner()
+    def step_started(self, plan: StepPlan, expected_s: float | None) -> None:
+        pass
+
+    def step_ended(self, plan: StepPlan, wall_s: float) -> None:
+        self.walls_s.append(wall_s)
 
 
 def run_script(script: Script, tick_s: float = 0.001) -> EngineLoop:
@@ -158,15 +158,15 @@ def test_unknown_frame_ends_the_incarnation(frame: bytes) -> None:
         run_script(Script([frame]))
 
 
-def test_pages_are_checked_once_a_second() -> None:
-    for tick_s, num_checks in ((0.001, 1), (0.5, 4)):
-        batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(handle, make_request(3, 1))] for handle in (1, 2, 3)]
-        script = Script(*batches)
-        loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))
-        counted = CountingCheck(loop.scheduler.check)
-        loop.scheduler.check = counted  # type: ignore[method-assign]
-        loop.run()
-        assert counted.count == num_checks
+@pytest.mark.parametrize(("tick_s", "num_checks"), [(0.001, 1), (0.5, 4)], ids=["at most once a second", "whenever idle"])
+def test_pages_are_checked_once_a_second(tick_s: float, num_checks: int) -> None:
+    """Each check counts the leaked page; a busy engine is not checked."""
+    batches: list[list[wire.ToEngine | bytes]] = [[wire.Submit(handle, make_request(3, 1))] for handle in (1, 2, 3)]
+    script = Script(*batches)
+    loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))
+    loop.scheduler.pool.allocate(1)
+    loop.run()
+    assert script.of(wire.Load)[-1].leaks == num_checks
 
 
 def test_page_leak_is_logged_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,19 +218,13 @@ def test_plans_in_flight_equal_the_runners_depth(depth: int) -> None:
 def test_pipelined_step_time_excludes_its_predecessor() -> None:
     """Two plans are always in flight, with three clock calls of 1 s between two ends."""
     script = Script([wire.Submit(h, make_request(1, 20, seed=h)) for h in range(2)])
-    loop = EngineLoop(FakeRunner(64, 4, depth=2), LIMITS, script, Clock(1.0))
-    step_times: list[float] = []
-    commit = loop.scheduler.commit
-
-    def recording(result: StepResult, wall_s: float | None = None) -> wire.Tokens:
-        assert wall_s is not None
-        step_times.append(wall_s)
-        return commit(result, wall_s)
-
-    loop.scheduler.commit = recording  # type: ignore[method-assign]
-    loop.run()
-    assert len(step_times) > 20
-    assert max(step_times[2:]) <= 3.0
+    watcher = StepTimes()
+    EngineLoop(FakeRunner(64, 4, depth=2), LIMITS, script, Clock(1.0), watcher=watcher).run()
+    assert len(watcher.walls_s) > 20
+    assert max(watcher.walls_s[2:]) <= 3.0
+    loads = script.of(wire.Load)
+    assert len(loads) > 20, "one per step"
+    assert 0 < max(load.longest_step_s for load in loads[3:]) <= 3.0, "the scheduler gets the same times"
 
 
 class LostRunner(FakeRunner):
@@ -249,8 +243,13 @@ def test_a_lost_peer_ends_the_engine_and_its_socket(tmp_path: Path) -> None:
     server = context.socket(zmq.PAIR)
     endpoint = f"ipc://{tmp_path}/engine"
     server.bind(endpoint)
+
+    def serve() -> None:
+        with open_channel(endpoint) as channel:
+            EngineLoop(LostRunner(64, 4), LIMITS, channel).run()
+
     with ThreadPoolExecutor(1) as pool:
-        engine = pool.submit(run_engine, LostRunner(64, 4), LIMITS, endpoint)
+        engine = pool.submit(serve)
         server.send(wire.encode(wire.Submit(1, make_request())))
         with pytest.raises(PeerLost):
             engine.result(10)

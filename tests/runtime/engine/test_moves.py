@@ -147,6 +147,10 @@ def test_reserved_pages_are_freed_after_every_rank_forgot_them() -> None:
     assert engine.load.reserved_pages == reserved
     engine.turn(reports=[(0, page_orders.Forgotten("m"))])
     assert engine.load.reserved_pages == reserved
+    engine.now += wire.Prepare("m", make_request()).lease_s  # until then a repeated Prepare is ignored
+    engine.turn()
+    engine.turn(wire.Prepare("m", make_request(10, 20)), times=2)
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == ["unknown"], "its pages are still reserved"
     engine.turn(reports=[(1, page_orders.Forgotten("m"))])
     load = engine.load
     assert (load.reserved_pages, load.free_pages, load.leaks) == (0, 40, 0)

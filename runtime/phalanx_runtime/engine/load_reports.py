@@ -1,0 +1,102 @@
+"""Sends the load reports of the engine loop when they are due; checks the page pool when the engine becomes idle."""
+
+import logging
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.engine.engine_moves import EngineMoves
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.05
+"""Load report interval of a busy engine. Routers choose groups by these reports."""
+URGENT_INTERVAL_S = 0.01
+"""Shortest load report interval, after a refusal or before and after preemptions."""
+CHECK_INTERVAL_S = 1.0
+"""Shortest interval of page pool checks."""
+
+
+class LoadReports:
+    """The load reports of one engine. `clock`: monotonic seconds."""
+
+    def __init__(
+        self, scheduler: Scheduler, moves: EngineMoves, clock: Callable[[], float], send: Callable[[wire.FromEngine], None]
+    ) -> None:
+        self._scheduler = scheduler
+        self._moves = moves
+        self._clock = clock
+        self._send = send
+        self._load_due = 0.0
+        self._urgent_due = 0.0
+        self._is_urgent = False
+        self._num_preemptions = 0
+        """At the latest plan."""
+        self._was_preemption_near = False
+        self._idle_refused: int | None = None
+        """Refused KV transfer connections in the latest idle report; absent after a later message."""
+        self._check_due = -math.inf
+        self._leaks = 0
+
+    def message_received(self) -> None:
+        """Lets an engine that is still idle report again."""
+        self._idle_refused = None
+
+    def request_refused(self) -> None:
+        """Makes the next report urgent: the queue is full."""
+        self._is_urgent = True
+
+    def plan_composed(self) -> None:
+        """Makes the next report urgent if the plan preempted requests or brought preemption near."""
+        num_preemptions, is_near = self._scheduler.num_preemptions, self._scheduler.is_preemption_near()
+        self._is_urgent |= num_preemptions > self._num_preemptions or (is_near and not self._was_preemption_near)
+        self._num_preemptions, self._was_preemption_near = num_preemptions, is_near
+
+    def report_before_step(self, is_stalled: bool) -> None:
+        """Reports if urgent. `is_stalled`: no step runs, so the regular report is sent here: silence would count as a failure."""
+        if self._is_urgent:
+            now = self._clock()
+            if now >= self._urgent_due:
+                self._report(now)
+        if is_stalled and self._clock() >= self._load_due:
+            self._report(self._clock())
+
+    def report_after_step(self, now: float) -> None:
+        """Reports if due."""
+        if now >= (self._urgent_due if self._is_urgent else self._load_due):
+            self._report(now)
+
+    def report_before_blocking(self) -> None:
+        """Reports at each call, or once while idle and no connection is refused. Checks the page pool on becoming idle."""
+        if not self._scheduler.is_idle():
+            self._report(self._clock())
+            return
+        if self._idle_refused == self._moves.num_refused:
+            return
+        self._idle_refused = self._moves.num_refused
+        now = self._clock()
+        errors = self._check(now)
+        self._report(now)
+        for error in errors:
+            log.error("page pool is wrong", extra={"why": error})
+
+    def _check(self, now: float) -> list[str]:
+        """Returns the errors of the page pool, at most once per interval."""
+        if now < self._check_due:
+            return []
+        self._check_due = now + CHECK_INTERVAL_S
+        errors = self._scheduler.check()
+        self._leaks += len(errors)
+        return errors
+
+    def _report(self, now: float) -> None:
+        changes = self._scheduler.pool.take_changes()
+        if changes.changes or changes.is_snapshot:
+            self._send(changes)
+        load = self._scheduler.load(now)
+        self._send(msgspec.structs.replace(load, leaks=self._leaks, refused_transfers=self._moves.num_refused))
+        self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S
+        self._is_urgent = False
