@@ -131,11 +131,11 @@ class ActionExecutor:
             case DeleteGroup():
                 return await self._delete_group(action, execution)
             case RestartGroup():
-                await self._restart(action, execution)
+                return await self._restart(action, execution)
             case SetReplicas():
                 await self._write_replicas(action.replicas, execution.snapshot, "scale")
                 log.info("scaled", extra=_fields(execution.service, "", action.why) | {"groups": str(action.replicas)})
-        return True
+                return True
 
     async def _execute_other(self, action: Action, execution: Execution) -> None:
         service = execution.service
@@ -232,16 +232,17 @@ class ActionExecutor:
         kept = {other: attempt for other, attempt in attempts.items() if other in existing}
         self._gang_attempts[key] = kept | {uid: _GangAttempt(self._clock(), failure)}
 
-    async def _restart(self, action: RestartGroup, execution: Execution) -> None:
+    async def _restart(self, action: RestartGroup, execution: Execution) -> bool:
         service = execution.service
         if not await self._record_restarts(RecordRestarts(action.name, action.uid, action.record), service):
-            return
+            return False
         for pod, uid in action.pods:
             try:
                 await self._client.delete(PODS, service.namespace, pod, uid, grace_s=FINAL_GRACE_S)
             except (Gone, Conflict):
                 pass  # a pod of this name is a new one
         log.warning("group restarted", extra=_fields(service, action.name, action.why))
+        return True
 
     async def _record_restarts(self, action: RecordRestarts, service: InferenceService) -> bool:
         annotations = {labels.RESTARTS: format_record(action.record)}

@@ -124,7 +124,10 @@ class Reconciler:
             self.placement.forget(key)
             status = decide_status.rejected_status(snapshot, Reason.SPEC_INVALID, service, now)
             return await self.reporter.report(snapshot, status, ())
-        return await self._execute(key, await self._decide(key, service, snapshot, now), now)
+        decision = await self._decide(key, service, snapshot, now)
+        if decision.inputs.rollback not in (None, decision.inputs.snapshot.status.rollback):
+            decision = await self._record_rollback(decision)
+        return await self._execute(key, decision, now)
 
     def _forget(self, key: Key) -> None:
         self.sources.forget(key)
@@ -177,6 +180,12 @@ class Reconciler:
         former = await self.executor.recall_revision(newest, due.to) if due else None
         return rollback.effective_service(newest, revision, snapshot, due, former)
 
+    async def _record_rollback(self, decision: _Decision) -> _Decision:
+        """Writes the status before the first action: the actions delete the groups that show that the revision failed."""
+        inputs, status = decision.inputs, decision.plan.status
+        await self.reporter.report(inputs.snapshot, status, ())
+        return replace(decision, inputs=replace(inputs, snapshot=replace(inputs.snapshot, status=status)))
+
     async def _execute(self, key: Key, decision: _Decision, now: str) -> float:
         """Returns the seconds until the next reconcile."""
         service, snapshot, todo = decision.service, decision.inputs.snapshot, decision.plan
@@ -194,6 +203,7 @@ class Reconciler:
             raise
         except KubeError:
             self._publish_policy(key, decision, groups_to_evacuate(snapshot.groups, ()))
+            await self.reporter.announce(snapshot, execution.done)
             raise
         self._publish_policy(key, decision, todo.evacuate)
         self.states[key].autoscaler = decision.autoscaler
@@ -205,17 +215,17 @@ class Reconciler:
         return min(todo.requeue_s, write_in_s, expose_in_s, self.executor.due_in_s(key) or RESYNC_S)
 
     async def _report_rejection(self, decision: _Decision, execution: Execution, error: KubeError) -> None:
-        """Executes independent actions first."""
+        """Executes the remaining independent actions first."""
         snapshot, message = execution.snapshot, str(error)
         reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota_error(message) else Reason.REJECTED
         status = decide_status.rejected_status(
             snapshot, reason, [FieldError("spec", message)], self.clocks.now(), replicas=decision.desired.replicas
         )
-        independent = replace(execution, done=[])
+        remaining = [action for action in decision.plan.actions if action not in execution.done]
         try:
-            await self.executor.execute(plan.independent_actions(decision.plan.actions, snapshot.groups), independent)
+            await self.executor.execute(plan.independent_actions(remaining, snapshot.groups), execution)
         finally:
-            await self.reporter.report(snapshot, status, independent.done)
+            await self.reporter.report(snapshot, status, execution.done)
 
     def _publish_policy(self, key: Key, decision: _Decision, evacuate: Sequence[str]) -> None:
         service, groups = decision.service, decision.inputs.snapshot.groups

@@ -94,26 +94,41 @@ class StatusReporter:
     written_s: dict[Key, float] = field(default_factory=dict)
 
     async def report(self, snapshot: Snapshot, status: Status, done: Sequence[GroupAction | SetReplicas]) -> float:
-        """Writes a changed status and posts events. Returns the seconds until a deferred write, else until a resync."""
-        key, due_in_s = (snapshot.namespace, snapshot.name), plan.RESYNC_S
-        if status != snapshot.status:
-            defer_s = self.write_interval_s - (self.clock() - self.written_s.get(key, float("-inf")))
-            if defer_s > 0 and pacing.can_defer_write(snapshot.status, status):
-                due_in_s = defer_s
-            else:
-                body = _status_body(snapshot, status)
-                self.services.store_write(await self.client.apply(INFERENCE_SERVICES, body, subresource="status"))
-                self.metrics.status_writes.inc()
-                self.written_s[key] = self.clock()
-        self.metrics.show(key, status)
+        """Writes a changed status, then announces. Returns the seconds until a deferred write, else until a resync."""
+        try:
+            due_in_s = await self._write(snapshot, status)
+        except KubeError:
+            await self.announce(snapshot, done)
+            raise
+        self.metrics.show((snapshot.namespace, snapshot.name), status)
+        await self.announce(snapshot, done, _transition_notes(snapshot.status.conditions, status.conditions))
+        return due_in_s
+
+    async def announce(
+        self, snapshot: Snapshot, done: Sequence[GroupAction | SetReplicas], transitions: Sequence[EventNote] = ()
+    ) -> None:
+        """Counts executed actions, and posts events of them and of transitions."""
         for action in done:
             self.metrics.actions.labels(type(action).__name__).inc()
-        for note in [*_action_notes(done), *_transition_notes(snapshot.status.conditions, status.conditions)]:
+        for note in [*_action_notes(done), *transitions]:
             try:
                 await self.events.post(snapshot, note)
             except KubeError as error:  # a lost event must not repeat the work
-                log.warning("event not posted", extra={"service": "/".join(key), "why": str(error)})
-        return due_in_s
+                log.warning("event not posted", extra={"service": f"{snapshot.namespace}/{snapshot.name}", "why": str(error)})
+
+    async def _write(self, snapshot: Snapshot, status: Status) -> float:
+        """Returns as `report`."""
+        key = snapshot.namespace, snapshot.name
+        if status == snapshot.status:
+            return plan.RESYNC_S
+        defer_s = self.write_interval_s - (self.clock() - self.written_s.get(key, float("-inf")))
+        if defer_s > 0 and pacing.can_defer_write(snapshot.status, status):
+            return defer_s
+        body = _status_body(snapshot, status)
+        self.services.store_write(await self.client.apply(INFERENCE_SERVICES, body, subresource="status"))
+        self.metrics.status_writes.inc()
+        self.written_s[key] = self.clock()
+        return plan.RESYNC_S
 
     def show_scaling(self, key: Key, scaling: ScalingResult | None) -> None:
         """Updates the autoscaler's metrics."""

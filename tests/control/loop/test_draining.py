@@ -33,7 +33,7 @@ def make_draining(**fields: Any) -> ObservedGroup:
 
 
 def report(**fields: Any) -> Fleet:
-    return fleet_of(summary(group("a", **fields), emptied=["a"]))
+    return fleet_of(summary(group("a", **fields), evacuated=["a"]))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def report(**fields: Any) -> Fleet:
         (report(running=2, waiting=0), NOW, ""),
         (report(running=0, waiting=1), NOW, ""),
         (report(running=0, waiting=0), NOW, "it has no streams"),
-        (fleet_of(summary(emptied=["a"]), summary()), NOW, ""),
-        (fleet_of(summary(emptied=["a"]), summary(emptied=["a"])), NOW, "it has no streams"),
-        (fleet_of(summary(emptied=["a"]), polled=2), NOW, ""),
+        (fleet_of(summary(evacuated=["a"]), summary()), NOW, ""),
+        (fleet_of(summary(evacuated=["a"]), summary(evacuated=["a"])), NOW, "it has no streams"),
+        (fleet_of(summary(evacuated=["a"]), polled=2), NOW, ""),
     ],
     ids=[
         *("no router", "no reports", "timeout", "not empty", "a running request", "a waiting request", "empty"),
@@ -104,17 +104,17 @@ async def test_scale_in_drains_a_group_before_its_deletion() -> None:
         f"merge statefulsets {victim}",
         f"merge pods {victim}-0",
     ]
-    assert (world.routers.policy.empty, world.routers.poll_s, world.next_s) == ([victim], 2.0, 2.0)
+    assert (world.routers.policy.evacuate, world.routers.poll_s, world.next_s) == ([victim], 2.0, 2.0)
     for _ in range(3):
         assert not [w for w in await world.reconcile() if "statefulsets" in w or "pods" in w]
     phases = {g.name: g.phase for g in world.status.groups}
     assert (world.status.replicas, world.status.draining_replicas, phases[victim]) == (2, 1, "Draining")
     assert world.ready == ("True", "Ready")
-    world.routers.summary = summary(emptied=[victim])
+    world.routers.summary = summary(evacuated=[victim])
     assert f"delete statefulsets {victim}" in await world.reconcile()
     await world.settle()
     assert len(world.groups) == 2 and victim not in world.groups
-    assert (world.routers.policy.empty, world.routers.poll_s) == ([], 30.0)
+    assert (world.routers.policy.evacuate, world.routers.poll_s) == ([], 30.0)
     assert [reason for _, reason in world.events()].count("GroupDraining") == 1
 
 
@@ -145,8 +145,8 @@ async def test_new_operator_continues_a_killed_operators_drain() -> None:
         await other.reconcile()
     assert list(other.draining()) == [victim] and other.deleted() == set()
     assert other.draining()[victim].startswith(NOW)
-    assert other.routers.policy.empty == [victim] and other.routers.policy.number > world.routers.policy.number
-    other.routers.summary = summary(emptied=[victim])
+    assert other.routers.policy.evacuate == [victim] and other.routers.policy.number > world.routers.policy.number
+    other.routers.summary = summary(evacuated=[victim])
     await other.reconcile()
     assert other.deleted() == {victim}
 
@@ -170,7 +170,7 @@ async def test_draining_group_that_is_wanted_again_stays() -> None:
     assert len(world.draining()) == 2
     await world.change(replicas=3)
     await world.reconcile()
-    assert (world.draining(), world.groups, world.routers.policy.empty) == ({}, groups, [])
+    assert (world.draining(), world.groups, world.routers.policy.evacuate) == ({}, groups, [])
     await world.reconcile()
     assert not any(pod["metadata"].get("annotations") for pod in world.kube.of_kind(PODS).values())
     assert ("Normal", "GroupKept") in world.events()
@@ -198,7 +198,7 @@ async def test_rollout_drains_groups_one_by_one() -> None:
     for _ in range(30):
         await world.reconcile()
         assert len(world.draining()) + len(world.deleted()) <= 1
-        world.routers.summary = summary(emptied=list(world.draining()))
+        world.routers.summary = summary(evacuated=list(world.draining()))
         world.cluster.start_pods()
     assert not old & world.groups and len(world.groups) == 3
     assert [reason for _, reason in world.events()].count("GroupDraining") == 3
@@ -211,21 +211,21 @@ async def test_requests_are_held_while_the_only_group_is_replaced() -> None:
     await world.reconcile()
     (old,) = world.draining()
     policy = world.routers.policy
-    assert (policy.empty, policy.max_held, policy.hold_s) == ([old], 100, 600.0)
-    world.routers.summary = summary(emptied=[old])
+    assert (policy.evacuate, policy.max_held, policy.hold_s) == ([old], 100, 600.0)
+    world.routers.summary = summary(evacuated=[old])
     assert f"delete statefulsets {old}" in await world.reconcile()
     for _ in range(3):
         await world.reconcile()
         assert world.routers.policy.hold_s == 600.0, "its successor starts"
     await world.settle()
-    assert (world.routers.policy.empty, world.routers.policy.hold_s) == ([], 0.0)
+    assert (world.routers.policy.evacuate, world.routers.policy.hold_s) == ([], 0.0)
 
 
 async def test_requests_are_not_held_for_an_impossible_group() -> None:
     world = await world_with_routers(replicas=1)
     await world.change(suspend=True)
     await world.reconcile()
-    assert world.routers.policy.empty and (world.routers.policy.max_held, world.routers.policy.hold_s) == (0, 0.0)
+    assert world.routers.policy.evacuate and (world.routers.policy.max_held, world.routers.policy.hold_s) == (0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -263,16 +263,16 @@ async def test_routers_receive_the_groups_without_successor() -> None:
     for _ in range(2):
         await world.reconcile()
     (old,) = world.draining()
-    assert (world.routers.policy.empty, world.routers.policy.for_good) == ([old], [old])
+    assert (world.routers.policy.evacuate, world.routers.policy.without_successor) == ([old], [old])
     assert world.routers.policy.wanted
     other = await world_with_routers(replicas=2)
     await other.change(replicas=1)
     await other.reconcile()
-    assert (other.routers.policy.empty, other.routers.policy.for_good) == (list(other.draining()), [])
+    assert (other.routers.policy.evacuate, other.routers.policy.without_successor) == (list(other.draining()), [])
     await other.change(suspend=True)
     for _ in range(2):
         await other.reconcile()
-    assert sorted(other.routers.policy.for_good) == sorted(other.draining()) and len(other.draining()) == 2
+    assert sorted(other.routers.policy.without_successor) == sorted(other.draining()) and len(other.draining()) == 2
     assert not other.routers.policy.wanted
 
 
@@ -291,7 +291,7 @@ async def test_draining_straggler_is_replaced_without_reports() -> None:
     for _ in range(3):
         await world.reconcile()
     assert list(world.draining()) == [victim]
-    world.routers.summary = summary(emptied=[victim], hotspots=[straggler(other)])
+    world.routers.summary = summary(evacuated=[victim], hotspots=[straggler(other)])
     await world.reconcile()
     assert world.deleted() == {victim} and len(world.groups) == 3
     world.now = "2026-01-01T00:09:00Z"  # the successor is minutes old
@@ -334,7 +334,7 @@ async def test_routers_evacuate_a_group_that_loses_a_pod() -> None:
     pod = world.kube.of_kind(PODS)[f"{name}-0"]
     world.kube.put(PODS, pod | {"metadata": pod["metadata"] | {"deletionTimestamp": NOW}})
     await world.reconcile()
-    assert world.routers.policy.empty == [name]
+    assert world.routers.policy.evacuate == [name]
     assert world.draining() == {} and world.deleted() == set()
 
 

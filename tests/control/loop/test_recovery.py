@@ -17,6 +17,7 @@ from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Re
 from tests.control.builders import make_group, make_report
 from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import LONG_AGO, make_unready, overdue_world
+from tests.control.simulated_service import rate_for
 from tests.control.summaries import group as group_summary
 from tests.control.summaries import summary
 from tests.control.worlds import World
@@ -302,6 +303,24 @@ async def test_rejected_group_stops_neither_recovery_nor_scaling() -> None:
     with pytest.raises(Rejected):
         await world.reconcile()
     assert not [call for call in kube.calls[before:] if call.startswith("quick-delete")], "no action is repeated"
+
+
+async def test_rejected_group_does_not_reset_the_autoscaler() -> None:
+    kube = FullKube()
+    targets, scale_down = {"ttftP95Ms": 2000, "itlP95Ms": 100}, {"stabilizationSeconds": 60}
+    world = World(kube, replicas=2, autoscaling={"maxReplicas": 9, "targets": targets, "scaleDown": scale_down})
+    world.cluster.start_router_pods()
+    await world.settle()
+    kube.is_full = True
+    await world.change(replicas=3)
+    world.routers.summary = summary(*map(group_summary, sorted(world.groups)), rate=rate_for(0.2))
+    replicas = []
+    for clock in (100.0, 120.0, 140.0, 160.0):
+        world.clock = clock
+        with pytest.raises(Rejected):
+            await world.reconcile()
+        replicas.append(world.service["spec"]["replicas"])
+    assert replicas == [3, 3, 3, 2], "the stabilization time passes although each reconcile fails"
 
 
 def dying_group(group: str, deaths: int) -> GroupSummary:

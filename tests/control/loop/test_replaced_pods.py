@@ -1,12 +1,12 @@
-"""A pod that is deleted or replaced just before its deletion: only the decided pods are deleted."""
+"""A pod or group that is deleted or replaced just before a write: only the observed objects are deleted or annotated."""
 
 import pytest
 
-from phalanx_operator.kube.client import PODS, Json, Resource
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Resource
 from tests.control.builders import NOW
 from tests.control.fake_kube import FakeKube
-from tests.control.loop.scenes import overdue_world
-from tests.control.worlds import World
+from tests.control.loop.scenes import overdue_world, world_with_routers
+from tests.control.worlds import KEY, World
 
 both_cases = pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "deleted"])
 
@@ -80,3 +80,21 @@ async def test_pod_replaced_before_node_cleanup_is_kept(replaced: bool) -> None:
     del kube.objects["nodes", "", "node-1"]
     await world.settle()
     assert world.ready == ("True", "Ready") and len(world.groups) == 2 and not world.groups & {first, second}
+
+
+@pytest.mark.parametrize("action", ["drain", "restart"])
+async def test_replaced_group_is_neither_annotated_nor_announced(action: str) -> None:
+    if action == "drain":
+        world = await world_with_routers(replicas=1)
+        await world.change(replicas=0)
+    else:
+        world = await overdue_world()
+    world.cluster.sync_informers()
+    (group,) = world.kube.of_kind(STATEFUL_SETS).values()
+    new = world.kube.put(STATEFUL_SETS, group | {"metadata": group["metadata"] | {"uid": "new"}})
+    before = len(world.kube.calls)
+    await world.reconciler.reconcile(KEY)
+    assert f"merge statefulsets {group['metadata']['name']}" in world.kube.calls[before:], "it was decided"
+    assert list(world.kube.of_kind(STATEFUL_SETS).values()) == [new]
+    assert not [call for call in world.kube.calls[before:] if "delete" in call]
+    assert not {("Normal", "GroupDraining"), ("Normal", "GroupRestarted")} & set(world.events())

@@ -24,8 +24,11 @@ def revision_of(world: World) -> str:
     return revision(make_service(**world.service["spec"]))
 
 
-async def run_late(world: World, rollout: dict[str, Any] | None = None) -> None:
-    """Keeps the newest groups unready past the deadline, with the others ready. `rollout` replaces the strategy by then."""
+async def run_late(world: World, rollout: dict[str, Any] | None = None) -> list[str]:
+    """Keeps the newest groups unready past the deadline, with the others ready. `rollout` replaces the strategy by then.
+
+    Returns the writes of the reconcile after the deadline.
+    """
     first = world.groups
     await world.reconcile()
     await world.reconcile()
@@ -36,7 +39,7 @@ async def run_late(world: World, rollout: dict[str, Any] | None = None) -> None:
     world.now = LONG_AFTER
     if rollout:
         await world.change(rollout=rollout)
-    await world.reconcile()
+    return await world.reconcile()
 
 
 def newer(world: World, old: set[str]) -> set[str]:
@@ -74,6 +77,16 @@ async def test_late_revision_rolls_back_to_the_last_complete_one() -> None:
     assert (status.replicas, status.ready_replicas) == (3, 3)
     assert ("Warning", "RolledBack") in world.events()
     assert await world.reconcile() == [], "no further writes"
+
+
+async def test_rollback_is_recorded_before_its_actions() -> None:
+    """Without the late group and without the record, the revision would be rolled out again."""
+    world = await settled_world(replicas=3, rollout=ROLLOUT)
+    await world.change(engine=BAD)
+    writes = await run_late(world)
+    recorded = writes.index("apply inferenceservices/status chat")
+    assert recorded < min(writes.index(write) for write in writes if write.startswith("delete statefulsets"))
+    assert writes.count("apply inferenceservices/status chat") == 1
 
 
 @pytest.mark.parametrize("constraint", [{"partition": 3}, {"paused": True}], ids=["partition", "paused"])

@@ -1,0 +1,73 @@
+"""Executed actions are announced and counted once, also if a later call fails; a status write counts once it succeeded."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_operator.kube.client import EVENTS, Conflict, Denied, KubeError, Rejected, Retry
+from tests.control.loop.scenes import LONG_AGO, make_unready, settled_world
+from tests.control.worlds import KEY, World
+
+STATUS_WRITE = "apply inferenceservices/status chat"
+SPEC: dict[str, Any] = {"placement": {"gang": {"mode": "None"}}, "parallelism": {"tensor": 2, "gpusPerPod": 1}}
+
+
+def announced(world: World, reason: str) -> list[str]:
+    """Returns the targets of the actions in events with this reason, sorted."""
+    notes = [body["note"] for body in world.kube.of_kind(EVENTS).values() if body["reason"] == reason]
+    return sorted(line.partition(": ")[0] for note in notes for line in note.split("; "))
+
+
+def counted(world: World, metric: str, **labels: str) -> float:
+    return world.metrics.registry.get_sample_value(f"phalanx_operator_{metric}_total", labels) or 0.0
+
+
+async def third_creation() -> str:
+    """Returns the call that creates the third group."""
+    return [call for call in await World(replicas=3, **SPEC).reconcile() if call.startswith("create statefulsets")][2]
+
+
+@pytest.mark.parametrize("status_error", [None, Retry, Conflict])
+@pytest.mark.parametrize("error", [Rejected, Denied, Retry, None])
+async def test_created_groups_are_announced_once_despite_failures(
+    error: type[KubeError] | None, status_error: type[KubeError] | None
+) -> None:
+    world, failures = World(replicas=3, **SPEC), {await third_creation(): error, STATUS_WRITE: status_error}
+    world.kube.failures = {call: failure("why") for call, failure in failures.items() if failure}
+    if error or status_error:
+        with pytest.raises(KubeError):
+            await world.reconciler.reconcile(KEY)
+        assert len(world.groups) == (2 if error else 3)
+        assert announced(world, "GroupCreated") == sorted(world.groups), "at once"
+    world.kube.failures.clear()
+    await world.settle()
+    assert announced(world, "GroupCreated") == sorted(world.groups)
+    assert len(world.groups) == counted(world, "actions", action="CreateGroup") == 3
+
+
+@pytest.mark.parametrize("error", [Denied, Retry])
+async def test_restarts_are_announced_once_despite_failures(error: type[KubeError]) -> None:
+    world = await settled_world(replicas=2, **SPEC)
+    make_unready(world, LONG_AGO)
+    first, second = sorted(world.groups)
+    world.kube.failures[f"quick-delete pods {second}-0"] = error("why")
+    before = len(world.kube.calls)
+    with pytest.raises(error):
+        await world.reconcile()
+    assert first in announced(world, "GroupRestarted"), "at once"
+    world.cluster.sync_informers()
+    await world.reconcile()
+    deletions = [call for call in world.kube.calls[before:] if call.startswith("quick-delete")]
+    assert sorted(set(deletions)) == [f"quick-delete pods {group}-{i}" for group in (first, second) for i in range(2)]
+    assert [deletions.count(f"quick-delete pods {first}-{i}") for i in range(2)] == [1, 1], "no restart is repeated"
+    assert announced(world, "GroupRestarted") == [first, second] and counted(world, "actions", action="RestartGroup") == 2
+
+
+async def test_status_writes_count_once_they_succeed() -> None:
+    world = World(**SPEC)
+    world.kube.failures[STATUS_WRITE] = Retry("why")
+    with pytest.raises(Retry):
+        await world.reconcile()
+    assert counted(world, "status_writes") == 0
+    await world.settle()
+    assert counted(world, "status_writes") == world.kube.calls.count(STATUS_WRITE) - 1 > 0
