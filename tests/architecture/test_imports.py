@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -79,6 +80,12 @@ def test_packages_stay_apart(source: str, target: str) -> None:
 def test_library_has_only_its_users(library: str) -> None:
     users = [n for n, ts in EDGES.items() if any(inside(t, library) for t in ts)]
     assert [u for u in users if not any(inside(u, d) for d in USERS[library])] == []
+
+
+def test_decision_suites_need_no_torch() -> None:
+    paths = [path for suite in ("control", "router") for path in (ROOT / "tests" / suite).rglob("*.py")]
+    used = {path.name: re.findall(r"^from (phalanx_\S+) import", path.read_text(), re.M) for path in paths}
+    assert {name for name, modules in used.items() for module in modules if "torch" in reachable(module)} == set()
 
 
 def test_no_cycles() -> None:

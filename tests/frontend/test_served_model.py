@@ -28,7 +28,8 @@ async def test_missing_model_is_reported_with_the_reason() -> None:
         for path in ("/v1/completions", "/v1/models", "/readyz"):
             answer = await (client.post(path, json={"prompt": "x"}) if "compl" in path else client.get(path))
             assert answer.status_code == 503
-        assert (await client.get("/readyz")).json()["error"]["message"] == "no group serves"
+        error = (await client.get("/readyz")).json()["error"]
+        assert (error["code"], error["message"]) == ("not_ready", "no group serves")
         assert (await client.get("/healthz")).status_code == 200
         assert (await client.get("/v1/models")).headers["retry-after"] == "2"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -357,9 +358,22 @@ def test_groups_without_cost_models_share_requests_evenly() -> None:
     assert max(running.values()) <= 32 and min(running.values()) >= 10, running
 
 
-def test_a_prefix_does_not_crowd_its_home() -> None:
-    running = {"a": 0, "b": 0, "c": 0}
-    for at in range(60):
-        views = [group(key, running=count) for key, count in running.items()]
-        running[chosen(views, RequestDemand(40, 600), draw=at * 0.37 % 1, hits={"a": 32}).key] += 1
-    assert running["a"] == max(running.values()) <= 30 and min(running.values()) >= 12, running
+@given(
+    others=st.lists(st.integers(0, 60), min_size=1, max_size=7),
+    more=st.integers(1, 60),
+    hit_tokens=st.integers(1, 39),
+    draw=st.floats(0, 1, exclude_max=True),
+)
+def test_near_tied_home_gets_requests_until_it_is_crowded(others: list[int], more: int, hit_tokens: int, draw: float) -> None:
+    """The home has the most requests, and a backlog that exceeds what its cached prefix saves: only affinity is in its favour."""
+    waiting = [max(others) + more, *others]
+    backlogs = [hit_tokens + 1, *(0 for _ in others)]
+    model: dict[str, Any] = {"total_pages": 1000, "mean_output_tokens": 600, "step_model": STEP_MODEL}
+    views = [
+        make_group_view(f"g{i}", waiting=count, queued_prompt_tokens=tokens, **model)
+        for i, (count, tokens) in enumerate(zip(waiting, backlogs, strict=True))
+    ]
+    choice = chosen(views, RequestDemand(40, 600), draw=draw, hits={"g0": hit_tokens})
+    is_crowded = waiting[0] > 1.25 * sum(waiting) / len(waiting) + 2
+    assert choice.reason == ("tie" if is_crowded else "home")
+    assert (choice.key == "g0") is not is_crowded

@@ -46,7 +46,7 @@ def counts(groups: Sequence[Group]) -> tuple[int, int, int]:
     """Returns draft tokens, accepted ones, and accepted ones that were not the first child, in these groups."""
     found = [group.loop.speculation for group in groups if group.loop is not None]
     return (
-        sum(sum(one.proposed) for one in found),
+        sum(sum(one.drafted) for one in found),
         sum(sum(one.accepted) for one in found),
         sum(one.branched for one in found),
     )

@@ -82,10 +82,10 @@ def test_moved_speculating_requests_continue_with_equal_tokens(model: Path) -> N
         plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
         assert moved_back_and_forth(router, requests, plain) > 0
         counts = [group.loop.speculation for group in field.groups if group.loop is not None]
-        proposed, accepted = (
-            sum(sum(part) for part in some) for some in zip(*((c.proposed, c.accepted) for c in counts), strict=True)
+        drafted, accepted = (
+            sum(sum(part) for part in some) for some in zip(*((c.drafted, c.accepted) for c in counts), strict=True)
         )
-        assert 0.2 < accepted / proposed < 0.9
+        assert 0.2 < accepted / drafted < 0.9
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import msgspec
 import pytest
@@ -64,7 +65,7 @@ class Rank:
     def wait_for(self, step: int) -> None:
         wait_until(lambda: self.step >= step)
 
-    def __enter__(self) -> "Rank":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,8 +209,8 @@ def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Ra
 
 @pytest.mark.parametrize(
     ("first", "pages", "tokens", "code"),
-    [(0, [1, 2, 3], None, "no_room"), (1, [1], 8, "malformed"), (0, [1], 8, "malformed")],
-    ids=["more than reserved", "a page missing before", "a page missing after"],
+    [(0, [1, 2, 3], None, "no_room"), (1, [1], 8, "malformed"), (0, [1], 8, "malformed"), (0, [1], 6, "malformed")],
+    ids=["more than reserved", "a page missing before", "a page missing after", "a partial page missing after"],
 )
 def test_positions_that_do_not_fit_end_the_transfer(
     source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
@@ -249,6 +250,50 @@ def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
     source.wait(SendFailed)
     assert all(torch.equal(old, cache.k) for old, cache in zip(kept, target.caches, strict=True))
     assert not source.has_same(target, [(0, NUM_PAGES - 1)])
+
+
+class SlowRank(Rank):
+    """Writes a page once `may_write` is set."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_writing, self.may_write = threading.Event(), threading.Event()
+
+    def open(self) -> Pages:
+        return SlowPages(self, super().open())
+
+
+@dataclass
+class SlowPages:
+    rank: SlowRank
+    pages: Pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pages.page_bytes
+
+    def read(self, page: int) -> list[memoryview]:
+        return self.pages.read(page)
+
+    def write(self, page: int, data: memoryview) -> None:
+        self.rank.is_writing.set()
+        assert self.rank.may_write.wait(10)
+        self.pages.write(page, data)
+
+
+def test_move_is_forgotten_after_the_page_being_written(source: Rank) -> None:
+    with SlowRank(make_caches(2)) as target:
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
+        source.server.execute(send(target, 0, [1], PAGE_SIZE))
+        assert target.is_writing.wait(10)
+        forget = threading.Thread(target=target.server.execute, args=(ForgetMove("m1"),))
+        forget.start()
+        forget.join(0.3)
+        forgotten_during_write = target.reports_of(Forgotten)
+        target.may_write.set()
+        target.wait(Forgotten)
+        assert source.has_same(target, [(1, 5)]) and not forgotten_during_write
+        forget.join()
 
 
 def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:

@@ -135,9 +135,9 @@ def test_a_request_is_in_every_histogram_once() -> None:
 def test_the_acceptance_rate_counts_over_engines() -> None:
     metrics, _, totals = make()
     for counts in (
-        SpeculationCounts(paths=4, proposed=[4, 4], accepted=[3, 1]),
-        SpeculationCounts(paths=6, proposed=[6, 6], accepted=[5, 2]),
-        SpeculationCounts(paths=1, proposed=[1], accepted=[1]),
+        SpeculationCounts(paths=4, drafted=[4, 4], accepted=[3, 1]),
+        SpeculationCounts(paths=6, drafted=[6, 6], accepted=[5, 2]),
+        SpeculationCounts(paths=1, drafted=[1], accepted=[1]),
     ):
         metrics.load(msgspec.structs.replace(NO_LOAD, speculation=counts))
-    assert (totals.totals().proposed, totals.totals().accepted) == (13, 8)
+    assert (totals.totals().drafted, totals.totals().accepted) == (13, 8)

@@ -14,10 +14,10 @@ def test_counters_add_up_over_reports_and_engines() -> None:
         return registry.get_sample_value(name, {"model_name": "tiny", **labels})
 
     assert shown("vllm:spec_decode_num_drafts_total") == 0, "exported before the first draft token"
-    metrics.update(SpeculationCounts(paths=4, proposed=[4, 4, 2], accepted=[3, 1, 0], saved=4, draft_s=0.5, verify_s=0.25))
-    metrics.update(SpeculationCounts(paths=6, proposed=[6, 6, 2, 1], accepted=[5, 3, 0, 0], saved=8, draft_s=0.75, verify_s=0.5))
+    metrics.update(SpeculationCounts(paths=4, drafted=[4, 4, 2], accepted=[3, 1, 0], saved=4, draft_s=0.5, verify_s=0.25))
+    metrics.update(SpeculationCounts(paths=6, drafted=[6, 6, 2, 1], accepted=[5, 3, 0, 0], saved=8, draft_s=0.75, verify_s=0.5))
     metrics.update(
-        SpeculationCounts(paths=1, proposed=[1], accepted=[1], saved=1, draft_s=0.1, verify_s=0.1, draft_failure="out of memory")
+        SpeculationCounts(paths=1, drafted=[1], accepted=[1], saved=1, draft_s=0.1, verify_s=0.1, draft_failure="out of memory")
     )
     assert shown("vllm:spec_decode_num_drafts_total") == 7
     assert shown("vllm:spec_decode_num_draft_tokens_total") == 16

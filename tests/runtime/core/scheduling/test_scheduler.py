@@ -83,6 +83,17 @@ def test_rows_are_bounded_and_reused() -> None:
     assert {row for plan in runner.plans for row in plan.rows} == {0, 1}
 
 
+def test_frozen_prompt_is_not_computed_before_its_thaw() -> None:
+    scheduler, runner = make_engine(budget=4)
+    request = make_request(10, 3)
+    scheduler.submit(1, request)
+    step(scheduler, runner)
+    assert scheduler.freeze(1)
+    assert scheduler.schedule() is None and scheduler.is_blocked()
+    scheduler.thaw(1)
+    assert finish(scheduler, runner)[0] == {1: expected_output(request)}
+
+
 def test_stop_token_ends_the_request_after_delivery() -> None:
     undisturbed = expected_output(make_request(5, 10))
     request = make_request(5, 10, stop=[undisturbed[3]])

@@ -342,9 +342,9 @@ def test_undrafted_tokens_are_not_counted(tree: Tree) -> None:
     finish(runner, scheduler)
     counts = scheduler.speculator.counts()
     assert 0 < sum(counts.accepted) == runner.num_accepted
-    assert len(counts.proposed) == 2 and counts.proposed[0] > counts.paths * (1 if tree.widths else 0.99)
+    assert len(counts.drafted) == 2 and counts.drafted[0] > counts.paths * (1 if tree.widths else 0.99)
     num_requested = sum(path.depth for plan in runner.plans for path in plan.paths)
-    assert sum(counts.proposed) < num_requested, "the plans have more nodes"
+    assert sum(counts.drafted) < num_requested, "the plans have more nodes"
     assert bool(counts.branched) == bool(tree.widths)
 
 
@@ -354,7 +354,7 @@ def test_silent_draft_adds_no_tokens() -> None:
     scheduler.submit(1, make_request(5, 40))
     finish(runner, scheduler)
     assert any(plan.paths for plan in runner.plans)
-    assert scheduler.speculator.counts().paths == 0 and sum(scheduler.speculator.counts().proposed) == 0
+    assert scheduler.speculator.counts().paths == 0 and sum(scheduler.speculator.counts().drafted) == 0
 
 
 def test_padding_does_not_count_but_missing_nodes_do() -> None:

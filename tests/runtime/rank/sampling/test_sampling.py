@@ -139,6 +139,13 @@ def test_ties_at_a_cut_stay_together() -> None:
     assert kept(scores, Draw(seed=0, index=0, top_p=0.01)) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("top_p", "tokens"), [(0.5, {0}), (0.75, {0, 1}), (0.875, {0, 1, 2, 3})])
+def test_top_p_keeps_no_token_beyond_an_exact_mass(top_p: float, tokens: set[int]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        scores = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=dtype).log()
+        assert kept(scores, Draw(seed=0, index=0, top_p=top_p)) == tokens
+
+
 def test_low_precision_logits_are_widened() -> None:
     assert (
         apply_temperature(torch.ones(1, 4, dtype=torch.bfloat16), [Draw(seed=0, index=0, temperature=0.5)]).dtype == torch.float32
