@@ -136,7 +136,7 @@ COLUMNS = (
 def row_of(kind: str, batch: int, pairs: Sequence[tuple[Outcome, Outcome]], bound: float) -> str:
     ratio = median_interval([ours.speed / plain.speed for plain, ours in pairs])
     total_ratio = sum(plain.total_s for plain, _ in pairs) / sum(ours.total_s for _, ours in pairs)
-    proposed, accepted = added(ours.counts.proposed for _, ours in pairs), added(ours.counts.accepted for _, ours in pairs)
+    proposed, accepted = added(ours.counts.drafted for _, ours in pairs), added(ours.counts.accepted for _, ours in pairs)
     decodes, paths = sum(ours.draws for _, ours in pairs), sum(ours.counts.paths for _, ours in pairs)
     cells = (
         kind,
@@ -162,7 +162,7 @@ def has_all(pairs: Sequence[tuple[Outcome, Outcome]]) -> bool:
     Room in a step and the end of a request limit them.
     """
     counts = [ours.counts for _, ours in pairs]
-    return sum(sum(count.proposed) for count in counts) >= 0.9 * sum(len(count.proposed) * count.paths for count in counts)
+    return sum(sum(count.drafted) for count in counts) >= 0.9 * sum(len(count.drafted) * count.paths for count in counts)
 
 
 def describe_limits(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:

@@ -40,7 +40,7 @@ def since(before: SpeculationCounts, now: SpeculationCounts) -> SpeculationCount
     draft_s = now.draft_s - before.draft_s
     return SpeculationCounts(
         paths=now.paths - before.paths,
-        proposed=difference("proposed"),
+        drafted=difference("drafted"),
         accepted=difference("accepted"),
         saved=now.saved - before.saved,
         draft_s=draft_s,
@@ -57,7 +57,7 @@ def joined(parts: Sequence[Outcome]) -> Outcome:
         sum(part.steps for part in parts),
         SpeculationCounts(
             paths=sum(part.counts.paths for part in parts),
-            proposed=added(part.counts.proposed for part in parts),
+            drafted=added(part.counts.drafted for part in parts),
             accepted=added(part.counts.accepted for part in parts),
             saved=sum(part.counts.saved for part in parts),
             draft_s=sum(part.counts.draft_s for part in parts),

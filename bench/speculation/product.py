@@ -175,7 +175,7 @@ def moved(folder: Path, build: Build, pods: list[int], config: SchedulerConfig, 
         router.until(lambda: all(stream.finish for stream in streams))
         counts = [group.loop.speculation for group in groups.groups if group.loop is not None]
         router.settle()
-    drafted, accepted = sum(sum(count.proposed) for count in counts), sum(sum(count.accepted) for count in counts)
+    drafted, accepted = sum(sum(count.drafted) for count in counts), sum(sum(count.accepted) for count in counts)
     branched = sum(count.branched for count in counts)
     return Result(
         sum(map(len, plain)), _num_different([stream.tokens for stream in streams], plain), drafted, accepted, branched, num_moved

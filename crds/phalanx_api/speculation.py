@@ -43,7 +43,7 @@ class SpeculationCounts(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Counters since the start of an engine."""
 
     paths: int = 0  # requests with draft tokens, summed over steps
-    proposed: list[int] = []  # draft tokens, by position in a path
+    drafted: list[int] = []  # draft tokens, by position in a path
     accepted: list[int] = []  # the same for accepted ones
     saved: int = 0  # output tokens beyond one per request and step
     draft_s: float = 0.0  # time of drafting

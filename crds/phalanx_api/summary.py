@@ -138,7 +138,7 @@ class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     pingpong_total: int = 0
     shed_total: int = 0
     policy: int = 0  # number of the policy in effect; 0: that of its ConfigMap
-    emptied: list[str] = []  # groups under evacuation without streams of this router
+    evacuated: list[str] = msgspec.field(default_factory=list, name="emptied")  # of `evacuate`, without streams of this router
 
     version: int = PROTOCOL_VERSION
     unknown_versions: list[UnknownVersion] = []
@@ -161,14 +161,14 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     budgets: Budgets = Budgets()
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
-    empty: list[str] = []  # groups to evacuate, most urgent first
+    evacuate: list[str] = msgspec.field(default_factory=list, name="empty")  # groups, most urgent first
     max_held: int = 0  # requests held per router during a cold start; 0: no group will start
     hold_s: float = 0.0  # maximum hold
     canary: str = ""  # newest revision during a canary
     canary_percent: int = 0  # of new requests, while other revisions serve
     routing: Routing = "PrefixAware"
     fails_open: bool = True  # see `spec.router.failureMode`
-    for_good: list[str] = []  # those in `empty` without a successor of their revision
+    without_successor: list[str] = msgspec.field(default_factory=list, name="for_good")  # of `evacuate`, of their revision
     wanted: bool = True  # whether any group is desired
 
 

@@ -42,7 +42,7 @@ class HealthTotals:
     cached_tokens: int = 0
     generated_tokens: int = 0
     latency_s: float = 0.0
-    proposed: int = 0  # draft tokens; at a router of all engines
+    drafted: int = 0  # draft tokens; at a router of all engines
     accepted: int = 0  # accepted draft tokens
 
 

@@ -41,10 +41,10 @@ class RequestTotals:
             latency_s=now.latency_s + latency_s,
         )
 
-    def record_speculation(self, proposed: int, accepted: int) -> None:
+    def record_speculation(self, drafted: int, accepted: int) -> None:
         """Adds draft tokens, and accepted ones."""
         now = self._totals
-        self._totals = replace(now, proposed=now.proposed + proposed, accepted=now.accepted + accepted)
+        self._totals = replace(now, drafted=now.drafted + drafted, accepted=now.accepted + accepted)
 
     def totals(self) -> HealthTotals:
         """Returns the sums since the start."""

@@ -44,8 +44,8 @@ class RouterHealthSource:
     def totals(self) -> HealthTotals:
         """Requests of this router, draft tokens of all groups."""
         counts = [_counts(link) for link in self._links.all()]
-        proposed, accepted = sum(sum(c.proposed) for c in counts), sum(sum(c.accepted) for c in counts)
-        return replace(self._server.totals(), proposed=proposed, accepted=accepted)
+        drafted, accepted = sum(sum(c.drafted) for c in counts), sum(sum(c.accepted) for c in counts)
+        return replace(self._server.totals(), drafted=drafted, accepted=accepted)
 
     def memory(self) -> Sequence[MemoryAccount]:
         """Empty: a router has no rank."""

@@ -205,7 +205,7 @@ class RouterBackend:
         self.mover.stream_ended(session, "the stream lost its group")
         link = session.assignment.link if session.assignment is not None else None
         group = link.endpoint.group if link is not None else ""
-        failures.lost_group = group if group in self.balancing.policy.for_good else ""
+        failures.lost_group = group if group in self.balancing.policy.without_successor else ""
         session.abort()
         failures.excluded.add(session.last_key)
         failures.last_setback = setback

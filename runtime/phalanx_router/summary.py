@@ -18,7 +18,7 @@ class UrgentState:
     hotspots: frozenset[tuple[str, str]]
     is_saturated: bool
     has_held: bool
-    emptied: frozenset[str]
+    evacuated: frozenset[str]
     is_leaving: bool
     unknown_versions: frozenset[str] = frozenset()
     deaths: frozenset[tuple[str, int, int]] = frozenset()
@@ -43,7 +43,7 @@ class SummaryBuilder:
             hotspots=frozenset((hotspot.group, str(hotspot.cause)) for hotspot in decision.hotspots),
             is_saturated=decision.is_saturated,
             has_held=self._num_held() > 0,
-            emptied=frozenset(self._emptied()),
+            evacuated=frozenset(self._emptied()),
             is_leaving=self._backend.is_draining,
             unknown_versions=frozenset(unknown.group for unknown in self._unknown_versions()),
             deaths=frozenset((link.endpoint.group, link.state.deaths, excused[link.endpoint.key]) for link in links),
@@ -73,7 +73,7 @@ class SummaryBuilder:
             pingpong_total=balancing.balancer.pingpong.num_returns,
             shed_total=self._metrics.num_shed,
             policy=balancing.policy.number,
-            emptied=sorted(self._emptied()),
+            evacuated=sorted(self._emptied()),
             unknown_versions=self._unknown_versions(),
         )
 
@@ -96,7 +96,7 @@ class SummaryBuilder:
     def _emptied(self) -> set[str]:
         streams = self._streams()
         filled = {link.endpoint.group for link in self._backend.links.all() if streams[link.endpoint.group]}
-        return set(self._backend.balancing.policy.empty) - filled
+        return set(self._backend.balancing.policy.evacuate) - filled
 
     def _streams(self) -> Counter[str]:
         return Counter(

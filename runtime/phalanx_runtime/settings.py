@@ -22,8 +22,12 @@ from phalanx_runtime.commands import (
     add_fetch,
     add_fit,
     command_settings,
+    flag_type,
+    natural,
+    port,
+    positive,
+    seconds,
 )
-from phalanx_runtime.flag_types import flag_type, natural, port, positive, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

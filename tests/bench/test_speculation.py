@@ -93,13 +93,13 @@ def test_engines_that_take_turns_over_one_runner_keep_apart(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("proposed", "is_complete"), [([100, 99, 97, 95], True), ([100, 60, 20, 10], False)])
 def test_output_states_where_all_drafts_were_generated(proposed: list[int], is_complete: bool) -> None:
-    ours = Outcome([], counts=SpeculationCounts(paths=100, proposed=proposed))
+    ours = Outcome([], counts=SpeculationCounts(paths=100, drafted=proposed))
     assert has_all([(Outcome([]), ours)]) == is_complete
 
 
 @pytest.mark.parametrize(
     ("counts", "expected"),
-    [(SpeculationCounts(paths=20, proposed=[20, 16], accepted=[13, 2]), "0.75"), (SpeculationCounts(), "-")],
+    [(SpeculationCounts(paths=20, drafted=[20, 16], accepted=[13, 2]), "0.75"), (SpeculationCounts(), "-")],
 )
 def test_accepted_tokens_are_reported_per_draft_length(counts: SpeculationCounts, expected: str) -> None:
     """Steps without draft tokens do not count."""

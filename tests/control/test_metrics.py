@@ -141,7 +141,7 @@ async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     await world.reconcile()
     (victim,) = world.draining()
     assert gauges(world) == (2, 2, 1, 1, 2)
-    world.routers.summary = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), emptied=[victim])
+    world.routers.summary = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), evacuated=[victim])
     await world.settle()
     assert gauges(world) == (2, 2, 0, 0, 2)
     del world.kube.objects["inferenceservices", *KEY]

@@ -32,11 +32,11 @@ async def test_new_policy_reaches_a_router_during_a_poll(scene: Scene) -> None:
     scene.publish(number=1)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: len(scene.routers[0].requests) == 2)
-    scene.publish(number=2, empty=["a"], poll_s=2.0)
+    scene.publish(number=2, evacuate=["a"], poll_s=2.0)
     await until(lambda: len(scene.routers[0].requests) == 3)
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: len(scene.routers[0].requests) == 4)
-    requests = [(request.policy.empty, request.wait_s) for request in scene.routers[0].requests]
+    requests = [(request.policy.evacuate, request.wait_s) for request in scene.routers[0].requests]
     assert requests == [([], 0.0), ([], 15.0), (["a"], 0.0), (["a"], 2.0)], "a lost answer is requested again at once"
 
 
@@ -45,8 +45,8 @@ async def test_only_starts_and_ends_wake(scene: Scene) -> None:
     summaries = [
         summary(group(streams=4)),
         summary(group(streams=9)),
-        summary(emptied=["a"]),
-        summary(emptied=["a"]),
+        summary(evacuated=["a"]),
+        summary(evacuated=["a"]),
         summary(held=1),
     ]
     for answer in summaries:

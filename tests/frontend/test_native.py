@@ -254,7 +254,7 @@ def test_memory_is_reported_per_rank() -> None:
         )
         for rank in range(2)
     ]
-    assert metrics_document(HealthTotals(proposed=8, accepted=6), (), None)["acceptance_rate"] == 0.75
+    assert metrics_document(HealthTotals(drafted=8, accepted=6), (), None)["acceptance_rate"] == 0.75
     document = metrics_document(HealthTotals(), accounts, 8)
     assert document["kv_bytes_per_token"] == 8
     assert document["memory"][1] == {

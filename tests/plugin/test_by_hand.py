@@ -45,9 +45,9 @@ async def test_drained_group_is_emptied_and_replaced() -> None:
     for _ in range(3):
         await world.reconcile()
         world.cluster.start_pods()
-    assert world.routers.policy.empty == [victim] and world.groups == {victim, other}, "it waits for its stream to end"
+    assert world.routers.policy.evacuate == [victim] and world.groups == {victim, other}, "it waits for its stream to end"
     assert world.draining() == {victim: f"{NOW} asked requested with kubectl phalanx drain"}
-    world.routers.summary = summary(group(other), emptied=[victim])
+    world.routers.summary = summary(group(other), evacuated=[victim])
     for _ in range(5):
         await world.reconcile()
         world.cluster.start_pods()
@@ -62,7 +62,7 @@ async def test_restart_replaces_every_group_once_in_order() -> None:
     for _ in range(30):
         await world.reconcile()
         assert len(world.draining()) + len(world.deleted()) <= 1
-        world.routers.summary = summary(emptied=list(world.draining()))
+        world.routers.summary = summary(evacuated=list(world.draining()))
         world.cluster.start_pods()
     assert world.service["spec"]["rollout"] == {"restartId": NOW}
     new = world.groups

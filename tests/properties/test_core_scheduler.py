@@ -297,7 +297,7 @@ def test_multi_step_runs_free_pages_and_keep_the_tokens() -> None:
             counts = run.scheduler.speculator.counts()
             assert counts.branched == run.runner.num_branched
             assert counts.saved <= sum(counts.accepted) == run.runner.num_accepted
-            assert sum(counts.proposed) == sum(path.depth for plan in run.runner.plans for path in plan.paths)
+            assert sum(counts.drafted) == sum(path.depth for plan in run.runner.plans for path in plan.paths)
 
 
 def test_draft_tokens_preempt_no_request_and_take_no_page() -> None:

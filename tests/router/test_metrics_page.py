@@ -33,14 +33,14 @@ async def read_document(router: PolledRouter, **values: Any) -> dict[str, Any]:
 
 
 async def test_draft_counts_are_summed_and_token_time_is_averaged() -> None:
-    a = make_leader("a", 16 * 4096, SpeculationCounts(paths=4, proposed=[4, 4], accepted=[3, 1]))
-    b = make_leader("b", 16 * 2048, SpeculationCounts(paths=2, proposed=[2], accepted=[2]))
+    a = make_leader("a", 16 * 4096, SpeculationCounts(paths=4, drafted=[4, 4], accepted=[3, 1]))
+    b = make_leader("b", 16 * 2048, SpeculationCounts(paths=2, drafted=[2], accepted=[2]))
     async with polled_router(a, b) as router:
         document = await read_document(router, acceptance_rate=6 / 10)
         assert document["kv_bytes_per_token"] == 4096
         assert document["memory"] == [], "a router has no rank"
         assert document["total_requests"] == 0
-        a.load = msgspec.structs.replace(a.load, speculation=SpeculationCounts(paths=14, proposed=[14, 4], accepted=[13, 1]))
+        a.load = msgspec.structs.replace(a.load, speculation=SpeculationCounts(paths=14, drafted=[14, 4], accepted=[13, 1]))
         await read_document(router, acceptance_rate=16 / 20)
 
 

@@ -54,7 +54,7 @@ async def test_group_is_empty_after_its_last_stream() -> None:
         stream = asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=8)))
         poller.publish(KEY, [target], BalancePolicy(number=5), 15.0)
         await until(lambda: fleet().has_quorum and fleet().groups["a"].load.streams == 1)
-        poller.publish(KEY, [target], BalancePolicy(number=6, empty=["a"]), 15.0)
+        poller.publish(KEY, [target], BalancePolicy(number=6, evacuate=["a"]), 15.0)
         await until(lambda: router.fleet.balancing.policy.number == 6)
         assert drained_reason(draining, fleet(), 300, NOW) == ""
         woken.clear()

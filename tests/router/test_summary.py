@@ -116,10 +116,10 @@ async def test_other_paths_and_methods_are_as_before() -> None:
 async def test_newest_policy_is_applied() -> None:
     async with polled_router(FakeLeader("a"), FakeLeader("b")) as router:
         second = BalancePolicy(
-            number=2, mode="Route", routers=3, budgets=Budgets(2, 1e6, 0.01), ttft_target_s=1.0, itl_target_s=0.05, empty=["b"]
+            number=2, mode="Route", routers=3, budgets=Budgets(2, 1e6, 0.01), ttft_target_s=1.0, itl_target_s=0.05, evacuate=["b"]
         )
         answer = await router.poll(policy=second)
-        assert answer.policy == 2 and answer.emptied == ["b"]
+        assert answer.policy == 2 and answer.evacuated == ["b"]
         assert {group.group: group.draining for group in answer.groups} == {"a": False, "b": True}
         assert (await router.poll(policy=BalancePolicy(number=1))).policy == 2
         assert router.fleet.balancing.policy == second
@@ -158,12 +158,12 @@ async def test_poll_waits_until_a_group_is_empty() -> None:
     async with polled_router(FakeLeader("a", Script(hold_at=3))) as router:
         stream = asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=8)))
         await until(lambda: bool(router.leaders[0].submitted))
-        policy = BalancePolicy(number=1, empty=["a"])
+        policy = BalancePolicy(number=1, evacuate=["a"])
         answer = await router.poll(policy=policy)
-        assert answer.emptied == [] and answer.groups[0].streams == 1
+        assert answer.evacuated == [] and answer.groups[0].streams == 1
         polling = await start_poll(router, policy)
         router.leaders[0].release()
-        assert (await polling).emptied == ["a"]
+        assert (await polling).evacuated == ["a"]
         await stream
 
 
@@ -193,7 +193,7 @@ async def test_poll_waits_until_a_group_connects_or_is_lost() -> None:
 
 async def test_abandoned_poll_leaves_the_next_one_complete() -> None:
     """Its handler runs until its timeout and may detect the change first."""
-    now = [UrgentState(hotspots=frozenset(), is_saturated=False, has_held=False, emptied=frozenset(), is_leaving=False)]
+    now = [UrgentState(hotspots=frozenset(), is_saturated=False, has_held=False, evacuated=frozenset(), is_leaving=False)]
     endpoint = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: now[0])
 
     async def poll(wait_s: float) -> Response:

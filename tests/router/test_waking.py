@@ -151,7 +151,7 @@ async def test_draining_group_finishes_streams_new_requests_wait() -> None:
         async with running_world(old, settings=make_settings(keep_alive_s=0.01)) as world:
             started = asyncio.create_task(read_stream(world.fleet, make_request(id="started")))
             await until(lambda: old.steps == 3)
-            world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["old"], max_held=8, hold_s=30.0))
+            world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["old"], max_held=8, hold_s=30.0))
             waiting = asyncio.create_task(read_stream(world.fleet, make_request(id="waiting")))
             await until_held(world.fleet, 1)
             old.release()
@@ -174,7 +174,7 @@ async def test_draining_last_group_refuses_new_requests(how: str) -> None:
         started = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until(lambda: leader.steps == 3)
         if how == "by the policy":
-            world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"]))
+            world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"]))
         else:
             world.source.change(leader.endpoint(is_leaving=True))
         with pytest.raises(BackendError, match="every group is being emptied") as caught:
@@ -188,7 +188,7 @@ async def test_draining_last_group_refuses_new_requests(how: str) -> None:
 async def test_kept_group_serves_waiting_requests() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], max_held=8, hold_s=30.0))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"], max_held=8, hold_s=30.0))
         waiting = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until_held(world.fleet, 1)
         world.fleet.balancing.set_policy(BalancePolicy(number=2))
@@ -199,7 +199,7 @@ async def test_kept_group_serves_waiting_requests() -> None:
 async def test_started_stream_continues_in_a_draining_group() -> None:
     first, last = FakeLeader("first", Script(hold_at=3)), FakeLeader("last")
     async with running_world(first, last) as world:
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["last"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["last"]))
         stream = asyncio.create_task(read_stream(world.fleet, make_request()))
         await until(lambda: first.steps == 3)
         await first.stop()

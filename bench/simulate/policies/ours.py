@@ -57,7 +57,7 @@ class Ours:
     def apply_policy(self, policy: BalancePolicy) -> None:
         self._balancer.policy = policy
         for report in self._reports.values():
-            report.is_draining = report.group in policy.empty
+            report.is_draining = report.group in policy.evacuate
 
     def urgent_state(self, streams: Callable[[int], int]) -> Hashable:
         hotspots = frozenset((hotspot.group, hotspot.cause) for hotspot in self._decision.hotspots)
@@ -78,12 +78,12 @@ class Ours:
             hotspots=self._decision.hotspots,
             fleet_saturated=self._decision.is_saturated,
             policy=self._balancer.policy.number,
-            emptied=sorted(self._drained(streams)),
+            evacuated=sorted(self._drained(streams)),
         )
 
     def _drained(self, streams: Callable[[int], int]) -> set[str]:
         occupied = {report.group for group, report in self._reports.items() if streams(group)}
-        return set(self._balancer.policy.empty) - occupied
+        return set(self._balancer.policy.evacuate) - occupied
 
     @staticmethod
     def _group(report: GroupReport, view: GroupView, streams: int) -> GroupSummary:

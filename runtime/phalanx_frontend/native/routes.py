@@ -202,7 +202,7 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
         "avg_latency_ms": totals.latency_s * 1000 / totals.requests if totals.requests else None,
         "avg_throughput_tokens_per_sec": totals.generated_tokens / totals.latency_s if totals.latency_s else None,
         "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else None,
-        "acceptance_rate": totals.accepted / totals.proposed if totals.proposed else None,
+        "acceptance_rate": totals.accepted / totals.drafted if totals.drafted else None,
         "kv_bytes_per_token": kv_bytes_per_token,
         "memory": [
             {

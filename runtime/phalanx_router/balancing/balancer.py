@@ -96,7 +96,7 @@ class Balancer:
     def tick(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> BalanceDecision:
         """Runs every 250 ms. `views`: every group with an open link."""
         policy = self.policy
-        staying = [view for view in views if not view.is_draining and view.group not in policy.empty]
+        staying = [view for view in views if not view.is_draining and view.group not in policy.evacuate]
         report = self._tracker.tick(staying, HotspotTargets(policy.ttft_target_s, policy.itl_target_s), now)
         self._hot = report.hot
         self._refill(views, now)
@@ -142,8 +142,8 @@ class Balancer:
         self._budget.refill(self.policy.budgets, live_tokens, [view.key for view in views], now)
 
     def _evacuations(self, views: Sequence[GroupView], streams_of: StreamsOf, now: float) -> list[LadderPlan]:
-        """Empties the groups of `policy.empty` in order, then draining ones."""
-        order = {group: position for position, group in enumerate(self.policy.empty)}
+        """Evacuates the groups of `policy.evacuate` in order, then draining ones."""
+        order = {group: position for position, group in enumerate(self.policy.evacuate)}
         leaving = [view for view in views if view.is_draining or view.group in order]
         plans = []
         for view in sorted(leaving, key=lambda view: order.get(view.group, len(order))):
@@ -201,7 +201,7 @@ class Balancer:
         return LadderInputs(
             views=self._in_progress.projected(views),
             hot=self._hot,
-            closed=frozenset(view.key for view in views if view.group in self.policy.empty or view.is_draining),
+            closed=frozenset(view.key for view in views if view.group in self.policy.evacuate or view.is_draining),
             budget=self._budget,
             itl_target_s=self.policy.itl_target_s,
             now=now,

@@ -139,7 +139,9 @@ class CandidateGroups:
         """Whether a group with these weights remains or may start."""
         policy = self._policy()
         staying = [
-            link for link in self._links.all() if not link.endpoint.is_leaving and link.endpoint.group not in policy.for_good
+            link
+            for link in self._links.all()
+            if not link.endpoint.is_leaving and link.endpoint.group not in policy.without_successor
         ]
         hashes = {link.group_report.served.model_hash for link in staying}
         return bool(hashes & {"", model_hash}) if hashes else policy.wanted

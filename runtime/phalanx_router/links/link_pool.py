@@ -23,13 +23,13 @@ class FleetView:
     """Views and cached prompt tokens of the groups behind links."""
 
     def __init__(self) -> None:
-        self.evacuated: frozenset[str] = frozenset()  # names of groups that get no new requests
+        self.evacuating: frozenset[str] = frozenset()  # names of groups that get no new requests
         self.prefixes = PrefixIndex()
         self._builder = GroupViewBuilder()
 
     def is_leaving(self, link: LeaderLink) -> bool:
         """Whether the group drains, is being deleted or evacuated."""
-        return link.endpoint.is_leaving or link.state.draining or link.endpoint.group in self.evacuated
+        return link.endpoint.is_leaving or link.state.draining or link.endpoint.group in self.evacuating
 
     def views(self, links: Sequence[LeaderLink]) -> list[GroupView]:
         """Views of the links' groups, in the same order."""

@@ -71,12 +71,12 @@ class BalanceLoop:
     def set_policy(self, policy: BalancePolicy) -> None:
         """Stores a policy unless the current one has a higher number."""
         if policy.number >= self.policy.number and policy != self.policy:
-            log.info("policy", extra={"number": policy.number, "mode": policy.mode, "empty": policy.empty})
+            log.info("policy", extra={"number": policy.number, "mode": policy.mode, "empty": policy.evacuate})
             self._apply(policy)
 
     def _apply(self, policy: BalancePolicy) -> None:
         self.balancer.policy = policy
-        self._links.fleet_view.evacuated = frozenset(policy.empty)
+        self._links.fleet_view.evacuating = frozenset(policy.evacuate)
 
     def with_departed_load(self, view: GroupView) -> GroupView:
         """View for routing; see `AttractionGuard`."""

@@ -168,7 +168,7 @@ def test_a_slow_group_is_only_weighed() -> None:
 
 
 def test_draining_group_sends_all_streams_in_any_mode() -> None:
-    world = hot_world(BalancePolicy(mode="Off", empty=["a"], budgets=Budgets(moves_per_group=4)), count=10)
+    world = hot_world(BalancePolicy(mode="Off", evacuate=["a"], budgets=Budgets(moves_per_group=4)), count=10)
     world.records["s03"] = stream("s03", "a", generated=0, context=0)
     now, transfers = 0.0, set()
     while "a" in world.where.values():
@@ -184,7 +184,7 @@ def test_draining_group_sends_all_streams_in_any_mode() -> None:
 
 
 def test_most_urgent_group_drains_first_to_healthy_groups() -> None:
-    world = hot_world(BalancePolicy(empty=["b", "a"]), count=4)
+    world = hot_world(BalancePolicy(evacuate=["b", "a"]), count=4)
     world.where |= {"t0": "b", "t1": "b"}
     world.contexts |= {"t0": 900, "t1": 900}
     proposals = world.tick(0.0).moves
@@ -193,7 +193,7 @@ def test_most_urgent_group_drains_first_to_healthy_groups() -> None:
 
 
 def test_leaving_group_drains_after_the_named_ones() -> None:
-    world = hot_world(BalancePolicy(mode="Off", empty=["b"]), count=2)
+    world = hot_world(BalancePolicy(mode="Off", evacuate=["b"]), count=2)
     world.where |= {"t0": "b"}
     world.contexts |= {"t0": 900}
     world.fields = {"a": {"is_draining": True}}
@@ -203,7 +203,7 @@ def test_leaving_group_drains_after_the_named_ones() -> None:
 
 
 def test_stream_of_a_failed_move_waits_a_second() -> None:
-    world = hot_world(BalancePolicy(empty=["a"]), count=1)
+    world = hot_world(BalancePolicy(evacuate=["a"]), count=1)
     (first,) = world.tick(0.0).moves
     world.balancer.record_end(first, False, 0.5)
     proposed = [bool(world.tick(now).moves) for now in (0.75, 1.25, 1.5)]
@@ -211,7 +211,7 @@ def test_stream_of_a_failed_move_waits_a_second() -> None:
 
 
 def test_group_keeps_streams_without_a_free_target() -> None:
-    world = hot_world(BalancePolicy(empty=["a"]), count=4)
+    world = hot_world(BalancePolicy(evacuate=["a"]), count=4)
     world.fields = {name: {"used_pages": 950} for name in "bcde"}
     decision = world.tick(0.0)
     assert not decision.moves and decision.refusals[0].code == "no_target"
@@ -240,7 +240,7 @@ RESCUE_REFUSED = {
     "no group keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
     "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
     "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
-    "they are emptied": ({}, BalancePolicy(empty=list("bcde")), "no_target"),
+    "they are emptied": ({}, BalancePolicy(evacuate=list("bcde")), "no_target"),
     "no slot": ({}, BalancePolicy(budgets=Budgets(moves_per_group=0)), "no_target"),
 }
 

@@ -103,7 +103,7 @@ async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         session, client = await start_stream(world)
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, mode="Off", empty=["a"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, mode="Off", evacuate=["a"]))
         assert await client == expected(PROMPT, 20)
         assert moved(world, "drain") == 1 and session.moves.num_balanced == 0
         await read_stream(world.fleet, make_request([7, 8], max_tokens=4))
@@ -123,12 +123,12 @@ async def test_a_policy_of_a_lower_number_changes_nothing() -> None:
     async with running_world(*pair(), settings=TICKING) as world:
         for policy in (
             BalancePolicy(number=4, mode="Route"),
-            BalancePolicy(number=3, mode="Off", empty=["a"]),
+            BalancePolicy(number=3, mode="Off", evacuate=["a"]),
             BalancePolicy(number=2),
         ):
             world.fleet.balancing.set_policy(policy)
         assert world.fleet.balancing.policy == BalancePolicy(number=4, mode="Route")
-        assert world.fleet.links.fleet_view.evacuated == frozenset()
+        assert world.fleet.links.fleet_view.evacuating == frozenset()
 
 
 async def test_request_about_to_be_preempted_moves() -> None:

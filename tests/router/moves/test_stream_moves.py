@@ -109,16 +109,17 @@ async def test_stream_never_moves_to_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("for_good", "wanted", "ends"),
+    ("without_successor", "wanted", "ends"),
     [(["a"], True, True), ([], True, False), (["a", "b"], False, True), (["a", "b"], True, False)],
     ids=["the last of its weights went for good", "it may return", "no group is wanted", "another one may start"],
 )
-async def test_stream_ends_with_the_last_group_of_its_weights(for_good: list[str], wanted: bool, ends: bool) -> None:
+async def test_stream_ends_with_the_last_group_of_its_weights(without_successor: list[str], wanted: bool, ends: bool) -> None:
     source, target = pair(target=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
         stream = asyncio.create_task(read_stream(world.fleet, make_request(max_tokens=20)))
         session = await session_at(world, source, 5)
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], for_good=for_good, wanted=wanted))
+        policy = BalancePolicy(number=1, evacuate=["a"], without_successor=without_successor, wanted=wanted)
+        world.fleet.balancing.set_policy(policy)
         await source.stop()
         if ends:
             with pytest.raises(
@@ -141,7 +142,7 @@ async def test_stream_of_the_only_group_continues_after_a_restart() -> None:
         world.source.change(source.endpoint())
         stream = asyncio.create_task(read_stream(world.fleet, make_request(max_tokens=20)))
         session = await session_at(world, source, 5)
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], for_good=["a"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"], without_successor=["a"]))
         await source.stop()
         world.source.change()
         await until(lambda: stream.done() or session.wait.unassigned_since is not None)
@@ -156,7 +157,7 @@ async def test_stream_waits_for_a_group_with_its_weights() -> None:
     async with running_world(source, target, settings=make_settings(keep_alive_s=0.01)) as world:
         stream = asyncio.create_task(read_stream(world.fleet, make_request(max_tokens=20)))
         session = await session_at(world, source, 5)
-        world.fleet.balancing.set_policy(BalancePolicy(number=1, empty=["a"], for_good=["a"]))
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"], without_successor=["a"]))
         await target.send(wire.State(serving=False, incarnation=1, reason="loading"))
         await source.stop()
         await until(lambda: session.wait.unassigned_since is not None)

@@ -52,7 +52,7 @@ def drained_reason(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: st
         return "no router could hold a stream"
     report = fleet.groups.get(group.name)
     is_busy = report is not None and report.load.running + report.load.waiting > 0
-    if fleet.is_complete and group.name in fleet.emptied and not is_busy:
+    if fleet.is_complete and group.name in fleet.evacuated and not is_busy:
         return "it has no streams"
     age = age_s(group.draining.since, now)
     if age is None or age >= timeout_s:

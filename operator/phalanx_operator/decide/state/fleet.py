@@ -108,7 +108,7 @@ class Fleet:
     requests: RequestLoad = field(default_factory=RequestLoad)
     hotspots: tuple[Hotspot, ...] = ()
     saturated: bool = False
-    emptied: frozenset[str] = frozenset()
+    evacuated: frozenset[str] = frozenset()
     """Evacuated groups without streams."""
     unknown_versions: tuple[str, ...] = ()
     """Incompatible programs, as sentences."""
@@ -153,7 +153,7 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fle
         ),
         hotspots=_merge_hotspots(summaries),
         saturated=any(summary.fleet_saturated for summary in summaries),
-        emptied=frozenset.intersection(*(frozenset(summary.emptied) for summary in summaries)),
+        evacuated=frozenset.intersection(*(frozenset(summary.evacuated) for summary in summaries)),
         unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for summary in summaries for u in summary.unknown_versions})),
     )
 

@@ -44,14 +44,14 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         ),
         ttft_target_s=targets.ttft_p95_ms / 1000 if targets and targets.ttft_p95_ms else None,
         itl_target_s=targets.itl_p95_ms / 1000 if targets and targets.itl_p95_ms else None,
-        empty=list(inputs.evacuate),
+        evacuate=list(inputs.evacuate),
         max_held=zero.max_held_requests if holds else 0,
         hold_s=float(zero.hold_timeout_seconds) if holds else 0.0,
         canary=inputs.revision if spec.rollout.canary_weight is not None else "",
         canary_percent=spec.rollout.canary_weight or 0,
         routing=spec.router.policy,
         fails_open=spec.router.failure_mode == "FailOpen",
-        for_good=list(inputs.without_successor),
+        without_successor=list(inputs.without_successor),
         wanted=inputs.wants_groups,
     )
 

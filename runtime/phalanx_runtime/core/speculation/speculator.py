@@ -47,11 +47,11 @@ from phalanx_runtime.core.step_plan import TreeBounds
 class SpeculationCounter:
     """Counts draft tokens since the start."""
 
-    __slots__ = ("_accepted", "_branched", "_paths", "_proposed", "_saved")
+    __slots__ = ("_accepted", "_branched", "_drafted", "_paths", "_saved")
 
     def __init__(self) -> None:
         self._paths = self._saved = self._branched = 0
-        self._proposed, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
+        self._drafted, self._accepted = [0] * MAX_DEPTH, [0] * MAX_DEPTH
 
     def add(self, draft: ChunkDraft, accepted: Sequence[int], num_kept: int) -> None:
         """Counts the draft tokens of a chunk. `num_kept`: new output tokens."""
@@ -59,16 +59,16 @@ class SpeculationCounter:
         self._saved += max(0, num_kept - 1)
         shape = tuple(draft.parents)
         for node, (level, rank) in enumerate(zip(levels(shape), sibling_ranks(shape), strict=True)):
-            self._proposed[level] += node not in draft.undrafted
+            self._drafted[level] += node not in draft.undrafted
             self._accepted[level] += node in accepted
             self._branched += rank > 0 and node in accepted
 
     def counts(self, draft_s: float, verify_s: float, draft_failure: str) -> SpeculationCounts:
         """Returns the counts."""
-        num_levels = max((level + 1 for level, count in enumerate(self._proposed) if count), default=0)
+        num_levels = max((level + 1 for level, count in enumerate(self._drafted) if count), default=0)
         return SpeculationCounts(
             paths=self._paths,
-            proposed=self._proposed[:num_levels],
+            drafted=self._drafted[:num_levels],
             accepted=self._accepted[:num_levels],
             saved=self._saved,
             draft_s=draft_s,

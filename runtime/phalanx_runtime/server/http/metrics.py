@@ -39,15 +39,15 @@ class SpeculationMetrics:
             "draft_s": counter("phalanx_speculation_draft_seconds", "Time the ranks spent drafting."),
             "verify_s": counter("phalanx_speculation_verify_seconds", "Step time beyond that of a step without draft tokens."),
         }
-        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
-        self._proposed_at = counter("phalanx_speculation_proposed_tokens", "Draft tokens by position in a path.", "position")
+        self._drafted_at = counter("phalanx_speculation_proposed_tokens", "Draft tokens by position in a path.", "position")
         self._accepted_at = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
         )
         self._depth = gauge("phalanx_speculation_depth", "Draft tokens per request since the last report.")
         self._draft_failed = gauge("phalanx_speculation_lost", "1 once the ranks can no longer draft.")
-        for family in (*self._sums.values(), self._proposed, self._accepted):
+        for family in (*self._sums.values(), self._drafted, self._accepted):
             family.labels(model_name)  # exports 0 before the first draft token
 
     def update(self, counts: SpeculationCounts) -> tuple[int, int]:
@@ -57,14 +57,14 @@ class SpeculationMetrics:
         name = self._model_name
         for field, family in self._sums.items():
             family.labels(name).inc(max(0, getattr(counts, field) - getattr(before, field)))
-        proposed = _add_per_position(self._proposed_at, name, before.proposed, counts.proposed)
-        self._proposed.labels(name).inc(proposed)
+        drafted = _add_per_position(self._drafted_at, name, before.drafted, counts.drafted)
+        self._drafted.labels(name).inc(drafted)
         accepted = _add_per_position(self._accepted_at, name, before.accepted, counts.accepted)
         self._accepted.labels(name).inc(accepted)
         paths = counts.paths - before.paths
-        self._depth.set(proposed / paths if paths else 0.0)
+        self._depth.set(drafted / paths if paths else 0.0)
         self._draft_failed.set(bool(counts.draft_failure))
-        return proposed, accepted
+        return drafted, accepted
 
 
 def _add_per_position(family: Counter, model_name: str, before: list[int], now: list[int]) -> int:

@@ -173,7 +173,7 @@ async def test_schedules_apply_without_reports() -> None:
 async def test_to_zero_and_back_at_the_first_request() -> None:
     world = await scaled(busy=0.0, minReplicas=0, scaleToZero={"enabled": True, "idleSeconds": 60})
     name = next(iter(world.groups))
-    world.routers.summary = summary(group(name, streams=0, running=0), emptied=[name])
+    world.routers.summary = summary(group(name, streams=0, running=0), evacuated=[name])
     await world.settle()
     assert (world.groups, world.service["spec"]["replicas"], world.ready) == (set(), 0, ("True", "ScaledToZero"))
     assert (world.routers.policy.max_held, world.routers.policy.hold_s) == (100, 600.0)
@@ -269,7 +269,7 @@ def test_budgets_are_divided_by_the_routers() -> None:
         budgets=Budgets(moves_per_group=2, bytes_per_s=float(1 << 29), tokens_share_per_s=0.02),
         ttft_target_s=2.0,
         itl_target_s=0.1,
-        empty=["a"],
+        evacuate=["a"],
     )
     assert router_policy(spec, PolicyInputs(routers=64)).budgets.moves_per_group == 1
 

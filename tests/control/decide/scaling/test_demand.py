@@ -87,12 +87,12 @@ def test_slower_group_needs_more_groups_for_the_same_load() -> None:
 
 
 def test_load_is_summed_over_routers_groups_use_newest_report() -> None:
-    first = summary(group("a", streams=2, pressure=0.9, state="suspect"), rate=1.0, queued=3, idle_s=5.0, emptied=["a", "b"])
-    other = summary(group("a", streams=3, pressure=0.4), rate=3.0, queued=1, idle_s=9.0, emptied=["b"])
+    first = summary(group("a", streams=2, pressure=0.9, state="suspect"), rate=1.0, queued=3, idle_s=5.0, evacuated=["a", "b"])
+    other = summary(group("a", streams=3, pressure=0.4), rate=3.0, queued=1, idle_s=9.0, evacuated=["b"])
     fleet = fleet_of(first, other)
     load, requests = fleet.groups["a"].load, fleet.requests
     assert (load.streams, load.pressure, load.is_fresh) == (5, 0.4, True)
-    assert (requests.windows[60.0].arrivals, requests.queued, requests.idle_s, fleet.emptied) == (240, 4, 5.0, frozenset("b"))
+    assert (requests.windows[60.0].arrivals, requests.queued, requests.idle_s, fleet.evacuated) == (240, 4, 5.0, frozenset("b"))
     assert requests.windows[60.0].prompt == pytest.approx(SHAPE.prompt)
 
 

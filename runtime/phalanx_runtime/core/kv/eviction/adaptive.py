@@ -1,12 +1,16 @@
 """Switches to the eviction policy with the most hits in ghost caches.
 
-A switch is incremental: each call transfers some pages to the next policy, which takes over when it has all.
+A switch is incremental: each call transfers some pages to the next policy, which takes over when it has all. `make_eviction`
+makes any policy by name.
 """
 
 from array import array
 from collections.abc import Callable, Mapping
 
+from phalanx_api.engine_config import EvictionPolicy
+from phalanx_runtime.core.kv.eviction.orders import ORDERS
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
+from phalanx_runtime.core.kv.eviction.tinylfu import WTinyLfu
 
 MIN_GHOST_SLOTS = 64
 MAX_GHOST_SLOTS = 512
@@ -207,3 +211,12 @@ class Adaptive:
         self._num_transferred = end
         if end == self._num_pages:
             self._current, self._next = policy, None
+
+
+FIXED: dict[str, PolicyClass] = {**ORDERS, "w-tinylfu": WTinyLfu}
+"""All policies but `adaptive`, which chooses among them."""
+
+
+def make_eviction(name: EvictionPolicy, num_pages: int, idle: bytearray) -> Eviction:
+    """Returns a new policy. `idle`: the pool's flags, one byte per page, read at each `victim`."""
+    return Adaptive(num_pages, idle, FIXED) if name == "adaptive" else FIXED[name](num_pages, idle)
