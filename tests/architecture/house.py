@@ -32,6 +32,8 @@ ODD_WORDS = re.compile(
 
 MAX_POSITIONAL = 5
 MAX_FUNCTION_LINES = 50
+MAX_KERNEL_LINES = 140
+"""Of a Triton kernel: one loop over memory, with an argument per line."""
 MAX_FOLDER = 14
 MAX_MODULES = 330
 MAX_ODD_PER_1000 = 3.0
@@ -145,8 +147,13 @@ def _measure_shape(house: House, module: Module) -> None:
             house.positional_calls.append(f"{module.path}:{node.lineno}")
         if isinstance(node, Definition):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
-            if size > MAX_FUNCTION_LINES:
+            if size > (MAX_KERNEL_LINES if is_kernel(node) else MAX_FUNCTION_LINES):
                 house.long_functions.append(f"{module.path}:{node.lineno} {node.name}, {size} lines")
+
+
+def is_kernel(function: Definition) -> bool:
+    """Returns whether Triton compiles the function."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
 
 
 def _duplicates(modules: list[Module]) -> list[str]:

@@ -180,3 +180,7 @@ def test_nothing_names_a_package_registry_or_a_machine() -> None:
     ]
     assert [(p, h) for p in ours for h in [*hosts, *folders] if h in p.read_text(errors="ignore")] == []
     assert not (ROOT / "uv.lock").exists()
+
+
+def test_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

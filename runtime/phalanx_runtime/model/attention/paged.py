@@ -4,7 +4,7 @@ A step packs decodes first, in bands padded to one length, then prefill chunks. 
 query length (decode) or expanded with stride 0 (prefill).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,60 @@ class AttentionChunk:
     """Of the draft tree at the end of the chunk, by index in the tree; -1 for a root."""
 
 
+class Segments:
+    """The requests of a step in packed order, for kernels that read page tables: decodes first, then chunks."""
+
+    def __init__(
+        self,
+        *,
+        counts: Sequence[int],
+        num_decodes: int,
+        starts: Tensor,
+        lengths: Tensor,
+        tables: Tensor,
+        positions: Tensor,
+        tree_sizes: Tensor | None = None,
+        ancestors: Tensor | None = None,
+    ) -> None:
+        self.num_requests = len(counts)
+        self.num_decodes = num_decodes
+        """Leading requests with one token and no tree."""
+        self.starts = starts
+        """[requests + 1], int32: first token of each request."""
+        self.lengths = lengths
+        """[requests], int32: tokens in the cache, with those of the step."""
+        self.tables = tables
+        """[requests, pages], int32."""
+        self.positions = positions
+        """[tokens]."""
+        self.tree_sizes = tree_sizes
+        """[requests], int32: draft tokens of a tree at the end, if any request has a tree."""
+        self.ancestors = ancestors
+        """[tokens], int32: bit j is set if node j of the tree is the token or its ancestor."""
+        self._counts = counts
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def decode_blocks(self) -> tuple[Tensor, Tensor]:
+        """Returns request and query offset of each block of decodes, int32."""
+        return self._cached_blocks(0, range(self.num_decodes), 1)
+
+    def chunk_blocks(self, block_queries: int) -> tuple[Tensor, Tensor]:
+        """Returns request and query offset of each block of `block_queries` tokens of the other requests, int32."""
+        return self._cached_blocks(block_queries, range(self.num_decodes, self.num_requests), block_queries)
+
+    def _cached_blocks(self, key: int, requests: Iterable[int], size: int) -> tuple[Tensor, Tensor]:
+        if key not in self._blocks:
+            blocks = [(request, offset) for request in requests for offset in range(0, self._counts[request], size)]
+            made = torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2).t().contiguous().to(self.starts.device)
+            self._blocks[key] = (made[0], made[1])
+        return self._blocks[key]
+
+
+def no_segments() -> Segments:
+    """Raises ValueError."""
+    raise ValueError("this batch has no segments; build it with BatchBuilder")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """One step as tensors."""
@@ -88,6 +142,8 @@ class StepBatch:
     chunks: list[AttentionChunk]
     logits_indices: Tensor
     """Tokens with logits: sampled ones in plan order, then prompt tokens with logprobs."""
+    segments: Callable[[], Segments] = no_segments
+    """Made at the first call: CPU kernels use bands and chunks."""
 
 
 class Attention(Protocol):

@@ -8,13 +8,19 @@ from phalanx_runtime.model.attention.cpu import open_cpu_attention
 from phalanx_runtime.model.attention.paged import Attention, PagedAttention
 
 
+def _open_gpu(is_batch_invariant: bool) -> Attention:
+    from phalanx_runtime.model.attention.gpu import open_gpu_attention  # imports Triton
+
+    return open_gpu_attention(is_batch_invariant)
+
+
 def _open_reference(is_batch_invariant: bool) -> Attention:
     return PagedAttention()
 
 
 BACKENDS: Mapping[str, Callable[[bool], Attention]] = {
     "cpu": open_cpu_attention,
-    "cuda": _open_reference,
+    "cuda": _open_gpu,
 }
 """By `torch.device.type`. Argument: `is_batch_invariant`."""
 

@@ -5,7 +5,7 @@ Decoding requests come first, sorted by length, in bands padded to one length ea
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
-from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, StepBatch
+from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
@@ -158,9 +158,10 @@ class BatchBuilder:
             firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
             for part in prompt_logprob_ranges(plan, self.params)
         ]
+        device_positions = self._tensor(positions)
         return StepBatch(
             tokens=self._tensor(tokens),
-            positions=self._tensor(positions),
+            positions=device_positions,
             slots=self._tensor(self._slots(np.repeat(rows, counts), slots)),
             bands=self._bands(rows[:num_decodes], lengths[:num_decodes]),
             chunks=[
@@ -170,6 +171,34 @@ class BatchBuilder:
             logits_indices=self._tensor(
                 np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
             ),
+            segments=cache(
+                partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order, positions=device_positions)
+            ),
+        )
+
+    def _segments(
+        self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints, positions: Tensor
+    ) -> Segments:
+        """`rows`, `counts` and `lengths` in packed order; `order`: their requests, by which `trees` has parents."""
+        parents = [trees.get(int(request), ()) for request in order]
+        width = int(-(-lengths.max() // self._shape.page_size)) if len(lengths) else 1
+        ancestors = np.zeros(int(counts.sum()), np.int32)
+        ends = np.cumsum(counts)
+        for tree, end, count in zip(parents, ends, counts, strict=True):
+            if tree:
+                bits = tree_mask(tuple(tree)) @ (1 << np.arange(len(tree)))
+                size = min(len(tree), int(count))
+                ancestors[end - size : end] = bits[-size:]
+        has_tree = any(parents)
+        return Segments(
+            counts=counts.tolist(),
+            num_decodes=sum(count == 1 and not tree for count, tree in zip(counts, parents, strict=True)),
+            starts=self._int32(np.concatenate(([0], ends))),
+            lengths=self._int32(lengths),
+            tables=self._int32(self._tables[rows, :width]),
+            positions=positions,
+            tree_sizes=self._int32(np.asarray([len(tree) for tree in parents])) if has_tree else None,
+            ancestors=self._int32(ancestors) if has_tree else None,
         )
 
     def stray_slots(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -279,6 +308,9 @@ class BatchBuilder:
         """Additive: 0 where visible, else minus infinity."""
         keep = torch.from_numpy(visible).to(self._device)
         return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~keep, float("-inf"))
+
+    def _int32(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self._device)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

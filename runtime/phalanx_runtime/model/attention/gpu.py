@@ -1,0 +1,247 @@
+"""Paged attention by Triton kernels: tiles, launches and the backend.
+
+`PagedAttention` is the reference, and computes what `can_attend` excludes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.model.attention.paged import (
+    Attention,
+    AttentionParams,
+    LayerCache,
+    PagedAttention,
+    Segments,
+    StepBatch,
+    write_pages,
+)
+from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+
+MIN_SPLIT_KEYS = 256
+"""Keys of a split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """Tile of `paged_attention` and its compilation."""
+
+    block_queries: int
+    """Queries of one request per tile."""
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    """Stages of the load pipeline."""
+
+
+DECODE: Mapping[int, TileConfig] = {
+    64: TileConfig(block_queries=1, block_keys=64, num_warps=4, num_stages=3),
+    128: TileConfig(block_queries=1, block_keys=64, num_warps=4, num_stages=3),
+    256: TileConfig(block_queries=1, block_keys=32, num_warps=4, num_stages=2),
+}
+"""By padded head dimension: one query per request."""
+PREFILL: Mapping[int, TileConfig] = {
+    64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=3),
+    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=2),
+    256: TileConfig(block_queries=8, block_keys=32, num_warps=4, num_stages=2),
+}
+"""By padded head dimension: chunks and trees."""
+PREFILL_BLACKWELL: Mapping[int, TileConfig] = {
+    64: TileConfig(block_queries=16, block_keys=64, num_warps=8, num_stages=2),
+    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
+    256: PREFILL[256],
+}
+"""`PREFILL` for compute capability 10: its instructions need other registers."""
+MIN_ROWS = 16
+"""Rows of the smallest tile of tensor cores."""
+MAX_DIM: Mapping[torch.dtype, int] = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+"""Largest head dimension by dtype; wider tiles of float32 spill registers."""
+
+
+def can_attend(head_dim: int, dtype: torch.dtype) -> bool:
+    """Returns whether the kernels support the shape."""
+    return head_dim <= MAX_DIM.get(dtype, 0)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Returns the dimension of a tile: the smallest configured one."""
+    return min(size for size in DECODE if size >= head_dim)
+
+
+def prefill_tiles(capability: int) -> Mapping[int, TileConfig]:
+    """Returns the configurations of chunks by padded head dimension. `capability`: major compute capability."""
+    return PREFILL_BLACKWELL if capability >= 10 else PREFILL
+
+
+def constants_of(
+    config: TileConfig, cache_shape: tuple[int, ...], group: int, *, max_splits: int, has_tree: bool, params: AttentionParams
+) -> dict[str, Any]:
+    """Returns the compile-time arguments of `paged_attention`. cache_shape: [pages, kv_heads, page, head_dim]."""
+    _, kv_heads, page, dim = cache_shape
+    group_rows = triton.next_power_of_2(group)
+    if config.block_queries * group_rows < MIN_ROWS:
+        group_rows = MIN_ROWS // config.block_queries
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_ROWS": group_rows,
+        "DIM": dim,
+        "DIM_PADDED": padded_dim(dim),
+        "PAGE": page,
+        "BLOCK_QUERIES": config.block_queries,
+        "BLOCK_KEYS": config.block_keys,
+        "MAX_SPLITS": max_splits,
+        "SPLIT_KEYS": MIN_SPLIT_KEYS,
+        "HAS_TREE": has_tree,
+        "HAS_WINDOW": params.window is not None,
+        "HAS_SOFTCAP": params.softcap is not None,
+    }
+
+
+class Workspace:
+    """Partial results of splits, reused by all layers and grown on demand, and the tiles of the device."""
+
+    def __init__(self, capability: int = 9) -> None:
+        self.prefill_tiles = prefill_tiles(capability)
+        self._values = torch.empty(0)
+        self._lse = torch.empty(0)
+
+    def take(self, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns float32 [rows, dim] and [rows]."""
+        if self._lse.numel() < rows or self._values.numel() < rows * dim or self._lse.device != device:
+            self._values = torch.empty(rows * dim, dtype=torch.float32, device=device)
+            self._lse = torch.empty(rows, dtype=torch.float32, device=device)
+        return self._values, self._lse
+
+
+MAX_SPLITS = 32
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Programs that a decode launch aims at; more splits than that only cost merging."""
+DEFAULT_MULTIPROCESSORS = 132
+"""Of an H100, where no device is present."""
+
+
+def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Returns the splits of a decode that fill the device, a power of two. It depends on nothing else, as CUDA graphs require."""
+    programs = max(1, num_decodes * kv_heads)
+    wanted = -(-num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs)
+    return min(MAX_SPLITS, int(triton.next_power_of_2(wanted)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLaunch:
+    """Attention of one layer in one step, after its keys were written."""
+
+    q: Tensor
+    """[tokens, heads, dim], heads contiguous."""
+    out: Tensor
+    """[tokens, heads, dim], contiguous."""
+    cache: LayerCache
+    segments: Segments
+    params: AttentionParams
+    workspace: Workspace
+
+    def decode(self, max_splits: int) -> None:
+        """Computes the decodes. `max_splits`: a power of two."""
+        segments, heads = self.segments, self.q.shape[1]
+        dim = padded_dim(self.q.shape[2])
+        self._attend(DECODE[dim], segments.decode_blocks(), max_splits, {})
+        if max_splits > 1:
+            partial, partial_lse = self._partial(max_splits)
+            merge_splits[(segments.num_decodes, heads)](
+                out=self.out,
+                partial=partial,
+                partial_lse=partial_lse,
+                lengths=segments.lengths,
+                HEADS=heads,
+                DIM=self.q.shape[2],
+                DIM_PADDED=dim,
+                MAX_SPLITS=max_splits,
+                SPLIT_KEYS=MIN_SPLIT_KEYS,
+            )
+
+    def prefill(self) -> None:
+        """Computes chunks and trees."""
+        segments = self.segments
+        config = self.workspace.prefill_tiles[padded_dim(self.q.shape[2])]
+        has_tree = segments.tree_sizes is not None
+        tree = {"tree_sizes": segments.tree_sizes, "ancestors": segments.ancestors} if has_tree else {}
+        self._attend(config, segments.chunk_blocks(config.block_queries), 1, tree)
+
+    def _attend(
+        self, config: TileConfig, blocks: tuple[Tensor, Tensor], max_splits: int, tree: Mapping[str, Tensor | None]
+    ) -> None:
+        segments, params, dim = self.segments, self.params, self.q.shape[2]
+        kv_heads = self.cache.k.shape[1]
+        partial, partial_lse = self._partial(max_splits)
+        unused = segments.lengths
+        group = self.q.shape[1] // kv_heads
+        paged_attention[(len(blocks[0]), kv_heads, max_splits)](
+            q=self.q,
+            k_cache=self.cache.k,
+            v_cache=self.cache.v,
+            out=self.out,
+            partial=partial,
+            partial_lse=partial_lse,
+            tables=segments.tables,
+            starts=segments.starts,
+            lengths=segments.lengths,
+            positions=segments.positions,
+            **(tree or {"tree_sizes": unused, "ancestors": unused}),
+            block_requests=blocks[0],
+            block_offsets=blocks[1],
+            scale=dim**-0.5 if params.scale is None else params.scale,
+            softcap=params.softcap or 0.0,
+            window=params.window or 0,
+            q_stride=self.q.stride(0),
+            table_stride=segments.tables.stride(0),
+            **constants_of(config, tuple(self.cache.k.shape), group, max_splits=max_splits, has_tree=bool(tree), params=params),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages if self.q.element_size() == 2 else 1,  # wider tiles fill the shared memory
+        )
+
+    def _partial(self, max_splits: int) -> tuple[Tensor, Tensor]:
+        rows = self.segments.num_decodes * self.q.shape[1] * max_splits if max_splits > 1 else 1
+        return self.workspace.take(rows, self.q.shape[2], self.q.device)
+
+
+class TritonAttention:
+    """Computes decodes in one launch with splits, chunks and trees in another."""
+
+    __slots__ = ("_num_multiprocessors", "_reference", "_workspace", "num_computed")
+
+    def __init__(self, num_multiprocessors: int = DEFAULT_MULTIPROCESSORS, capability: int = 9) -> None:
+        """`capability`: major compute capability of the device."""
+        self.num_computed = 0
+        """Tokens computed by the kernels."""
+        self._num_multiprocessors = num_multiprocessors
+        self._reference = PagedAttention()
+        self._workspace = Workspace(capability)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
+        """See `Attention`."""
+        if not can_attend(q.shape[-1], q.dtype):
+            return self._reference(q, k, v, cache=cache, batch=batch, params=params)
+        write_pages(k, v, cache, batch.slots)
+        segments = batch.segments()
+        splits = max_splits(segments.num_decodes, cache.k.shape[1], self._num_multiprocessors)
+        self.num_computed += q.shape[0]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, workspace=self._workspace)
+        if segments.num_decodes:
+            launch.decode(splits)
+        if segments.num_decodes < segments.num_requests:
+            launch.prefill()
+        return out.view(q.shape[0], -1)
+
+
+def open_gpu_attention(is_batch_invariant: bool) -> Attention:
+    """Opens the kernels. `is_batch_invariant` is not available on GPUs: `model.invariant` refuses it before."""
+    if not torch.cuda.is_available():
+        return TritonAttention()
+    properties = torch.cuda.get_device_properties(0)
+    return TritonAttention(properties.multi_processor_count, properties.major)

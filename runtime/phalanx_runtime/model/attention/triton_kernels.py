@@ -1,0 +1,175 @@
+"""Triton kernels of paged attention: decodes, prefill chunks and trees of draft tokens.
+
+One program computes a block of queries of one request and one KV head over one split of the request's keys. The query heads of a
+KV head are rows of the same tile, so keys are read once per KV head.
+
+    rows of a tile     block_queries * group, padded to a power of two
+    splits             min(max_splits, keys / MIN_SPLIT_KEYS), computed on the device; `merge_splits` combines them by log-sum-exp
+    bytes per block    2 * keys * head_dim * element size, read once
+
+Sources: FlashAttention-2 (Dao 2023) for the online softmax, Flash-Decoding (Dao et al. 2023) for splits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def paged_attention(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial,
+    partial_lse,
+    tables,
+    starts,
+    lengths,
+    positions,
+    tree_sizes,
+    ancestors,
+    block_requests,
+    block_offsets,
+    scale,
+    softcap,
+    window,
+    q_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    request = tl.load(block_requests + block)
+    offset = tl.load(block_offsets + block)
+    first = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - first
+    length = tl.load(lengths + request)
+    num_keys = tl.minimum(length, length - count + offset + BLOCK_QUERIES)
+    if HAS_TREE:
+        tree_start = length - tl.load(tree_sizes + request)
+        num_keys = tl.where(num_keys > tree_start, length, num_keys)
+    num_splits = tl.maximum(1, tl.minimum(MAX_SPLITS, tl.cdiv(num_keys, SPLIT_KEYS)))
+    if split < num_splits:
+        keys_per_split = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS) * BLOCK_KEYS
+        low = split * keys_per_split
+        high = tl.minimum(low + keys_per_split, num_keys)
+
+        row = tl.arange(0, BLOCK_QUERIES * GROUP_ROWS)
+        query = offset + row // GROUP_ROWS
+        member = row % GROUP_ROWS
+        is_query = (query < count) & (member < GROUP)
+        head = kv_head * GROUP + member
+        token = first + query
+        dim = tl.arange(0, DIM_PADDED)
+        is_dim = dim < DIM
+        q_tile = tl.load(
+            q + token[:, None] * q_stride + head[:, None] * DIM + dim[None, :],
+            mask=is_query[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        position = length - count + query
+        if HAS_TREE:
+            branch = tl.load(ancestors + token, mask=is_query, other=0)
+            if HAS_WINDOW:
+                position = tl.load(positions + token, mask=is_query, other=0).to(tl.int32)
+        if HAS_WINDOW:
+            lowest = length - count + offset
+            if HAS_TREE:
+                lowest = tl.minimum(lowest, tree_start)
+            low = tl.maximum(low, tl.maximum(0, lowest + 1 - window) // BLOCK_KEYS * BLOCK_KEYS)
+
+        maximum = tl.full([BLOCK_QUERIES * GROUP_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_QUERIES * GROUP_ROWS], tl.float32)
+        weighted = tl.zeros([BLOCK_QUERIES * GROUP_ROWS, DIM_PADDED], tl.float32)
+        for key_start in range(low, high, BLOCK_KEYS):
+            key = key_start + tl.arange(0, BLOCK_KEYS)
+            is_key = key < high
+            page = tl.load(tables + request * table_stride + key // PAGE, mask=is_key, other=0).to(tl.int64)
+            cache_row = ((page * KV_HEADS + kv_head) * PAGE + key % PAGE) * DIM
+            is_loaded = is_key[:, None] & is_dim[None, :]
+            k_tile = tl.load(k_cache + cache_row[:, None] + dim[None, :], mask=is_loaded, other=0.0)
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                ratio = logits / softcap
+                power = tl.exp(-2.0 * tl.abs(ratio))
+                logits = softcap * tl.where(ratio < 0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)
+            logits = logits * 1.4426950408889634
+            if HAS_TREE:
+                node = key - tree_start
+                is_ancestor = ((branch[:, None] >> tl.minimum(tl.maximum(node, 0), 31)[None, :]) & 1) == 1
+                before = (key[None, :] < tree_start) & (key[None, :] <= length - count + query[:, None])
+                is_visible = is_key[None, :] & (before | ((node >= 0)[None, :] & is_ancestor))
+                if HAS_WINDOW:
+                    key_token = first + count - length + key
+                    in_tree = is_key & (node >= 0)
+                    key_position = tl.where(in_tree, tl.load(positions + key_token, mask=in_tree, other=0).to(tl.int32), key)
+                    is_visible = is_visible & (key_position[None, :] > position[:, None] - window)
+            else:
+                is_visible = is_key[None, :] & (key[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    is_visible = is_visible & (key[None, :] > position[:, None] - window)
+            logits = tl.where(is_visible, logits, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(logits - base[:, None])
+            decay = tl.exp2(maximum - base)
+            v_tile = tl.load(v_cache + cache_row[:, None] + dim[None, :], mask=is_loaded, other=0.0)
+            weighted = weighted * decay[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+            total = total * decay + tl.sum(weights, 1)
+            maximum = new_maximum
+
+        divisor = tl.where(total > 0, total, 1.0)
+        attended = weighted / divisor[:, None]
+        out_row = token * KV_HEADS * GROUP + head
+        is_stored = is_query[:, None] & is_dim[None, :]
+        if MAX_SPLITS == 1:
+            tl.store(out + out_row[:, None] * DIM + dim[None, :], attended.to(out.dtype.element_ty), mask=is_stored)
+        else:
+            if num_splits == 1:
+                tl.store(out + out_row[:, None] * DIM + dim[None, :], attended.to(out.dtype.element_ty), mask=is_stored)
+            else:
+                part = out_row * MAX_SPLITS + split
+                tl.store(partial + part[:, None] * DIM + dim[None, :], attended, mask=is_stored)
+                tl.store(partial_lse + part, tl.where(total > 0, maximum + tl.log2(divisor), float("-inf")), mask=is_query)
+
+
+@triton.jit
+def merge_splits(
+    out,
+    partial,
+    partial_lse,
+    lengths,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+):
+    """Merges the splits of decode request `program_id(0)`, head `program_id(1)`. Reads MAX_SPLITS * DIM floats."""
+    request = tl.program_id(0)
+    row = request * HEADS + tl.program_id(1)
+    num_splits = tl.minimum(MAX_SPLITS, tl.cdiv(tl.load(lengths + request), SPLIT_KEYS))
+    if num_splits > 1:
+        split = tl.arange(0, MAX_SPLITS)
+        dim = tl.arange(0, DIM_PADDED)
+        is_split = split < num_splits
+        lse = tl.load(partial_lse + row * MAX_SPLITS + split, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(lse - tl.max(lse, 0))
+        part = (row * MAX_SPLITS + split)[:, None] * DIM + dim[None, :]
+        values = tl.load(partial + part, mask=is_split[:, None] & (dim < DIM)[None, :], other=0.0)
+        attended = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+        tl.store(out + row * DIM + dim, attended.to(out.dtype.element_ty), mask=dim < DIM)

@@ -1,0 +1,16 @@
+"""Prints the cost of every kernel variant for one architecture as JSON: `python -m tests.runtime.model.gpu.costs sm_90`.
+
+A process of its own, because kernels of a process are either interpreted or compiled.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from tests.runtime.model.gpu.ahead import TARGETS, attention_variants, compile_variant
+
+if __name__ == "__main__":
+    target = TARGETS[sys.argv[1]]
+    variants = list(attention_variants(target))
+    costs = {variant.name: asdict(compile_variant(variant, target)) | {"warps": variant.num_warps} for variant in variants}
+    print(json.dumps(costs))

@@ -1,0 +1,40 @@
+"""Every kernel compiles for every architecture without spills, and two programs fit on a multiprocessor."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+REGISTERS = 65536
+SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
+TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+RESERVED_BYTES = 1 << 10
+"""Shared memory of each program that the driver reserves."""
+
+
+def costs_of(target: str) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.runtime.model.gpu.costs", target]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_kernels_for_nvidia_have_no_spills_and_wide_loads(target: str) -> None:
+    costs = costs_of(target)
+    assert len(costs) > 12
+    assert {name: cost["spills"] for name, cost in costs.items() if cost["spills"]} == {}
+    for name, cost in costs.items():
+        assert 2 * cost["registers"] * 32 * cost["warps"] <= REGISTERS, name
+        assert 2 * (cost["shared_bytes"] + RESERVED_BYTES) <= SHARED_BYTES[target], name
+        found = cost["instructions"]
+        assert found["LDG.E.128"] if name.startswith(("merge", "float32")) else found["LDGSTS.E.BYPASS.128"], name
+    large_tiles = [name for name in costs if name.startswith(("prefill", "tree")) and "256" not in name]
+    assert [name for name in large_tiles if not costs[name]["instructions"][TENSOR_CORES[target]]] == []
+
+
+def test_kernels_for_amd_have_no_spills() -> None:
+    assert {name: cost["spills"] for name, cost in costs_of("gfx942").items() if cost["spills"]} == {}

@@ -1,0 +1,56 @@
+"""The Triton backend in a whole model, in the interpreter: tokens equal those of the torch reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx_runtime.model.attention.gpu import MAX_SPLITS, TritonAttention, can_attend, max_splits
+from phalanx_runtime.model.attention.paged import PagedAttention
+from phalanx_runtime.model.attention.registry import choose_attention
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
+from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
+
+NUM_TOKENS = 6
+
+
+def tokens(folder: Path, build: Build) -> list[list[int]]:
+    chance = torch.Generator().manual_seed(7)
+    requests = [DriverRequest(torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist()) for size in (1, 9, 21)]
+    return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=8, lag=1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_kernels_give_the_tokens_of_the_reference(tmp_path: Path, family: Family) -> None:
+    folder = save_tiny(tmp_path / "model", family)
+    kernels = TritonAttention()
+    expected = tokens(folder, Build(attention=PagedAttention()))
+    assert tokens(folder, Build(attention=kernels)) == expected
+    assert kernels.num_computed > 0
+
+
+def test_float64_is_computed_by_the_reference(tmp_path: Path) -> None:
+    kernels = TritonAttention()
+    folder = save_tiny(tmp_path / "model", "llama")
+    wide = Build(dtype=torch.float64, attention=kernels)
+    assert tokens(folder, wide) == tokens(folder, Build(dtype=torch.float64, attention=PagedAttention()))
+    assert kernels.num_computed == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "expected"),
+    [(256, torch.bfloat16, True), (264, torch.bfloat16, False), (128, torch.float32, True), (256, torch.float32, False)],
+)
+def test_kernels_support_dimensions_by_dtype(dim: int, dtype: torch.dtype, expected: bool) -> None:
+    assert can_attend(dim, dtype) == expected
+
+
+def test_a_gpu_gets_the_kernels() -> None:
+    assert isinstance(choose_attention(torch.device("cuda")), TritonAttention)
+
+
+@pytest.mark.parametrize(("num_decodes", "kv_heads", "expected"), [(0, 8, 64), (1, 8, 64), (16, 8, 4), (33, 8, 1), (500, 8, 1)])
+def test_splits_fill_the_device(num_decodes: int, kv_heads: int, expected: int) -> None:
+    splits = max_splits(num_decodes, kv_heads, 132)
+    assert splits == min(expected, MAX_SPLITS)
+    assert splits & (splits - 1) == 0
