@@ -148,7 +148,7 @@ def _near_equal(costs: Sequence[float]) -> list[int]:
 
 
 def _is_crowded(candidates: Sequence[GroupView], home: int) -> bool:
-    """Bounded-load consistent hashing, Mirrokni et al. 2018."""
+    """Whether the home is not preferred; `_pick` may still choose it. After bounded-load hashing, Mirrokni et al. 2018."""
     mean = sum(_num_requests(view) for view in candidates) / len(candidates)
     return _num_requests(candidates[home]) > HOME_CROWD * mean + HOME_CROWD_REQUESTS
 

@@ -1,0 +1,218 @@
+"""Predicts the time of a step on a GPU from bytes and FLOPs of its kernels: the limit that measurements are compared with.
+
+    python -m bench.gpu.roofline [--model llama-8b | qwen3-0.6b | CONFIG.json] [--device h100 | h200] [--gap-us 0]
+
+    time of a kernel   max(bytes / copy rate, FLOPs / matmul rate) + launch gap
+    ideal of a decode  (weights + KV of all contexts, read once) / copy rate
+    ideal of a prefill FLOPs of linears and attention / matmul rate
+
+The table shows the share of the ideal, and for each kernel the share of the step that exceeds its part of the ideal. Kernels are
+those of the fused decoder with fused residual, norm, rotary and activation.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.frame.figures import table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Measured rates of one GPU."""
+
+    name: str
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+    """bf16, dense."""
+
+
+DEVICES: Mapping[str, Device] = {
+    "h100": Device(name="H100", copy_bytes_per_s=3.0e12, matmul_flops_per_s=7.9e14),
+    "h200": Device(name="H200", copy_bytes_per_s=4.3e12, matmul_flops_per_s=7.9e14),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a model of the Llama shape."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    bytes_per_number: int = 2
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of all linears, the head included and the embedding excluded."""
+        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token in the KV cache."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
+
+
+MODELS: Mapping[str, Shape] = {
+    "llama-8b": Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256),
+    "qwen3-0.6b": Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936),
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Returns the shape in a config.json."""
+    heads = int(config["num_attention_heads"])
+    return Shape(
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        intermediate=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """All launches of one kernel in a step."""
+
+    name: str
+    bytes: float
+    flops: float = 0.0
+    ideal_bytes: float = 0.0
+    """Weights or KV that a step must read."""
+    launches: int = 1
+
+    def seconds(self, device: Device, gap_s: float = 0.0) -> float:
+        """Returns the predicted time."""
+        return max(self.bytes / device.copy_bytes_per_s, self.flops / device.matmul_flops_per_s) + self.launches * gap_s
+
+
+def kernels(shape: Shape, tokens: int, contexts: Sequence[int], num_logits: int) -> list[Kernel]:
+    """Returns the kernels of a step.
+
+    tokens: rows of all linears. contexts: keys of each token's request; of a prefill chunk each token has its own number of keys.
+    num_logits: rows of the head.
+    """
+    size, layers = shape.bytes_per_number, shape.layers
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def linear(name: str, inputs: int, outputs: int, rows: int, count: int) -> Kernel:
+        weights = inputs * outputs * size
+        return Kernel(
+            name=name,
+            bytes=count * (weights + rows * (inputs + outputs) * size),
+            flops=count * 2.0 * rows * inputs * outputs,
+            ideal_bytes=count * weights,
+            launches=count,
+        )
+
+    def elementwise(name: str, numbers_per_token: int, count: int) -> Kernel:
+        return Kernel(name=name, bytes=count * tokens * numbers_per_token * size, launches=count)
+
+    is_prefill = num_logits < tokens
+    keys = max(contexts, default=0) if is_prefill else sum(contexts)
+    kv_bytes = keys * shape.kv_bytes_per_token
+    return [
+        elementwise("embedding, norm", 3 * shape.hidden, 1),
+        linear("qkv", shape.hidden, q + 2 * kv, tokens, layers),
+        elementwise("rotary, KV write", 2 * (q + 2 * kv), layers),
+        Kernel(
+            name="attention",
+            bytes=kv_bytes + layers * tokens * 2 * q * size,
+            flops=layers * 4.0 * q * sum(contexts),
+            ideal_bytes=kv_bytes,
+            launches=layers,
+        ),
+        linear("output", q, shape.hidden, tokens, layers),
+        elementwise("residual, norm", 4 * shape.hidden, 2 * layers),
+        linear("gate, up", shape.hidden, 2 * shape.intermediate, tokens, layers),
+        elementwise("activation", 3 * shape.intermediate, layers),
+        linear("down", shape.intermediate, shape.hidden, tokens, layers),
+        linear("head", shape.hidden, shape.vocab, num_logits, 1),
+        Kernel(name="sampling", bytes=2.0 * num_logits * shape.vocab * size),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Predicted time of a step."""
+
+    seconds: float
+    ideal_s: float
+    lost: Mapping[str, float]
+    """Share of the step by kernel that exceeds the kernel's part of the ideal."""
+
+    @property
+    def share(self) -> float:
+        """Share of the ideal that is reached."""
+        return self.ideal_s / self.seconds
+
+
+def predict_decode(shape: Shape, device: Device, batch: int, context: int, gap_s: float = 0.0) -> Prediction:
+    """Returns the prediction of a decode step of `batch` requests; ideal: weights and KV read once."""
+    parts = kernels(shape, batch, [context] * batch, batch)
+    seconds = sum(part.seconds(device, gap_s) for part in parts)
+    ideal = {part.name: part.ideal_bytes / device.copy_bytes_per_s for part in parts}
+    lost = {part.name: (part.seconds(device, gap_s) - ideal[part.name]) / seconds for part in parts}
+    return Prediction(seconds=seconds, ideal_s=sum(ideal.values()), lost=lost)
+
+
+def predict_prefill(shape: Shape, device: Device, tokens: int, gap_s: float = 0.0) -> Prediction:
+    """Returns the prediction of one prompt of `tokens`; ideal: its FLOPs at the matmul rate."""
+    parts = kernels(shape, tokens, range(1, tokens + 1), 1)
+    seconds = sum(part.seconds(device, gap_s) for part in parts)
+    ideal = {part.name: part.flops / device.matmul_flops_per_s for part in parts}
+    lost = {part.name: (part.seconds(device, gap_s) - ideal[part.name]) / seconds for part in parts}
+    return Prediction(seconds=seconds, ideal_s=sum(ideal.values()), lost=lost)
+
+
+def decode_rows(shape: Shape, device: Device, batches: Sequence[int], contexts: Sequence[int], gap_s: float) -> list[list[str]]:
+    rows = []
+    for context in contexts:
+        for batch in batches:
+            made = predict_decode(shape, device, batch, context, gap_s)
+            rows.append([f"decode {batch} x {context}", f"{batch / made.seconds:,.0f}", *_cells(made)])
+    return rows
+
+
+def _cells(made: Prediction) -> list[str]:
+    worst = sorted(made.lost.items(), key=lambda item: -item[1])[:3]
+    lost = ", ".join(f"{name} {share:.1%}" for name, share in worst if share >= 0.0005)
+    return [f"{1e3 * made.seconds:.3f}", f"{made.share:.1%}", lost]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.roofline", description="Predicts the time of a step on a GPU.")
+    parser.add_argument("--model", default="llama-8b", help=f"{', '.join(MODELS)}, or a config.json")
+    parser.add_argument("--device", choices=list(DEVICES), default="h100")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
+    parser.add_argument("--gap-us", type=float, default=0.0, help="time between launches")
+    args = parser.parse_args(argv)
+    if args.model not in MODELS and not Path(args.model).is_file():
+        parser.error(f"--model: {args.model} is no file and none of {', '.join(MODELS)}")
+    shape = MODELS[args.model] if args.model in MODELS else shape_of(json.loads(Path(args.model).read_text()))
+    device, gap_s = DEVICES[args.device], args.gap_us / 1e6
+    rows = decode_rows(shape, device, args.batches, args.contexts, gap_s)
+    for tokens in args.prefill:
+        made = predict_prefill(shape, device, tokens, gap_s)
+        rows.append([f"prefill {tokens}", f"{tokens / made.seconds:,.0f}", *_cells(made)])
+    print(f"{args.model} on {device.name}, launch gap {args.gap_us:g} us: predictions, not measurements")
+    print(table(["step", "tokens/s", "ms", "of ideal", "lost"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
