@@ -1,1 +1,1 @@
-"""Paged attention: the torch reference implementation and the CPU kernels."""
+"""Paged attention: the torch reference implementation, and the kernels of CPUs and GPUs."""

@@ -149,7 +149,7 @@ class AttentionLaunch:
         """Computes the decodes. `max_splits`: a power of two."""
         segments, heads = self.segments, self.q.shape[1]
         dim = padded_dim(self.q.shape[2])
-        self._attend(DECODE[dim], segments.decode_blocks(), max_splits, {})
+        self._attend(DECODE[dim], segments.decode_blocks(), max_splits, has_tree=False)
         if max_splits > 1:
             partial, partial_lse = self._partial(max_splits)
             merge_splits[(segments.num_decodes, heads)](
@@ -168,17 +168,13 @@ class AttentionLaunch:
         """Computes chunks and trees."""
         segments = self.segments
         config = self.workspace.prefill_tiles[padded_dim(self.q.shape[2])]
-        has_tree = segments.tree_sizes is not None
-        tree = {"tree_sizes": segments.tree_sizes, "ancestors": segments.ancestors} if has_tree else {}
-        self._attend(config, segments.chunk_blocks(config.block_queries), 1, tree)
+        self._attend(config, segments.chunk_blocks(config.block_queries), 1, has_tree=segments.tree_sizes is not None)
 
-    def _attend(
-        self, config: TileConfig, blocks: tuple[Tensor, Tensor], max_splits: int, tree: Mapping[str, Tensor | None]
-    ) -> None:
+    def _attend(self, config: TileConfig, blocks: tuple[Tensor, Tensor], max_splits: int, has_tree: bool) -> None:
         segments, params, dim = self.segments, self.params, self.q.shape[2]
         kv_heads = self.cache.k.shape[1]
         partial, partial_lse = self._partial(max_splits)
-        unused = segments.lengths
+        unused = segments.tables
         group = self.q.shape[1] // kv_heads
         paged_attention[(len(blocks[0]), kv_heads, max_splits)](
             q=self.q,
@@ -190,8 +186,9 @@ class AttentionLaunch:
             tables=segments.tables,
             starts=segments.starts,
             lengths=segments.lengths,
-            positions=segments.positions,
-            **(tree or {"tree_sizes": unused, "ancestors": unused}),
+            tree_sizes=segments.tree_sizes if has_tree else unused,
+            tree_levels=segments.tree_levels if has_tree else unused,
+            ancestors=segments.ancestors if has_tree else unused,
             block_requests=blocks[0],
             block_offsets=blocks[1],
             scale=dim**-0.5 if params.scale is None else params.scale,
@@ -199,7 +196,8 @@ class AttentionLaunch:
             window=params.window or 0,
             q_stride=self.q.stride(0),
             table_stride=segments.tables.stride(0),
-            **constants_of(config, tuple(self.cache.k.shape), group, max_splits=max_splits, has_tree=bool(tree), params=params),
+            level_stride=0 if segments.tree_levels is None else segments.tree_levels.stride(0),
+            **constants_of(config, tuple(self.cache.k.shape), group, max_splits=max_splits, has_tree=has_tree, params=params),
             num_warps=config.num_warps,
             num_stages=config.num_stages if self.q.element_size() == 2 else 1,  # wider tiles fill the shared memory
         )

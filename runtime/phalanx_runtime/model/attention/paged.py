@@ -87,8 +87,8 @@ class Segments:
         starts: Tensor,
         lengths: Tensor,
         tables: Tensor,
-        positions: Tensor,
         tree_sizes: Tensor | None = None,
+        tree_levels: Tensor | None = None,
         ancestors: Tensor | None = None,
     ) -> None:
         self.num_requests = len(counts)
@@ -100,10 +100,10 @@ class Segments:
         """[requests], int32: tokens in the cache, with those of the step."""
         self.tables = tables
         """[requests, pages], int32."""
-        self.positions = positions
-        """[tokens]."""
         self.tree_sizes = tree_sizes
         """[requests], int32: draft tokens of a tree at the end, if any request has a tree."""
+        self.tree_levels = tree_levels
+        """[requests, nodes], int32: tree level of each node, also of nodes from earlier steps."""
         self.ancestors = ancestors
         """[tokens], int32: bit j is set if node j of the tree is the token or its ancestor."""
         self._counts = counts

@@ -25,8 +25,8 @@ def paged_attention(
     tables,
     starts,
     lengths,
-    positions,
     tree_sizes,
+    tree_levels,
     ancestors,
     block_requests,
     block_offsets,
@@ -35,6 +35,7 @@ def paged_attention(
     window,
     q_stride,
     table_stride,
+    level_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
@@ -85,7 +86,9 @@ def paged_attention(
         if HAS_TREE:
             branch = tl.load(ancestors + token, mask=is_query, other=0)
             if HAS_WINDOW:
-                position = tl.load(positions + token, mask=is_query, other=0).to(tl.int32)
+                in_tree = is_query & (position >= tree_start)
+                level = tl.load(tree_levels + request * level_stride + position - tree_start, mask=in_tree, other=0)
+                position = tl.where(in_tree, tree_start + level, position)
         if HAS_WINDOW:
             lowest = length - count + offset
             if HAS_TREE:
@@ -114,9 +117,9 @@ def paged_attention(
                 before = (key[None, :] < tree_start) & (key[None, :] <= length - count + query[:, None])
                 is_visible = is_key[None, :] & (before | ((node >= 0)[None, :] & is_ancestor))
                 if HAS_WINDOW:
-                    key_token = first + count - length + key
-                    in_tree = is_key & (node >= 0)
-                    key_position = tl.where(in_tree, tl.load(positions + key_token, mask=in_tree, other=0).to(tl.int32), key)
+                    is_node = is_key & (node >= 0)
+                    level = tl.load(tree_levels + request * level_stride + node, mask=is_node, other=0)
+                    key_position = tl.where(is_node, tree_start + level, key)
                     is_visible = is_visible & (key_position[None, :] > position[:, None] - window)
             else:
                 is_visible = is_key[None, :] & (key[None, :] <= position[:, None])

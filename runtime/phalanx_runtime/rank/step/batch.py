@@ -158,10 +158,9 @@ class BatchBuilder:
             firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
             for part in prompt_logprob_ranges(plan, self.params)
         ]
-        device_positions = self._tensor(positions)
         return StepBatch(
             tokens=self._tensor(tokens),
-            positions=device_positions,
+            positions=self._tensor(positions),
             slots=self._tensor(self._slots(np.repeat(rows, counts), slots)),
             bands=self._bands(rows[:num_decodes], lengths[:num_decodes]),
             chunks=[
@@ -171,14 +170,10 @@ class BatchBuilder:
             logits_indices=self._tensor(
                 np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
             ),
-            segments=cache(
-                partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order, positions=device_positions)
-            ),
+            segments=cache(partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order)),
         )
 
-    def _segments(
-        self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints, positions: Tensor
-    ) -> Segments:
+    def _segments(self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints) -> Segments:
         """`rows`, `counts` and `lengths` in packed order; `order`: their requests, by which `trees` has parents."""
         parents = [trees.get(int(request), ()) for request in order]
         width = int(-(-lengths.max() // self._shape.page_size)) if len(lengths) else 1
@@ -190,14 +185,17 @@ class BatchBuilder:
                 size = min(len(tree), int(count))
                 ancestors[end - size : end] = bits[-size:]
         has_tree = any(parents)
+        tree_levels = np.zeros((len(parents), max(map(len, parents), default=0)), np.int32)
+        for row, tree in enumerate(parents):
+            tree_levels[row, : len(tree)] = levels(tuple(tree))
         return Segments(
             counts=counts.tolist(),
             num_decodes=sum(count == 1 and not tree for count, tree in zip(counts, parents, strict=True)),
             starts=self._int32(np.concatenate(([0], ends))),
             lengths=self._int32(lengths),
             tables=self._int32(self._tables[rows, :width]),
-            positions=positions,
             tree_sizes=self._int32(np.asarray([len(tree) for tree in parents])) if has_tree else None,
+            tree_levels=self._int32(tree_levels) if has_tree else None,
             ancestors=self._int32(ancestors) if has_tree else None,
         )
 

@@ -59,10 +59,9 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16"),
     **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
     **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
-    "positions": "*i64",
-    **dict.fromkeys(("tree_sizes", "ancestors", "block_requests", "block_offsets"), "*i32"),
+    **dict.fromkeys(("tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets"), "*i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
-    **dict.fromkeys(("window", "q_stride", "table_stride"), "i32"),
+    **dict.fromkeys(("window", "q_stride", "table_stride", "level_stride"), "i32"),
 }
 MERGE_TYPES = {"out": "*bf16", "partial": "*fp32", "partial_lse": "*fp32", "lengths": "*i32"}
 PLAIN = AttentionParams()
@@ -112,7 +111,7 @@ def compile_variant(variant: Variant, target: GPUTarget) -> KernelCost:
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.endswith("_stride")
+        if kind.startswith("*") or name in ("q_stride", "table_stride")
     }
     compiled = triton.compile(
         ASTSource(variant.kernel, signature, dict(variant.constants), aligned),

@@ -131,3 +131,17 @@ def test_a_changed_page_changes_the_result() -> None:
 @pytest.mark.parametrize("window", [None, 4])
 def test_last_tokens_of_a_tree_attend_to_earlier_ones(window: int | None) -> None:
     Case([(53, 3)], trees={0: TREE}).check(AttentionParams(window=window))
+
+
+@settings(max_examples=25)
+@given(
+    draws=st.lists(st.floats(0, 0.999), min_size=1, max_size=12),
+    before=st.integers(0, 60),
+    computed=st.integers(0, 11),
+    window=st.none() | st.integers(1, 20),
+)
+def test_tree_of_any_shape_attends_to_its_branches(draws: list[float], before: int, computed: int, window: int | None) -> None:
+    parents = [int(draw * (node + 1)) - 1 for node, draw in enumerate(draws)]
+    start = before + min(computed, len(parents) - 1)
+    count = before + len(parents) - start
+    Case([(20, 1), (start, count)], trees={1: parents}, dim=32).check(AttentionParams(window=window))
