@@ -15,7 +15,7 @@ KIND = f"{api.PLURAL}.{api.GROUP}"
 _CONTAINER = "runtime"
 
 
-def utc_now() -> str:
+def rfc3339_now() -> str:
     """Returns the time in RFC 3339."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -27,7 +27,7 @@ class Commands:
     kubectl: Kubectl
     warn: Callable[[str], None]
     """Receives errors that end no command."""
-    now: Callable[[], str] = field(default=utc_now)
+    now: Callable[[], str] = field(default=rfc3339_now)
 
     def status(self, name: str | None, *, everywhere: bool = False) -> str:
         """Returns the status of one service or all."""

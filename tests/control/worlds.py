@@ -93,12 +93,17 @@ class World:
         return queue
 
     async def reconcile(self) -> list[str]:
-        """Returns the writes of one reconcile. A reconcile that only reports must write nothing when it is repeated, except with
-        an autoscaler."""
+        """Returns the writes of one reconcile, and of a second one that is due at once.
+
+        A reconcile that only reports must write nothing when it is repeated, except with an autoscaler.
+        """
         self.cluster.sync_informers()
         before = len(self.kube.calls)
         try:
             self.next_s = await self.reconciler.reconcile(KEY)
+            if self.next_s == 0.0:
+                self.cluster.sync_informers()
+                self.next_s = await self.reconciler.reconcile(KEY)
         finally:
             self.check_conditions()
         writes = self.kube.calls[before:]

@@ -34,7 +34,7 @@ from phalanx_operator.render import objects as names
 from phalanx_operator.routers import Routers, RouterTarget, address_of
 
 
-def utc_now() -> str:
+def rfc3339_now() -> str:
     """Returns the time in RFC 3339."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -43,7 +43,7 @@ def utc_now() -> str:
 class Clocks:
     """The wall clock, and a monotonic one in seconds."""
 
-    now: Callable[[], str] = utc_now
+    now: Callable[[], str] = rfc3339_now
     monotonic: Callable[[], float] = time.monotonic
 
 
@@ -126,7 +126,7 @@ class Reconciler:
             return await self.reporter.report(snapshot, status, ())
         decision = await self._decide(key, service, snapshot, now)
         if decision.inputs.rollback not in (None, decision.inputs.snapshot.status.rollback):
-            decision = await self._record_rollback(decision)
+            return await self._record_rollback(decision.inputs)
         return await self._execute(key, decision, now)
 
     def _forget(self, key: Key) -> None:
@@ -180,11 +180,14 @@ class Reconciler:
         former = await self.executor.recall_revision(newest, due.to) if due else None
         return rollback.effective_service(newest, revision, snapshot, due, former)
 
-    async def _record_rollback(self, decision: _Decision) -> _Decision:
-        """Writes the status before the first action: the actions delete the groups that show that the revision failed."""
-        inputs, status = decision.inputs, decision.plan.status
+    async def _record_rollback(self, inputs: PlanInputs) -> float:
+        """Writes only that a rollback starts; the next reconcile follows at once and acts.
+
+        Its actions delete the groups that show that the revision failed.
+        """
+        status = inputs.snapshot.status.model_copy(update={"rollback": inputs.rollback})
         await self.reporter.report(inputs.snapshot, status, ())
-        return replace(decision, inputs=replace(inputs, snapshot=replace(inputs.snapshot, status=status)))
+        return 0.0
 
     async def _execute(self, key: Key, decision: _Decision, now: str) -> float:
         """Returns the seconds until the next reconcile."""

@@ -20,7 +20,7 @@ from phalanx_operator.kube.client import (
     Resource,
     Retry,
 )
-from phalanx_operator.loop.reconcile import utc_now
+from phalanx_operator.loop.reconcile import rfc3339_now
 from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_body
@@ -400,4 +400,4 @@ async def test_unreadable_status_is_written_again() -> None:
 
 
 def test_times_are_as_kubernetes_writes_them() -> None:
-    assert len(utc_now()) == 20 and utc_now().endswith("Z")
+    assert len(rfc3339_now()) == 20 and rfc3339_now().endswith("Z")

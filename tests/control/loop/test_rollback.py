@@ -13,6 +13,7 @@ from phalanx_operator.render import revision as revisions_module
 from phalanx_operator.render.revision import revision
 from tests.control.builders import NOW, make_service
 from tests.control.loop.scenes import LONG_AFTER, leave_unplaced, revisions, settled_world
+from tests.control.summaries import summary
 from tests.control.worlds import World
 
 ROLLOUT = {"maxUnavailable": 2, "progressDeadlineSeconds": 3600, "onFailure": "Rollback"}
@@ -24,11 +25,8 @@ def revision_of(world: World) -> str:
     return revision(make_service(**world.service["spec"]))
 
 
-async def run_late(world: World, rollout: dict[str, Any] | None = None) -> list[str]:
-    """Keeps the newest groups unready past the deadline, with the others ready. `rollout` replaces the strategy by then.
-
-    Returns the writes of the reconcile after the deadline.
-    """
+async def make_late(world: World) -> None:
+    """Keeps the newest groups unready past the deadline, with the others ready."""
     first = world.groups
     await world.reconcile()
     await world.reconcile()
@@ -37,8 +35,13 @@ async def run_late(world: World, rollout: dict[str, Any] | None = None) -> list[
         pod = world.kube.of_kind(PODS)[f"{name}-0"]
         world.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
     world.now = LONG_AFTER
-    if rollout:
-        await world.change(rollout=rollout)
+
+
+async def run_late(world: World, **spec: Any) -> list[str]:
+    """Makes the newest groups late and changes these fields. Returns the writes of the reconcile after the deadline."""
+    await make_late(world)
+    if spec:
+        await world.change(**spec)
     return await world.reconcile()
 
 
@@ -86,7 +89,20 @@ async def test_rollback_is_recorded_before_its_actions() -> None:
     writes = await run_late(world)
     recorded = writes.index("apply inferenceservices/status chat")
     assert recorded < min(writes.index(write) for write in writes if write.startswith("delete statefulsets"))
-    assert writes.count("apply inferenceservices/status chat") == 1
+    assert writes.count("apply inferenceservices/status chat") == 2, "of the record, and of the actions"
+
+
+async def test_rollback_and_autoscaler_write_in_one_reconcile() -> None:
+    world = await settled_world(replicas=3, rollout=ROLLOUT)
+    await world.change(engine=BAD)
+    await make_late(world)
+    world.cluster.start_router_pods()
+    world.routers.summary = summary()
+    await world.change(autoscaling={"minReplicas": 4, "maxReplicas": 9, "targets": {"ttftP95Ms": 2000}})
+    assert "merge inferenceservices/scale chat" in await world.reconcile(), "the autoscaler writes with the rollback"
+    assert world.status.rollback is not None
+    assert world.service["spec"]["replicas"] == 4
+    assert world.condition("ScalingActive") == ("True", "Active")
 
 
 @pytest.mark.parametrize("constraint", [{"partition": 3}, {"paused": True}], ids=["partition", "paused"])
@@ -94,7 +110,7 @@ async def test_constraints_keep_no_group_on_a_given_up_revision(constraint: dict
     world = await settled_world(replicas=4, rollout=ROLLOUT)
     good = revision_of(world)
     await world.change(engine=BAD)
-    await run_late(world, ROLLOUT | constraint)
+    await run_late(world, rollout=ROLLOUT | constraint)
     await world.settle()
     assert revisions(world) == {good: 4} and world.condition("Stalled") == ("True", "RolledBack")
 
