@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,9 +141,12 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
     return measure(*await run_load(load))
 
 
-def main(argv: list[str] | None = None) -> int:
+Measure = Callable[[argparse.Namespace], Coroutine[None, None, dict[str, object]]]
+
+
+def main(argv: list[str] | None = None, measure: Measure = run) -> int:
     args = parser().parse_args(argv)
-    figures = asyncio.run(run(args))
+    figures = asyncio.run(measure(args))
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "api_key")}
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")

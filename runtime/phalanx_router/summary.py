@@ -43,7 +43,7 @@ class SummaryBuilder:
             hotspots=frozenset((hotspot.group, str(hotspot.cause)) for hotspot in decision.hotspots),
             is_saturated=decision.is_saturated,
             has_held=self._num_held() > 0,
-            evacuated=frozenset(self._emptied()),
+            evacuated=frozenset(self._evacuated()),
             is_leaving=self._backend.is_draining,
             unknown_versions=frozenset(unknown.group for unknown in self._unknown_versions()),
             deaths=frozenset((link.endpoint.group, link.state.deaths, excused[link.endpoint.key]) for link in links),
@@ -73,7 +73,7 @@ class SummaryBuilder:
             pingpong_total=balancing.balancer.pingpong.num_returns,
             shed_total=self._metrics.num_shed,
             policy=balancing.policy.number,
-            evacuated=sorted(self._emptied()),
+            evacuated=sorted(self._evacuated()),
             unknown_versions=self._unknown_versions(),
         )
 
@@ -93,7 +93,7 @@ class SummaryBuilder:
             return num_held
         return num_held + sum(session.assignment is None and not session.wait.is_held for session in self._backend.sessions)
 
-    def _emptied(self) -> set[str]:
+    def _evacuated(self) -> set[str]:
         streams = self._streams()
         filled = {link.endpoint.group for link in self._backend.links.all() if streams[link.endpoint.group]}
         return set(self._backend.balancing.policy.evacuate) - filled

@@ -173,14 +173,13 @@ def test_figures_follow_their_definitions() -> None:
 
 @pytest.mark.parametrize(("failed", "status"), [(False, 0), (True, 1)], ids=["good", "failed"])
 def test_command_writes_json_and_exits_nonzero_on_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: bool, status: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: bool, status: int
 ) -> None:
     async def run(args: object) -> dict[str, object]:
         return FIGURES | {"errors": ["HTTP 503"] if failed else []}
 
-    monkeypatch.setattr(serve, "run", run)
     argv = ["--base-url", "http://x", "--model", "m", "--api-key", "secret", "--json", str(tmp_path / "out.json")]
-    assert serve.main(argv) == status
+    assert serve.main(argv, run) == status
     written = (tmp_path / "out.json").read_text()
     assert json.loads(written)["settings"]["model"] == "m"
     assert "secret" not in written

@@ -177,7 +177,7 @@ async def test_draining_last_group_refuses_new_requests(how: str) -> None:
             world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"]))
         else:
             world.source.change(leader.endpoint(is_leaving=True))
-        with pytest.raises(BackendError, match="every group is being emptied") as caught:
+        with pytest.raises(BackendError, match="every group is being evacuated") as caught:
             await read_stream(world.fleet, make_request())
         assert (caught.value.status, caught.value.retry_after_s) == (503, 0.05)
         leader.release()

@@ -219,7 +219,7 @@ class HotspotTracker:
                 transitions.append(Transition(group.group, group.cause, f"{group.cause} {signal:.2f}, median {group.median:.2f}"))
         for key, group in self._hot.items():
             if key not in hot:
-                why = "has left the hotspot range" if key in self._states else "was removed or is being emptied"
+                why = "has left the hotspot range" if key in self._states else "was removed or is being evacuated"
                 transitions.append(Transition(group.group, None, f"the group {why}"))
         return transitions
 

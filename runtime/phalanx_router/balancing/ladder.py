@@ -132,7 +132,7 @@ def evacuate(source: GroupView, streams: Sequence[StreamView], inputs: LadderInp
         best = select_target(stream, source, open_groups, hot=inputs.hot, itl_s=inputs.median_itl_s, now=inputs.now)
         if best is None:
             return LadderPlan(moves, NoMove(source.key, "evacuate", "no_target", f"no group has room for {stream.stream}"))
-        why = f"{source.group} is being emptied, {best.group} has room"
+        why = f"{source.group} is being evacuated, {best.group} has room"
         moves.append(_plan_move(stream, source, best, "evacuate", "precopy", inputs=inputs, why=why))
         after[best.key] = with_request(after[best.key], stream.context)
     return LadderPlan(moves)

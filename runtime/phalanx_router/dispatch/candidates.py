@@ -34,7 +34,7 @@ class CandidateGroups:
         self._views_by_kind.clear()
 
     def eligible(self, session: StreamSession) -> dict[str, LeaderLink]:
-        """Links to the groups that may take the stream. Emptied and silent groups take only started streams."""
+        """Links to the groups that may take the stream. Evacuated and silent groups take only started streams."""
         links = self._links.eligible(session.tokenizer, session.model_hash if session.stream.journal.delivered else None)
         if session.has_started:
             return links

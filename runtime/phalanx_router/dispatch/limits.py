@@ -171,7 +171,7 @@ def _reason(num_groups: int, is_silent: bool, is_leaving: bool) -> str:
         return f"each of {num_groups} ready groups failed or refused this request"
     if is_silent:
         return "no group reports its load, and spec.router.failureMode is FailClosed"
-    return "every group is being emptied" if is_leaving else "no group is ready"
+    return "every group is being evacuated" if is_leaving else "no group is ready"
 
 
 def _missing_weights(group: str) -> BackendError:

@@ -32,11 +32,17 @@ class GroupEnded(RuntimeError):
 class LocalGroup:
     """The server's engine without HTTP. Its ranks exit on `close` or with this process."""
 
-    def __init__(self, settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        rank_command: Sequence[str] = RANK_COMMAND,
+        supervisor: type[LeaderSupervisor] = LeaderSupervisor,
+    ) -> None:
         """Returns when every rank is ready. Raises ModelError when the first start fails."""
         self.backend: LocalBackend
         self._settings = settings
         self._command = rank_command
+        self._supervisor = supervisor
         self._ready: Future[None] = Future()
         self._end_reason = "the engine was closed"
         self._is_ending = False
@@ -104,7 +110,7 @@ class LocalGroup:
             port=settings.group.master_port,
             token=secrets.token_hex(32),
         )
-        supervisor = asyncio.create_task(LeaderSupervisor(place, make_parts(settings, stop, self._command), client).run())
+        supervisor = asyncio.create_task(self._supervisor(place, make_parts(settings, stop, self._command), client).run())
         closing = asyncio.create_task(self._closing.wait())
         try:
             await asyncio.wait([supervisor, closing], return_when=asyncio.FIRST_COMPLETED)

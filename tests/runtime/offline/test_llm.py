@@ -224,19 +224,16 @@ def test_full_queue_is_awaited_and_closed_engine_raises(folder: Path) -> None:
         assert [str(error) for error in errors] == ["the engine was closed"]
 
 
-def test_supervisor_failure_raises_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = threading.Event()
-
-    async def run(self: object) -> None:
-        while not broken.is_set():
-            await asyncio.sleep(0.05)
+class BrokenSupervisor(LeaderSupervisor):
+    async def run(self) -> None:
+        await asyncio.sleep(0.2)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(LeaderSupervisor, "run", run)
+
+def test_supervisor_failure_raises_its_reason(folder: Path) -> None:
     own = LocalGroup.__new__(LocalGroup)
-    threading.Timer(0.2, broken.set).start()
     with pytest.raises(RuntimeError, match="a bug"):
-        own.__init__(make_settings(str(folder), OPTIONS, {}))  # type: ignore[misc]
+        own.__init__(make_settings(str(folder), OPTIONS, {}), supervisor=BrokenSupervisor)  # type: ignore[misc]
     with pytest.raises(GroupEnded, match="the engine ended: a bug"):
         own.run(asyncio.sleep(1))
 
