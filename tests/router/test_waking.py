@@ -185,6 +185,17 @@ async def test_draining_last_group_refuses_new_requests(how: str) -> None:
         assert len(leader.submitted) == 1
 
 
+async def test_request_without_hold_waits_for_the_operators_decision() -> None:
+    leader = FakeLeader("a")
+    async with running_world(leader, settings=dataclasses.replace(make_settings(), retry_after_s=60.0)) as world:
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"]))
+        waiting = asyncio.create_task(read_stream(world.fleet, make_request()))
+        await until(lambda: waiting.done() or world.metric("phalanx_router_queued_requests") == 1)
+        world.fleet.balancing.set_policy(BalancePolicy(number=2))
+        world.fleet.dispatcher.dispatch()
+        assert (await waiting).tokens == expected([1, 2, 3], 16)
+
+
 async def test_kept_group_serves_waiting_requests() -> None:
     leader = FakeLeader("a")
     async with running_world(leader) as world:

@@ -177,6 +177,17 @@ def test_partial_page_match_is_found_as_far_as_written() -> None:
     assert pool.match_partial(pages[0], [5]) is None
 
 
+def test_eviction_keeps_the_partial_match_of_a_newer_page() -> None:
+    pool = PagePool(3, 4)
+    old = start(pool, [0, 1, 2, 3, 4, 5, 6, 7])
+    write(pool, old, 8)
+    new = start(pool, [0, 1, 2, 3, 4, 5, 8, 9])
+    write(pool, new, 8)
+    pool.release(old)
+    assert pool.allocate(1) == [old[1]]
+    assert pool.match_partial(new[0], [4, 5, 8]) == (new[1], 3)
+
+
 def test_events_list_the_findable_pages() -> None:
     pool = PagePool(2, 4, event_log=3)
     keys = keys_of([1] * 8)

@@ -8,6 +8,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
@@ -184,6 +185,16 @@ def test_partial_page_passes_to_a_copier_after_its_writer() -> None:
     engine.serve({3: make_request(PROMPT, 3, seed=3)})
     assert engine.scheduler.sharing.hit_tokens == 2 * (len(PROMPT) - 1)
     assert engine.copies == 2
+
+
+def test_move_holds_no_page_before_its_writer_reaches_it() -> None:
+    engine = Engine(limits=replace(LIMITS, max_num_batched_tokens=8))
+    assert engine.scheduler.submit(1, make_request(PROMPT, 3)) is None
+    plan = engine.scheduler.schedule()
+    assert plan is not None and plan.counts == [8]
+    reservation = engine.scheduler.reservations.reserve("m", make_request(PROMPT, 3, seed=2), len(PROMPT))
+    assert isinstance(reservation, Reservation)
+    assert reservation.num_held == 2, "of 9 pages that the first request published"
 
 
 def test_partial_page_copy_harms_no_sharer() -> None:
