@@ -184,14 +184,14 @@ class Bench:
         if declined is not None:
             self.report.ends[f"declined: {declined}"] += 1
 
-    def _move_ended(self, run: StreamSession, proposal: MoveRequest, ended: MoveEnded) -> None:
+    def _move_ended(self, run: StreamSession, planned: MoveRequest, ended: MoveEnded) -> None:
         is_moved = ended.outcome == "moved"
         self.report.ends["moved" if is_moved else f"{ended.outcome}: {ended.code}"] += 1
         self.report.num_bytes += ended.num_bytes
         if not self.report.ends.total() % 1000:
             print(f"{dict(self.report.ends)}, {len(self.report.violations)} violations", file=sys.stderr, flush=True)
         if is_moved:
-            self.report.moved[f"{self._kinds[run.stream.journal.replay().id]}, {proposal.transfer}"] += 1
+            self.report.moved[f"{self._kinds[run.stream.journal.replay().id]}, {planned.transfer}"] += 1
         if ended.stall_s is not None:
             self.report.stalls_s.append(ended.stall_s)
 

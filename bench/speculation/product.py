@@ -1,6 +1,6 @@
-"""Checks that tokens with speculation equal those without, for every drafter, shape, group and disturbance.
+"""Checks that tokens with speculation equal those without, for every method, shape, group and disturbance.
 
-    python -m bench.speculation.product [--pairs] [--drafters ngram draft self_draft] [--shapes chain tree]
+    python -m bench.speculation.product [--pairs] [--methods ngram draft self_draft] [--shapes chain tree]
         [--groups one tp2 pp2] [--disturbances ...]
 
 Uses a tiny model in float64 without near-ties; the ranks of a group are threads of this process. A row is one combination with
@@ -58,25 +58,25 @@ DISTURBANCES: dict[str, tuple[Limits, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    drafter: Method
+    method: Method
     shape: str
     group: str
     disturbance: str
 
     def __iter__(self) -> Iterator[str]:
-        return iter((self.drafter, self.shape, self.group, self.disturbance))
+        return iter((self.method, self.shape, self.group, self.disturbance))
 
     @property
     def exists(self) -> bool:
         """Whether the combination exists: n-gram trees have one shape."""
-        return not (self.drafter == "ngram" and self.shape == "static tree")
+        return not (self.method == "ngram" and self.shape == "static tree")
 
 
-DRAFTERS: tuple[Method, ...] = ("ngram", "draft", "self_draft")
+METHODS: tuple[Method, ...] = ("ngram", "draft", "self_draft")
 
 
-def choices(drafters: Sequence[Method], shapes: Iterable[str], groups: Iterable[str], names: Iterable[str]) -> list[Choice]:
-    combined = [Choice(*values) for values in product(drafters, shapes, groups, names)]
+def choices(methods: Sequence[Method], shapes: Iterable[str], groups: Iterable[str], names: Iterable[str]) -> list[Choice]:
+    combined = [Choice(*values) for values in product(methods, shapes, groups, names)]
     return [choice for choice in combined if choice.exists]
 
 
@@ -191,7 +191,7 @@ def main() -> None:
         prog="python -m bench.speculation.product", description="Checks equal tokens for every combination."
     )
     parser.add_argument("--pairs", action="store_true")
-    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES))
@@ -209,9 +209,9 @@ class Bench:
     plain: list[list[int]]
 
     def run(self, choice: Choice) -> Result:
-        spec = {**self.settings[choice.drafter], "speculative_method": choice.drafter} if choice.drafter != "ngram" else {}
+        spec = {**self.settings[choice.method], "speculative_method": choice.method} if choice.method != "ngram" else {}
         config = SchedulerConfig(
-            speculation=replace(SHAPES[choice.shape], method=choice.drafter, draft_methods=frozenset({choice.drafter}))
+            speculation=replace(SHAPES[choice.shape], method=choice.method, draft_methods=frozenset({choice.method}))
         )
         pods, stages = GROUPS[choice.group]
         build = Build(torch.float64, num_pages=200, stages=stages, speculative=spec)
@@ -232,7 +232,7 @@ def make_bench(root: Path) -> Bench:
 def _run(args: argparse.Namespace, root: Path) -> int:
     bench = make_bench(root)
     header = (
-        "drafter",
+        "method",
         "shape",
         "group",
         "disturbance",
@@ -244,7 +244,7 @@ def _run(args: argparse.Namespace, root: Path) -> int:
         "events",
     )
     print(markdown_header(header), flush=True)
-    every = choices(args.drafters, args.shapes, args.groups, args.disturbances)
+    every = choices(args.methods, args.shapes, args.groups, args.disturbances)
     num_wrong = 0
     for choice in pairwise(every) if args.pairs else every:
         result = bench.run(choice)

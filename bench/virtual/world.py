@@ -224,7 +224,7 @@ class World:
             self._fleet_task.cancel()
         asyncio.get_running_loop().call_later(self.rng.uniform(0.5, 3.0), self.start_router)
 
-    def _move_ended(self, run: StreamSession, proposal: MoveRequest, ended: MoveEnded) -> None:
+    def _move_ended(self, run: StreamSession, planned: MoveRequest, ended: MoveEnded) -> None:
         self.outcome.ends.append(ended.outcome)
 
     # A run

@@ -94,7 +94,7 @@ class StepModel:
 
 
 def attention_work(tokens: int, cached: int = 0) -> float:
-    """Returns the sum of context lengths of a sequence's tokens after the first `cached`."""
+    """Returns the sum of context lengths of a request's tokens after the first `cached`."""
     return (tokens * tokens - cached * cached) / 2
 
 

@@ -1,4 +1,4 @@
-"""Tokens with speculation equal those without, in combinations that contain every pair of drafter, shape, group and disturbance.
+"""Tokens with speculation equal those without, in combinations that contain every pair of method, shape, group and disturbance.
 
 Each has all sampling modes: greedy, seeded, filters, penalties, bias and bad words, grammars, a JSON schema, in float64.
 `python -m bench.speculation.product` runs all combinations.
@@ -8,8 +8,8 @@ import pytest
 
 from bench.speculation.product import (
     DISTURBANCES,
-    DRAFTERS,
     GROUPS,
+    METHODS,
     SHAPES,
     Bench,
     Choice,
@@ -20,7 +20,7 @@ from bench.speculation.product import (
     requests,
 )
 
-EVERY = choices(DRAFTERS, SHAPES, GROUPS, DISTURBANCES)
+EVERY = choices(METHODS, SHAPES, GROUPS, DISTURBANCES)
 SOME = pairwise(EVERY)
 
 

@@ -60,14 +60,14 @@ def test_moves_end_between_arrivals_without_overshoot(world: World) -> None:
     """
     quiet = moves = 0
     for number in range(400):
-        proposals = world.tick(number * APART_S).moves
-        last = {(proposal.source, proposal.target): proposal for proposal in proposals}
-        for proposal in proposals:
-            assert not world.obey(proposal, number * APART_S)
-            if proposal is last[proposal.source, proposal.target]:
-                assert keeps_order(world, proposal), proposal.why
-        moves += len(proposals)
-        quiet = 0 if proposals else quiet + 1
+        planned_moves = world.tick(number * APART_S).moves
+        last = {(planned.source, planned.target): planned for planned in planned_moves}
+        for planned in planned_moves:
+            assert not world.obey(planned, number * APART_S)
+            if planned is last[planned.source, planned.target]:
+                assert keeps_order(world, planned), planned.why
+        moves += len(planned_moves)
+        quiet = 0 if planned_moves else quiet + 1
         if quiet > 12:
             break
     else:
@@ -80,11 +80,11 @@ def test_moves_of_pages_lower_the_sum_of_squares(world: World) -> None:
     world.fields = {}
     world.balancer.policy = BalancePolicy(budgets=FREE)
     for number in range(40):
-        proposals = world.tick(number * APART_S).moves
+        planned_moves = world.tick(number * APART_S).moves
         before = potential(world)
-        for proposal in proposals:
-            world.obey(proposal, number * APART_S)
-        pairs = {(p.source, p.target) for p in proposals}
+        for planned in planned_moves:
+            world.obey(planned, number * APART_S)
+        pairs = {(p.source, p.target) for p in planned_moves}
         assert potential(world) <= before - 0.999 * len(pairs) * EPSILON**2
 
 
@@ -98,10 +98,10 @@ def test_noisy_reports_move_no_stream_back(world: World, seed: int) -> None:
     world.noise = lambda: rng.randint(-most, most)
     been: dict[str, set[str]] = {}
     for number in range(120):
-        for proposal in world.tick(number * APART_S).moves:
-            been.setdefault(proposal.stream, set()).add(proposal.source)
-            assert proposal.target not in been[proposal.stream], proposal.why
-            world.obey(proposal, number * APART_S)
+        for planned in world.tick(number * APART_S).moves:
+            been.setdefault(planned.stream, set()).add(planned.source)
+            assert planned.target not in been[planned.stream], planned.why
+            world.obey(planned, number * APART_S)
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,20 +120,20 @@ def test_budgets_are_kept_whatever_happens_to_moves(
     live = sum(world.contexts.values())
     for number in range(80):
         now = number * 0.25
-        for proposal in world.tick(now).moves:
-            under_way.append(proposal)
-            assert proposal.bytes_per_s == bytes_per_s
-            taken.append((now, {proposal.source, proposal.target}, 0 if proposal.transfer == "recompute" else proposal.context))
-            spent.append((now, proposal.context))
+        for planned in world.tick(now).moves:
+            under_way.append(planned)
+            assert planned.bytes_per_s == bytes_per_s
+            taken.append((now, {planned.source, planned.target}, 0 if planned.transfer == "recompute" else planned.context))
+            spent.append((now, planned.context))
         for key in {p.source for p in under_way} | {p.target for p in under_way}:
             assert sum(p.source == key for p in under_way) <= slots
             assert sum(p.target == key for p in under_way) <= slots
-        for proposal in [p for p in under_way if rng.random() < 0.4]:
-            under_way.remove(proposal)
+        for planned in [p for p in under_way if rng.random() < 0.4]:
+            under_way.remove(planned)
             if rng.random() < 0.5:
-                world.obey(proposal, now)
+                world.obey(planned, now)
             else:
-                world.balancer.record_end(proposal, False, now)
+                world.balancer.record_end(planned, False, now)
     largest = max(world.contexts.values())
     check(spent, share * live, TOKENS_BURST_S, largest)
     for key in {key for _, keys, _ in taken for key in keys}:
@@ -158,16 +158,16 @@ def test_two_routers_together_keep_the_budgets_of_their_service(
         for router in routers:
             started = router.tick(now).moves
             under_way |= dict.fromkeys(started, router)
-            spent += [(now, proposal) for proposal in started]
+            spent += [(now, planned) for planned in started]
         for key in (view.key for view in world.views()):
-            assert sum(proposal.source == key for proposal in under_way) <= slots
-            assert sum(proposal.target == key for proposal in under_way) <= slots
-        for proposal in [proposal for proposal in under_way if rng.random() < 0.4]:
-            router = under_way.pop(proposal)
+            assert sum(planned.source == key for planned in under_way) <= slots
+            assert sum(planned.target == key for planned in under_way) <= slots
+        for planned in [planned for planned in under_way if rng.random() < 0.4]:
+            router = under_way.pop(planned)
             if rng.random() < 0.5:
-                router.obey(proposal, now)
+                router.obey(planned, now)
             else:
-                router.balancer.record_end(proposal, False, now)
+                router.balancer.record_end(planned, False, now)
     one_each = 2 * max(world.contexts.values())
     check([(at, p.context) for at, p in spent], percent / 100 * sum(world.contexts.values()), TOKENS_BURST_S, one_each)
     for key in (view.key for view in world.views()):

@@ -189,7 +189,7 @@ class Ours:
             return [stream_of(job, key, engine.context_of(job)) for job in engine.decodes.values()]
 
         self._decision = self._balancer.tick(views, streams, now)
-        return [self._to_order(proposal, engines) for proposal in self._decision.moves]
+        return [self._to_order(planned, engines) for planned in self._decision.moves]
 
     def rescue(self, job: Job, group: int, now: float, engines: Sequence[Engine]) -> MoveOrder | None:
         key = f"g{group}"
@@ -197,10 +197,10 @@ class Ours:
         answer = self._balancer.rescue(key, stream, self._transfer_views(now), now)
         return self._to_order(answer, engines) if isinstance(answer, PlannedMove) else None
 
-    def _to_order(self, proposal: PlannedMove, engines: Sequence[Engine]) -> MoveOrder:
-        source, target = int(proposal.source[1:]), int(proposal.target[1:])
-        job = engines[source].decodes[int(proposal.stream)]
-        return MoveOrder(job, source, target, proposal.transfer, proposal.bytes_per_s, proposal)
+    def _to_order(self, planned: PlannedMove, engines: Sequence[Engine]) -> MoveOrder:
+        source, target = int(planned.source[1:]), int(planned.target[1:])
+        job = engines[source].decodes[int(planned.stream)]
+        return MoveOrder(job, source, target, planned.transfer, planned.bytes_per_s, planned)
 
     def move_ended(self, order: MoveOrder, is_moved: bool, now: float) -> None:
         self._balancer.record_end(cast(PlannedMove, order.tag), is_moved, now)

@@ -117,7 +117,7 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
 
 
 def evacuate(source: GroupView, streams: Sequence[StreamView], inputs: LadderInputs) -> LadderPlan:
-    """Empties a group, longest expected remaining output first."""
+    """Evacuates a group, longest expected remaining output first."""
     if source.state != "fresh":
         return _refusal(source, "evacuate", "stale", f"{source.group} has no fresh load report")
     after = dict(inputs.views)

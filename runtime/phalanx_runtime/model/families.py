@@ -16,7 +16,7 @@ class Family:
 
     qkv_bias: Biases = "config"
     norms: Norms = "before"
-    """Position of the norm in each half of a block."""
+    """Position of the norm in each half of a layer."""
     qk_norm: HeadNorms = "none"
     """Query and key norm: per head, or over the whole projection."""
     slides: Slides = "never"

@@ -67,18 +67,18 @@ class World:
     def tick(self, now: float) -> BalanceDecision:
         return self.balancer.tick(self.views(), self.streams_of, now)
 
-    def obey(self, proposal: PlannedMove, now: float) -> bool:
+    def obey(self, planned: PlannedMove, now: float) -> bool:
         """Executes a move; returns whether it was a return to a recent source."""
-        source, target = (key.split("/")[0] for key in (proposal.source, proposal.target))
-        assert self.where[proposal.stream] == source
-        self.where[proposal.stream] = target
+        source, target = (key.split("/")[0] for key in (planned.source, planned.target))
+        assert self.where[planned.stream] == source
+        self.where[planned.stream] = target
         if self.remember:
-            before = self.records.get(proposal.stream)
+            before = self.records.get(planned.stream)
             num_moves = (before.num_moves if before else 0) + 1
-            self.records[proposal.stream] = stream(
-                proposal.stream, target, proposal.context, num_moves=num_moves, moved_at=now, last_source=proposal.source
+            self.records[planned.stream] = stream(
+                planned.stream, target, planned.context, num_moves=num_moves, moved_at=now, last_source=planned.source
             )
-        return self.balancer.record_end(proposal, True, now)
+        return self.balancer.record_end(planned, True, now)
 
     def pressure(self, name: str) -> float:
         return self.view(name).pressure

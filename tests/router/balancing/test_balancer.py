@@ -17,8 +17,8 @@ def test_hotspot_sends_just_enough_to_end() -> None:
     decision = first_moves(world)
     assert decision.hotspots[0].cause == "kv" and decision.hotspots[0].action == "migrate"
     assert {p.source for p in decision.moves} == {"a/1/1"} and len({p.target for p in decision.moves}) == 1
-    for proposal in decision.moves:
-        world.obey(proposal, 0.25)
+    for planned in decision.moves:
+        world.obey(planned, 0.25)
     assert 0.6 < world.pressure("a") < 0.75
     assert all("a is kv-bound" in p.why and p.transfer == "precopy" for p in decision.moves)
     later = [world.tick(1.0 + 0.25 * i) for i in range(100)]
@@ -106,8 +106,8 @@ def test_moves_at_once_are_bounded_until_they_end() -> None:
     assert len(first.moves) == 2
     again = world.tick(1.0)
     assert not again.moves
-    for proposal in first.moves:
-        world.obey(proposal, 1.0)
+    for planned in first.moves:
+        world.obey(planned, 1.0)
     assert len(world.tick(1.25).moves) == 2
 
 
@@ -131,10 +131,10 @@ def test_bytes_of_one_group_hold_up_this_group_alone() -> None:
 def test_failed_move_frees_its_slot_and_counts_nothing() -> None:
     world = hot_world(BalancePolicy(budgets=Budgets(moves_per_group=2, tokens_share_per_s=100.0)))
     failed = first_moves(world).moves
-    for proposal in failed:
-        assert not world.balancer.record_end(proposal, False, 1.0)
-        assert not world.balancer.record_end(proposal, True, 1.0), "an end counts once"
-    tired = {proposal.stream for proposal in failed}
+    for planned in failed:
+        assert not world.balancer.record_end(planned, False, 1.0)
+        assert not world.balancer.record_end(planned, True, 1.0), "an end counts once"
+    tired = {planned.stream for planned in failed}
     again = world.tick(1.25).moves
     assert len(again) == 2 and not {p.stream for p in again} & tired, "they rest for a second"
     assert world.balancer.attraction.with_departed_load(group("a"), 1.0) == group("a")
@@ -174,11 +174,11 @@ def test_draining_group_sends_all_streams_in_any_mode() -> None:
     while "a" in world.where.values():
         now += 0.25
         assert now < 5
-        proposals = world.tick(now).moves
-        assert 0 < len(proposals) <= 4 and all(p.rung == "evacuate" for p in proposals)
-        for proposal in proposals:
-            transfers.add((proposal.stream == "s03", proposal.transfer))
-            world.obey(proposal, now)
+        planned_moves = world.tick(now).moves
+        assert 0 < len(planned_moves) <= 4 and all(p.rung == "evacuate" for p in planned_moves)
+        for planned in planned_moves:
+            transfers.add((planned.stream == "s03", planned.transfer))
+            world.obey(planned, now)
     assert transfers == {(True, "recompute"), (False, "precopy")}
     assert max(world.pressure(name) for name in "bcde") < 0.3, "they are spread"
 
@@ -187,9 +187,9 @@ def test_most_urgent_group_drains_first_to_healthy_groups() -> None:
     world = hot_world(BalancePolicy(evacuate=["b", "a"]), count=4)
     world.where |= {"t0": "b", "t1": "b"}
     world.contexts |= {"t0": 900, "t1": 900}
-    proposals = world.tick(0.0).moves
-    assert [p.source for p in proposals] == ["b/1/1"] * 2 + ["a/1/1"] * 4
-    assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+    planned_moves = world.tick(0.0).moves
+    assert [p.source for p in planned_moves] == ["b/1/1"] * 2 + ["a/1/1"] * 4
+    assert not {p.target for p in planned_moves} & {"a/1/1", "b/1/1"}
 
 
 def test_leaving_group_drains_after_the_named_ones() -> None:
@@ -197,9 +197,9 @@ def test_leaving_group_drains_after_the_named_ones() -> None:
     world.where |= {"t0": "b"}
     world.contexts |= {"t0": 900}
     world.fields = {"a": {"is_draining": True}}
-    proposals = world.tick(0.0).moves
-    assert [(p.source, p.rung) for p in proposals] == [("b/1/1", "evacuate")] + [("a/1/1", "evacuate")] * 2
-    assert not {p.target for p in proposals} & {"a/1/1", "b/1/1"}
+    planned_moves = world.tick(0.0).moves
+    assert [(p.source, p.rung) for p in planned_moves] == [("b/1/1", "evacuate")] + [("a/1/1", "evacuate")] * 2
+    assert not {p.target for p in planned_moves} & {"a/1/1", "b/1/1"}
 
 
 def test_stream_of_a_failed_move_waits_a_second() -> None:
@@ -240,7 +240,7 @@ RESCUE_REFUSED = {
     "no group keeps a reserve": ({name: {"total_pages": 127} for name in "bcde"}, BalancePolicy(), "no_target"),
     "the mode": ({}, BalancePolicy(mode="Requeue"), "mode"),
     "reports are old": ({name: {"state": "degraded"} for name in "bcde"}, BalancePolicy(), "no_target"),
-    "they are emptied": ({}, BalancePolicy(evacuate=list("bcde")), "no_target"),
+    "they are evacuated": ({}, BalancePolicy(evacuate=list("bcde")), "no_target"),
     "no slot": ({}, BalancePolicy(budgets=Budgets(moves_per_group=0)), "no_target"),
 }
 
@@ -306,8 +306,8 @@ def test_stream_copies_its_pages_where_that_is_cheaper(
 
 def test_source_group_does_not_look_free_at_once() -> None:
     world, before = hot_world(), group("a", 0.5)
-    for proposal in first_moves(world).moves:
-        world.obey(proposal, 10.0)
+    for planned in first_moves(world).moves:
+        world.obey(planned, 10.0)
     guard = world.balancer.attraction
     assert guard.with_departed_load(before, 10.0).load.running > before.load.running
     departed_pages = [

@@ -32,10 +32,10 @@ def test_hot_prefix_is_replicated_by_the_cheapest_stream() -> None:
     decision = first_moves(world)
     (spot,) = decision.hotspots
     assert (spot.cause, spot.action) == ("prefix", "replicate")
-    (proposal,) = decision.moves
-    assert (proposal.stream, proposal.rung, proposal.transfer, proposal.context) == ("s01", "replicate", "precopy", 2700)
-    assert "gets the prefix of 2000 tokens, 50% of the prompt tokens of a" in proposal.why
-    world.obey(proposal, 0.5)
+    (planned,) = decision.moves
+    assert (planned.stream, planned.rung, planned.transfer, planned.context) == ("s01", "replicate", "precopy", 2700)
+    assert "gets the prefix of 2000 tokens, 50% of the prompt tokens of a" in planned.why
+    world.obey(planned, 0.5)
     found = {0.25 * number: [p.rung for p in world.tick(0.25 * number).moves] for number in range(3, 60)}
     assert [now for now, rungs in found.items() if rungs] == [10.25], "the prefix went at 0.25"
 
@@ -45,8 +45,8 @@ def test_hot_prefix_goes_to_a_group_with_compatible_pages() -> None:
     for name in world.names[1:]:
         world.fields[name] = {"used_pages": 100}
     world.fields[world.names[-1]] = {"layout": "tp4"}
-    (proposal,) = first_moves(world).moves
-    assert (proposal.target, proposal.transfer) == ("b/1/1", "precopy")
+    (planned,) = first_moves(world).moves
+    assert (planned.target, planned.transfer) == ("b/1/1", "precopy")
 
 
 NO_HOME = {

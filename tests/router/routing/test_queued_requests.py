@@ -160,7 +160,7 @@ async def test_waiting_request_in_a_draining_group_is_withdrawn() -> None:
 
 
 async def test_unplaceable_streams_block_no_started_ones() -> None:
-    """An emptied group takes only started streams."""
+    """An evacuated group takes only started streams."""
     refusing, dying = FakeLeader("a", Script(hold_at=0)), FakeLeader("b", Script(hold_at=0))
     async with running_world(refusing, dying, settings=make_settings(hold_s=60.0)) as world:
         await report_load(world, dying, msgspec.structs.replace(FULL, waiting_prompt_tokens=400_000))

@@ -1,4 +1,4 @@
-"""The fused decoder: one block for all `FAMILIES`.
+"""The fused decoder: one layer for all `FAMILIES`.
 
 norm -> QKV linear -> (q, k norm) -> rotary -> attention -> output linear -> all-reduce (-> norm) -> residual
      -> norm -> gate-up linear -> activation * up -> down linear -> all-reduce (-> norm) -> residual
@@ -22,7 +22,7 @@ from phalanx_runtime.model.rope import Angles, Rope, RopeTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """This rank's weights of a block. Norms precede (`_in`) or follow (`_out`) each half."""
+    """This rank's weights of a layer. Norms precede (`_in`) or follow (`_out`) each half."""
 
     attention_in: Tensor | None
     qkv: Linear
@@ -99,7 +99,7 @@ class Decoder:
     def _run_layers(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         for layer, cache in zip(layers, caches, strict=True):
-            self._block(layer, x, angles, cache, batch)
+            self._run_layer(layer, x, angles, cache, batch)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -107,7 +107,7 @@ class Decoder:
         # These families round the scale to the embedding's dtype.
         return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype).item())
 
-    def _block(self, layer: Layer, x: Tensor, angles: dict[Rope, Angles], cache: LayerCache, batch: StepBatch) -> None:
+    def _run_layer(self, layer: Layer, x: Tensor, angles: dict[Rope, Angles], cache: LayerCache, batch: StepBatch) -> None:
         rotation = None if layer.rope is None else angles[layer.rope]
         q, k, v = self._heads(layer, self._norm(x, layer.attention_in), rotation)
         self._add(layer.o, self._attention(q, k, v, cache=cache, batch=batch, params=layer.params), layer.attention_out, x)

@@ -70,8 +70,8 @@ def load_drafting(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torc
     """Loads what this rank drafts with; collective. Raises PeerLost, ModelError."""
     match spec.engine.speculative_method:
         case "draft":
-            is_drafter = pipeline.stage.is_first and pipeline.peers.rank == 0
-            return _draft_model(spec, target, dtype, device) if is_drafter else Drafting()
+            is_proposer = pipeline.stage.is_first and pipeline.peers.rank == 0
+            return _draft_model(spec, target, dtype, device) if is_proposer else Drafting()
         case "self_draft":
             return _self_draft(spec, target, pipeline, dtype, device)
         case _:
