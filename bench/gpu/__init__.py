@@ -1,1 +1,1 @@
-"""GPU figures: a model of the limit, and measurements where a GPU is at hand."""
+"""Figures about GPUs: a model of the limit of a step."""

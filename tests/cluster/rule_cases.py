@@ -227,7 +227,7 @@ _ENGINE = [
     ),
 ]
 _EXPOSE = "spec.router.expose"
-_DOOR = [
+_ROUTER = [
     invalid("spec.router.policy", "Random", 'Unsupported value: "Random"'),
     invalid("spec.router.failureMode", "FailSafe", 'Unsupported value: "FailSafe"'),
     invalid(f"{_EXPOSE}.type", "InferencePool", 'Unsupported value: "InferencePool"'),
@@ -262,7 +262,7 @@ _PODS = [
     ),
 ]
 REFUSED = [
-    *_MODELS, *_uris(), *_SHAPE, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_DOOR, *_PODS, *_containers(),
+    *_MODELS, *_uris(), *_SHAPE, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_PODS, *_containers(),
 ]  # fmt: skip
 STRANGE: dict[str, dict[str, Any]] = {
     "spec.model.adapters": model("hf://org/name", adapters=[]),

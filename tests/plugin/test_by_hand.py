@@ -37,7 +37,7 @@ def plugin(world: World) -> Commands:
     return Commands(WorldKubectl(world), warn=print, now=lambda: NOW)
 
 
-async def test_drained_group_is_emptied_and_replaced() -> None:
+async def test_drained_group_is_evacuated_and_replaced() -> None:
     world = await world_with_routers(replicas=2)
     victim, other = sorted(world.groups)
     plugin(world).drain("chat", victim)

@@ -110,7 +110,7 @@ async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
         assert [submit.request.prompt for submit in source.submitted] == [PROMPT]
 
 
-async def test_a_group_that_drains_is_emptied_without_an_operator() -> None:
+async def test_draining_group_is_evacuated_without_an_operator() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:
         _, client = await start_stream(world)

@@ -250,7 +250,7 @@ def test_unstarted_requests_move_to_a_much_better_group() -> None:
     assert len(taken_back(many, many, free)) == 4
 
 
-def test_requests_leave_a_group_that_is_being_emptied() -> None:
+def test_requests_leave_a_group_that_is_being_evacuated() -> None:
     """The group is not among the candidates."""
     slow, free = group("slow", waits=3, running=32, queued=30_000, is_draining=True), group("free")
     assert taken_back(slow, free) == [7, 6, 5]

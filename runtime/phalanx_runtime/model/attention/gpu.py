@@ -55,7 +55,7 @@ PREFILL_BLACKWELL: Mapping[int, TileConfig] = {
     128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
     256: PREFILL[256],
 }
-"""`PREFILL` for compute capability 10: its instructions need other registers."""
+"""For compute capability 10, where tiles of `PREFILL` spill registers."""
 MIN_ROWS = 16
 """Rows of the smallest tile of tensor cores."""
 MAX_DIM: Mapping[torch.dtype, int] = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
@@ -120,7 +120,7 @@ class Workspace:
 
 MAX_SPLITS = 32
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Programs that a decode launch aims at; more splits than that only cost merging."""
+"""Programs that a decode launch aims at."""
 DEFAULT_MULTIPROCESSORS = 132
 """Of an H100, where no device is present."""
 
