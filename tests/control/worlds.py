@@ -10,7 +10,7 @@ from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.kube.client import EVENTS, INFERENCE_SERVICES, STATEFUL_SETS, Json
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import PlacementGate, PlacementQueue
-from phalanx_operator.loop.reconcile import Clocks, Reconciler, Sources
+from phalanx_operator.loop.reconcile import AGAIN_S, Clocks, Reconciler, Sources
 from phalanx_operator.loop.reporting import EventRecorder, StatusReporter
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe.api_discovery import SchedulerDiscovery
@@ -93,7 +93,7 @@ class World:
         return queue
 
     async def reconcile(self) -> list[str]:
-        """Returns the writes of one reconcile, and of a second one that is due at once.
+        """Returns the writes of one reconcile, and of one that continues it.
 
         A reconcile that only reports must write nothing when it is repeated, except with an autoscaler.
         """
@@ -101,7 +101,7 @@ class World:
         before = len(self.kube.calls)
         try:
             self.next_s = await self.reconciler.reconcile(KEY)
-            if self.next_s == 0.0:
+            if self.next_s == AGAIN_S:
                 self.cluster.sync_informers()
                 self.next_s = await self.reconciler.reconcile(KEY)
         finally:

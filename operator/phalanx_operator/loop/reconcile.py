@@ -33,6 +33,9 @@ from phalanx_operator.observe.service_cache import ManifestCache, ServiceCache
 from phalanx_operator.render import objects as names
 from phalanx_operator.routers import Routers, RouterTarget, address_of
 
+AGAIN_S = 0.05
+"""Time until a reconcile that continues this one. Not 0, which would repeat without a pause if the write has no effect."""
+
 
 def rfc3339_now() -> str:
     """Returns the time in RFC 3339."""
@@ -181,13 +184,13 @@ class Reconciler:
         return rollback.effective_service(newest, revision, snapshot, due, former)
 
     async def _record_rollback(self, inputs: PlanInputs) -> float:
-        """Writes only that a rollback starts; the next reconcile follows at once and acts.
+        """Writes only that a rollback starts; the next reconcile acts, after the least interval between two.
 
         Its actions delete the groups that show that the revision failed.
         """
         status = inputs.snapshot.status.model_copy(update={"rollback": inputs.rollback})
         await self.reporter.report(inputs.snapshot, status, ())
-        return 0.0
+        return AGAIN_S
 
     async def _execute(self, key: Key, decision: _Decision, now: str) -> float:
         """Returns the seconds until the next reconcile."""
