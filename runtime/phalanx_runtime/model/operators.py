@@ -1,0 +1,35 @@
+"""Kernel launches as torch operators: fake tensors pass through them, and a dispatch mode counts them."""
+
+from collections.abc import Callable
+
+import torch
+
+_LIBRARY = torch.library.Library("phalanx", "DEF")  # type: ignore[no-untyped-call]
+
+Launch = Callable[..., None]
+
+
+def operator(schema: str) -> Callable[[Launch], Launch]:
+    """Registers a launch as the operator `phalanx::<name>` and returns the function that calls it.
+
+    `schema`: name and arguments in torch's notation, with `Tensor(a!)` for tensors that the kernel writes. A launch has no
+    result: its memory is the caller's. On a CPU Triton's interpreter runs it.
+    """
+
+    def register(launch: Launch) -> Launch:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
+        for key in ("CUDA", "CPU"):
+            _LIBRARY.impl(name, launch, key)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"phalanx::{name}", _check_devices, lib=_LIBRARY)
+        call: Launch = getattr(torch.ops.phalanx, name).default
+        return call
+
+    return register
+
+
+def _check_devices(*arguments: object) -> None:
+    """Launches nothing. Raises ValueError if the tensors are on several devices, which a real launch would read as garbage."""
+    devices = {argument.device for argument in arguments if isinstance(argument, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"a kernel launch mixes tensors on {sorted(map(str, devices))}")
