@@ -198,6 +198,12 @@ class EngineConfig:
     long_prefill_token_threshold: int = _setting(
         0, "maximum tokens of one prompt in a step; 0: half a step while other requests have tokens to compute", ge=0, metavar="N"
     )
+    async_scheduling: bool = _setting(
+        False,
+        "plan a step before the tokens of the previous one are known, so that no device waits; no effect with draft tokens "
+        "or pipeline stages",
+        "spec.engine.asyncScheduling",
+    )
     itl_target_ms: float | None = _setting(
         None, "maximum step time while streams run, kept by smaller prefill chunks; default: no target", gt=0, metavar="MS"
     )

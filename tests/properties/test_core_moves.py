@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,7 @@ class Shape:
     policy: SchedulingPolicy
     caching: bool
     drafts: bool = False
+    is_async: bool = False
 
 
 @dataclass
@@ -75,7 +77,11 @@ class Side:
     def __post_init__(self) -> None:
         self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
         limits = Limits(
-            max_model_len=64, max_num_seqs=self.shape.seqs, max_num_batched_tokens=24, plans_in_flight=self.shape.flights
+            max_model_len=64,
+            max_num_seqs=self.shape.seqs,
+            max_num_batched_tokens=24,
+            plans_in_flight=self.shape.flights,
+            async_scheduling=self.shape.is_async,
         )
         speculation = SpeculationConfig(method="draft", num_tokens=3, is_adaptive=False, draft_methods=frozenset({"draft"}))
         config = SchedulerConfig(scheduling_policy=self.shape.policy, eviction_policy="lru", prefix_caching=self.shape.caching)
@@ -207,7 +213,7 @@ class World:
         plan = group.scheduler.schedule(float(step))
         if plan is not None:
             group.flights.append(plan)
-        if group.flights and (plan is None or len(group.flights) == group.shape.flights):
+        if group.flights and (plan is None or len(group.flights) == group.scheduler.limits.max_flights):
             frame = group.scheduler.commit(group.runner.run(group.flights.pop(0)), wall_s=0.01)
             frozen = {m.order.handle for m in self.moving if m.source == side and m.decide_at is not None}
             for handle, index, token in zip(frame.handles, frame.indices, frame.tokens, strict=True):
@@ -243,6 +249,7 @@ SHAPES = st.builds(
     policy=st.sampled_from(SCHEDULING_POLICIES),
     caching=st.booleans(),
     drafts=st.booleans(),
+    is_async=st.booleans(),
 )
 
 
@@ -268,11 +275,13 @@ def test_the_same_moves_give_the_same_plans(prompts: list[tuple[int, int, int]],
     assert [side.runner.plans for side in once.sides] == [side.runner.plans for side in twice.sides]
 
 
-def test_crowd_moves_back_and_shares_existing_pages() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_crowd_moves_back_and_shares_existing_pages(is_async: bool) -> None:
     orders = [Order(4 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(4)]
-    world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True)).run()
+    world = World([(4 + i, 16, 25) for i in range(4)], orders, Shape(240, 4, 5, 1, "fcfs", caching=True, is_async=is_async)).run()
     assert world.num_moved >= 8
     assert world.num_held > 0
+    assert all((side.runner.num_pending > 0) == is_async for side in world.sides)
 
 
 def test_moved_draft_reuses_its_pages_and_computes_the_rest() -> None:

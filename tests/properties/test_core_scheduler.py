@@ -37,11 +37,13 @@ class Arrival:
     tenant: int = 0
     priority: int = 0
     target_ms: float | None = None
+    stop: int | None = None
+    """Token that ends the request."""
 
     def request(self, handle: int) -> wire.Request:
         shared = [(self.family * 17 + 5 * i * i) % VOCAB for i in range(min(self.common, self.prompt))]
         own = [(handle * 11 + 7 * i) % VOCAB for i in range(self.prompt - len(shared))]
-        request = make_request(shared + own, self.max_tokens, seed=handle)
+        request = make_request(shared + own, self.max_tokens, seed=handle, stop=None if self.stop is None else [self.stop])
         return msgspec.structs.replace(request, priority=self.priority, tenant=f"t{self.tenant}", ttft_target_ms=self.target_ms)
 
 
@@ -59,6 +61,11 @@ class Shape:
     threshold: int = 0
     caching: bool = True
     speculation: SpeculationConfig = NO_SPECULATION
+    is_async: bool = False
+
+    @property
+    def max_flights(self) -> int:
+        return self.flights + (self.is_async and self.flights == 1)
 
 
 DRAFTS: frozenset[Method] = frozenset({"draft", "self_draft"})
@@ -87,6 +94,7 @@ ARRIVALS = st.lists(
         tenant=st.integers(0, 2).map(lambda n: n // 2),
         priority=st.integers(-2, 2),
         target_ms=st.none() | st.floats(1, 20_000),
+        stop=st.none() | st.integers(0, VOCAB - 1),
     ),
     max_size=12,
 )
@@ -101,6 +109,7 @@ SHAPES = st.builds(
     threshold=st.sampled_from([0, 0, 7]),
     caching=st.booleans(),
     speculation=st.sampled_from([NO_SPECULATION, *SPECULATIONS]),
+    is_async=st.booleans(),
 )
 
 
@@ -115,6 +124,7 @@ class Workload:
             max_num_batched_tokens=shape.budget,
             long_prefill_tokens=shape.threshold,
             plans_in_flight=shape.flights,
+            async_scheduling=shape.is_async,
         )
         config = SchedulerConfig(
             scheduling_policy=shape.policy, eviction_policy="lru", prefix_caching=shape.caching, speculation=shape.speculation
@@ -205,11 +215,11 @@ class Workload:
         if plan is not None:
             assert 0 < sum(plan.counts) <= self.shape.budget
             in_flight = {row for other in self.flights for row in other.rows}
-            assert not in_flight & set(plan.rows), "plans in flight have disjoint requests"
+            assert self.scheduler.limits.runs_ahead or not in_flight & set(plan.rows), "plans in flight have disjoint requests"
             self.flights.append(plan)
         elif not self.flights:
             assert self.scheduler.is_idle(), "no request is left without a plan"
-        if plan is None or len(self.flights) == self.shape.flights:
+        if plan is None or len(self.flights) == self.shape.max_flights:
             self.commit()
 
     def commit(self) -> None:
@@ -254,6 +264,7 @@ def test_pages_are_conserved_and_tokens_equal_an_undisturbed_run(arrivals: list[
         seqs=st.integers(2, 6),
         budget=st.integers(6, 20),
         flights=st.integers(1, 2),
+        is_async=st.booleans(),
     ),
 )
 def test_equal_prompts_survive_aborts_of_their_writers(
@@ -273,6 +284,20 @@ def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:
             arrivals = [Arrival(0, 6, 20, common=common, tenant=i % 2) for i in range(5)]
             scheduler = Workload(arrivals, replace(shape, policy=policy)).run().scheduler
             assert scheduler.num_preemptions > 0
+
+
+def test_plans_with_pending_tokens_keep_the_tokens() -> None:
+    """Asynchronous scheduling. A request that stops early has one more token computed, one that reaches its length has not."""
+    shape = Shape(14, 2, 5, 16, is_async=True)
+    for policy in SCHEDULING_POLICIES:
+        arrivals = [Arrival(0, 6, 20, common=4, tenant=i % 2) for i in range(5)]
+        run = Workload(arrivals, replace(shape, policy=policy)).run()
+        assert run.scheduler.num_preemptions > 0 and run.scheduler.sharing.hit_tokens > 0
+        assert run.runner.num_pending > 40
+        assert run.scheduler.load().wasted_tokens == 0
+    first = expected_output(Arrival(0, 6, 20).request(0))
+    run = Workload([Arrival(0, 6, 20, stop=first[3])], shape).run()
+    assert run.scheduler.load().wasted_tokens == 1
 
 
 @settings(max_examples=50, deadline=None)

@@ -4,8 +4,9 @@ from collections import deque
 
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, sibling_ranks
-from phalanx_runtime.core.step_plan import DraftPath, PoolShape, StepPlan, StepResult, TreeBounds
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, PoolShape, StepPlan, StepResult, TreeBounds
 from phalanx_runtime.rank.step.draft_paths import DraftedPath, chosen_shapes, fill_paths, num_drafted, paths_of_draws, undrafted
+from phalanx_runtime.rank.step.last_sampled import LastSampled
 
 VOCAB = 50
 
@@ -34,11 +35,17 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9) -> list[i
 class FakeRunner:
     """Implements StepRunner; `plans` has all plans. Runs a plan in `finish`, as late as possible.
 
-    has_pages: a draft model drafts from its own slots only; else drafts need no pages.
+    has_pages: a draft model drafts from its own slots only; else drafts need no pages. runs_ahead: rows may be in two plans.
     """
 
-    def __init__(self, num_pages: int, page_size: int, depth: int = 1, has_pages: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, depth: int = 1, has_pages: bool = True, *, runs_ahead: bool = False
+    ) -> None:
         self.depth = depth
+        self._runs_ahead = runs_ahead
+        self._last_sampled = LastSampled()
+        self.num_pending = 0
+        """Tokens of plans that were not known to the scheduler."""
         self._has_pages = has_pages
         self._drafted_slots: list[int | None] = [None] * (num_pages * page_size)
         self.most_in_flight = 0
@@ -59,16 +66,18 @@ class FakeRunner:
 
     def start(self, plan: StepPlan) -> None:
         rows = [row for other in self._started for row in other.rows]
-        assert not set(rows) & set(plan.rows), "a row is in two plans in flight"
+        assert self._runs_ahead or not set(rows) & set(plan.rows), "a row is in two plans in flight"
         self._started.append(plan)
         self.most_in_flight = max(self.most_in_flight, len(self._started))
-        assert self.most_in_flight <= self.depth
+        assert self.most_in_flight <= self.depth + self._runs_ahead
 
     def finish(self) -> StepResult:
         return self.run(self._started.popleft())
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        self.num_pending += plan.tokens.count(LAST_SAMPLED)
+        plan = self._last_sampled.fill(plan)
         assert len(set(plan.rows)) == len(plan.rows), "a row appears twice"
         for new in plan.admitted:
             self._tables[new.row] = []
@@ -99,7 +108,7 @@ class FakeRunner:
         sampled = [token for run, _ in runs for token in run]
         taken = [(at, nodes) for at, (_, nodes) in enumerate(runs) if nodes != list(range(len(nodes)))]
         lengths = [len(run) for run, _ in runs] if plan.paths else []
-        return StepResult(
+        result = StepResult(
             step=plan.step,
             tokens=sampled,
             run_lengths=lengths,
@@ -107,6 +116,8 @@ class FakeRunner:
             shapes=chosen_shapes(filled),
             undrafted=undrafted(filled),
         )
+        self._last_sampled.record(plan, result)
+        return result
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:
         """Returns the tokens of request i up to the first that no draft token equals, and the accepted draft tokens."""

@@ -19,6 +19,7 @@ from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, Secret
 from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
+from tests.runtime.lag import PendingCounter, lagged
 from tests.runtime.ranks import JOIN_S, Build, make_model_runner, make_places
 
 SECRET = Secret(b"token", 1)
@@ -75,6 +76,8 @@ class Group:
     runners: dict[int, ModelRunner] = field(default_factory=dict)
     servers: dict[int, KvTransferServer] = field(default_factory=dict)
     loop: EngineLoop | None = None
+    num_pending: int = 0
+    """Tokens that were planned before they were known, once the group has ended."""
 
 
 @contextmanager
@@ -105,9 +108,10 @@ def running_group(
             ports = [group.servers[rank].port for rank in range(place.world_size)]
             local_ranks = range(len(ports))
             transport = GroupPageTransport(server, reports, [""] * len(ports), ports, local_ranks, SECRET)
+            counter = PendingCounter(runner)
             group.loop = EngineLoop(
-                runner,
-                limits,
+                counter,
+                lagged(limits),
                 group.channel,
                 clock,
                 config=rules,
@@ -116,6 +120,7 @@ def running_group(
                 fitting=runner.fitting,
             )
             group.loop.run()
+            group.num_pending += counter.num_pending
             if len(ports) > 1:
                 runner.dismiss()
             transport.close()
@@ -159,3 +164,5 @@ def running_groups(
     with ExitStack() as stack:
         running = [stack.enter_context(running_group(folder, pods, build, limits, rules, clock)) for pods in groups]
         yield MovingGroups(running, Mover([group.channel for group in running]))
+    runs_ahead = build.stages == 1 and rules.speculation.method == "none" and lagged(limits).async_scheduling
+    assert any(group.num_pending for group in running) or not runs_ahead

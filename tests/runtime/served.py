@@ -12,6 +12,7 @@ from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import DEFAULT_CONFIG, EngineLoop
 from phalanx_runtime.engine.ports import StepRunner
+from tests.runtime.lag import PendingCounter, lagged
 
 
 @dataclass(slots=True)
@@ -131,8 +132,14 @@ def serve(
     fitting: Fitting = accept_all,
 ) -> list[Served]:
     """Serves requests that arrive at once and returns their answers."""
-    channel = ScriptedChannel(requests)
-    loop = EngineLoop(runner, limits, channel, config=rules, fitting=fitting)
+    channel, counter = ScriptedChannel(requests), PendingCounter(runner)
+    loop = EngineLoop(counter, lagged(limits), channel, config=rules, fitting=fitting)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()
+    while counter.num_in_flight:
+        assert loop.turn()
+    runs_ahead = loop.scheduler.limits.runs_ahead
+    assert runs_ahead or not counter.num_pending
+    if runs_ahead and rules.speculation.method == "none" and any(len(answer.tokens) > 1 for answer in channel.answers):
+        assert counter.num_pending > 0
     return channel.answers

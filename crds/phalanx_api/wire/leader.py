@@ -162,6 +162,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     speculation: SpeculationCounts = SpeculationCounts()
     speedup: float = 1.0  # tokens per step and request
     prompt_attention: float = 0.0  # sum of contexts of the uncomputed prompt tokens
+    wasted_tokens: int = 0  # counter of tokens computed for requests that had ended
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

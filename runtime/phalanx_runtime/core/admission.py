@@ -28,7 +28,9 @@ class Limits:
     itl_target_s: float | None = None
     """Target time of a step with decodes; without it prefill fills each step."""
     plans_in_flight: int = 1
-    """Maximum plans in flight."""
+    """Maximum plans in flight with disjoint requests: the pipeline stages."""
+    async_scheduling: bool = False
+    """One more plan in flight, which continues requests of the previous one."""
     max_waiting_tokens: int | None = None
     """Maximum `Scheduler.backlog_tokens`."""
 
@@ -42,6 +44,8 @@ class Limits:
             max_waiting=config.max_num_queued_reqs,
             max_waiting_tokens=config.max_num_queued_tokens,
             long_prefill_tokens=config.long_prefill_token_threshold,
+            # Drafts need known tokens: the requests would split into two batches that take turns.
+            async_scheduling=config.async_scheduling and config.speculative_method == "none",
             itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1e3,
         )
 
@@ -54,6 +58,16 @@ class Limits:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), "
                 "or a step could not hold one token of each running request"
             )
+
+    @property
+    def max_flights(self) -> int:
+        """Maximum plans in flight. Pipeline stages are filled by other requests, without asynchronous scheduling."""
+        return 2 if self.runs_ahead else self.plans_in_flight
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a plan may continue the requests of a plan in flight."""
+        return self.async_scheduling and self.plans_in_flight == 1
 
     @property
     def max_logits_rows(self) -> int:

@@ -125,13 +125,16 @@ class Request:
     tokens: list[int]
     """Prompt and output tokens; `Scheduler` appends."""
     num_computed: int = 0
-    """`Scheduler` and, for found tokens, `PrefixSharing` advance it."""
+    """Tokens that the plans so far compute. `StepBuilder`, for found tokens `PrefixSharing`, for draft tokens `TokenDelivery`
+    advance it."""
     max_computed: int = 0
     """Highest `num_computed` so far: below it tokens are recomputed."""
     row: int | None = None
     """`RunningSet` assigns it while the request runs."""
-    in_flight: bool = False
-    """`StepBuilder` sets, `Scheduler` clears it."""
+    in_flight: int = 0
+    """Plans in flight that compute its tokens. `StepBuilder` and `Scheduler` count."""
+    num_pending: int = 0
+    """Tokens after `tokens` that these plans sample. Same writers."""
     has_ended: bool = False
     """Finished or aborted; `Scheduler` sets it."""
     is_frozen: bool = False
@@ -147,9 +150,20 @@ class Request:
         return self.num_computed - len(self.pages.misplaced)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens with pending ones."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
-        """Tokens still to compute."""
-        return len(self.tokens) - self.num_computed
+        """Tokens still to compute, with pending ones."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a step can be planned without the pending tokens: draft tokens depend on them, and so does the end of the
+        request unless its length allows another token."""
+        return self.speculation.method == "none" and self.num_tokens < self.params.max_len
 
     @property
     def num_output(self) -> int:

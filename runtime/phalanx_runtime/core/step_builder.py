@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from phalanx_api.cost import StepWork, step_work
 from phalanx_runtime.core.draft_tree import is_chain, levels
 from phalanx_runtime.core.request import Request, needs_history
-from phalanx_runtime.core.step_plan import DraftBackfill, DraftPath, NewRow, StepPlan, TreeBounds
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftBackfill, DraftPath, NewRow, StepPlan, TreeBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class StepBuilder:
             self.admitted.append(NewRow(request.row, sampling, request.params.num_prompt, history))
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         self.chunks.append(chunk)
-        request.in_flight = True
+        request.in_flight += 1
         return chunk
 
     def measure_plain_work(self) -> StepWork:
@@ -123,7 +123,7 @@ class StepBuilder:
         return step_work([chunk.end for chunk in decodes], prompts, drafts)
 
     def finish(self) -> StepPlan:
-        """Returns the plan; its pages count as sent."""
+        """Returns the plan; its pages count as sent, its tokens as computed."""
         rows, starts, counts, tokens = list[int](), list[int](), list[int](), list[int]()
         pages: list[list[int]] = []
         paths: list[DraftPath] = []
@@ -139,8 +139,7 @@ class StepBuilder:
             pages.append(_take_unsent(request, i, truncations))
             end = chunk.end
             tokens.extend(request.tokens[chunk.start : end])
-            if end == len(request.tokens):
-                self.draws.append((i, end - request.params.num_prompt))
+            tokens.extend([LAST_SAMPLED] * (end - max(chunk.start, len(request.tokens))))
             if draft.depth:
                 tokens.extend(draft.tokens or [0] * draft.depth)
                 paths.append(_path(i, draft))
@@ -149,6 +148,7 @@ class StepBuilder:
             if chunk.backfill:
                 positions = chunk.backfill
                 backfills.append(DraftBackfill(i, positions.start, request.tokens[positions.start : positions.stop]))
+            self._record_planned(i, chunk)
         plain_work = self.measure_plain_work()
         self.work = self._measure_work(with_drafts=True) if paths else plain_work
         return StepPlan(
@@ -166,6 +166,14 @@ class StepBuilder:
             relocations=relocations,
             backfills=backfills,
         )
+
+    def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:
+        """Adds the draw of chunk i, if it ends with the request's last token, and counts its tokens as computed."""
+        request = chunk.request
+        if chunk.end == request.num_tokens:
+            self.draws.append((i, chunk.end - request.params.num_prompt))
+            request.num_pending += 1
+        request.num_computed, request.pages.misplaced = chunk.end, []
 
 
 def _take_unsent(request: Request, i: int, truncations: list[tuple[int, int]]) -> list[int]:

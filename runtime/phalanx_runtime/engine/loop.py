@@ -1,6 +1,6 @@
 """The engine loop of rank 0: receive, schedule, start, finish, commit, send tokens, report load.
 
-Up to `StepRunner.depth` plans are in flight. An idle loop blocks on its channel.
+Up to `Limits.max_flights` plans are in flight. An idle loop blocks on its channel.
 """
 
 import logging
@@ -77,7 +77,9 @@ class EngineLoop:
         transport: PageTransport = NO_TRANSPORT,
         fitting: Fitting = accept_all,
     ) -> None:
-        self._scheduler = make_scheduler(replace(limits, plans_in_flight=runner.depth), runner.pool, config, fitting)
+        limits = replace(limits, plans_in_flight=runner.depth)
+        self._scheduler = make_scheduler(limits, runner.pool, config, fitting)
+        self._max_flights = limits.max_flights
         self._runner = runner
         self._channel = channel
         self._clock = clock
@@ -169,7 +171,7 @@ class EngineLoop:
 
     def _schedule(self) -> _Flight | None:
         """Returns the next plan, if one can start."""
-        if len(self._flights) == self._runner.depth:
+        if len(self._flights) == self._max_flights:
             return None
         now = self._clock()
         plan = self._scheduler.schedule(now)

@@ -20,11 +20,11 @@ class StepRunner(Protocol):
 
     @property
     def depth(self) -> int:
-        """Plans in flight at once: the number of pipeline stages."""
+        """The number of pipeline stages, each of which computes a plan at once."""
         ...
 
     def start(self, plan: StepPlan) -> None:
-        """Starts a plan; fewer than `depth` may be in flight. Raises PeerLost."""
+        """Starts a plan. At most `Limits.max_flights` are in flight. Raises PeerLost."""
         ...
 
     def finish(self) -> StepResult:

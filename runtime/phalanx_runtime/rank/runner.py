@@ -33,6 +33,7 @@ from phalanx_runtime.rank.step.draft_paths import (
     paths_of_draws,
     undrafted,
 )
+from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
 
 POLL_S = 0.001
@@ -78,6 +79,7 @@ class ModelRunner:
         """Of plans in flight."""
         self._results: deque[StepResult] = deque()
         """Of plans in flight, if rank 0 samples."""
+        self._last_sampled = LastSampled()
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
         has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank
@@ -133,10 +135,12 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> None:
         """Sends the plan to all ranks and computes this rank's part."""
+        plan = self._last_sampled.fill(plan)
         self._pipeline.send_plan(plan)
         result = self._step(plan)
         self._drafts.append(self._latest)
         if result is not None:
+            self._last_sampled.record(plan, result)
             self._results.append(result)
 
     def finish(self) -> StepResult:

@@ -102,6 +102,7 @@ def flags_of(words: list[str]) -> set[str]:
 def test_flags_set_by_the_operator_are_reserved() -> None:
     everything = {
         "prefixCaching": False,
+        "asyncScheduling": True,
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},

@@ -1,7 +1,9 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_length, check_queue
 from phalanx_runtime.core.step_plan import PoolShape
 
@@ -57,11 +59,23 @@ def test_start_needs_a_row_and_room_to_grow(
 
 @pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])
 def test_limits_below_one_are_refused_by_name(field: str) -> None:
-    values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32} | {field: 0}
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32} | {field: 0}
     with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
-        Limits(**values)
+        Limits(**sizes)
 
 
 def test_a_budget_below_the_number_of_rows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
         Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=3)
+
+
+@pytest.mark.parametrize(("stages", "is_async", "flights"), [(1, False, 1), (1, True, 2), (3, False, 3), (3, True, 3)])
+def test_pipeline_stages_are_filled_by_other_requests(stages: int, is_async: bool, flights: int) -> None:
+    limits = replace(LIMITS, plans_in_flight=stages, async_scheduling=is_async)
+    assert (limits.max_flights, limits.runs_ahead) == (flights, flights == 2)
+
+
+def test_drafts_turn_asynchronous_scheduling_off() -> None:
+    config = EngineConfig(async_scheduling=True)
+    assert Limits.of(config, 64).runs_ahead
+    assert not Limits.of(replace(config, speculative_method="ngram"), 64).runs_ahead

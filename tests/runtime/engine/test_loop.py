@@ -1,6 +1,7 @@
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -213,6 +214,21 @@ def test_plans_in_flight_equal_the_runners_depth(depth: int) -> None:
     assert {h: tokens_of(script, h) for h in range(3)} == {h: expected_output(requests[h]) for h in range(3)}
     assert len(tokens_of(script, 3)) < 6
     assert loop.scheduler.check() == []
+
+
+def test_steps_start_before_the_previous_tokens_are_known() -> None:
+    """Asynchronous scheduling. The request that stops has one token computed in vain."""
+    requests = {h: make_request(5, 6, seed=h) for h in range(3)}
+    stop = expected_output(requests[0])[2]
+    requests[0] = make_request(5, 6, seed=0, stop=[stop])
+    script = Script([wire.Submit(h, r) for h, r in requests.items()])
+    runner = FakeRunner(64, 4, runs_ahead=True)
+    loop = EngineLoop(runner, replace(LIMITS, async_scheduling=True), script, Clock(0.001))
+    loop.run()
+    assert runner.most_in_flight == 2 and runner.num_pending > 8
+    assert {h: tokens_of(script, h) for h in requests} == {h: expected_output(r) for h, r in requests.items()}
+    assert script.of(wire.Load)[-1].wasted_tokens == 1
+    assert loop.scheduler.check() == [] and loop.scheduler.is_idle()
 
 
 def test_pipelined_step_time_excludes_its_predecessor() -> None:

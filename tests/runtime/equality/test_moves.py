@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model", "llama")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def field(model: Path) -> Iterator[MovingGroups]:
     with running_groups(model, [[1], [1]], BUILD) as field:
         yield field

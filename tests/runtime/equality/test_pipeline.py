@@ -24,6 +24,7 @@ from phalanx_runtime.rank.process.group import join_group
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.equality.requests import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
+from tests.runtime.lag import lagged
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import as_bf16, generate, reference
 from tests.runtime.pods import make_spec, with_settings
@@ -210,7 +211,7 @@ def test_requests_that_are_aborted_in_flight_harm_no_other(
 
     def work(runner: ModelRunner) -> tuple[int, list[str]]:
         counter = Aborting(runner)
-        loop = EngineLoop(counter, ROOMY, channel)
+        loop = EngineLoop(counter, lagged(ROOMY), channel)
         while not all(answer.is_over for answer in channel.answers[1::2]) or not loop.scheduler.is_idle():
             assert loop.turn()
         return len(counter.to_abort), loop.scheduler.check()

@@ -16,7 +16,9 @@ from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import LAST_SAMPLED
 from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.lag import lagged
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
 
@@ -66,12 +68,12 @@ class Disturbance:
 def serve(
     runner: ModelRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
 ) -> dict[int, list[int]]:
-    """Returns the output tokens of all requests. Plans finish late: with `runner.depth` in flight."""
+    """Returns the output tokens of all requests. Plans finish late: with `max_flights` in flight."""
     outputs: dict[int, list[int]] = {handle: [] for handle in requests}
     pending = list(requests.items())
     rng = random.Random(disturbance.thief)
     stolen: list[int] = []
-    in_flight = 0
+    in_flight = num_pending = 0
     for step in range(2000):
         while pending and step >= disturbance.lag * (len(requests) - len(pending)):
             handle, request = pending.pop(0)
@@ -82,9 +84,10 @@ def serve(
         plan = scheduler.schedule(float(step))
         if plan is not None:
             assert sum(plan.counts) <= disturbance.budget
+            num_pending += plan.tokens.count(LAST_SAMPLED)
             runner.start(plan)
             in_flight += 1
-        if in_flight == runner.depth or (plan is None and in_flight):
+        if in_flight == scheduler.limits.max_flights or (plan is None and in_flight):
             in_flight -= 1
             frame = scheduler.commit(runner.finish())
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
@@ -92,6 +95,7 @@ def serve(
         if not pending and scheduler.is_idle():
             scheduler.pool.release(stolen)
             assert scheduler.check() == []
+            assert (num_pending > 0) == scheduler.limits.runs_ahead
             return outputs
     raise AssertionError("a request did not end")
 
@@ -104,7 +108,7 @@ def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
         alone = make_scheduler(replace(LIMITS, plans_in_flight=runner.depth), runner.pool, PLAIN)
         plain |= serve(runner, alone, {handle: request}, Disturbance())
     limits = Limits(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=disturbance.budget, plans_in_flight=runner.depth)
-    disturbed = make_scheduler(limits, runner.pool, SchedulerConfig(scheduling_policy=disturbance.policy))
+    disturbed = make_scheduler(lagged(limits), runner.pool, SchedulerConfig(scheduling_policy=disturbance.policy))
     assert serve(runner, disturbed, requests, disturbance) == plain
     return disturbed
 

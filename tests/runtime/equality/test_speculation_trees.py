@@ -107,7 +107,7 @@ def test_every_sampling_mode_is_equal_with_trees(
         folder, requests(), setup, make_config("self_draft" if proposer == "self_draft" else "draft", shape), bounds, pods
     )
     assert_equal(served, plain)
-    assert counter.num_branched > 1, "later branches were accepted"
+    assert counter.num_branched > 0, "later branches were accepted"
     assert 0.1 < counter.num_accepted / counter.num_proposed < 0.9
     if limits == "preempted":
         assert len(counter.admitted) > len(FIELDS) and counter.num_cut > 0

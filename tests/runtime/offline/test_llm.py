@@ -45,10 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["one", pytest.param("several", marks=pytest.mark.system)])  # six more starts of torch
 def engines(folder: Path, request: pytest.FixtureRequest) -> Iterator[list[LLM]]:
-    """One rank; or also two ranks, and two stages of two ranks, with equal outputs."""
+    """One rank without and with lag; or one, two with lag, and two stages of two ranks. Their outputs are equal."""
     os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime"))
     with ExitStack() as stack:
-        options: list[dict[str, Any]] = [{}] if request.param == "one" else [{}, {"tensor_parallel_size": 2}, SPLIT]
+        lagged: dict[str, Any] = {"async_scheduling": True}
+        options = [{}, lagged] if request.param == "one" else [{}, {"tensor_parallel_size": 2, **lagged}, SPLIT]
         yield [stack.enter_context(LLM(str(folder), **more, **OPTIONS)) for more in options]
 
 

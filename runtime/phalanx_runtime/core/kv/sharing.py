@@ -213,7 +213,7 @@ class PrefixSharing:
         pages = request.pages
         if pages.is_chained and end // size > pages.num_keyed:
             self._publish(request, end // size)
-        is_decode = chunk.count == 1 and end == len(request.tokens)  # a decode shares its page once that is full
+        is_decode = chunk.count == 1 and end == request.num_tokens  # a decode shares its page once that is full
         for i in range((chunk.start - len(chunk.misplaced)) // size, end // size if is_decode else -(-end // size)):
             page = pages.ids[i]
             self.pool.mark_written(page, min(size, end - i * size))

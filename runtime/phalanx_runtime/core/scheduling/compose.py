@@ -83,6 +83,7 @@ class Composer:
         self._sharing = sharing
         self._speculator = speculator
         self._was_alone = False
+        self._awaits_victim = False
 
     def compose(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         """Returns the step; empty if nothing can be computed."""
@@ -127,12 +128,15 @@ class Composer:
         return builder
 
     def _new_step(self, step: int) -> StepBuilder:
+        self._awaits_victim = False
         return StepBuilder(step=step, backfill_budget=self._limits.max_num_batched_tokens)
 
     def _compose_batch(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         builder = self._new_step(step)
         before = self.num_preemptions
         decodes_in_flight = self._add_decodes(builder, now)
+        if self._awaits_victim:
+            return builder
         if self.num_preemptions == before:
             self._speculator.propose(builder, model, len(self._running.requests), self._has_prompts())
         total = prefill_tokens(
@@ -153,20 +157,28 @@ class Composer:
         return policy.rank(policy.lane(request)), policy.key(request, now), request.params.seniority
 
     def _add_decodes(self, builder: StepBuilder, now: float) -> int:
-        """Adds decodes. Returns the number in other plans."""
+        """Adds decodes. Returns the number in other plans only."""
         decodes = [
             request
             for request in self._running.requests
             if request.num_uncomputed == 1 and not (request.has_ended or request.is_frozen or request.params.runs_alone)
         ]
-        ready = [request for request in decodes if not request.in_flight]
+        ready = [request for request in decodes if self._can_plan(request)]
         for request in ready[: decode_share(self._limits, len(decodes))]:
             if request.row is not None and self._ensure_slot(request, now):
                 self._sharing.record_written(builder.add(request, 1), builder)
+            if self._awaits_victim:
+                break
         return len(decodes) - len(ready)
 
+    def _can_plan(self, request: Request) -> bool:
+        return not request.in_flight or (self._limits.runs_ahead and request.can_run_ahead)
+
     def _ensure_slot(self, request: Request, now: float) -> bool:
-        """Returns whether the request has a slot for its token. May preempt requests."""
+        """Returns whether the request has a slot for its token. May preempt requests.
+
+        A victim in flight is preempted after its plan: `_awaits_victim` keeps it and later requests out of this step.
+        """
         pool = self._sharing.pool
         if request.num_computed < len(request.pages.ids) * pool.page_size:
             return True
@@ -175,7 +187,8 @@ class Composer:
             if page is not None:
                 request.pages.ids += page
                 return True
-            victim = self._running.preempt_last()
+            self._awaits_victim = self._limits.runs_ahead and self._running.is_last_in_flight
+            victim = None if self._awaits_victim else self._running.preempt_last()
             if victim is None:
                 return False
             victim.scheduling.waits_since_s = now
@@ -192,7 +205,8 @@ class Composer:
             request
             for request in self._running.requests
             if request.num_uncomputed > 1
-            and not (request.in_flight or request.has_ended or request.is_frozen or request.params.runs_alone)
+            and self._can_plan(request)
+            and not (request.has_ended or request.is_frozen or request.params.runs_alone)
         ]
         prompts.reverse()
         budget = _PrefillBudget(total, total, len(prompts) + self._queue.num_ready - 1)
@@ -251,7 +265,7 @@ class Composer:
 
     def _extend_prompts(self, builder: StepBuilder, budget: _PrefillBudget) -> None:
         for chunk in builder.chunks:
-            uncovered = len(chunk.request.tokens) - chunk.end
+            uncovered = chunk.request.num_tokens - chunk.end
             if budget.left > 0 and uncovered and self._sharing.can_extend(chunk):
                 added = min(uncovered, budget.left)
                 chunk.count += added

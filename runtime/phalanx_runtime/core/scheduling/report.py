@@ -25,6 +25,8 @@ class LoadReporter:
         self.last_handle = 0
         self.num_refused = 0
         self.recomputed_tokens = 0
+        self.wasted_tokens = 0
+        """Computed for requests that had ended."""
         self.output = MovingAverage()
         """Output tokens per finished request."""
         self._limits = limits
@@ -88,9 +90,7 @@ class LoadReporter:
         running = [request for request in self._running.requests if not request.has_ended]
         uncomputed = [_uncomputed_prompt(request) for request in running]
         lengths = [len(request.tokens) for request in running]
-        attention = sum(
-            attention_work(length, length - count) for length, count in zip(lengths, uncomputed, strict=True) if count
-        )
+        attention = sum(attention_work(length, length - n) for length, n in zip(lengths, uncomputed, strict=True) if n)
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
         return wire.Load(
             waiting=len(self._queue),
@@ -126,6 +126,7 @@ class LoadReporter:
             speculation=speculation,
             speedup=self.speedup,
             prompt_attention=waiting.attention + attention,
+            wasted_tokens=self.wasted_tokens,
         )
 
     def _expected_remaining(self, request: Request) -> float:

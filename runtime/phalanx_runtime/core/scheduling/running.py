@@ -40,8 +40,13 @@ class RunningSet:
         """Frees a reserved row."""
         self._free_rows.append(row)
 
+    @property
+    def is_last_in_flight(self) -> bool:
+        """Whether the last request that is not frozen is in flight, so that it cannot be preempted yet."""
+        return next((request.in_flight > 0 for request in reversed(self.requests) if not request.is_frozen), False)
+
     def preempt_last(self) -> Request | None:
-        """Preempts and returns the last request that is neither frozen nor in a plan in flight."""
+        """Preempts and returns the last request that is neither frozen nor in flight."""
         for position in range(len(self.requests) - 1, -1, -1):
             request = self.requests[position]
             if not request.in_flight and not request.is_frozen:

@@ -1,7 +1,8 @@
 """The scheduler of rank 0: takes requests, returns step plans, takes results.
 
-Deterministic: times are arguments. Up to `Limits.plans_in_flight` plans, of disjoint requests, are committed in order. When pages
-run out, the last request of the policy's order is preempted and recomputed later.
+Deterministic: times are arguments. Up to `Limits.max_flights` plans are in flight and committed in order. They have disjoint
+requests, unless scheduling is asynchronous: then a plan continues the requests of the previous one before their tokens are known
+(`LAST_SAMPLED`). When pages run out, the last request of the policy's order is preempted and recomputed later.
 """
 
 from collections import deque
@@ -201,7 +202,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Returns the next plan, if anything can be computed. May preempt requests."""
-        assert len(self._flights) < self.limits.plans_in_flight, "a plan in flight must be committed first"
+        assert len(self._flights) < self.limits.max_flights, "a plan in flight must be committed first"
         if self._is_unsorted:
             self._queue.sort(now)
             self._is_unsorted = False
@@ -210,7 +211,12 @@ class Scheduler:
             return None
         self._step += 1
         self._flights.append(builder)
-        return builder.finish()
+        plan = builder.finish()
+        for chunk in builder.chunks:
+            request = chunk.request
+            self._reporter.recomputed_tokens += max(0, min(chunk.end, request.max_computed) - chunk.start)
+            request.max_computed = max(request.max_computed, chunk.end)
+        return plan
 
     def commit(self, result: StepResult, wall_s: float | None = None) -> wire.Tokens:
         """Applies the result of the oldest plan in flight. `wall_s`: step time, if measured."""
@@ -223,10 +229,11 @@ class Scheduler:
         assert len(result.tokens) == sum(run_lengths), f"{len(result.tokens)} tokens for runs of {sum(run_lengths)}"
         self._flights.popleft()
         for chunk in builder.chunks:
-            request, end = chunk.request, chunk.end
-            self._reporter.recomputed_tokens += max(0, min(end, request.max_computed) - chunk.start)
-            request.num_computed, request.pages.misplaced = end, []
-            request.in_flight = False
+            chunk.request.in_flight -= 1
+            if chunk.request.has_ended:
+                self._reporter.wasted_tokens += chunk.count + chunk.draft.depth
+        for i, _ in builder.draws:
+            builder.chunks[i].request.num_pending -= 1
         frame = self._delivery.deliver(builder, result, run_lengths)
         for handle in self._delivery.ended_handles(frame):
             del self._requests[handle]

@@ -98,6 +98,7 @@ _COUNTERS = {
     "refused_transfers": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
     "refusals": ("phalanx_requests_refused", "Requests refused because the queue was full."),
     "recomputed_tokens": ("phalanx_recomputed_tokens", "Tokens recomputed after preemptions."),
+    "wasted_tokens": ("phalanx_wasted_tokens", "Tokens computed for requests that had ended."),
     "leaks": ("phalanx_page_leaks", "Pages and batch slots unaccounted for while the engine was idle."),
 }
 """Counters by load report field."""

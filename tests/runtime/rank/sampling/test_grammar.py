@@ -18,6 +18,7 @@ from phalanx_runtime.rank.sampling import grammar as module
 from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
+from tests.runtime.lag import lagging
 from tests.runtime.rank.sampling.sampled import SampleRequest, run
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, serve
@@ -104,6 +105,7 @@ def outputs(answers: list[Served]) -> list[list[int]]:
 
 
 def test_random_model_obeys_grammars_on_one_or_two_ranks(folder: Path) -> None:
+    """With and without lag."""
     requests = [make_request(kind, seed, 1.0 if seed else 0.0) for seed in range(6) for kind in GRAMMARS]
     requests += [make_request("json", 40 + seed, 0.9, top_p=0.9, repetition_penalty=1.1) for seed in range(2)]
 
@@ -116,6 +118,8 @@ def test_random_model_obeys_grammars_on_one_or_two_ranks(folder: Path) -> None:
         check(request.id.split("-")[0], text_of(answer.tokens))
     assert len({tuple(tokens) for tokens in outputs(answers)}) > len(requests) / 2, "outputs differ"
     assert outputs(served([2])) == outputs(answers)
+    with lagging(1):
+        assert outputs(served([1])) == outputs(answers)
 
 
 def test_replayed_from_any_point_the_output_is_the_same(grammars: RankGrammars) -> None:
