@@ -1,0 +1,143 @@
+"""State of the rows on the device: page tables, lengths and last tokens, at constant addresses.
+
+`BatchBuilder` is the reference. A plan changes the rows by one array, one copy and one launch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.model.operators import operator
+from phalanx_runtime.rank.step.packed_update import HEADER, Column, Words, pack_update
+from phalanx_runtime.rank.step.triton_kernels import record_tokens, update_rows
+
+MAX_BLOCK = 512
+"""Pages that a program copies at once: 16 bytes per thread."""
+RECORD_BLOCK = 128
+_MIN_BLOCK = 16
+_NUM_BUFFERS = 2
+"""Host buffers: the next plan is written while the last one is copied."""
+
+
+def table_block(max_pages: int) -> int:
+    """Returns the pages of a block; a page table is a multiple of it, so that blocks need no mask."""
+    return min(MAX_BLOCK, max(_MIN_BLOCK, int(triton.next_power_of_2(max_pages))))
+
+
+@operator(
+    "update_rows(Tensor update, Tensor(a!) tables, Tensor(b!) held, Tensor(c!) lengths, Tensor(d!) last_tokens,"
+    " Tensor(e!) batch_rows, int block)"
+)
+def _update(
+    update: Tensor, tables: Tensor, held: Tensor, lengths: Tensor, last_tokens: Tensor, batch_rows: Tensor, block: int
+) -> None:
+    update_rows[(len(batch_rows),)](
+        update=update,
+        tables=tables,
+        held=held,
+        lengths=lengths,
+        last_tokens=last_tokens,
+        batch_rows=batch_rows,
+        TABLE_PAGES=tables.shape[1],
+        BLOCK=block,
+    )
+
+
+@operator("record_tokens(Tensor sampled, Tensor batch_rows, Tensor(a!) last_tokens)")
+def _record(sampled: Tensor, batch_rows: Tensor, last_tokens: Tensor) -> None:
+    num_rows = len(sampled)
+    record_tokens[(triton.cdiv(num_rows, RECORD_BLOCK),)](
+        sampled=sampled, batch_rows=batch_rows, last_tokens=last_tokens, num_rows=num_rows, BLOCK=RECORD_BLOCK
+    )
+
+
+class DeviceRows:
+    """Rows of one device. Methods queue work on the current stream and wait for no result."""
+
+    def __init__(self, max_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+        max_pages = -(-max_model_len // page_size)
+        self.page_size = page_size
+        self.block = table_block(max_pages)
+        """Pages per block of a page table."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.tables = zeros(max_rows, -(-max_pages // self.block) * self.block)
+        """[rows, pages]: page table of each row; entries from `held` on are not valid."""
+        self.held = zeros(max_rows)
+        """[rows]: pages in each row's table."""
+        self.lengths = zeros(max_rows)
+        """[rows]: tokens in the cache after the latest step of the row."""
+        self.last_tokens = zeros(max_rows)
+        """[rows]: the token that the row computes next, or sampled last."""
+        self.batch_rows = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        """[rows]: rows of the latest plan in its order, then -1."""
+        self._max_length = max_pages * page_size
+        self._staging = _Staging(device)
+
+    def update(self, plan: StepPlan) -> None:
+        """Applies a plan. Raises ValueError if it exceeds the rows or their page tables."""
+        words = pack_update(plan)
+        self._check(words)
+        self.apply(self._staging.send(words))
+
+    def apply(self, update: Tensor) -> None:
+        """Applies a packed update that is on the device."""
+        _update(update, self.tables, self.held, self.lengths, self.last_tokens, batch_rows=self.batch_rows, block=self.block)
+
+    def record(self, sampled: Tensor, batch_rows: Tensor) -> None:
+        """Stores sampled tokens, [n] integers, as the last ones of the rows, [n] int32; negative rows store nothing."""
+        _record(sampled, batch_rows, self.last_tokens)
+
+    def _check(self, words: Words) -> None:
+        num_entries = int(words[1])
+        columns = words[HEADER:]
+        rows = columns[:num_entries]
+        lengths = columns[Column.LENGTH * num_entries : (Column.LENGTH + 1) * num_entries]
+        if num_entries and (rows.max() >= len(self.held) or lengths.max() > self._max_length):
+            raise ValueError(
+                f"a plan with row {rows.max()} and {lengths.max()} tokens exceeds {len(self.held)} rows of {self._max_length} tokens"
+            )
+
+
+class _Staging:
+    """Copies arrays to the device through reused host memory, pinned for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_pinned = device.type == "cuda" and torch.cuda.is_available()
+        self._host: list[Tensor] = [self._host_memory(1)] * _NUM_BUFFERS
+        self._copied: list[Any] = [None] * _NUM_BUFFERS
+        """Event after the last copy from each host buffer."""
+        self._target = torch.empty(1, dtype=torch.int32, device=device)
+        self._next = 0
+
+    def send(self, words: Words) -> Tensor:
+        """Returns the words on the device, valid for work that is queued before the next call."""
+        index, size = self._next, len(words)
+        self._next = (index + 1) % _NUM_BUFFERS
+        if self._copied[index] is not None:
+            self._copied[index].synchronize()  # two plans ago, whose result was read: no wait
+        if len(self._host[index]) < size:
+            self._host[index] = self._host_memory(size)
+        if len(self._target) < size:
+            self._target = torch.empty(_capacity(size), dtype=torch.int32, device=self._device)
+        host, target = self._host[index][:size], self._target[:size]
+        np.copyto(host.numpy(), words)
+        target.copy_(host, non_blocking=True)
+        if self._is_pinned:
+            self._copied[index] = self._copied[index] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied[index].record()
+        return target
+
+    def _host_memory(self, size: int) -> Tensor:
+        return torch.empty(_capacity(size), dtype=torch.int32, pin_memory=self._is_pinned)
+
+
+def _capacity(size: int) -> int:
+    return max(1 << 12, 1 << (size - 1).bit_length())

@@ -1,0 +1,111 @@
+"""Triton kernels of the rows on a device: the update by a plan, the inputs of a decode step, the sampled tokens.
+
+Rows are never moved, so that their addresses are constant; a step reads them through `batch_rows`, with -1 for padding.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def update_rows(
+    update,
+    tables,
+    held,
+    lengths,
+    last_tokens,
+    batch_rows,
+    TABLE_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Applies entry `program_id(0)` of an update, layout as in `packed_update`; programs beyond the batch rows write padding.
+
+    update: [words]; tables: [rows, TABLE_PAGES]; held, lengths, last_tokens: [rows]; batch_rows: [programs]. Writes the appended
+    pages, and one word of each other array. Bytes moved: 48 per entry, 8 per page.
+    """
+    entry = tl.program_id(0)
+    num_rows = tl.load(update)
+    num_entries = tl.load(update + 1)
+    row = tl.load(update + 4 + entry, mask=entry < num_entries, other=-1)
+    tl.store(batch_rows + entry, tl.where(entry < num_rows, row, -1))
+    if entry < num_entries:
+        columns = update + 4 + entry
+        kept = tl.load(columns + num_entries)
+        first_page = tl.load(columns + 2 * num_entries)
+        num_pages = tl.load(columns + 3 * num_entries)
+        token = tl.load(columns + 5 * num_entries)
+        held_before = tl.where(kept < 0, tl.load(held + row), kept)
+        table = tables + row.to(tl.int64) * TABLE_PAGES
+        for first in range(0, num_pages, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            is_page = index < num_pages
+            page = tl.load(update + first_page + index, mask=is_page, other=0)
+            tl.store(table + held_before + index, page, mask=is_page & (held_before + index < TABLE_PAGES))
+        tl.store(held + row, held_before + num_pages)
+        tl.store(lengths + row, tl.load(columns + 4 * num_entries))
+        tl.store(last_tokens + row, token, mask=token >= 0)
+
+
+@triton.jit
+def build_decode_inputs(
+    batch_rows,
+    tables,
+    lengths,
+    last_tokens,
+    tokens,
+    positions,
+    slots,
+    batch_lengths,
+    batch_tables,
+    padding_page,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    TABLE_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
+
+    tokens, positions, batch_lengths: [batch]; slots: [batch * KV_HEADS]; batch_tables: [batch, TABLE_PAGES], in blocks of BLOCK
+    pages up to the row's length: what follows is not written. Padding rows have token, position and length 0, and slots in
+    `padding_page`, or -1 if that is negative. Bytes moved per row: 32 + 8 * KV_HEADS, and 8 per page.
+    """
+    batch = tl.program_id(0)
+    row = tl.load(batch_rows + batch)
+    is_row = row >= 0
+    row = tl.maximum(row, 0)
+    length = tl.load(lengths + row, mask=is_row, other=0)
+    position = tl.maximum(length - 1, 0)
+    tl.store(tokens + batch, tl.load(last_tokens + row, mask=is_row, other=0).to(tl.int64))
+    tl.store(positions + batch, position.to(tl.int64))
+    tl.store(batch_lengths + batch, length)
+
+    table = tables + row.to(tl.int64) * TABLE_PAGES
+    page = tl.load(table + position // PAGE, mask=is_row, other=0)
+    page = tl.where(is_row, page, padding_page).to(tl.int64)
+    head = tl.arange(0, KV_HEADS_PADDED)
+    slot = (page * KV_HEADS + head) * PAGE + position % PAGE
+    tl.store(slots + batch * KV_HEADS + head, tl.where(page < 0, -1, slot), mask=head < KV_HEADS)
+
+    batch_table = batch_tables + batch.to(tl.int64) * TABLE_PAGES
+    for first in range(0, tl.cdiv(length, PAGE), BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        tl.store(batch_table + index, tl.load(table + index))
+
+
+@triton.jit
+def record_tokens(
+    sampled,
+    batch_rows,
+    last_tokens,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """Writes the sampled token of each batch row to the row's `last_tokens`; padding rows write nothing.
+
+    sampled, batch_rows: [num_rows]; last_tokens: [rows]. Bytes moved: 12 to 16 per row.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(batch_rows + index, mask=index < num_rows, other=-1)
+    token = tl.load(sampled + index, mask=index < num_rows, other=0)
+    tl.store(last_tokens + row, token.to(tl.int32), mask=row >= 0)
