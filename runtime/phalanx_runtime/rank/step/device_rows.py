@@ -100,9 +100,8 @@ class DeviceRows:
         rows = columns[:num_entries]
         lengths = columns[Column.LENGTH * num_entries : (Column.LENGTH + 1) * num_entries]
         if num_entries and (rows.max() >= len(self.held) or lengths.max() > self._max_length):
-            raise ValueError(
-                f"a plan with row {rows.max()} and {lengths.max()} tokens exceeds {len(self.held)} rows of {self._max_length} tokens"
-            )
+            limits = f"{len(self.held)} rows of {self._max_length} tokens"
+            raise ValueError(f"a plan with row {rows.max()} and {lengths.max()} tokens exceeds {limits}")
 
 
 class _Staging:

@@ -69,7 +69,8 @@ def plan_of(rows: list[int], tokens: list[int], counts: list[int], pages: list[l
 
 def test_only_given_tokens_of_decodes_are_packed() -> None:
     device_rows = make_rows()
-    device_rows.record(torch.tensor([11, 12, 13, 14], device=DEVICE), torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE))
+    batch_rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+    device_rows.record(torch.tensor([11, 12, 13, 14], device=DEVICE), batch_rows)
     device_rows.update(plan_of([0, 1, 2, 3], [50, LAST_SAMPLED, 60, 61, -1], [1, 1, 2, 1], [[1], [2], [3], [4]]))
     assert device_rows.last_tokens.tolist()[:4] == [50, 12, 13, 0]
 

@@ -1,0 +1,128 @@
+"""Inputs of decode steps, built on the device from `DeviceRows` into memory at constant addresses.
+
+A step of size B computes the first B batch rows, in the order of the plan. `BatchBuilder` is the reference; it sorts by length.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.model.attention.paged import Segments, StepBatch
+from phalanx_runtime.model.operators import operator
+from phalanx_runtime.rank.step.device_rows import DeviceRows
+from phalanx_runtime.rank.step.triton_kernels import build_decode_inputs
+
+NO_PAGE = -1
+"""Padding page for kernels that skip negative slots."""
+
+
+@operator(
+    "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
+    " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, int padding_page, int page_size,"
+    " int block)"
+)
+def _build(
+    batch_rows: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    last_tokens: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    batch_lengths: Tensor,
+    batch_tables: Tensor,
+    padding_page: int,
+    page_size: int,
+    block: int,
+) -> None:
+    kv_heads = len(slots) // len(tokens)
+    build_decode_inputs[(len(tokens),)](
+        batch_rows=batch_rows,
+        tables=tables,
+        lengths=lengths,
+        last_tokens=last_tokens,
+        tokens=tokens,
+        positions=positions,
+        slots=slots,
+        batch_lengths=batch_lengths,
+        batch_tables=batch_tables,
+        padding_page=padding_page,
+        KV_HEADS=kv_heads,
+        KV_HEADS_PADDED=triton.next_power_of_2(kv_heads),
+        PAGE=page_size,
+        TABLE_PAGES=tables.shape[1],
+        BLOCK=block,
+    )
+
+
+class DecodeInputs:
+    """Tensors of decode steps up to the number of rows. All sizes share the same memory."""
+
+    def __init__(self, rows: DeviceRows, kv_heads: int, padding_page: int = NO_PAGE) -> None:
+        """`padding_page`: page that padding rows write, if attention writes the cache with `index_copy_`; no row may hold it."""
+        max_rows, device = len(rows.held), rows.held.device
+        self.rows = rows
+        self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        """[rows]: the token that each batch row sampled in the latest step; any value for padding rows."""
+        self._kv_heads = kv_heads
+        self._padding_page = padding_page
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._tokens)
+        self._slots = torch.zeros(max_rows * kv_heads, dtype=torch.int64, device=device)
+        self._indices = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros_like(rows.lengths)
+        self._tables = torch.zeros_like(rows.tables)
+        self._batches: dict[int, StepBatch] = {}
+
+    def batch(self, size: int) -> StepBatch:
+        """Returns the tensors of steps of this size, made at the first call, before a capture. Only `segments`, no bands."""
+        if size not in self._batches:
+            segments = Segments(
+                counts=[1] * size,
+                num_decodes=size,
+                starts=self._starts[: size + 1],
+                lengths=self._lengths[:size],
+                tables=self._tables[:size],
+            )
+            segments.decode_blocks()  # copied from the host: not within a capture
+            self._batches[size] = StepBatch(
+                tokens=self._tokens[:size],
+                positions=self._positions[:size],
+                slots=self._slots[: size * self._kv_heads],
+                bands=[],
+                chunks=[],
+                logits_indices=self._indices[:size],
+                segments=lambda: segments,
+            )
+        return self._batches[size]
+
+    def batch_rows(self, size: int) -> Tensor:
+        """Returns the rows of a step of this size, [size] int32, -1 for padding."""
+        return self.rows.batch_rows[:size]
+
+    def build(self, size: int) -> StepBatch:
+        """Fills the tensors of this size by one launch and returns them."""
+        batch, rows = self.batch(size), self.rows
+        segments = batch.segments()
+        _build(
+            self.batch_rows(size),
+            rows.tables,
+            rows.lengths,
+            rows.last_tokens,
+            tokens=batch.tokens,
+            positions=batch.positions,
+            slots=batch.slots,
+            batch_lengths=segments.lengths,
+            batch_tables=segments.tables,
+            padding_page=self._padding_page,
+            page_size=rows.page_size,
+            block=rows.block,
+        )
+        return batch
+
+    def record(self, sampled: Tensor) -> None:
+        """Keeps sampled tokens, [size] integers, in `sampled` and as the last tokens of their rows."""
+        size = len(sampled)
+        self.sampled[:size].copy_(sampled)
+        self.rows.record(sampled, self.batch_rows(size))

@@ -1,0 +1,104 @@
+"""Inputs of a decode step on the device equal those of `BatchBuilder`; padding rows are harmless."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_runtime.model.attention.gpu import TritonAttention
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.decode_inputs import NO_PAGE, DecodeInputs
+from phalanx_runtime.rank.step.device_rows import DeviceRows
+from tests.runtime.rank.step.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS = 3
+SCRATCH = 9999
+
+
+class Run:
+    """Rows on the device and in a builder, after the same plans."""
+
+    def __init__(self, steps: list[list[Move]], padding_page: int = NO_PAGE) -> None:
+        self.rows = Rows()
+        self.device_rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE)
+        self.inputs = DecodeInputs(self.device_rows, HEADS, padding_page)
+        self._builder = BatchBuilder(CacheShape(PAGE, HEADS, 1 << 10), torch.float32, DEVICE)
+        for step in steps:
+            self.expected(step)
+
+    def expected(self, step: list[Move]) -> tuple[StepBatch, list[int]]:
+        """Applies a step; returns the builder's tensors and their order in the plan. The rows sample tokens afterwards."""
+        plan = self.rows.plan(step)
+        self.device_rows.update(plan)
+        batch = self._builder.build(self.rows.known(plan))
+        self.inputs.build(NUM_ROWS)
+        sampled = torch.tensor(self.rows.sample(plan), device=DEVICE)
+        self.inputs.record(sampled)
+        return batch, np.lexsort((-(np.asarray(plan.starts) + np.asarray(plan.counts)),)).tolist()
+
+
+def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]]:
+    return st.tuples(moves, decodes.filter(bool))
+
+
+@settings(max_examples=60)
+@given(case=runs_with_decodes(), padding_page=st.sampled_from([NO_PAGE, SCRATCH]))
+def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]], padding_page: int) -> None:
+    steps, step = case
+    run = Run(steps, padding_page)
+    expected, order = run.expected(step)
+    made = run.inputs.batch(NUM_ROWS)
+    size = len(step)
+    assert made.tokens[order].tolist() == expected.tokens.tolist()
+    assert made.positions[order].tolist() == expected.positions.tolist()
+    assert made.slots.view(-1, HEADS)[order].flatten().tolist() == expected.slots.tolist()
+    segments, wanted = made.segments(), expected.segments()
+    assert segments.lengths[order].tolist() == wanted.lengths.tolist()
+    for at, (index, length) in enumerate(zip(order, wanted.lengths.tolist(), strict=True)):
+        num_pages = -(-length // PAGE)
+        assert segments.tables[index, :num_pages].tolist() == wanted.tables[at, :num_pages].tolist()
+    padding = range(size, NUM_ROWS)
+    assert (
+        made.tokens[size:].tolist() == made.positions[size:].tolist() == segments.lengths[size:].tolist() == [0 for _ in padding]
+    )
+    first = [NO_PAGE] * HEADS if padding_page == NO_PAGE else [(SCRATCH * HEADS + head) * PAGE for head in range(HEADS)]
+    assert made.slots.view(-1, HEADS)[size:].tolist() == [first] * (NUM_ROWS - size)
+
+
+def test_sizes_share_tensors_at_constant_addresses() -> None:
+    run = Run([[(0, "admit", 5), (1, "admit", 9)]])
+    small, large = run.inputs.batch(2), run.inputs.batch(NUM_ROWS)
+    assert run.inputs.batch(2) is run.inputs.build(2) is small
+    assert small.segments() is small.segments()
+    for name in ("tokens", "positions", "slots", "logits_indices"):
+        assert getattr(small, name).data_ptr() == getattr(large, name).data_ptr()
+    assert small.segments().tables.data_ptr() == large.segments().tables.data_ptr()
+    assert [part.tolist() for part in small.segments().decode_blocks()] == [[0, 1], [0, 0]]
+    assert small.segments().starts.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows", [[], [0], [3, 0]], ids=["no row", "one", "two"])
+def test_attention_over_padding_rows_is_zero(rows: list[int], window: int | None) -> None:
+    """Padding rows write only the scratch page, and values there are never read."""
+    dim, scratch, num_pages = 16, 30, 31
+    run = Run([[(row, "admit", 7 + row) for row in (0, 3)]], padding_page=scratch)
+    run.device_rows.update(run.rows.plan([(row, "decode", 1) for row in rows]))
+    batch = run.inputs.build(NUM_ROWS)
+    chance = torch.Generator().manual_seed(0)
+    q = torch.randn(NUM_ROWS, 2 * HEADS, dim, generator=chance).to(DEVICE)
+    k, v = (torch.randn(NUM_ROWS, HEADS, dim, generator=chance).to(DEVICE) for _ in range(2))
+    k[len(rows) :], v[len(rows) :] = torch.nan, torch.nan
+    cache = LayerCache(*(torch.randn(num_pages, HEADS, PAGE, dim, generator=chance).to(DEVICE) for _ in range(2)))
+    before = cache.k.clone()
+    kernels = TritonAttention()
+    out = kernels(q, k, v, cache=cache, batch=batch, params=AttentionParams(window=window))
+    assert kernels.num_computed == NUM_ROWS
+    assert bool(torch.isfinite(out).all()) and not bool(out[len(rows) :].any())
+    assert bool((out[: len(rows)] != 0).all())
+    changed = (cache.k.view(-1, dim) != before.view(-1, dim)).any(-1).nonzero().flatten().tolist()
+    assert set(changed) == set(batch.slots.tolist())
+    assert all(slot >= scratch * HEADS * PAGE for slot in changed[len(rows) * HEADS :])
