@@ -1,0 +1,141 @@
+"""Sizes of captured decode steps, the order and end of their captures, and the size that computes a step."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_runtime.rank.step.decode_graphs import (
+    CaptureBudget,
+    CaptureCost,
+    DecodeGraphs,
+    EagerGraph,
+    Shortage,
+    bucket_sizes,
+    capture_order,
+    shortage,
+)
+
+MUCH = CaptureBudget(1 << 30, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (9, (1, 2, 4, 8, 9)),
+        (16, (1, 2, 4, 8, 16)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (32, (1, 2, 4, 8, 16, 24, 32)),
+    ],
+)
+def test_sizes_grow_by_powers_of_two_then_eights(max_num_seqs: int, expected: tuple[int, ...]) -> None:
+    assert bucket_sizes(max_num_seqs) == expected
+
+
+def test_sizes_are_captured_from_coarse_to_fine() -> None:
+    assert capture_order(bucket_sizes(40)) == [40, 32, 16, 8, 4, 2, 1, 24]
+    assert capture_order((1,)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([], ""),
+        ([CaptureCost(5, 1.0)], ""),
+        ([CaptureCost(5, 1.0), CaptureCost(5, 0.0)], "memory"),
+        ([CaptureCost(1, 1.5), CaptureCost(1, 0.5)], "time"),
+        ([CaptureCost(20, 3.0)], "memory"),
+    ],
+)
+def test_captures_end_when_a_budget_is_spent(costs: list[CaptureCost], expected: Shortage) -> None:
+    assert shortage(costs, CaptureBudget(10, 2.0)) == expected
+
+
+class Device:
+    """Counts what a captured function takes."""
+
+    def __init__(self, seconds: float = 1.0, num_bytes: int = 10, memory: int = 1 << 20) -> None:
+        self.runs: list[int] = []
+        self.now = 0.0
+        self.used = 0
+        self.is_capturing = False
+        self._seconds, self._num_bytes, self._memory = seconds, num_bytes, memory
+
+    def compute(self, size: int) -> None:
+        self.runs.append(size)
+        if self.is_capturing:
+            self.now += self._seconds
+            self.used += self._num_bytes
+            if self.used > self._memory:
+                raise torch.OutOfMemoryError
+
+    def make_graph(self) -> EagerGraph:
+        self.is_capturing = True
+        return EagerGraph()
+
+    def graphs(self, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> DecodeGraphs:
+        return DecodeGraphs(sizes, self.compute, self.make_graph)
+
+    def clock(self) -> float:
+        return self.now
+
+    def used_bytes(self) -> int:
+        return self.used
+
+
+def test_all_sizes_run_before_the_first_capture() -> None:
+    device = Device()
+    account = device.graphs().capture(MUCH, device.clock, device.used_bytes)
+    assert device.runs == [16, 8, 4, 2, 1] * 2
+    assert (account.captured, account.skipped) == ((1, 2, 4, 8, 16), ())
+    assert (account.num_bytes, account.seconds, account.shortage) == (50, 5.0, "")
+
+
+@pytest.mark.parametrize(
+    ("make_device", "budget", "expected", "reason"),
+    [
+        (Device, CaptureBudget(1 << 30, 2.0), (8, 16), "time"),
+        (Device, CaptureBudget(25, 100.0), (4, 8, 16), "memory"),
+        (lambda: Device(memory=15), MUCH, (16,), "memory"),
+        (Device, CaptureBudget(1 << 30, 0.0), (), "time"),
+    ],
+    ids=["time", "memory", "out of memory", "no time"],
+)
+def test_a_spent_budget_leaves_the_coarse_sizes(
+    make_device: Callable[[], Device], budget: CaptureBudget, expected: tuple[int, ...], reason: Shortage
+) -> None:
+    device = make_device()
+    graphs = device.graphs()
+    account = graphs.capture(budget, device.clock, device.used_bytes)
+    assert account.captured == expected
+    assert sorted(account.captured + account.skipped) == [1, 2, 4, 8, 16]
+    assert account.shortage == reason
+    assert graphs.size_for(1) == (expected[0] if expected else None)
+
+
+@given(max_num_seqs=st.integers(1, 300), data=st.data())
+def test_a_step_runs_in_the_smallest_size(max_num_seqs: int, data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, max_num_seqs))
+    device = Device(seconds=0.0)
+    sizes = bucket_sizes(max_num_seqs)
+    graphs = device.graphs(sizes)
+    graphs.capture(MUCH, device.clock)
+    assert graphs.run(num_rows) == min(size for size in sizes if size >= num_rows)
+    assert device.runs[-1] == graphs.size_for(num_rows)
+    assert dict(graphs.num_replays) == {device.runs[-1]: 1}
+    assert device.runs[-1] - num_rows < 8
+
+
+def test_more_rows_than_any_size_run_nothing() -> None:
+    device = Device()
+    graphs = device.graphs((1, 2))
+    graphs.capture(MUCH, device.clock)
+    device.runs.clear()
+    assert graphs.run(3) is None
+    assert device.runs == [] and not graphs.num_replays
