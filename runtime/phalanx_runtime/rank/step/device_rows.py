@@ -110,10 +110,10 @@ class _Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_pinned = device.type == "cuda" and torch.cuda.is_available()
-        self._host: list[Tensor] = [self._host_memory(1)] * _NUM_BUFFERS
+        self._host = [self._host_memory(1) for _ in range(_NUM_BUFFERS)]
         self._copied: list[Any] = [None] * _NUM_BUFFERS
         """Event after the last copy from each host buffer."""
-        self._target = torch.empty(1, dtype=torch.int32, device=device)
+        self._target = torch.empty(_capacity(1), dtype=torch.int32, device=device)
         self._next = 0
 
     def send(self, words: Words) -> Tensor:
@@ -122,20 +122,26 @@ class _Staging:
         self._next = (index + 1) % _NUM_BUFFERS
         if self._copied[index] is not None:
             self._copied[index].synchronize()  # two plans ago, whose result was read: no wait
-        if len(self._host[index]) < size:
+        if len(self._host[index][0]) < size:
             self._host[index] = self._host_memory(size)
         if len(self._target) < size:
             self._target = torch.empty(_capacity(size), dtype=torch.int32, device=self._device)
-        host, target = self._host[index][:size], self._target[:size]
-        np.copyto(host.numpy(), words)
-        target.copy_(host, non_blocking=True)
+        array, host = self._host[index]
+        array[:size] = words
+        target = self._target[:size]
+        target.copy_(host[:size], non_blocking=True)
         if self._is_pinned:
             self._copied[index] = self._copied[index] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied[index].record()
         return target
 
-    def _host_memory(self, size: int) -> Tensor:
-        return torch.empty(_capacity(size), dtype=torch.int32, pin_memory=self._is_pinned)
+    def _host_memory(self, size: int) -> tuple[Words, Tensor]:
+        """Returns memory as an array and as a tensor."""
+        if self._is_pinned:
+            tensor = torch.empty(_capacity(size), dtype=torch.int32, pin_memory=True)
+            return tensor.numpy(), tensor
+        array = np.empty(_capacity(size), np.int32)
+        return array, torch.from_numpy(array)
 
 
 def _capacity(size: int) -> int:

@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from phalanx_runtime.model.attention.gpu import DECODE, TileConfig, can_attend, constants_of, prefill_tiles
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+from phalanx_runtime.rank.step.device_rows import MAX_BLOCK, RECORD_BLOCK
+from phalanx_runtime.rank.step.triton_kernels import build_decode_inputs, record_tokens, update_rows
 
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -103,6 +105,25 @@ def _attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages if dtype == "bf16" else 1,
     )
+
+
+ROW_TYPES = dict.fromkeys(("tables", "held", "lengths", "last_tokens", "batch_rows", "batch_lengths", "batch_tables"), "*i32")
+INPUT_TYPES = {**ROW_TYPES, **dict.fromkeys(("tokens", "positions", "slots"), "*i64"), "padding_page": "i32"}
+
+
+def row_variants() -> Iterator[Variant]:
+    """Yields the kernels of rows on the device, for long page tables, and for 1 and 8 KV heads."""
+    table = {"TABLE_PAGES": 8192, "BLOCK": MAX_BLOCK}
+    update = ("update", "tables", "held", "lengths", "last_tokens", "batch_rows")
+    yield Variant(name="rows update", kernel=update_rows, types=dict.fromkeys(update, "*i32"), constants=table)
+    inputs = (*("batch_rows", "tables", "lengths", "last_tokens", "tokens", "positions", "slots"),)
+    inputs += ("batch_lengths", "batch_tables", "padding_page")
+    types = {name: INPUT_TYPES[name] for name in inputs}
+    for heads in (1, 8):
+        constants = {"KV_HEADS": heads, "KV_HEADS_PADDED": heads, "PAGE": 16, **table}
+        yield Variant(name=f"inputs {heads}", kernel=build_decode_inputs, types=types, constants=constants)
+    record = {"sampled": "*i64", "batch_rows": "*i32", "last_tokens": "*i32", "num_rows": "i32"}
+    yield Variant(name="rows record", kernel=record_tokens, types=record, constants={"BLOCK": RECORD_BLOCK})
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> KernelCost:

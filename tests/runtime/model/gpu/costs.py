@@ -7,10 +7,10 @@ import json
 import sys
 from dataclasses import asdict
 
-from tests.runtime.model.gpu.ahead import TARGETS, attention_variants, compile_variant
+from tests.runtime.model.gpu.ahead import TARGETS, attention_variants, compile_variant, row_variants
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
-    variants = list(attention_variants(target))
+    variants = [*attention_variants(target), *row_variants()]
     costs = {variant.name: asdict(compile_variant(variant, target)) | {"warps": variant.num_warps} for variant in variants}
     print(json.dumps(costs))

@@ -1,0 +1,117 @@
+"""Decoders in the shape of published models without memory, and the launches of their attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.model.attention import gpu
+from phalanx_runtime.model.attention.gpu import TritonAttention
+from phalanx_runtime.model.attention.paged import AttentionParams
+from phalanx_runtime.model.config import ModelConfig, parse_config
+from phalanx_runtime.model.decoder.decoder import Decoder, Layer
+from phalanx_runtime.model.decoder.load import choose_ops
+from phalanx_runtime.model.layers import HeadNorm, VocabEmbedding
+from phalanx_runtime.model.linear.linear import Linear
+from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from phalanx_runtime.model.partition import WHOLE, partition
+from phalanx_runtime.model.rope import RopeTable
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+POSITIONS = 8192
+LLAMA_8B = parse_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    }
+)
+QWEN3_600M = parse_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    }
+)
+
+
+def make_decoder(config: ModelConfig) -> Decoder:
+    """Returns a decoder with empty weights on a GPU; within a `FakeTensorMode`."""
+    collective = SoloCollective()
+    ropes = {rope: RopeTable(rope, config.head_dim, POSITIONS, DTYPE, DEVICE) for rope in set(config.ropes) if rope is not None}
+    shard = partition(config, 1)[0]
+    decoder = Decoder(config, shard, collective, ropes=ropes, attention=TritonAttention(), ops=choose_ops(DEVICE), stage=WHOLE)
+    decoder.layers = [_layer(config, index) for index in range(config.num_layers)]
+    table = _empty(config.vocab_size, config.hidden_size)
+    decoder.embedding = VocabEmbedding(table, shard.vocab, collective)
+    decoder.norm = _empty(config.hidden_size)
+    decoder.head = make_linear(table if config.tied else _empty(config.vocab_size, config.hidden_size), None, Kernels())
+    return decoder
+
+
+def _layer(config: ModelConfig, index: int) -> Layer:
+    hidden, dim = config.hidden_size, config.head_dim
+    norm = config.qk_norm == "head"
+    return Layer(
+        attention_in=_empty(hidden),
+        qkv=_linear((config.num_heads + 2 * config.num_kv_heads) * dim, hidden),
+        qk_norm=HeadNorm(_empty(dim), _empty(dim), config.rms_norm_eps) if norm else None,
+        rope=config.ropes[index],
+        params=AttentionParams(config.windows[index], config.scale, config.softcap),
+        o=_linear(hidden, config.num_heads * dim),
+        attention_out=None,
+        mlp_in=_empty(hidden),
+        gate_up=make_gated(_empty(2 * config.intermediate_size, hidden), None, config.activation, Kernels()),
+        down=_linear(hidden, config.intermediate_size),
+        mlp_out=None,
+    )
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device=DEVICE)
+
+
+def _linear(rows: int, columns: int) -> Linear:
+    return make_linear(_empty(rows, columns), None, Kernels())
+
+
+class FakeLaunch:
+    """A kernel that launches nothing; its tensors must be on the GPU."""
+
+    def __init__(self) -> None:
+        self.num_launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Returns the launch."""
+        return self._launch
+
+    def _launch(self, **arguments: Any) -> None:
+        tensors = [argument for argument in arguments.values() if isinstance(argument, Tensor)]
+        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+        self.num_launches += 1
+
+
+def replace_attention(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
+    """Replaces the attention kernel, which takes no fake tensors, and returns the replacement."""
+    launch = FakeLaunch()
+    monkeypatch.setattr(gpu, "paged_attention", launch)
+    monkeypatch.setattr(gpu, "merge_splits", FakeLaunch())
+    return launch

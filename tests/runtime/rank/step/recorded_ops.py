@@ -1,0 +1,64 @@
+"""Records the operators of a piece of work: their names, the memory that they share with others, and new memory."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree  # the only flattening of operator arguments
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns the identity of a tensor's memory; of a fake tensor too."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+class RecordedOps(TorchDispatchMode):
+    """Records operators while it is active. Memory of earlier operators is kept, so that identities stay unique."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.external: list[tuple[str, int, int]] = []
+        """Operator, storage and offset of each tensor argument that no recorded operator made."""
+        self.num_made = 0
+        """Results in new memory."""
+        self.devices: set[str] = set()
+        self._made: set[int] = set()
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Records and runs one operator."""
+        inputs = _tensors((args, kwargs or {}))
+        known = {storage_of(tensor) for tensor in inputs}
+        result = func(*args, **(kwargs or {}))
+        outputs = _tensors(result)
+        name = str(func.name())
+        if name.startswith("prim::"):  # properties of a fake tensor
+            return result
+        self.names.append(name)
+        self.devices |= {tensor.device.type for tensor in (*inputs, *outputs)}
+        for tensor in inputs:
+            if storage_of(tensor) not in self._made:
+                self.external.append((name, storage_of(tensor), tensor.storage_offset()))
+        for tensor in outputs:
+            if storage_of(tensor) not in known:
+                self.num_made += 1
+                self._made.add(storage_of(tensor))
+                self._kept.append(tensor)
+        return result
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def record(work: Callable[[], object]) -> RecordedOps:
+    """Runs `work` and returns its operators."""
+    with torch.inference_mode(), RecordedOps() as ops:
+        work()
+    return ops
