@@ -1,5 +1,6 @@
-"""Norms, gated activation and vocabulary-parallel embedding."""
+"""Norms, gated activation, preparation of heads and vocabulary-parallel embedding."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.rope import Angles, rotate
@@ -45,16 +47,16 @@ class QkNorm(Protocol):
 class HeadNorm:
     """`QkNorm` per head."""
 
-    __slots__ = ("_eps", "_k", "_q")
+    __slots__ = ("eps", "k", "q")
 
     def __init__(self, q: Tensor, k: Tensor, eps: float) -> None:
-        self._q = q
-        self._k = k
-        self._eps = eps
+        self.q = q
+        self.k = k
+        self.eps = eps
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         """See `QkNorm`."""
-        return torch.cat((rms_norm(q, self._q, self._eps), rms_norm(k, self._k, self._eps)), 1)
+        return torch.cat((rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps)), 1)
 
 
 class WholeNorm:
@@ -114,6 +116,17 @@ class VocabEmbedding:
         return self._collective.all_reduce(rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Queries, keys and values of a step, normalised and rotated: [tokens, heads or kv_heads, dim] each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_written: bool
+    """Keys and values are in the pages already."""
+
+
 class DecoderOps(Protocol):
     """Operations between linears."""
 
@@ -121,8 +134,22 @@ class DecoderOps(Protocol):
         """RMS norm over the last dimension. x: [..., hidden]; weight: [hidden]."""
         ...
 
-    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """Applies the rotary embedding to [tokens, heads, dim], possibly in place."""
+    def add_norm(self, x: Tensor, y: Tensor, after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
+        """Adds y, normalised by `after`, to x in place, and returns x normalised by `before`.
+
+        Without a weight a norm is the identity. x, y: [tokens, hidden].
+        """
+        ...
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Returns activation(gate) * up from [gate up]. gate_up: [tokens, 2 * inner]."""
+        ...
+
+    def prepare_heads(self, qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache, slots: Tensor) -> Heads:
+        """Normalises and rotates queries and keys, possibly in place, and may write keys and values to the pages.
+
+        qkv: [tokens, heads + 2 * kv_heads, dim]; slots: as in `StepBatch`.
+        """
         ...
 
 
@@ -135,6 +162,26 @@ class TorchOps:
         """See `DecoderOps`."""
         return rms_norm(x, weight, eps)
 
-    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+    def add_norm(self, x: Tensor, y: Tensor, after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
         """See `DecoderOps`."""
+        x.add_(y if after is None else self.norm(y, after, eps))
+        return x if before is None else self.norm(x, before, eps)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """See `DecoderOps`."""
+        return gate(gate_up, activation)
+
+    def prepare_heads(self, qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache, slots: Tensor) -> Heads:
+        """See `DecoderOps`; writes no pages."""
+        kv_heads = cache.k.shape[1]
+        heads = qkv.shape[1] - 2 * kv_heads
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if norm is not None:
+            qk = norm(qk[:, :heads], qk[:, heads:])
+        if angles is not None:
+            qk = self.rotate(qk, angles)
+        return Heads(q=qk[:, :heads], k=qk[:, heads:], v=v, is_written=False)
+
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """Applies the rotary embedding to [tokens, heads, dim], possibly in place."""
         return rotate(x, angles)

@@ -93,16 +93,26 @@ class NativeAttention(PagedAttention):
         self.num_decoded = 0
         self.num_prefilled = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerCache,
+        batch: StepBatch,
+        params: AttentionParams,
+        is_written: bool = False,
+    ) -> Tensor:
         """See `Attention`."""
         kv_heads, page, dim = cache.k.shape[1:]
         if not can_attend(self._library, page, dim, q.dtype) or q.stride(1) != dim or q.stride(2) != 1:
-            return super().__call__(q, k, v, cache=cache, batch=batch, params=params)
+            return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if self._batch is not batch:  # shared by the layers
             self._batch, self._runs = batch, make_runs(batch)
         if params.window is not None and params.window < self._runs.max_tree_size:  # the kernel has no window within a tree
-            return super().__call__(q, k, v, cache=cache, batch=batch, params=params)
-        self._write(k, v, cache, batch.slots)
+            return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
+        if not is_written:
+            self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
             *(

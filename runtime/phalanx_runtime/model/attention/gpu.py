@@ -220,11 +220,21 @@ class TritonAttention:
         self._reference = PagedAttention()
         self._workspace = Workspace(capability)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerCache,
+        batch: StepBatch,
+        params: AttentionParams,
+        is_written: bool = False,
+    ) -> Tensor:
         """See `Attention`."""
         if not can_attend(q.shape[-1], q.dtype):
-            return self._reference(q, k, v, cache=cache, batch=batch, params=params)
-        write_pages(k, v, cache, batch.slots)
+            return self._reference(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
+        if not is_written:
+            write_pages(k, v, cache, batch.slots)
         segments = batch.segments()
         splits = max_splits(segments.num_decodes, cache.k.shape[1], self._num_multiprocessors)
         self.num_computed += q.shape[0]

@@ -147,10 +147,22 @@ class StepBatch:
 
 
 class Attention(Protocol):
-    """Writes a step to the cache and computes attention."""
+    """Writes a step to the cache, if `DecoderOps` has not, and computes attention."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim]."""
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerCache,
+        batch: StepBatch,
+        params: AttentionParams,
+        is_written: bool = False,
+    ) -> Tensor:
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim].
+
+        `is_written`: keys and values are in the pages already.
+        """
         ...
 
 
@@ -172,9 +184,19 @@ class PagedAttention:
         self._k = torch.empty(0)
         self._v = torch.empty(0)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerCache,
+        batch: StepBatch,
+        params: AttentionParams,
+        is_written: bool = False,
+    ) -> Tensor:
         """See `Attention`."""
-        self._write(k, v, cache, batch.slots)
+        if not is_written:
+            self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for band in batch.bands:
             self._decode(q, cache, band, params, out)
@@ -265,9 +287,19 @@ class DenseAttention:
 
     __slots__ = ()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: LayerCache,
+        batch: StepBatch,
+        params: AttentionParams,
+        is_written: bool = False,
+    ) -> Tensor:
         """See `Attention`."""
-        write_pages(k, v, cache, batch.slots)
+        if not is_written:
+            write_pages(k, v, cache, batch.slots)
         rows = [
             _attend(q[g.start + i], cache, g.tables[i], range(n), params) for g in batch.bands for i, n in enumerate(g.lengths)
         ]

@@ -14,8 +14,8 @@ _RotateSizes = ctypes.c_int64 * 5
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class NativeOps:
-    """`DecoderOps` by the kernels; unsupported dtypes and strides use torch."""
+class NativeOps(TorchOps):
+    """`DecoderOps` with kernels for norm and rotation; unsupported dtypes and strides use torch."""
 
     __slots__ = ("_functions",)
 
@@ -33,7 +33,7 @@ class NativeOps:
         return out
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """See `DecoderOps`; in place."""
+        """Applies the rotary embedding to [tokens, heads, dim], in place."""
         cos, sin = angles
         if x.dtype not in _DTYPES or cos.dtype != x.dtype or x.stride(2) != 1 or x.stride(1) != x.shape[2]:
             return rotate(x, angles)

@@ -98,8 +98,11 @@ class Decoder:
 
     def _run_layers(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
-        for layer, cache in zip(layers, caches, strict=True):
-            self._run_layer(layer, x, angles, cache, batch)
+        h = self._norm(x, layers[0].attention_in) if layers else x
+        following = [layer.attention_in for layer in layers[1:]] + [None]
+        for layer, cache, attention_in in zip(layers, caches, following, strict=True):
+            h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch)
+            h = self._add(layer.down, layer.gate_up(h), x, layer.mlp_out, attention_in)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -107,32 +110,31 @@ class Decoder:
         # These families round the scale to the embedding's dtype.
         return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype).item())
 
-    def _run_layer(self, layer: Layer, x: Tensor, angles: dict[Rope, Angles], cache: LayerCache, batch: StepBatch) -> None:
-        rotation = None if layer.rope is None else angles[layer.rope]
-        q, k, v = self._heads(layer, self._norm(x, layer.attention_in), rotation)
-        self._add(layer.o, self._attention(q, k, v, cache=cache, batch=batch, params=layer.params), layer.attention_out, x)
-        self._add(layer.down, layer.gate_up(self._norm(x, layer.mlp_in)), layer.mlp_out, x)
+    def _run_attention(
+        self, layer: Layer, x: Tensor, h: Tensor, *, rotation: Angles | None, cache: LayerCache, batch: StepBatch
+    ) -> Tensor:
+        """Adds the attention of h to x. Returns the input of the MLP."""
+        num_heads = self.shard.heads.size + 2 * self.shard.kv_heads.size
+        qkv = layer.qkv(h).view(h.shape[0], num_heads, self.config.head_dim)
+        heads = self.ops.prepare_heads(qkv, layer.qk_norm, rotation, cache, batch.slots)
+        attended = self._attention(
+            heads.q, heads.k, heads.v, cache=cache, batch=batch, params=layer.params, is_written=heads.is_written
+        )
+        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in)
 
-    def _add(self, linear: Linear, h: Tensor, norm: Tensor | None, x: Tensor) -> None:
-        """Adds the linear's sum over ranks to x, normalised by `norm`."""
-        if norm is None and self._collective.world_size == 1:
+    def _add(self, linear: Linear, h: Tensor, x: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
+        """Adds the linear's sum over ranks to x, normalised by `after`. Returns x, normalised by `before`."""
+        if after is None and self._collective.world_size == 1:
             linear.add_to(x, h)
-        else:
-            x.add_(self._norm(self._all_reduce(linear(h)), norm))
-
-    def _heads(self, layer: Layer, h: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns rotated queries and keys, and values: [tokens, heads, head_dim] each."""
-        heads, kv_heads = self.shard.heads.size, self.shard.kv_heads.size
-        qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.config.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.qk_norm is not None:
-            qk = layer.qk_norm(qk[:, :heads], qk[:, heads:])
-        if angles is not None:
-            qk = self.ops.rotate(qk, angles)
-        return qk[:, :heads], qk[:, heads:], v
+            return self._norm(x, before)
+        return self.ops.add_norm(x, self._all_reduce(linear(h)), after, before, self.config.rms_norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self.ops.norm(x, weight, self.config.rms_norm_eps)
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
         return partial if self._collective.world_size == 1 else self._collective.all_reduce(partial)
+
+
+def _rotation(layer: Layer, angles: dict[Rope, Angles]) -> Angles | None:
+    return None if layer.rope is None else angles[layer.rope]

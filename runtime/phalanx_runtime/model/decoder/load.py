@@ -15,7 +15,7 @@ from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
-from phalanx_runtime.model.linear.linear import Gated, Linear
+from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
 from phalanx_runtime.model.protocol import LoadOptions
@@ -30,7 +30,14 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
 }
 """By `Family.norms`: attention in and out, MLP in and out."""
 
-OPS: Mapping[str, Callable[[], DecoderOps]] = {"cpu": open_cpu_ops, "cuda": TorchOps}
+
+def _open_gpu_ops() -> DecoderOps:
+    from phalanx_runtime.model.decoder.gpu import TritonOps  # imports Triton
+
+    return TritonOps()
+
+
+OPS: Mapping[str, Callable[[], DecoderOps]] = {"cpu": open_cpu_ops, "cuda": _open_gpu_ops}
 """By `torch.device.type`. A new backend is one module and one line."""
 
 
@@ -61,7 +68,7 @@ def load(
     model.positions = options.positions
     layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
-        loader = _Loader(config, shard, checkpoint, options, collective)
+        loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)
         has_head = stage.is_last or (stage.is_first and options.has_exit)
         if stage.is_first or (has_head and config.tied):
             embedding = loader.vocab(EMBEDDING)
@@ -85,7 +92,14 @@ def _row_table(embedding: Tensor, head: Linear) -> RowTable:
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, shard: Shard, checkpoint: Checkpoint, options: LoadOptions, collective: Collective
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        checkpoint: Checkpoint,
+        options: LoadOptions,
+        collective: Collective,
+        *,
+        gate: Gate,
     ) -> None:
         self.num_bytes = 0
         self._config = config
@@ -93,6 +107,7 @@ class _Loader:
         self._checkpoint = checkpoint
         self._kernels = options.kernels
         self._collective = collective
+        self._gate = gate
         # Only rank 0 adds the bias of a sum over ranks.
         self._is_first = collective.rank == 0
 
@@ -155,7 +170,7 @@ class _Loader:
         sizes, spans = [self._config.intermediate_size] * 2, [self._shard.mlp] * 2
         names = [prefix + "gate_up_proj"] if self._config.joined else [prefix + "gate_proj", prefix + "up_proj"]
         weight, bias = self._rows(names, sizes, spans, self._config.mlp_bias)
-        gated = make_gated(weight, bias, self._config.activation, self._kernels)
+        gated = make_gated(weight, bias, self._config.activation, self._kernels, self._gate)
         self.num_bytes += gated.num_bytes
         return gated
 

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.layers import gate
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply
 from phalanx_runtime.model.linear.linear import (
     DenseLinear,
+    Gate,
     Gated,
     Linear,
     PackedLinear,
@@ -47,12 +49,12 @@ def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear
     return DenseLinear(weight, bias)
 
 
-def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels) -> Gated:
-    """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]."""
+def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
+    """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
     compiled = library() if kernels.compiled and activation == "silu" and _has_kernel(weight, kernels.precision) else None
     if compiled is not None:
         return NativeGated(compiled, weight, bias, kernels.precision)
-    return PlainGated(make_linear(weight, bias, kernels), activation)
+    return PlainGated(make_linear(weight, bias, kernels), activation, gate)
 
 
 def _has_kernel(weight: Tensor, precision: Precision) -> bool:

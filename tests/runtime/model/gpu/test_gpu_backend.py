@@ -1,6 +1,7 @@
 """The Triton backend in a whole model, in the interpreter: tokens equal those of the torch reference."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from phalanx_runtime.model.attention.gpu import MAX_SPLITS, TritonAttention, can_attend, max_splits
 from phalanx_runtime.model.attention.paged import PagedAttention
 from phalanx_runtime.model.attention.registry import choose_attention
+from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.decoder.load import OPS, choose_ops
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
 
@@ -20,13 +23,23 @@ def tokens(folder: Path, build: Build) -> list[list[int]]:
     return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=8, lag=1))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_kernels_give_the_tokens_of_the_reference(tmp_path: Path, family: Family) -> None:
-    folder = save_tiny(tmp_path / "model", family)
-    kernels = TritonAttention()
+HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {}), ("gemma2", {}), ("olmo2", {}), ("smollm3", {}), ("phi3", HALF_ROTATED)],
+)
+def test_kernels_give_the_tokens_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, changes: dict[str, Any]
+) -> None:
+    folder = save_tiny(tmp_path / "model", family, **changes)
+    attention, ops = TritonAttention(), TritonOps()
     expected = tokens(folder, Build(attention=PagedAttention()))
-    assert tokens(folder, Build(attention=kernels)) == expected
-    assert kernels.num_computed > 0
+    monkeypatch.setitem(cast(dict[str, Any], OPS), "cpu", lambda: ops)
+    assert tokens(folder, Build(attention=attention)) == expected
+    assert attention.num_computed > 0
+    assert ops.num_launched > 0
 
 
 def test_float64_is_computed_by_the_reference(tmp_path: Path) -> None:
@@ -46,6 +59,7 @@ def test_kernels_support_dimensions_by_dtype(dim: int, dtype: torch.dtype, expec
 
 
 def test_a_gpu_gets_the_kernels() -> None:
+    assert isinstance(choose_ops(torch.device("cuda")), TritonOps)
     assert isinstance(choose_attention(torch.device("cuda")), TritonAttention)
 
 

@@ -1,0 +1,208 @@
+"""`DecoderOps` by Triton kernels: launches and the backend. `TorchOps` computes what they exclude."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.decoder import triton_kernels as kernels
+from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.layers import HeadNorm, Heads, QkNorm, TorchOps
+from phalanx_runtime.model.operators import operator
+from phalanx_runtime.model.rope import Angles
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HIDDEN = 16384
+"""Widest row of a norm; a program holds a row in registers."""
+GATE_BLOCK = 2048
+"""Columns of a program of `gate`."""
+HEADS_TILE = 1024
+"""Elements of a program of `prepare_heads`."""
+HEADS_WARPS = 2
+
+
+def norm_constants(size: int, *, has_sum: bool, has_after: bool, has_before: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments of `add_norm`."""
+    return {
+        "SIZE": size,
+        "SIZE_PADDED": triton.next_power_of_2(size),
+        "HAS_SUM": has_sum,
+        "HAS_AFTER": has_after,
+        "HAS_BEFORE": has_before,
+    }
+
+
+def norm_warps(size: int) -> int:
+    """Returns the warps of a norm, for 16 elements per thread up to 16 warps."""
+    return min(16, max(1, int(triton.next_power_of_2(size)) // 512))
+
+
+def gate_constants(size: int, activation: Activation) -> dict[str, Any]:
+    """Returns the compile-time arguments of `gate`. `size`: columns of its result."""
+    return {"SIZE": size, "BLOCK": min(GATE_BLOCK, triton.next_power_of_2(size)), "IS_SILU": activation == "silu"}
+
+
+def heads_constants(heads: int, kv_heads: int, dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments of `prepare_heads`. `rotated`: dimensions of a head that rotate."""
+    half = rotated // 2 if rotated else dim // 2
+    padded = int(triton.next_power_of_2(dim))
+    block = max(1, HEADS_TILE // padded)
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "DIM_PADDED": padded,
+        "HALF": half,
+        "HALF_PADDED": triton.next_power_of_2(half),
+        "REST_PADDED": triton.next_power_of_2(max(1, dim - 2 * half)),
+        "BLOCK_HEADS": block,
+        "QUERY_BLOCKS": -(-heads // block) if rotated or has_norm else 0,
+        "HAS_ROTARY": rotated > 0,
+        "HAS_NORM": has_norm,
+    }
+
+
+@operator("add_norm(Tensor(a!) x, Tensor? y, Tensor? after, Tensor? before, Tensor(b!)? out, float eps)")
+def _add_norm(x: Tensor, y: Tensor | None, after: Tensor | None, before: Tensor | None, out: Tensor | None, eps: float) -> None:
+    size = x.shape[1]
+    kernels.add_norm[(x.shape[0],)](
+        x=x,
+        y=x if y is None else y,
+        after=x if after is None else after,
+        before=x if before is None else before,
+        out=x if out is None else out,
+        eps=eps,
+        x_stride=x.stride(0),
+        y_stride=x.stride(0) if y is None else y.stride(0),
+        **norm_constants(size, has_sum=y is not None, has_after=after is not None, has_before=before is not None),
+        num_warps=norm_warps(size),
+    )
+
+
+@operator("gate(Tensor gate_up, Tensor(a!) out, bool is_silu)")
+def _gate(gate_up: Tensor, out: Tensor, is_silu: bool) -> None:
+    rows, size = out.shape
+    constants = gate_constants(size, "silu" if is_silu else "gelu_tanh")
+    kernels.gate[(rows, triton.cdiv(size, constants["BLOCK"]))](
+        gate_up=gate_up, out=out, row_stride=gate_up.stride(0), **constants, num_warps=4
+    )
+
+
+@operator(
+    "prepare_heads(Tensor(a!) qk, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, "
+    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float eps)"
+)
+def _prepare_heads(
+    qk: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    tokens, kv_heads, dim = v.shape
+    rotated = 0 if cos is None else cos.shape[-1]
+    constants = heads_constants(qk.shape[1] - kv_heads, kv_heads, dim, rotated, q_norm is not None)
+    blocks = constants["QUERY_BLOCKS"] + -(-kv_heads // constants["BLOCK_HEADS"])
+    kernels.prepare_heads[(tokens, blocks)](
+        qk=qk,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slots=slots,
+        cos=qk if cos is None else cos,
+        sin=qk if sin is None else sin,
+        q_norm=qk if q_norm is None else q_norm,
+        k_norm=qk if k_norm is None else k_norm,
+        eps=eps,
+        qk_stride=qk.stride(0),
+        v_stride=v.stride(0),
+        **constants,
+        num_warps=HEADS_WARPS,
+    )
+
+
+class TritonOps(TorchOps):
+    """`DecoderOps` by the kernels; float64, wide rows and unusual layouts use torch."""
+
+    __slots__ = ("num_launched",)
+
+    def __init__(self) -> None:
+        self.num_launched = 0
+        """Kernels launched."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `DecoderOps`."""
+        if not _are_rows(x, weight):
+            return super().norm(x, weight, eps)
+        self.num_launched += 1
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _add_norm(x=x, y=None, after=None, before=weight, out=out, eps=eps)
+        return out
+
+    def add_norm(self, x: Tensor, y: Tensor, after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
+        """See `DecoderOps`."""
+        if x.dtype != y.dtype or not (_are_rows(x, after, before) and _are_rows(y)):
+            return super().add_norm(x, y, after, before, eps)
+        self.num_launched += 1
+        out = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _add_norm(x=x, y=y, after=after, before=before, out=out, eps=eps)
+        return x if out is None else out
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """See `DecoderOps`."""
+        if gate_up.dtype not in DTYPES or gate_up.dim() != 2 or gate_up.stride(1) != 1:
+            return super().gate(gate_up, activation)
+        self.num_launched += 1
+        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)
+        _gate(gate_up=gate_up, out=out, is_silu=activation == "silu")
+        return out
+
+    def prepare_heads(self, qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache, slots: Tensor) -> Heads:
+        """See `DecoderOps`; in place, and writes the pages. A norm over all heads precedes the kernel."""
+        if not _can_prepare(qkv, norm, angles, cache):
+            return super().prepare_heads(qkv, norm, angles, cache, slots)
+        kv_heads = cache.k.shape[1]
+        heads = qkv.shape[1] - 2 * kv_heads
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        per_head = norm if isinstance(norm, HeadNorm) else None
+        if norm is not None and per_head is None:
+            qk = norm(qk[:, :heads], qk[:, heads:])
+        self.num_launched += 1
+        _prepare_heads(
+            qk=qk,
+            v=v,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            slots=slots,
+            cos=None if angles is None else angles[0],
+            sin=None if angles is None else angles[1],
+            q_norm=None if per_head is None else per_head.q,
+            k_norm=None if per_head is None else per_head.k,
+            eps=0.0 if per_head is None else per_head.eps,
+        )
+        return Heads(q=qk[:, :heads], k=qk[:, heads:], v=v, is_written=True)
+
+
+def _are_rows(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether the norm kernel supports x, [rows, hidden], with these weights."""
+    if x.dtype not in DTYPES or x.dim() != 2 or x.shape[1] > MAX_HIDDEN or x.stride(1) != 1:
+        return False
+    return all(weight is None or weight.dtype in (x.dtype, torch.float32) for weight in weights)
+
+
+def _can_prepare(qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache) -> bool:
+    """Whether the kernel supports the step."""
+    dim = qkv.shape[2]
+    if qkv.dtype not in DTYPES or cache.k.dtype != qkv.dtype or qkv.stride()[1:] != (dim, 1) or dim > HEADS_TILE:
+        return False
+    if isinstance(norm, HeadNorm) and any(weight.dtype not in (qkv.dtype, torch.float32) for weight in (norm.q, norm.k)):
+        return False
+    tensors = (cache.k, cache.v, *(angles or ()))
+    return all(tensor.is_contiguous() for tensor in tensors)

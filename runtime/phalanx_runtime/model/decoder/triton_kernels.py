@@ -1,0 +1,176 @@
+"""Triton kernels between the linears of a decoder layer. Reference of each: the method of its name in `TorchOps`.
+
+Each reads its inputs once and writes its results once. Sums and products have fp32; results round where the reference rounds.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weighted(values, scale, weight, dtype: tl.constexpr):
+    """Returns values * scale * weight as `dtype`. An fp32 weight multiplies before the values are rounded, as in `rms_norm`."""
+    if weight.dtype == tl.float32:
+        normed = (values * scale * weight).to(dtype)
+    else:
+        normed = ((values * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    return normed
+
+
+@triton.jit
+def add_norm(
+    x,
+    y,
+    after,
+    before,
+    out,
+    eps,
+    x_stride,
+    y_stride,
+    SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+):
+    """Writes x + y (or x + norm(y, after)) to x with HAS_SUM, then norm(x, before) to `out` with HAS_BEFORE.
+
+    x, y: [rows, SIZE] with strides; out: [rows, SIZE]; a row per program. Bytes: up to four rows, in one pass over memory.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PADDED)
+    is_column = column < SIZE
+    dtype = x.dtype.element_ty
+    values = tl.load(x + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_SUM:
+        added = tl.load(y + row * y_stride + column, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_AFTER:
+            scale = tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps)
+            added = weighted(added, scale, tl.load(after + column, mask=is_column, other=0.0), dtype).to(tl.float32)
+        total = (values + added).to(dtype)
+        tl.store(x + row * x_stride + column, total, mask=is_column)
+        values = total.to(tl.float32)
+    if HAS_BEFORE:
+        scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+        normed = weighted(values, scale, tl.load(before + column, mask=is_column, other=0.0), dtype)
+        tl.store(out + row * SIZE + column, normed, mask=is_column)
+
+
+@triton.jit
+def gate(
+    gate_up,
+    out,
+    row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    """Writes activation(gate) * up: silu, or gelu by tanh.
+
+    gate_up: [rows, 2 * SIZE] with a stride; out: [rows, SIZE]; BLOCK columns of a row per program. Bytes: 3 rows of SIZE.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < SIZE
+    dtype = gate_up.dtype.element_ty
+    gates = tl.load(gate_up + row * row_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + SIZE + column, mask=is_column, other=0.0).to(tl.float32)
+    if IS_SILU:
+        exponent = gates
+    else:
+        # 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
+        exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+    power = tl.exp(-tl.abs(exponent))
+    active = gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
+    tl.store(out + row * SIZE + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=is_column)
+
+
+@triton.jit
+def prepare_heads(
+    qk,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    eps,
+    qk_stride,
+    v_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Writes normalised and rotated queries and keys in place, and keys and values to the rows `slots` of the pages.
+
+    qk: [tokens, HEADS + KV_HEADS, DIM], v: [tokens, KV_HEADS, DIM], with a stride of tokens. cos, sin: [tokens, 2 * HALF].
+    Pages: rows of DIM elements. A slot below 0 writes no row: padding of a CUDA graph. BLOCK_HEADS heads of a token per program,
+    first queries (QUERY_BLOCKS programs a token), then keys with their values. A head has HALF pairs (d, d + HALF), then
+    DIM - 2 * HALF dimensions that do not rotate. Bytes per token: 2 * (HEADS + 2 * KV_HEADS) * DIM elements, and the keys again.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    is_query = block < QUERY_BLOCKS
+    member = tl.where(is_query, block, block - QUERY_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = member < tl.where(is_query, HEADS, KV_HEADS)
+    dtype = qk.dtype.element_ty
+
+    pair = tl.arange(0, HALF_PADDED)
+    rest_dim = 2 * HALF + tl.arange(0, REST_PADDED)
+    is_pair = is_head[:, None] & (pair < HALF)[None, :]
+    is_rest = is_head[:, None] & (rest_dim < DIM)[None, :]
+    row = qk + token * qk_stride + tl.where(is_query, member, HEADS + member)[:, None] * DIM
+    low = tl.load(row + pair[None, :], mask=is_pair, other=0.0)
+    high = tl.load(row + HALF + pair[None, :], mask=is_pair, other=0.0)
+    if 2 * HALF < DIM:
+        rest = tl.load(row + rest_dim[None, :], mask=is_rest, other=0.0)
+    if HAS_NORM:
+        norm = k_norm
+        if is_query:
+            norm = q_norm
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        squares = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)
+        if 2 * HALF < DIM:
+            wide_rest = rest.to(tl.float32)
+            squares += tl.sum(wide_rest * wide_rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        low = weighted(wide_low, scale, tl.load(norm + pair, mask=pair < HALF, other=0.0)[None, :], dtype)
+        high = weighted(wide_high, scale, tl.load(norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :], dtype)
+        if 2 * HALF < DIM:
+            rest = weighted(wide_rest, scale, tl.load(norm + rest_dim, mask=rest_dim < DIM, other=0.0)[None, :], dtype)
+            tl.store(row + rest_dim[None, :], rest, mask=is_rest)
+    if HAS_ROTARY:
+        angle = token * 2 * HALF + pair
+        cos_low = tl.load(cos + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        cos_high = tl.load(cos + angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        sin_low = tl.load(sin + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        sin_high = tl.load(sin + angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        low = (wide_low * cos_low + wide_high * sin_low).to(dtype)
+        high = (wide_high * cos_high + wide_low * sin_high).to(dtype)
+    if HAS_NORM or HAS_ROTARY:
+        tl.store(row + pair[None, :], low, mask=is_pair)
+        tl.store(row + HALF + pair[None, :], high, mask=is_pair)
+
+    if block >= QUERY_BLOCKS:
+        slot = tl.load(slots + token * KV_HEADS + member, mask=is_head, other=-1).to(tl.int64)
+        is_kept = is_head & (slot >= 0)
+        page_row = (slot * DIM)[:, None]
+        tl.store(k_cache + page_row + pair[None, :], low, mask=is_kept[:, None] & is_pair)
+        tl.store(k_cache + page_row + HALF + pair[None, :], high, mask=is_kept[:, None] & is_pair)
+        if 2 * HALF < DIM:
+            tl.store(k_cache + page_row + rest_dim[None, :], rest, mask=is_kept[:, None] & is_rest)
+        dim = tl.arange(0, DIM_PADDED)
+        is_value = is_kept[:, None] & (dim < DIM)[None, :]
+        value = tl.load(v + token * v_stride + member[:, None] * DIM + dim[None, :], mask=is_value, other=0.0)
+        tl.store(v_cache + page_row + dim[None, :], value, mask=is_value)
