@@ -26,6 +26,12 @@ def noise_key(seed: int, index: int) -> tuple[int, int]:
     return _signed(mixed >> 32), _signed(mixed & 0xFFFFFFFF)
 
 
+def mixed_seed(seed: int) -> int:
+    """Returns the part of `noise_key` that no index changes, as a signed 64-bit integer."""
+    mixed = _mix64(seed & _MASK64)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """Returns random int32 [draws, v]. keys: [draws, 2] int32. tokens: [v] int32."""
     bits = _mix32((tokens * _ODD).unsqueeze(0) + keys[:, :1])

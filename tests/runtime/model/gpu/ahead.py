@@ -132,7 +132,7 @@ def compile_variant(variant: Variant, target: GPUTarget) -> KernelCost:
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in ("q_stride", "table_stride")
+        if kind.startswith("*") or name in ("q_stride", "table_stride", "stride")
     }
     compiled = triton.compile(
         ASTSource(variant.kernel, signature, dict(variant.constants), aligned),

@@ -8,9 +8,10 @@ import sys
 from dataclasses import asdict
 
 from tests.runtime.model.gpu.ahead import TARGETS, attention_variants, compile_variant, row_variants
+from tests.runtime.model.gpu.sampling_variants import sampling_variants
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
-    variants = [*attention_variants(target), *row_variants()]
+    variants = [*attention_variants(target), *row_variants(), *sampling_variants()]
     costs = {variant.name: asdict(compile_variant(variant, target)) | {"warps": variant.num_warps} for variant in variants}
     print(json.dumps(costs))

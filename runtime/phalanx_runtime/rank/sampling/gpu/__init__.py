@@ -1,0 +1,1 @@
+"""Sampling by Triton kernels: state of rows on the device, samples, logprobs, verification."""
