@@ -3,8 +3,8 @@
 `PagedAttention` is the reference, and computes what `can_attend` excludes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ from phalanx_runtime.model.attention.paged import (
     write_pages,
 )
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+from phalanx_runtime.model.operators import operator
 
 MIN_SPLIT_KEYS = 256
 """Keys of a split."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TileConfig:
     """Tile of `paged_attention` and its compilation."""
 
@@ -46,16 +47,15 @@ DECODE: Mapping[int, TileConfig] = {
 """By padded head dimension: one query per request."""
 PREFILL: Mapping[int, TileConfig] = {
     64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=3),
-    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=2),
+    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
     256: TileConfig(block_queries=8, block_keys=32, num_warps=4, num_stages=2),
 }
-"""By padded head dimension: chunks and trees."""
+"""By padded head dimension: steps with chunks or trees."""
 PREFILL_BLACKWELL: Mapping[int, TileConfig] = {
-    64: TileConfig(block_queries=16, block_keys=64, num_warps=8, num_stages=2),
-    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
-    256: PREFILL[256],
+    **PREFILL,
+    64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=2),
 }
-"""For compute capability 10, where tiles of `PREFILL` spill registers."""
+"""For compute capability 10, where the tile of `PREFILL` spills registers."""
 MIN_ROWS = 16
 """Rows of the smallest tile of tensor cores."""
 MAX_DIM: Mapping[torch.dtype, int] = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
@@ -132,6 +132,91 @@ def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int
     return min(MAX_SPLITS, int(triton.next_power_of_2(wanted)))
 
 
+@operator(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) partial_lse, "
+    "Tensor tables, Tensor starts, Tensor lengths, Tensor? tree_sizes, Tensor? tree_levels, Tensor? ancestors, "
+    "Tensor block_requests, Tensor block_offsets, int num_decodes, int max_splits, int[] tile, "
+    "float? scale, int? window, float? softcap)"
+)
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    tree_sizes: Tensor | None,
+    tree_levels: Tensor | None,
+    ancestors: Tensor | None,
+    block_requests: Tensor,
+    block_offsets: Tensor,
+    num_decodes: int,
+    max_splits: int,
+    tile: Sequence[int],
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """`tile`: the fields of a `TileConfig`."""
+    _, heads, dim = q.shape
+    config, kv_heads = TileConfig(*tile), k_cache.shape[1]
+    constants = constants_of(
+        config,
+        tuple(k_cache.shape),
+        heads // kv_heads,
+        max_splits=max_splits,
+        has_tree=tree_sizes is not None,
+        params=AttentionParams(window, scale, softcap),
+    )
+    num_blocks = len(block_requests)
+    paged_attention[(num_blocks + num_decodes * (max_splits - 1), kv_heads)](
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        partial=partial,
+        partial_lse=partial_lse,
+        tables=tables,
+        starts=starts,
+        lengths=lengths,
+        tree_sizes=tables if tree_sizes is None else tree_sizes,
+        tree_levels=tables if tree_levels is None else tree_levels,
+        ancestors=tables if ancestors is None else ancestors,
+        block_requests=block_requests,
+        block_offsets=block_offsets,
+        num_decodes=num_decodes,
+        scale=dim**-0.5 if scale is None else scale,
+        softcap=softcap or 0.0,
+        window=window or 0,
+        q_stride=q.stride(0),
+        table_stride=tables.stride(0),
+        level_stride=0 if tree_levels is None else tree_levels.stride(0),
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages if q.element_size() == 2 else 1,  # wider tiles fill the shared memory
+    )
+
+
+@operator("merge_splits(Tensor(a!) out, Tensor partial, Tensor partial_lse, Tensor lengths, int[] sizes)")
+def _merge_splits(out: Tensor, partial: Tensor, partial_lse: Tensor, lengths: Tensor, sizes: Sequence[int]) -> None:
+    """`sizes`: decodes and splits."""
+    (num_decodes, max_splits), (_, heads, dim) = sizes, out.shape
+    merge_splits[(num_decodes, heads)](
+        out=out,
+        partial=partial,
+        partial_lse=partial_lse,
+        lengths=lengths,
+        HEADS=heads,
+        DIM=dim,
+        DIM_PADDED=padded_dim(dim),
+        MAX_SPLITS=max_splits,
+        SPLIT_KEYS=MIN_SPLIT_KEYS,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLaunch:
     """Attention of one layer in one step, after its keys were written."""
@@ -145,70 +230,47 @@ class AttentionLaunch:
     params: AttentionParams
     workspace: Workspace
 
-    def decode(self, max_splits: int) -> None:
-        """Computes the decodes. `max_splits`: a power of two."""
-        segments, heads = self.segments, self.q.shape[1]
-        dim = padded_dim(self.q.shape[2])
-        self._attend(DECODE[dim], segments.decode_blocks(), max_splits, has_tree=False)
-        if max_splits > 1:
-            partial, partial_lse = self._partial(max_splits)
-            merge_splits[(segments.num_decodes, heads)](
-                out=self.out,
-                partial=partial,
-                partial_lse=partial_lse,
-                lengths=segments.lengths,
-                HEADS=heads,
-                DIM=self.q.shape[2],
-                DIM_PADDED=dim,
-                MAX_SPLITS=max_splits,
-                SPLIT_KEYS=MIN_SPLIT_KEYS,
-            )
-
-    def prefill(self) -> None:
-        """Computes chunks and trees."""
-        segments = self.segments
-        config = self.workspace.prefill_tiles[padded_dim(self.q.shape[2])]
-        self._attend(config, segments.chunk_blocks(config.block_queries), 1, has_tree=segments.tree_sizes is not None)
-
-    def _attend(self, config: TileConfig, blocks: tuple[Tensor, Tensor], max_splits: int, has_tree: bool) -> None:
-        segments, params, dim = self.segments, self.params, self.q.shape[2]
-        kv_heads = self.cache.k.shape[1]
-        partial, partial_lse = self._partial(max_splits)
-        unused = segments.tables
-        group = self.q.shape[1] // kv_heads
-        paged_attention[(len(blocks[0]), kv_heads, max_splits)](
+    def run(self, max_splits: int) -> None:
+        """Computes the step in one launch, then merges the splits of decodes. `max_splits`: a power of two."""
+        segments, params, cache = self.segments, self.params, self.cache
+        dim, num_decodes = self.q.shape[2], segments.num_decodes
+        is_decode = num_decodes == segments.num_requests
+        config = (DECODE if is_decode else self.workspace.prefill_tiles)[padded_dim(dim)]
+        splits = max_splits if num_decodes else 1
+        partial, partial_lse = self.workspace.take(
+            num_decodes * self.q.shape[1] * splits if splits > 1 else 1, dim, self.q.device
+        )
+        block_requests, block_offsets = segments.blocks(config.block_queries)
+        _paged_attention(
             q=self.q,
-            k_cache=self.cache.k,
-            v_cache=self.cache.v,
+            k_cache=cache.k,
+            v_cache=cache.v,
             out=self.out,
             partial=partial,
             partial_lse=partial_lse,
             tables=segments.tables,
             starts=segments.starts,
             lengths=segments.lengths,
-            tree_sizes=segments.tree_sizes if has_tree else unused,
-            tree_levels=segments.tree_levels if has_tree else unused,
-            ancestors=segments.ancestors if has_tree else unused,
-            block_requests=blocks[0],
-            block_offsets=blocks[1],
-            scale=dim**-0.5 if params.scale is None else params.scale,
-            softcap=params.softcap or 0.0,
-            window=params.window or 0,
-            q_stride=self.q.stride(0),
-            table_stride=segments.tables.stride(0),
-            level_stride=0 if segments.tree_levels is None else segments.tree_levels.stride(0),
-            **constants_of(config, tuple(self.cache.k.shape), group, max_splits=max_splits, has_tree=has_tree, params=params),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages if self.q.element_size() == 2 else 1,  # wider tiles fill the shared memory
+            tree_sizes=segments.tree_sizes,
+            tree_levels=segments.tree_levels,
+            ancestors=segments.ancestors,
+            block_requests=block_requests,
+            block_offsets=block_offsets,
+            num_decodes=num_decodes,
+            max_splits=splits,
+            tile=list(astuple(config)),
+            scale=params.scale,
+            window=params.window,
+            softcap=params.softcap,
         )
-
-    def _partial(self, max_splits: int) -> tuple[Tensor, Tensor]:
-        rows = self.segments.num_decodes * self.q.shape[1] * max_splits if max_splits > 1 else 1
-        return self.workspace.take(rows, self.q.shape[2], self.q.device)
+        if splits > 1:
+            _merge_splits(
+                out=self.out, partial=partial, partial_lse=partial_lse, lengths=segments.lengths, sizes=[num_decodes, splits]
+            )
 
 
 class TritonAttention:
-    """Computes decodes in one launch with splits, chunks and trees in another."""
+    """Computes a step in one launch, and a second one if decodes have splits."""
 
     __slots__ = ("_num_multiprocessors", "_reference", "_workspace", "num_computed")
 
@@ -239,11 +301,7 @@ class TritonAttention:
         splits = max_splits(segments.num_decodes, cache.k.shape[1], self._num_multiprocessors)
         self.num_computed += q.shape[0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, workspace=self._workspace)
-        if segments.num_decodes:
-            launch.decode(splits)
-        if segments.num_decodes < segments.num_requests:
-            launch.prefill()
+        AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, workspace=self._workspace).run(splits)
         return out.view(q.shape[0], -1)
 
 

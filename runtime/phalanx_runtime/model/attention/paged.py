@@ -4,7 +4,7 @@ A step packs decodes first, in bands padded to one length, then prefill chunks. 
 query length (decode) or expanded with stride 0 (prefill).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,20 +109,13 @@ class Segments:
         self._counts = counts
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def decode_blocks(self) -> tuple[Tensor, Tensor]:
-        """Returns request and query offset of each block of decodes, int32."""
-        return self._cached_blocks(0, range(self.num_decodes), 1)
-
-    def chunk_blocks(self, block_queries: int) -> tuple[Tensor, Tensor]:
-        """Returns request and query offset of each block of `block_queries` tokens of the other requests, int32."""
-        return self._cached_blocks(block_queries, range(self.num_decodes, self.num_requests), block_queries)
-
-    def _cached_blocks(self, key: int, requests: Iterable[int], size: int) -> tuple[Tensor, Tensor]:
-        if key not in self._blocks:
-            blocks = [(request, offset) for request in requests for offset in range(0, self._counts[request], size)]
+    def blocks(self, block_queries: int) -> tuple[Tensor, Tensor]:
+        """Returns request and query offset of each block of up to `block_queries` tokens of a request, int32: decodes first."""
+        if block_queries not in self._blocks:
+            blocks = [(i, offset) for i, count in enumerate(self._counts) for offset in range(0, count, block_queries)]
             made = torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2).t().contiguous().to(self.starts.device)
-            self._blocks[key] = (made[0], made[1])
-        return self._blocks[key]
+            self._blocks[block_queries] = (made[0], made[1])
+        return self._blocks[block_queries]
 
 
 def no_segments() -> Segments:

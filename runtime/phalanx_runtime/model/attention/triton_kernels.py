@@ -4,7 +4,9 @@ One program computes a block of queries of one request and one KV head over one 
 KV head are rows of the same tile, so keys are read once per KV head.
 
     rows of a tile     block_queries * group, padded to a power of two
-    splits             min(max_splits, keys / MIN_SPLIT_KEYS), computed on the device; `merge_splits` combines them by log-sum-exp
+    splits             of a decode min(max_splits, keys / MIN_SPLIT_KEYS), computed on the device; `merge_splits` combines them by
+                       log-sum-exp. Chunks have no splits: their blocks fill the device
+    programs           first `max_splits` per decode, then one per block of a chunk: a mixed step is one launch
     bytes per block    2 * keys * head_dim * element size, read once
 
 Sources: FlashAttention-2 (Dao 2023) for the online softmax, Flash-Decoding (Dao et al. 2023) for splits.
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decodes", "window", "table_stride", "level_stride"])
 def paged_attention(
     q,
     k_cache,
@@ -30,6 +32,7 @@ def paged_attention(
     ancestors,
     block_requests,
     block_offsets,
+    num_decodes,
     scale,
     softcap,
     window,
@@ -51,9 +54,11 @@ def paged_attention(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2."""
-    block = tl.program_id(0)
+    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    is_decode = program < num_decodes * MAX_SPLITS
+    block = tl.where(is_decode, program // MAX_SPLITS, program - num_decodes * (MAX_SPLITS - 1))
+    split = tl.where(is_decode, program % MAX_SPLITS, 0)
     request = tl.load(block_requests + block)
     offset = tl.load(block_offsets + block)
     first = tl.load(starts + request)
@@ -63,7 +68,7 @@ def paged_attention(
     if HAS_TREE:
         tree_start = length - tl.load(tree_sizes + request)
         num_keys = tl.where(num_keys > tree_start, length, num_keys)
-    num_splits = tl.maximum(1, tl.minimum(MAX_SPLITS, tl.cdiv(num_keys, SPLIT_KEYS)))
+    num_splits = tl.where(is_decode, tl.maximum(1, tl.minimum(MAX_SPLITS, tl.cdiv(num_keys, SPLIT_KEYS))), 1)
     if split < num_splits:
         keys_per_split = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS) * BLOCK_KEYS
         low = split * keys_per_split
@@ -87,8 +92,8 @@ def paged_attention(
             branch = tl.load(ancestors + token, mask=is_query, other=0)
             if HAS_WINDOW:
                 in_tree = is_query & (position >= tree_start)
-                level = tl.load(tree_levels + request * level_stride + position - tree_start, mask=in_tree, other=0)
-                position = tl.where(in_tree, tree_start + level, position)
+                query_level = tl.load(tree_levels + request * level_stride + position - tree_start, mask=in_tree, other=0)
+                position = tl.where(in_tree, tree_start + query_level, position)
         if HAS_WINDOW:
             lowest = length - count + offset
             if HAS_TREE:
@@ -118,8 +123,8 @@ def paged_attention(
                 is_visible = is_key[None, :] & (before | ((node >= 0)[None, :] & is_ancestor))
                 if HAS_WINDOW:
                     is_node = is_key & (node >= 0)
-                    level = tl.load(tree_levels + request * level_stride + node, mask=is_node, other=0)
-                    key_position = tl.where(is_node, tree_start + level, key)
+                    key_level = tl.load(tree_levels + request * level_stride + node, mask=is_node, other=0)
+                    key_position = tl.where(is_node, tree_start + key_level, key)
                     is_visible = is_visible & (key_position[None, :] > position[:, None] - window)
             else:
                 is_visible = is_key[None, :] & (key[None, :] <= position[:, None])

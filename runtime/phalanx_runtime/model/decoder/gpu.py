@@ -14,8 +14,8 @@ from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.rope import Angles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HIDDEN = 16384
-"""Widest row of a norm; a program holds a row in registers."""
+MAX_ROW_BYTES = 32768
+"""Widest row of a norm, half of it with two norms: a program holds the row in registers."""
 GATE_BLOCK = 2048
 """Columns of a program of `gate`."""
 HEADS_TILE = 1024
@@ -139,7 +139,7 @@ class TritonOps(TorchOps):
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `DecoderOps`."""
-        if not _are_rows(x, weight):
+        if not _are_rows(x, weight) or not can_hold(x.shape[1], x.dtype, False):
             return super().norm(x, weight, eps)
         self.num_launched += 1
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -148,7 +148,8 @@ class TritonOps(TorchOps):
 
     def add_norm(self, x: Tensor, y: Tensor, after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
         """See `DecoderOps`."""
-        if x.dtype != y.dtype or not (_are_rows(x, after, before) and _are_rows(y)):
+        is_supported = x.dtype == y.dtype and _are_rows(x, after, before) and _are_rows(y)
+        if not is_supported or not can_hold(x.shape[1], x.dtype, after is not None):
             return super().add_norm(x, y, after, before, eps)
         self.num_launched += 1
         out = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -192,9 +193,14 @@ class TritonOps(TorchOps):
 
 def _are_rows(x: Tensor, *weights: Tensor | None) -> bool:
     """Whether the norm kernel supports x, [rows, hidden], with these weights."""
-    if x.dtype not in DTYPES or x.dim() != 2 or x.shape[1] > MAX_HIDDEN or x.stride(1) != 1:
+    if x.dtype not in DTYPES or x.dim() != 2 or x.stride(1) != 1:
         return False
     return all(weight is None or weight.dtype in (x.dtype, torch.float32) for weight in weights)
+
+
+def can_hold(size: int, dtype: torch.dtype, has_after: bool) -> bool:
+    """Returns whether the norm kernel supports rows of this size. `has_after`: with a norm before the sum."""
+    return size * dtype.itemsize <= MAX_ROW_BYTES // (2 if has_after else 1)
 
 
 def _can_prepare(qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache) -> bool:

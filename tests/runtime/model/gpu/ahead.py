@@ -16,6 +16,9 @@ from triton.compiler import ASTSource
 from phalanx_runtime.model.attention.gpu import DECODE, TileConfig, can_attend, constants_of, prefill_tiles
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+from phalanx_runtime.model.decoder.gpu import HEADS_WARPS, can_hold, gate_constants, heads_constants, norm_constants, norm_warps
+from phalanx_runtime.model.decoder.triton_kernels import add_norm, gate, prepare_heads
+from phalanx_runtime.model.families import Activation
 from phalanx_runtime.rank.step.device_rows import MAX_BLOCK, RECORD_BLOCK
 from phalanx_runtime.rank.step.triton_kernels import build_decode_inputs, record_tokens, update_rows
 
@@ -26,6 +29,8 @@ TARGETS: Mapping[str, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 """Architectures by name: A100, H100 and H200, B200, MI300."""
+ALIGNED_STRIDES = ("stride", "q_stride", "x_stride", "y_stride", "row_stride", "qk_stride", "v_stride")
+"""Multiples of 16 in each supported model."""
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS.E.BYPASS.128", "LDG.E.128")
 """Counted in NVIDIA machine code: tensor core products of Hopper, Ampere and Blackwell, 16-byte loads."""
 
@@ -37,7 +42,7 @@ class Variant:
     name: str
     kernel: Any
     types: Mapping[str, str]
-    """Triton type by argument. Pointers and strides are divisible by 16."""
+    """Triton type by argument. Pointers and `ALIGNED_STRIDES` are divisible by 16."""
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
@@ -63,10 +68,11 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
     **dict.fromkeys(("tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets"), "*i32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
-    **dict.fromkeys(("window", "q_stride", "table_stride", "level_stride"), "i32"),
+    **dict.fromkeys(("num_decodes", "window", "q_stride", "table_stride", "level_stride"), "i32"),
 }
 MERGE_TYPES = {"out": "*bf16", "partial": "*fp32", "partial_lse": "*fp32", "lengths": "*i32"}
 PLAIN = AttentionParams()
+WINDOWED = AttentionParams(window=1024, softcap=50.0)
 GROUPS = {64: 3, 128: 4, 256: 2}
 """Query heads of a KV head by head dimension: SmolLM2, Llama 3, Gemma 2."""
 
@@ -76,11 +82,14 @@ def attention_variants(target: GPUTarget) -> Iterator[Variant]:
     capability = int(target.arch) // 10 if target.backend == "cuda" else 9
     for dim, config in DECODE.items():
         yield _attention(f"decode {dim}", dim, config, max_splits=8)
-        yield _attention(f"decode {dim} window", dim, config, max_splits=8, params=AttentionParams(window=1024, softcap=50.0))
+        yield _attention(f"decode {dim} window", dim, config, max_splits=8, params=WINDOWED)
     for dim, config in prefill_tiles(capability).items():
         yield _attention(f"prefill {dim}", dim, config)
-        yield _attention(f"prefill {dim} window", dim, config, params=AttentionParams(window=1024, softcap=50.0))
+        yield _attention(f"prefill {dim} window", dim, config, params=WINDOWED)
         yield _attention(f"tree {dim}", dim, config, has_tree=True)
+        yield _attention(f"mixed {dim}", dim, config, max_splits=8)
+        yield _attention(f"mixed window {dim}", dim, config, max_splits=8, params=WINDOWED)
+        yield _attention(f"mixed tree {dim}", dim, config, max_splits=8, has_tree=True, params=WINDOWED)
         if can_attend(dim, torch.float32):
             yield _attention(f"float32 {dim}", dim, DECODE[dim], max_splits=8, dtype="fp32")
         constants = {"HEADS": 8 * GROUPS[dim], "DIM": dim, "DIM_PADDED": dim, "MAX_SPLITS": 8, "SPLIT_KEYS": 256}
@@ -126,13 +135,60 @@ def row_variants() -> Iterator[Variant]:
     yield Variant(name="rows record", kernel=record_tokens, types=record, constants={"BLOCK": RECORD_BLOCK})
 
 
+NORM_TYPES = {
+    **dict.fromkeys(("x", "y", "after", "before", "out"), "*bf16"),
+    "eps": "fp32",
+    **dict.fromkeys(("x_stride", "y_stride"), "i32"),
+}
+HEADS_TYPES = {
+    **dict.fromkeys(("qk", "v", "k_cache", "v_cache"), "*bf16"),
+    "slots": "*i64",
+    **dict.fromkeys(("cos", "sin", "q_norm", "k_norm"), "*bf16"),
+    "eps": "fp32",
+    **dict.fromkeys(("qk_stride", "v_stride"), "i32"),
+}
+
+
+def _norm(size: int, dtype: torch.dtype, has_after: bool) -> Variant:
+    kind = "bf16" if dtype == torch.bfloat16 else "fp32"
+    return Variant(
+        name=f"norm {size} {kind} {'after' if has_after else ''}",
+        kernel=add_norm,
+        types={name: known.replace("bf16", kind) for name, known in NORM_TYPES.items()},
+        constants=norm_constants(size, has_sum=True, has_after=has_after, has_before=True),
+        num_warps=norm_warps(size),
+    )
+
+
+def decoder_variants() -> Iterator[Variant]:
+    """Yields the kernels between the linears: norms of narrow to wide models, gates, heads of each dimension."""
+    for size in (576, 4096, 8192, 16384):
+        for dtype in (torch.bfloat16, torch.float32):
+            for has_after in (False, True):
+                if can_hold(size, dtype, has_after):
+                    yield _norm(size, dtype, has_after)
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    for activation in activations:
+        types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"}
+        yield Variant(name=f"gate {activation}", kernel=gate, types=types, constants=gate_constants(14336, activation))
+    for dim, rotated in ((64, 64), (96, 72), (128, 128), (128, 0), (256, 256)):
+        for has_norm in (False, True):
+            yield Variant(
+                name=f"heads {dim} {rotated} {'norm' if has_norm else 'plain'}",
+                kernel=prepare_heads,
+                types=HEADS_TYPES,
+                constants=heads_constants(8 * GROUPS.get(dim, 4), 8, dim, rotated, has_norm),
+                num_warps=HEADS_WARPS,
+            )
+
+
 def compile_variant(variant: Variant, target: GPUTarget) -> KernelCost:
     """Compiles one kernel and returns its cost."""
     signature = {**variant.types, **dict.fromkeys(variant.constants, "constexpr")}
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in ("q_stride", "table_stride", "stride")
+        if kind.startswith("*") or name in ALIGNED_STRIDES
     }
     compiled = triton.compile(
         ASTSource(variant.kernel, signature, dict(variant.constants), aligned),

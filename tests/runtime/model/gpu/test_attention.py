@@ -62,10 +62,7 @@ class Case:
         """Returns the result of the kernels, after the keys were written."""
         segments, out = self.batch.segments(), torch.full_like(self.q.contiguous(), torch.nan)
         launch = AttentionLaunch(q=self.q, out=out, cache=self.cache, segments=segments, params=params, workspace=Workspace())
-        if segments.num_decodes:
-            launch.decode(max_splits)
-        if segments.num_decodes < segments.num_requests:
-            launch.prefill()
+        launch.run(max_splits)
         return out
 
     def check(self, params: AttentionParams, max_splits: int = 1) -> None:
@@ -98,8 +95,9 @@ def test_mixed_step_equals_the_definition(params: AttentionParams, max_splits: i
 
 
 @pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap"])
-def test_tree_attends_to_its_branches(params: AttentionParams) -> None:
-    Case([(40, 1), (300, 1), (50, 7), (5, 20)], trees={2: TREE, 3: TREE}).check(params)
+@pytest.mark.parametrize("max_splits", [1, 4])
+def test_tree_attends_to_its_branches(params: AttentionParams, max_splits: int) -> None:
+    Case([(40, 1), (300, 1), (50, 7), (5, 20)], trees={2: TREE, 3: TREE}).check(params, max_splits)
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 1), (1, 8), (2, 7)])

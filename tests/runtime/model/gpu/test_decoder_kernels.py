@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.paged import LayerCache, write_pages
-from phalanx_runtime.model.decoder.gpu import MAX_HIDDEN, TritonOps
+from phalanx_runtime.model.decoder.gpu import MAX_ROW_BYTES, TritonOps
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
 from tests.runtime.model.gpu.launches import launches_of
@@ -158,8 +158,9 @@ def test_other_layouts_are_computed_by_torch() -> None:
     assert ops.norm(wide, wide[0], EPS).dtype == torch.float64
     assert ops.add_norm(wide, wide.clone(), wide[0], wide[0], EPS).dtype == torch.float64
     assert ops.gate(wide, "silu").shape == (2, 8)
-    long = torch.ones(1, MAX_HIDDEN + 1, device=DEVICE)
+    long = torch.ones(1, MAX_ROW_BYTES // 4 + 1, device=DEVICE)
     close(ops.norm(long, long[0], EPS), long)
+    close(ops.add_norm(long, long.clone(), None, None, EPS), 2 * torch.ones_like(long))
     qkv = torch.ones(2, 3, 16, dtype=torch.float64, device=DEVICE)
     cache = LayerCache(*(torch.zeros(2, 1, 8, 16, dtype=torch.float64, device=DEVICE) for _ in range(2)))
     assert not ops.prepare_heads(qkv, None, None, cache, torch.arange(2, device=DEVICE)).is_written
