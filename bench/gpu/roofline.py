@@ -6,8 +6,8 @@
     ideal of a decode  (weights + KV of all contexts, read once) / copy rate
     ideal of a prefill FLOPs of linears and attention / matmul rate
 
-The table shows the share of the ideal, and for each kernel the share of the step that exceeds its part of the ideal. The kernels
-assume that residual and norm, rotary embedding and KV write, and activation are fused, which the runtime does not do yet.
+The table shows the share of the ideal, and for each kernel the share of the step that exceeds its part of the ideal. As in
+the runtime, residual and norm, rotary embedding and KV write, and activation are fused. The merge of splits is left out.
 """
 
 import argparse

@@ -10,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Operators that allocate and write nothing."""
+"""Operators of torch that allocate and write nothing."""
+UNMARKED_VIEWS = frozenset({"_unsafe_view", "detach", "lift_fresh"})
+"""Views that torch does not mark as such."""
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -38,7 +40,7 @@ def launches(func: Any) -> bool:
     namespace, _, name = func.name().partition(".")[0].partition("::")
     returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
     is_effect = namespace == "phalanx" or returns_tensor
-    return is_effect and not func.is_view and not (namespace == "aten" and (name in ALLOCATIONS or name == "detach"))
+    return is_effect and not func.is_view and not (namespace == "aten" and name in ALLOCATIONS | UNMARKED_VIEWS)
 
 
 def launches_of(work: Callable[[], object]) -> list[str]:

@@ -1,0 +1,88 @@
+"""A decoder of any shape and its steps, on fake tensors of a GPU: within `FakeTensorMode(allow_non_fake_inputs=True)`."""
+
+from typing import Any
+
+import torch
+
+from phalanx_api import wire
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.gpu import TritonAttention
+from phalanx_runtime.model.attention.paged import AttentionParams, StepBatch
+from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.decoder.decoder import Decoder, Layer
+from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.decoder.load import NORM_NAMES
+from phalanx_runtime.model.layers import HeadNorm
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.partition import Shard, Stage, partition
+from phalanx_runtime.model.rope import RopeTable
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+
+CUDA = torch.device("cuda")
+DTYPE = torch.bfloat16
+PAGE = 16
+
+
+class FakeRanks:
+    """Rank 0 of a collective whose sums launch nothing."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPE, device=CUDA)
+
+
+def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
+    hidden, dim = config.hidden_size, config.head_dim
+    heads = shard.heads.size * dim
+    norms = [None if name is None else empty(hidden) for name in NORM_NAMES[config.norms]]
+    return Layer(
+        attention_in=norms[0],
+        qkv=DenseLinear(empty(heads + 2 * shard.kv_heads.size * dim, hidden), None),
+        qk_norm=HeadNorm(empty(dim), empty(dim), 1e-6) if config.qk_norm == "head" else None,
+        rope=config.ropes[index],
+        params=AttentionParams(config.windows[index], config.scale, config.softcap),
+        o=DenseLinear(empty(hidden, heads), None),
+        attention_out=norms[1],
+        mlp_in=norms[2],
+        gate_up=PlainGated(DenseLinear(empty(2 * shard.mlp.size, hidden), None), config.activation, TritonOps().gate),
+        down=DenseLinear(empty(hidden, shard.mlp.size), None),
+        mlp_out=norms[3],
+    )
+
+
+def fake_decoder(config: ModelConfig, world_size: int = 1) -> Decoder:
+    """Rank 0 of a decoder without embedding and head."""
+    shard = partition(config, world_size)[0]
+    rope = config.ropes[0]
+    assert rope is not None
+    ropes = {rope: RopeTable(rope, config.head_dim, config.max_position, DTYPE, CUDA)}
+    collective: Any = FakeRanks(world_size)
+    decoder = Decoder(
+        config, shard, collective=collective, ropes=ropes, attention=TritonAttention(), ops=TritonOps(), stage=Stage(1, 3)
+    )
+    decoder.layers = [fake_layer(config, shard, index) for index in range(config.num_layers)]
+    return decoder
+
+
+def fake_batch(runs: list[tuple[int, int]], kv_heads: int) -> StepBatch:
+    """`runs`: tokens of each request before the step and in it."""
+    pages = [list(range(-(-(before + count) // PAGE))) for before, count in runs]
+    plan = StepPlan(
+        step=1,
+        admitted=[NewRow(row, wire.Sampling(max_tokens=1, seed=0)) for row in range(len(runs))],
+        rows=list(range(len(runs))),
+        starts=[before for before, _ in runs],
+        counts=[count for _, count in runs],
+        pages=pages,
+        tokens=[0] * sum(count for _, count in runs),
+        draws=[],
+    )
+    return BatchBuilder(CacheShape(PAGE, kv_heads, 1 << 10), DTYPE, CUDA).build(plan)

@@ -1,0 +1,93 @@
+"""Launches of a decoder layer of real shapes in bf16, counted on fake tensors of a GPU."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.config import parse_config
+from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.model.gpu.launches import launches_of
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 1024,
+}
+QWEN3_06B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "vocab_size": 151936,
+}
+GEMMA2_2B = {
+    **LLAMA_8B,
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+}
+DECODES = [(300, 1), (20, 1), (700, 1)]
+CHUNKS = [(0, 200), (256, 90)]
+STEPS = {"decode": DECODES, "mixed": [*DECODES, *CHUNKS], "prefill": CHUNKS}
+
+
+def layer_launches(raw: dict[str, Any], runs: list[tuple[int, int]], world_size: int) -> Counter[str]:
+    """Launches of three layers less those of two."""
+    config = parse_config(raw)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        decoder = fake_decoder(config, world_size)
+        kv_heads = decoder.shard.kv_heads.size
+        batch = fake_batch(runs, kv_heads)
+        caches = [LayerCache(*(empty(64, kv_heads, PAGE, config.head_dim) for _ in range(2))) for _ in range(3)]
+
+        def run(num_layers: int) -> Counter[str]:
+            x = empty(len(batch.tokens), config.hidden_size)
+            return Counter(launches_of(lambda: decoder._run_layers(x, batch, decoder.layers[:num_layers], caches[:num_layers])))
+
+        run(1)  # makes what the layers of a batch share
+        return run(3) - run(2)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("raw", [LLAMA_8B, QWEN3_06B, GEMMA2_2B], ids=["llama-8b", "qwen3-0.6b", "gemma2-2b"])
+def test_a_layer_needs_ten_launches(raw: dict[str, Any], world_size: int, step: str) -> None:
+    found = layer_launches(raw, STEPS[step], world_size)
+    linear_adds = raw["architectures"] != ["Gemma2ForCausalLM"] and world_size == 1
+    expected = {
+        "phalanx::add_norm": 2,
+        "phalanx::gate": 1,
+        "phalanx::prepare_heads": 1,
+        "phalanx::paged_attention": 1,
+        "phalanx::merge_splits": int(step != "prefill"),
+        "aten::mm": 2 if linear_adds else 4,
+        "aten::addmm_": 2 if linear_adds else 0,
+    }
+    assert found == Counter(expected)
+    assert found.total() <= 10
+
+
+def test_views_and_allocations_are_no_launches() -> None:
+    def work() -> None:
+        x = torch.empty(4, 6)
+        x.view(3, 8)[:, :2].t().chunk(2)
+        x.reshape(24).add_(1)
+        x.t().reshape(24)
+        torch.zeros(3)
+
+    assert launches_of(work) == ["aten::add_", "aten::clone", "aten::zeros"]
