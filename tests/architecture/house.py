@@ -153,7 +153,7 @@ def _measure_shape(house: House, module: Module) -> None:
 
 def is_kernel(function: Definition) -> bool:
     """Returns whether Triton compiles the function."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
 def _duplicates(modules: list[Module]) -> list[str]:

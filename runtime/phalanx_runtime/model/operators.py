@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _LIBRARY = torch.library.Library("phalanx", "DEF")  # type: ignore[no-untyped-call]
 
@@ -30,6 +31,6 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
 
 def _check_devices(*arguments: object) -> None:
     """Launches nothing. Raises ValueError if the tensors are on several devices, which a real launch would read as garbage."""
-    devices = {argument.device for argument in arguments if isinstance(argument, torch.Tensor)}
+    devices = {argument.device for argument in tree_leaves(arguments) if isinstance(argument, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(f"a kernel launch mixes tensors on {sorted(map(str, devices))}")

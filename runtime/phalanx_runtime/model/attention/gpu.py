@@ -133,68 +133,37 @@ def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int
 
 
 @operator(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) partial_lse, "
-    "Tensor tables, Tensor starts, Tensor lengths, Tensor? tree_sizes, Tensor? tree_levels, Tensor? ancestors, "
-    "Tensor block_requests, Tensor block_offsets, int num_decodes, int max_splits, int[] tile, "
-    "float? scale, int? window, float? softcap)"
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor(b!)[] partial, Tensor[] requests, "
+    "Tensor[] tree, Tensor[] blocks, int[] sizes, int[] tile, float? scale, int? window, float? softcap)"
 )
 def _paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     out: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    tree_sizes: Tensor | None,
-    tree_levels: Tensor | None,
-    ancestors: Tensor | None,
-    block_requests: Tensor,
-    block_offsets: Tensor,
-    num_decodes: int,
-    max_splits: int,
+    partial: Sequence[Tensor],
+    requests: Sequence[Tensor],
+    tree: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    sizes: Sequence[int],
     tile: Sequence[int],
     scale: float | None,
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """`tile`: the fields of a `TileConfig`."""
-    _, heads, dim = q.shape
-    config, kv_heads = TileConfig(*tile), k_cache.shape[1]
-    constants = constants_of(
-        config,
-        tuple(k_cache.shape),
-        heads // kv_heads,
-        max_splits=max_splits,
-        has_tree=tree_sizes is not None,
-        params=AttentionParams(window, scale, softcap),
-    )
-    num_blocks = len(block_requests)
-    paged_attention[(num_blocks + num_decodes * (max_splits - 1), kv_heads)](
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        out=out,
-        partial=partial,
-        partial_lse=partial_lse,
-        tables=tables,
-        starts=starts,
-        lengths=lengths,
-        tree_sizes=tables if tree_sizes is None else tree_sizes,
-        tree_levels=tables if tree_levels is None else tree_levels,
-        ancestors=tables if ancestors is None else ancestors,
-        block_requests=block_requests,
-        block_offsets=block_offsets,
+    """Lists: the arguments of the kernel in its order, an empty `tree`, decodes and splits, the fields of a `TileConfig`."""
+    (num_decodes, max_splits), kv_heads, config = sizes, k_cache.shape[1], TileConfig(*tile)
+    (_, heads, dim), params, shape = q.shape, AttentionParams(window, scale, softcap), tuple(k_cache.shape)
+    paged_attention[(len(blocks[0]) + num_decodes * (max_splits - 1), kv_heads)](
+        *(q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks),
         num_decodes=num_decodes,
         scale=dim**-0.5 if scale is None else scale,
         softcap=softcap or 0.0,
         window=window or 0,
         q_stride=q.stride(0),
-        table_stride=tables.stride(0),
-        level_stride=0 if tree_levels is None else tree_levels.stride(0),
-        **constants,
+        table_stride=requests[0].stride(0),
+        level_stride=tree[1].stride(0) if tree else 0,
+        **constants_of(config, shape, heads // kv_heads, max_splits=max_splits, has_tree=bool(tree), params=params),
         num_warps=config.num_warps,
         num_stages=config.num_stages if q.element_size() == 2 else 1,  # wider tiles fill the shared memory
     )
@@ -237,35 +206,26 @@ class AttentionLaunch:
         is_decode = num_decodes == segments.num_requests
         config = (DECODE if is_decode else self.workspace.prefill_tiles)[padded_dim(dim)]
         splits = max_splits if num_decodes else 1
-        partial, partial_lse = self.workspace.take(
-            num_decodes * self.q.shape[1] * splits if splits > 1 else 1, dim, self.q.device
-        )
-        block_requests, block_offsets = segments.blocks(config.block_queries)
+        rows = num_decodes * self.q.shape[1] * splits if splits > 1 else 1
+        partial = self.workspace.take(rows, dim, self.q.device)
         _paged_attention(
             q=self.q,
             k_cache=cache.k,
             v_cache=cache.v,
             out=self.out,
             partial=partial,
-            partial_lse=partial_lse,
-            tables=segments.tables,
-            starts=segments.starts,
-            lengths=segments.lengths,
-            tree_sizes=segments.tree_sizes,
-            tree_levels=segments.tree_levels,
-            ancestors=segments.ancestors,
-            block_requests=block_requests,
-            block_offsets=block_offsets,
-            num_decodes=num_decodes,
-            max_splits=splits,
-            tile=list(astuple(config)),
+            requests=[segments.tables, segments.starts, segments.lengths],
+            tree=segments.tree,
+            blocks=segments.blocks(config.block_queries),
+            sizes=[num_decodes, splits],
+            tile=astuple(config),
             scale=params.scale,
             window=params.window,
             softcap=params.softcap,
         )
         if splits > 1:
             _merge_splits(
-                out=self.out, partial=partial, partial_lse=partial_lse, lengths=segments.lengths, sizes=[num_decodes, splits]
+                out=self.out, partial=partial[0], partial_lse=partial[1], lengths=segments.lengths, sizes=[num_decodes, splits]
             )
 
 

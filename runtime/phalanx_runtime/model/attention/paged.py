@@ -109,6 +109,12 @@ class Segments:
         self._counts = counts
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def tree(self) -> list[Tensor]:
+        """Sizes, levels and ancestors of the trees; empty without a tree."""
+        parts = (self.tree_sizes, self.tree_levels, self.ancestors)
+        return [part for part in parts if part is not None]
+
     def blocks(self, block_queries: int) -> tuple[Tensor, Tensor]:
         """Returns request and query offset of each block of up to `block_queries` tokens of a request, int32: decodes first."""
         if block_queries not in self._blocks:

@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Operators of torch that allocate and write nothing."""
-UNMARKED_VIEWS = frozenset({"_unsafe_view", "detach", "lift_fresh"})
+SILENT = ("phalanx::", "aten::_foreach_")
+"""Operators that launch and may return nothing."""
+ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operators that allocate and write nothing."""
+UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", "aten::detach", "aten::lift_fresh"})
 """Views that torch does not mark as such."""
 
 
-class LaunchCounter(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that launch a kernel: all but views, allocations and reads of metadata."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         """In order: `aten::mm`, `phalanx::gate`."""
 
@@ -30,21 +33,17 @@ class LaunchCounter(TorchDispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if launches(func):
-            self.names.append(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-def launches(func: Any) -> bool:
-    """Whether an operator of torch launches a kernel on a GPU."""
-    namespace, _, name = func.name().partition(".")[0].partition("::")
-    returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
-    is_effect = namespace == "phalanx" or returns_tensor
-    return is_effect and not func.is_view and not (namespace == "aten" and name in ALLOCATIONS | UNMARKED_VIEWS)
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        has_effect = name.startswith(SILENT) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+        if has_effect and not func.is_view and name not in ALLOCATIONS | UNMARKED_VIEWS:
+            self.names.append(name)
+        return result
 
 
 def launches_of(work: Callable[[], object]) -> list[str]:
     """Returns the operators that `work` launches, in order."""
-    with torch.no_grad(), LaunchCounter() as counter:
+    counter = LaunchCounter()
+    with torch.no_grad(), counter:
         work()
     return counter.names

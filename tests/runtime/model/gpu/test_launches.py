@@ -51,13 +51,14 @@ def layer_launches(raw: dict[str, Any], runs: list[tuple[int, int]], world_size:
     config = parse_config(raw)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         decoder = fake_decoder(config, world_size)
-        kv_heads = decoder.shard.kv_heads.size
+        layers, kv_heads = decoder.layers, decoder.shard.kv_heads.size
         batch = fake_batch(runs, kv_heads)
         caches = [LayerCache(*(empty(64, kv_heads, PAGE, config.head_dim) for _ in range(2))) for _ in range(3)]
 
         def run(num_layers: int) -> Counter[str]:
             x = empty(len(batch.tokens), config.hidden_size)
-            return Counter(launches_of(lambda: decoder._run_layers(x, batch, decoder.layers[:num_layers], caches[:num_layers])))
+            decoder.layers = layers[:num_layers]
+            return Counter(launches_of(lambda: decoder.hidden(batch, caches[:num_layers], x)))
 
         run(1)  # makes what the layers of a batch share
         return run(3) - run(2)

@@ -13,6 +13,11 @@ def double(x: Tensor, out: Tensor, factor: float) -> None:
     out.copy_(x * factor)
 
 
+@operator("test_total(Tensor[] parts, Tensor(a!) out)")
+def total(parts: list[Tensor], out: Tensor) -> None:
+    out.copy_(torch.stack(parts).sum(0))
+
+
 def test_a_launch_writes_its_outputs() -> None:
     out = torch.empty(3)
     double(torch.ones(3), out, 2.0)
@@ -25,3 +30,5 @@ def test_fake_tensors_launch_nothing_and_may_not_mix_devices() -> None:
         double(x, torch.empty(3, device="cuda"), 2.0)
         with pytest.raises(ValueError, match="mixes tensors on"):
             double(x, torch.empty(3), 2.0)
+        with pytest.raises(ValueError, match="mixes tensors on"):
+            total([x, torch.empty(3)], x)
