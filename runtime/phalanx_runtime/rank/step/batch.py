@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.draft_tree import ROOT, levels
-from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
 
 MAX_PADDING_BYTES = 1 << 20
@@ -117,6 +117,8 @@ class BatchBuilder:
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.params: dict[int, NewRow] = {}
         """Each row's request, as admitted."""
+        self.last_tokens: Tensor | None = None
+        """[rows], on the device: the tokens that LAST_SAMPLED names, if plans have it."""
         self._shape = shape
         self._dtype = dtype
         self._device = device
@@ -144,7 +146,9 @@ class BatchBuilder:
         within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
         slots = np.repeat(starts, counts) + within
         tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
+        is_unknown = tokens == LAST_SAMPLED
         np.maximum(tokens, 0, out=tokens)  # NO_TOKEN becomes 0
+        row_of_token = np.repeat(rows, counts)
         index_of = np.empty_like(order)
         index_of[order] = np.arange(len(order))
         positions = slots.copy()
@@ -159,9 +163,9 @@ class BatchBuilder:
             for part in prompt_logprob_ranges(plan, self.params)
         ]
         return StepBatch(
-            tokens=self._tensor(tokens),
+            tokens=self._fill_last_tokens(self._tensor(tokens), is_unknown, row_of_token),
             positions=self._tensor(positions),
-            slots=self._tensor(self._slots(np.repeat(rows, counts), slots)),
+            slots=self._tensor(self._slots(row_of_token, slots)),
             bands=self._bands(rows[:num_decodes], lengths[:num_decodes]),
             chunks=[
                 self._chunk(int(firsts[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
@@ -172,6 +176,16 @@ class BatchBuilder:
             ),
             segments=cache(partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order)),
         )
+
+    def _fill_last_tokens(self, tokens: Tensor, is_unknown: NDArray[np.bool_], rows: Ints) -> Tensor:
+        """Replaces unknown tokens, on the device. `rows`: of each token. Raises ValueError without `last_tokens`."""
+        unknown = np.flatnonzero(is_unknown)
+        if not len(unknown):
+            return tokens
+        if self.last_tokens is None:
+            raise ValueError("the plan has a token that only the device knows, and the builder has no `last_tokens`")
+        last = self.last_tokens.index_select(0, self._tensor(rows[unknown])).to(tokens.dtype)
+        return tokens.index_copy_(0, self._tensor(unknown), last)
 
     def _segments(self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints) -> Segments:
         """`rows`, `counts` and `lengths` in packed order; `order`: their requests, by which `trees` has parents."""

@@ -103,7 +103,7 @@ class CudaGraphPool:
         make_stream: Any = torch.cuda.Stream
         self.stream = make_stream()
         """Captures run on this side stream."""
-        self.handle: Any = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self.handle: Any = torch.cuda.graph_pool_handle()
 
     def make_graph(self) -> "CudaGraph":
         """Returns an empty graph in this pool."""
@@ -131,7 +131,7 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Queues the graph on the current stream."""
-        self._graph.replay()  # type: ignore[no-untyped-call]
+        self._graph.replay()
 
 
 class DecodeGraphs:

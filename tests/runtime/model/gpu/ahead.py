@@ -116,18 +116,14 @@ def _attention(
     )
 
 
-ROW_TYPES = dict.fromkeys(("tables", "held", "lengths", "last_tokens", "batch_rows", "batch_lengths", "batch_tables"), "*i32")
-INPUT_TYPES = {**ROW_TYPES, **dict.fromkeys(("tokens", "positions", "slots"), "*i64"), "padding_page": "i32"}
-
-
 def row_variants() -> Iterator[Variant]:
     """Yields the kernels of rows on the device, for long page tables, and for 1 and 8 KV heads."""
     table = {"TABLE_PAGES": 8192, "BLOCK": MAX_BLOCK}
     update = ("update", "tables", "held", "lengths", "last_tokens", "batch_rows")
     yield Variant(name="rows update", kernel=update_rows, types=dict.fromkeys(update, "*i32"), constants=table)
-    inputs = (*("batch_rows", "tables", "lengths", "last_tokens", "tokens", "positions", "slots"),)
-    inputs += ("batch_lengths", "batch_tables", "padding_page")
-    types = {name: INPUT_TYPES[name] for name in inputs}
+    types = dict.fromkeys(("batch_rows", "tables", "lengths", "last_tokens"), "*i32")
+    types |= dict.fromkeys(("tokens", "positions", "slots"), "*i64")
+    types |= {"batch_lengths": "*i32", "batch_tables": "*i32", "padding_page": "i32"}
     for heads in (1, 8):
         constants = {"KV_HEADS": heads, "KV_HEADS_PADDED": heads, "PAGE": 16, **table}
         yield Variant(name=f"inputs {heads}", kernel=build_decode_inputs, types=types, constants=constants)

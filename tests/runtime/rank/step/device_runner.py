@@ -45,6 +45,7 @@ class DeviceRunner:
         shape = CacheShape(pool.page_size, model.kv.kv_heads, page_bytes(model.kv, pool.page_size, cache.dtype))
         self._model, self._caches = model, runner.caches
         self._builder = BatchBuilder(shape, cache.dtype, cache.device)
+        self._builder.last_tokens = self.rows.last_tokens
         self._sampler = TorchSampler(model.vocab_size)
         self._sampled: set[int] = set()
         with torch.inference_mode():
@@ -58,7 +59,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> None:
         """Computes a step."""
-        self.decodes.update(self._without_samples(plan))
+        plan = self._without_samples(plan)
+        self.decodes.update(plan)
         self._builder.update(plan)
         for new in plan.admitted:
             self._sampler.admit(new)

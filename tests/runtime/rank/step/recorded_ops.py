@@ -6,20 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree  # the only flattening of operator arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def storage_of(tensor: Tensor) -> int:
     """Returns the identity of a tensor's memory; of a fake tensor too."""
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
-class RecordedOps(TorchDispatchMode):
+class RecordedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators while it is active. Memory of earlier operators is kept, so that identities stay unique."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.external: list[tuple[str, int, int]] = []
         """Operator, storage and offset of each tensor argument that no recorded operator made."""
@@ -44,7 +43,7 @@ class RecordedOps(TorchDispatchMode):
         self.devices |= {tensor.device.type for tensor in (*inputs, *outputs)}
         for tensor in inputs:
             if storage_of(tensor) not in self._made:
-                self.external.append((name, storage_of(tensor), tensor.storage_offset()))
+                self.external.append((name, storage_of(tensor), int(tensor.storage_offset())))
         for tensor in outputs:
             if storage_of(tensor) not in known:
                 self.num_made += 1
@@ -54,11 +53,16 @@ class RecordedOps(TorchDispatchMode):
 
 
 def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors in arguments or results of an operator."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def record(work: Callable[[], object]) -> RecordedOps:
     """Runs `work` and returns its operators."""
-    with torch.inference_mode(), RecordedOps() as ops:
+    ops = RecordedOps()
+    with torch.inference_mode(), ops:
         work()
     return ops

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, band_sizes
 
@@ -132,3 +132,22 @@ def test_attention_is_equal_for_any_gather_size(gather_bytes: int, window: int |
     form = AttentionParams(window=window)
     paged = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)
+
+
+def test_tokens_that_only_the_device_knows_are_filled() -> None:
+    """Rows 0 and 1 continue with their last tokens, row 1 before a draft token and a missing one."""
+    made, _ = mixed()
+    plan = StepPlan(
+        step=3,
+        admitted=[],
+        rows=[1, 0, 3],
+        starts=[10, 6, 3],
+        counts=[3, 1, 1],
+        pages=[[12], [], []],
+        tokens=[LAST_SAMPLED, 61, -1, LAST_SAMPLED, 62],
+        draws=[(0, 3), (1, 1), (2, 0)],
+    )
+    with pytest.raises(ValueError, match="last_tokens"):
+        made.build(plan)
+    made.last_tokens = torch.tensor([70, 71, 72, 73], dtype=torch.int32)
+    assert made.tensors(plan).tokens.tolist() == [70, 62, 71, 61, 0]
