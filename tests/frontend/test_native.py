@@ -251,6 +251,8 @@ def test_memory_is_reported_per_rank() -> None:
             kv_pool_bytes=50,
             kv_bytes_per_token=4,
             total_bytes=100,
+            graphs_bytes=5,
+            graphs_s=1.5,
         )
         for rank in range(2)
     ]
@@ -258,5 +260,6 @@ def test_memory_is_reported_per_rank() -> None:
     document = metrics_document(HealthTotals(), accounts, 8)
     assert document["kv_bytes_per_token"] == 8
     assert document["memory"][1] == {
-        "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50, "total_bytes": 100
+        "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50,
+        "graphs_bytes": 5, "graphs_s": 1.5, "total_bytes": 100
     }  # fmt: skip

@@ -197,6 +197,8 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_bytes: int
     kv_bytes_per_token: int
     total_bytes: int  # usable by the rank
+    graphs_bytes: int = 0  # of captured decode steps
+    graphs_s: float = 0.0  # time of their captures
 
 
 _encode = msgspec.msgpack.Encoder().encode

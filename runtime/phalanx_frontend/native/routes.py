@@ -211,6 +211,8 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "activations_bytes": account.activations_bytes,
                 "logits_sampler_bytes": account.logits_sampler_bytes,
                 "kv_pool_bytes": account.kv_pool_bytes,
+                "graphs_bytes": account.graphs_bytes,
+                "graphs_s": account.graphs_s,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

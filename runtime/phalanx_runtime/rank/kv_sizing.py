@@ -50,23 +50,23 @@ def measure_kv_sizing(
     system: System,
     profiler: MemoryProfiler,
     drafting: Drafting,
+    reserved_bytes: int = 0,
 ) -> KvSizing:
     """Measures the largest step and sizes the pool; collective. No pages if a draft model leaves no memory.
+
+    `reserved_bytes`: memory for captured decode steps, which is allocated after the pool.
 
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     size = page_bytes(model.kv, spec.engine.page_size, dtype) + drafting.page_bytes(spec.engine.page_size, dtype)
     usable = _usable_bytes(spec, device, system)
-    num_pages = _num_pages(spec, usable, taken=held, size=size, device=device, system=system, has_draft=has_draft)
+    taken = held + reserved_bytes
+    num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
+    no_needs = PeakMemory(0, 0)
     empty = KvSizing(
-        num_pages=0,
-        page_bytes=size,
-        group_page_bytes=group_page_bytes,
-        held_bytes=held,
-        needs=PeakMemory(0, 0),
-        usable_bytes=usable,
+        num_pages=0, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=no_needs, usable_bytes=usable
     )
     if not num_pages:  # the same on all ranks: either all profile or no rank does
         return empty
@@ -86,7 +86,7 @@ def measure_kv_sizing(
     usable = _usable_bytes(spec, device, system)  # again: GPU libraries keep memory after their first use
     num_pages = 0
     if draft_needs is not None:
-        taken = held + needs.activations + needs.logits_sampler
+        taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
     return replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)

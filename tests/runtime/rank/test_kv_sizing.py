@@ -136,11 +136,21 @@ def test_largest_step_is_measured_before_the_pool(folder: Path, tmp_path: Path) 
     )
     spec = with_settings(make_spec(folder), kv_cache_memory_bytes=None, page_size=PAGE_SIZE)
 
-    def size(taken: int) -> KvSizing:
-        profiler = FakeProfiler(1 << 30, bytes_taken=taken)
-        return measure_kv_sizing(spec, model, 256, Pipeline(SoloCollective()), torch.float32, machine, profiler, Drafting())
+    def size(taken: int, reserved: int = 0) -> KvSizing:
+        return measure_kv_sizing(
+            spec,
+            model,
+            256,
+            pipeline=Pipeline(SoloCollective()),
+            dtype=torch.float32,
+            system=machine,
+            profiler=FakeProfiler(1 << 30, bytes_taken=taken),
+            drafting=Drafting(),
+            reserved_bytes=reserved,
+        )
 
     little, much = size(0), size(300 << 20)
     assert much.needs.activations - little.needs.activations == much.needs.logits_sampler == 300 << 20
     left = (1 << 30) - much.needs.activations - much.needs.logits_sampler
     assert much.num_pages == left // much.page_bytes < little.num_pages
+    assert size(300 << 20, reserved=64 << 20).num_pages == (left - (64 << 20)) // much.page_bytes

@@ -33,12 +33,23 @@ def capture_order(sizes: Sequence[int]) -> list[int]:
     return sorted(descending, key=lambda size: 0 if size == descending[0] else 1 if size & (size - 1) == 0 else 2)
 
 
+MAX_BYTES = 1 << 30
+MAX_SHARE = 0.03
+"""Of the memory that the rank may use."""
+MAX_SECONDS = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class CaptureBudget:
     """Bounds of all captures; the capture that exceeds one is the last."""
 
     num_bytes: int
     seconds: float
+
+
+def default_budget(usable_bytes: int) -> CaptureBudget:
+    """Returns the budget of a rank; its bytes are reserved before the page pool is sized."""
+    return CaptureBudget(min(MAX_BYTES, int(MAX_SHARE * usable_bytes)), MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

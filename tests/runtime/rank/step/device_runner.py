@@ -1,6 +1,7 @@
 """A runner of one rank whose decode steps run on the device; other steps are built by `BatchBuilder`."""
 
 import time
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -12,7 +13,7 @@ from phalanx_runtime.rank.memory.kv_cache import page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.decode_graphs import CaptureBudget, DecodeGraphs, EagerGraph, bucket_sizes
+from phalanx_runtime.rank.step.decode_graphs import CaptureBudget, DecodeGraphs, EagerGraph, StepGraph, bucket_sizes
 from phalanx_runtime.rank.step.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.step.device_decodes import DecodeStep, DeviceDecodes
 from phalanx_runtime.rank.step.device_rows import DeviceRows
@@ -33,14 +34,14 @@ def greedy(logits: Tensor, batch_rows: Tensor, positions: Tensor) -> Tensor:
 class DeviceRunner:
     """Takes model and pages of a `ModelRunner`. The last page is for padding rows."""
 
-    def __init__(self, runner: ModelRunner, max_num_seqs: int) -> None:
+    def __init__(self, runner: ModelRunner, max_num_seqs: int, make_graph: Callable[[], StepGraph] = EagerGraph) -> None:
         model, pool = runner.model, runner.pool
         self.pool = PoolShape(pool.num_pages - 1, pool.page_size)
         cache = runner.caches[0].k
         self.rows = DeviceRows(max_num_seqs, MAX_MODEL_LEN, pool.page_size, cache.device)
         inputs = DecodeInputs(self.rows, model.kv.kv_heads, padding_page=pool.num_pages - 1)
         step = DecodeStep(model=model, caches=runner.caches, inputs=inputs, gather=same_logits, sample=greedy)
-        self.graphs = DecodeGraphs(bucket_sizes(max_num_seqs), step, EagerGraph)
+        self.graphs = DecodeGraphs(bucket_sizes(max_num_seqs), step, make_graph)
         self.decodes = DeviceDecodes(inputs, self.graphs)
         shape = CacheShape(pool.page_size, model.kv.kv_heads, page_bytes(model.kv, pool.page_size, cache.dtype))
         self._model, self._caches = model, runner.caches

@@ -15,6 +15,7 @@ from phalanx_runtime.rank.step.decode_graphs import (
     Shortage,
     bucket_sizes,
     capture_order,
+    default_budget,
     shortage,
 )
 
@@ -55,6 +56,11 @@ def test_sizes_are_captured_from_coarse_to_fine() -> None:
 )
 def test_captures_end_when_a_budget_is_spent(costs: list[CaptureCost], expected: Shortage) -> None:
     assert shortage(costs, CaptureBudget(10, 2.0)) == expected
+
+
+def test_the_budget_is_a_small_share_of_the_memory() -> None:
+    assert default_budget(10 << 30).num_bytes == int(0.03 * (10 << 30))
+    assert default_budget(140 << 30).num_bytes == 1 << 30
 
 
 class Device:
