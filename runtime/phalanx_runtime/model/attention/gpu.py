@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -102,22 +102,6 @@ def constants_of(
     }
 
 
-class Workspace:
-    """Partial results of splits, reused by all layers and grown on demand, and the tiles of the device."""
-
-    def __init__(self, capability: int = 9) -> None:
-        self.prefill_tiles = prefill_tiles(capability)
-        self._values = torch.empty(0)
-        self._lse = torch.empty(0)
-
-    def take(self, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns float32 [rows, dim] and [rows]."""
-        if self._lse.numel() < rows or self._values.numel() < rows * dim or self._lse.device != device:
-            self._values = torch.empty(rows * dim, dtype=torch.float32, device=device)
-            self._lse = torch.empty(rows, dtype=torch.float32, device=device)
-        return self._values, self._lse
-
-
 MAX_SPLITS = 32
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that a decode launch aims at."""
@@ -197,17 +181,17 @@ class AttentionLaunch:
     cache: LayerCache
     segments: Segments
     params: AttentionParams
-    workspace: Workspace
+    prefill_tiles: Mapping[int, TileConfig] = field(default_factory=lambda: PREFILL)
 
     def run(self, max_splits: int) -> None:
         """Computes the step in one launch, then merges the splits of decodes. `max_splits`: a power of two."""
         segments, params, cache = self.segments, self.params, self.cache
         dim, num_decodes = self.q.shape[2], segments.num_decodes
         is_decode = num_decodes == segments.num_requests
-        config = (DECODE if is_decode else self.workspace.prefill_tiles)[padded_dim(dim)]
+        config = (DECODE if is_decode else self.prefill_tiles)[padded_dim(dim)]
         splits = max_splits if num_decodes else 1
         rows = num_decodes * self.q.shape[1] * splits if splits > 1 else 1
-        partial = self.workspace.take(rows, dim, self.q.device)
+        partial = [torch.empty(size, dtype=torch.float32, device=self.q.device) for size in (rows * dim, rows)]
         _paged_attention(
             q=self.q,
             k_cache=cache.k,
@@ -232,7 +216,7 @@ class AttentionLaunch:
 class TritonAttention:
     """Computes a step in one launch, and a second one if decodes have splits."""
 
-    __slots__ = ("_num_multiprocessors", "_reference", "_workspace", "num_computed")
+    __slots__ = ("_num_multiprocessors", "_prefill_tiles", "_reference", "num_computed")
 
     def __init__(self, num_multiprocessors: int = DEFAULT_MULTIPROCESSORS, capability: int = 9) -> None:
         """`capability`: major compute capability of the device."""
@@ -240,7 +224,7 @@ class TritonAttention:
         """Tokens computed by the kernels."""
         self._num_multiprocessors = num_multiprocessors
         self._reference = PagedAttention()
-        self._workspace = Workspace(capability)
+        self._prefill_tiles = prefill_tiles(capability)
 
     def __call__(
         self,
@@ -261,7 +245,8 @@ class TritonAttention:
         splits = max_splits(segments.num_decodes, cache.k.shape[1], self._num_multiprocessors)
         self.num_computed += q.shape[0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, workspace=self._workspace).run(splits)
+        launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, prefill_tiles=self._prefill_tiles)
+        launch.run(splits)
         return out.view(q.shape[0], -1)
 
 

@@ -85,7 +85,7 @@ class DecodeInputs:
                 lengths=self._lengths[:size],
                 tables=self._tables[:size],
             )
-            segments.decode_blocks()  # copied from the host: not within a capture
+            segments.blocks(1)  # copied from the host: not within a capture
             self._batches[size] = StepBatch(
                 tokens=self._tokens[:size],
                 positions=self._positions[:size],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
-from phalanx_runtime.model.attention.gpu import AttentionLaunch, Workspace
+from phalanx_runtime.model.attention.gpu import AttentionLaunch
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, StepBatch, write_pages
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 
@@ -61,7 +61,7 @@ class Case:
     def attended(self, params: AttentionParams, max_splits: int = 1) -> torch.Tensor:
         """Returns the result of the kernels, after the keys were written."""
         segments, out = self.batch.segments(), torch.full_like(self.q.contiguous(), torch.nan)
-        launch = AttentionLaunch(q=self.q, out=out, cache=self.cache, segments=segments, params=params, workspace=Workspace())
+        launch = AttentionLaunch(q=self.q, out=out, cache=self.cache, segments=segments, params=params)
         launch.run(max_splits)
         return out
 

@@ -1,14 +1,9 @@
-"""Decoders in the shape of published models without memory, and the launches of their attention."""
+"""Decoders in the shape of published models, without memory."""
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import SoloCollective
-from phalanx_runtime.model.attention import gpu
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig, parse_config
@@ -91,27 +86,3 @@ def _empty(*shape: int) -> Tensor:
 
 def _linear(rows: int, columns: int) -> Linear:
     return make_linear(_empty(rows, columns), None, Kernels())
-
-
-class FakeLaunch:
-    """A kernel that launches nothing; its tensors must be on the GPU."""
-
-    def __init__(self) -> None:
-        self.num_launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Returns the launch."""
-        return self._launch
-
-    def _launch(self, **arguments: Any) -> None:
-        tensors = [argument for argument in arguments.values() if isinstance(argument, Tensor)]
-        assert {tensor.device.type for tensor in tensors} == {"cuda"}
-        self.num_launches += 1
-
-
-def replace_attention(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
-    """Replaces the attention kernel, which takes no fake tensors, and returns the replacement."""
-    launch = FakeLaunch()
-    monkeypatch.setattr(gpu, "paged_attention", launch)
-    monkeypatch.setattr(gpu, "merge_splits", FakeLaunch())
-    return launch

@@ -76,7 +76,7 @@ def test_sizes_share_tensors_at_constant_addresses() -> None:
     for name in ("tokens", "positions", "slots", "logits_indices"):
         assert getattr(small, name).data_ptr() == getattr(large, name).data_ptr()
     assert small.segments().tables.data_ptr() == large.segments().tables.data_ptr()
-    assert [part.tolist() for part in small.segments().decode_blocks()] == [[0, 1], [0, 0]]
+    assert [part.tolist() for part in small.segments().blocks(1)] == [[0, 1], [0, 0]]
     assert small.segments().starts.tolist() == [0, 1, 2]
 
 

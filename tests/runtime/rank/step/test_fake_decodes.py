@@ -25,9 +25,7 @@ from tests.runtime.rank.step.fake_decoders import (
     LLAMA_8B,
     POSITIONS,
     QWEN3_600M,
-    FakeLaunch,
     make_decoder,
-    replace_attention,
 )
 from tests.runtime.rank.step.recorded_ops import RecordedOps, record
 from tests.runtime.rank.step.row_plans import new_row
@@ -77,10 +75,10 @@ class FakeRank:
         return record(work)
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLaunch]:
+@pytest.fixture(autouse=True)
+def fake_tensors() -> Iterator[None]:
     with FakeTensorMode():
-        yield replace_attention(monkeypatch)
+        yield
 
 
 def plan_of(num_rows: int, start: int) -> StepPlan:
@@ -97,14 +95,14 @@ def plan_of(num_rows: int, start: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 8b", "qwen3 0.6b"])
-def test_a_decode_step_is_one_capture_and_one_update(launch: FakeLaunch, config: ModelConfig) -> None:
+def test_a_decode_step_is_one_capture_and_one_update(config: ModelConfig) -> None:
     rank = FakeRank(config)
     sizes = bucket_sizes(NUM_ROWS)
     assert len(rank.captured) == len(sizes)
-    assert launch.num_launches == 2 * len(sizes) * config.num_layers
     for ops in rank.captured:
         assert ops.devices == {"cuda"}
         own = [name for name in ops.names if name.startswith("phalanx::")]
+        assert own.count("phalanx::paged_attention") == own.count("phalanx::prepare_heads") == config.num_layers
         assert own[0] == "phalanx::build_decode_inputs" and own[-1] == "phalanx::record_tokens"
     for start in range(3):
         ops = rank.run(plan_of(5, start))
@@ -113,7 +111,7 @@ def test_a_decode_step_is_one_capture_and_one_update(launch: FakeLaunch, config:
     assert dict(rank.graphs.num_replays) == {8: 3}
 
 
-def test_a_wait_for_the_device_raises(launch: FakeLaunch) -> None:
+def test_a_wait_for_the_device_raises() -> None:
     def sample(logits: Tensor, batch_rows: Tensor, positions: Tensor) -> Tensor:
         return logits.argmax(-1) + int(batch_rows.max().item())
 
@@ -124,7 +122,7 @@ def test_a_wait_for_the_device_raises(launch: FakeLaunch) -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 8b", "qwen3 0.6b"])
-def test_steps_read_and_write_the_same_memory(launch: FakeLaunch, config: ModelConfig) -> None:
+def test_steps_read_and_write_the_same_memory(config: ModelConfig) -> None:
     rank = FakeRank(config)
     runs = []
     for start in range(2):
