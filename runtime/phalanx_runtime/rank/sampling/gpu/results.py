@@ -31,6 +31,8 @@ class DeviceLogprobs:
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, block: int = BLOCK) -> DeviceLogprobs:
     """Returns the logprobs of one token per draw. logits: [draws, vocabulary], raw; a token of -1 counts as 0."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits with strides {logits.stride()} are not contiguous in the vocabulary")
     draws, vocab_size = logits.shape
     blocks = triton.cdiv(vocab_size, block)
     normalizers, logprobs = (torch.empty(draws, device=logits.device) for _ in range(2))

@@ -4,6 +4,9 @@
     sample_kept      per block   in rows with filters the kept token that wins with its noise, after `triton_thresholds`
     select_tokens    per row     the winner of all blocks
 
+Logits / T are computed again by each kernel that needs them, and not stored. Bytes read per token: 2 or 4 of logits, and in rows
+that have them 4 of a count, 4 of a bias and 1/8 of a mask.
+
 Source: Gumbel-max sampling with the keyed noise of `gumbel`.
 """
 

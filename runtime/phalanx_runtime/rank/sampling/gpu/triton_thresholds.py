@@ -4,8 +4,8 @@
     gather_candidates    per block   the values in the interval that has the cut of top-k or top-p
     find_threshold       per row     bisection over the bits of these values
 
-Masses are sums of 64-bit integers, exp(x - maximum) * 2^40: atomic additions in any order give the same bits. Rows without top-k
-and top-p return at once.
+A block of logits is read as in `triton_kernels`. Rows without top-k and top-p return at once. Masses are sums of 64-bit integers,
+exp(x - maximum) * 2^40: atomic additions in any order give the same bits.
 
 Source: radix selection (Alabi et al. 2012) by bisection of ordered float bits; filters as in `filters`.
 """
@@ -50,12 +50,12 @@ def _edge_distances(interval, lane, ROUND: tl.constexpr):
     """
     last = lane == EDGES - 1
     if ROUND == 0:
-        distances = tl.where(last, INFINITY, tl.cast(lane * lane, tl.float32) / 16)
+        distances = tl.where(last, INFINITY, tl.cast(lane * lane, tl.float32) * 0.0625)
     else:
         step = tl.cast(lane + 1, tl.float32)
         before = tl.cast(interval - 1, tl.float32)
-        inner = before * before / 16 + step * (2 * before + 1) / 256
-        outer = tl.where(last, INFINITY, 12.25 + step * step / 4)
+        inner = before * before * 0.0625 + step * (2 * before + 1) * 0.00390625
+        outer = tl.where(last, INFINITY, 12.25 + step * step * 0.25)
         distances = tl.where(interval < EDGES - 1, inner, outer)
     return distances
 
@@ -175,7 +175,7 @@ def gather_candidates(
 ):
     """Appends the block's values in the interval of the cut to `candidates` and counts them. candidates: [draws, CAPACITY].
 
-    Values that find no room are counted only. Reads the logits of blocks that reach the interval.
+    Values that find no room are counted only. Reads the logits of blocks that reach the interval, writes 4 bytes per candidate.
     """
     draw = tl.program_id(0)
     block = tl.program_id(1)
@@ -194,7 +194,7 @@ def gather_candidates(
                 token = block * BLOCK + tl.arange(0, BLOCK)
                 logits += draw.to(tl.int64) * stride
                 values = scaled_logits(logits, state, row, index, token, VOCAB=VOCAB, FEATURES=FEATURES)
-                is_candidate = (values >= low) & (values < high) & (token < VOCAB)
+                is_candidate = (values >= low) & (values < high) & (values > -INFINITY)  # excluded tokens have no mass
                 number = is_candidate.to(tl.int32)
                 before = tl.atomic_add(tally + GATHERED, tl.sum(number, 0).to(tl.int64), sem="relaxed")
                 slot = tl.minimum(before, VOCAB).to(tl.int32) + tl.cumsum(number, 0) - number
@@ -247,8 +247,8 @@ def find_threshold(
 ):
     """Writes the lowest value that the filters of draw `program_id(0)` keep. thresholds: [draws].
 
-    The cut is the highest key at which the count or mass from it on reaches its target. At most 32 passes over the candidates for
-    each of top-k and top-p.
+    The cut is the highest key at which the count or mass from it on reaches its target. Each of top-k and top-p reads the
+    candidates at most 32 times, 4 bytes each.
     """
     draw = tl.program_id(0)
     row = tl.load(rows + draw)
