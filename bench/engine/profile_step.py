@@ -24,12 +24,12 @@ from phalanx_runtime.rank.runner import ModelRunner
 Clock = Callable[[], float]
 PAGE = 16
 PARTS: dict[str, list[tuple[str, ...]]] = {
-    "qkv": [("_heads", "__call__")],
-    "attention": [("_block", "__call__", "model/attention/")],
+    "qkv": [("_run_attention", "__call__", "model/linear/")],
+    "attention": [("_run_attention", "__call__", "model/attention/")],
     "o, down": [("_add", "add_to"), ("_add", "__call__")],
-    "gate-up": [("_block", "__call__", "model/linear/")],
-    "norms": [("_norm", "norm")],
-    "rotary": [("_heads", "rotate")],
+    "gate-up": [("_run_layers", "__call__", "model/linear/")],
+    "norms": [("_norm", "norm"), ("add_norm", "norm")],
+    "rotary": [("prepare_heads", "rotate")],
     "head": [("_logits", "logits")],
     "sampling": [("", "sample", "sampling/sampler.py")],
     "tensors": [("", "tensors", "step/batch.py"), ("", "update", "step/batch.py")],
