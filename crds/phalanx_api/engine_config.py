@@ -204,6 +204,11 @@ class EngineConfig:
         "or pipeline stages",
         "spec.engine.asyncScheduling",
     )
+    enforce_eager: bool = _setting(
+        False,
+        "on GPUs, launch and sample every step from the host instead of capturing decode steps as CUDA graphs",
+        "spec.engine.enforceEager",
+    )
     itl_target_ms: float | None = _setting(
         None, "maximum step time while streams run, kept by smaller prefill chunks; default: no target", gt=0, metavar="MS"
     )

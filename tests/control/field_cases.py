@@ -107,6 +107,7 @@ _ENGINE = [
     change("engine.gpuMemoryUtilization", "0.50"),
     change("engine.prefixCaching", False),
     change("engine.asyncScheduling", True),
+    change("engine.enforceEager", True),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx_runtime.rank.device.decode_graphs import CudaGraphPool
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.step.decode_graphs import CudaGraphPool
-from tests.runtime.rank.step.device_runner import DeviceRunner
+from tests.runtime.rank.device.device_runner import DeviceRunner
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
 

@@ -116,7 +116,7 @@ class FakeRunner:
             shapes=chosen_shapes(filled),
             undrafted=undrafted(filled),
         )
-        self._last_sampled.record(plan, result)
+        self._last_sampled.record(plan, lambda: result)
         return result
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:

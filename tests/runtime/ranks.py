@@ -19,10 +19,15 @@ from phalanx_runtime.collective.connect import RankPlace, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
+from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import Attention, LayerCache
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import ModelImpl, open_model
+from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
+from phalanx_runtime.rank.device.loading import DeviceLimits
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.loader import make_runner
@@ -123,6 +128,18 @@ class Build:
     """Makes the proposer of each rank of the first stage from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
     """Speculation fields of a RankSpec; with them the proposer is made as in production."""
+    device_rows: int = 0
+    """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
+
+
+class KeptGraph:
+    """A `StepGraph` that runs the function at each replay, not at its capture, which the interpreter makes long."""
+
+    def capture(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
 
 
 def make_model_runner(folder: Path, collective: Collective, build: Build) -> ModelRunner:
@@ -130,6 +147,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level)
+    attention = TritonAttention() if build.device_rows else build.attention
     form = LoadOptions(
         dtype=build.dtype,
         device=device,
@@ -137,7 +155,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         positions=source.max_position,
         has_exit=bool(build.speculative or build.make_proposer),
     )
-    model = source.load(pipeline.peers, form, build.attention, pipeline.stage)
+    model = source.load(pipeline.peers, form, attention, pipeline.stage)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
     pool, proposer = PoolShape(build.num_pages, PAGE_SIZE), build.proposer
@@ -148,7 +166,12 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         drafting = load_drafting(spec, model, pipeline, build.dtype, device)
         if pipeline.stage.is_first:
             proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers)
-    return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer)
+    limits = None
+    if build.device_rows:
+        assert isinstance(model, Decoder)
+        model.ops = TritonOps()
+        limits = DeviceLimits(build.device_rows, source.max_position, CaptureBudget(1 << 40, 1000.0), KeptGraph)
+    return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:

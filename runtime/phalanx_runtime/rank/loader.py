@@ -20,6 +20,8 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.rank.device.device_step import DeviceStep
+from phalanx_runtime.rank.device.loading import DeviceLimits, capture_budget, open_device_step, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
@@ -77,6 +79,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
         raise ModelError(f"batch-invariant: {reason}")
     drafting = load_drafting(spec, model, pipeline, dtype, device)
+    budget = capture_budget(spec, model, dtype, device)
     keep_freed_memory()
     measure = partial(
         measure_kv_sizing,
@@ -87,6 +90,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         dtype=dtype,
         system=system,
         profiler=profiler,
+        reserved_bytes=0 if budget is None else reserved_bytes(budget, model.vocab_size),
     )
     sizing = measure(drafting=drafting)
     if spec.engine.speculative_method == "draft" and not sizing.holds(spec, source.max_position):
@@ -100,11 +104,12 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     proposer: Proposer = NO_PROPOSER
     if pipeline.stage.is_first:
         proposer = make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
+    limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     runner = make_runner(
-        model, caches, pool=pool, pipeline=pipeline, dtype=dtype, device=device, grammars=grammars, proposer=proposer
+        model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits
     )
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
-    account = _memory_account(spec, sizing, weights_bytes)
+    account = _memory_account(spec, sizing, weights_bytes, runner.device_step)
     log.info("memory measured", extra=msgspec.structs.asdict(account))
     served = _served(spec, dtype, model.kv, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
@@ -112,7 +117,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     )
 
 
-def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int) -> MemoryAccount:
+def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: DeviceStep | None) -> MemoryAccount:
     return MemoryAccount(
         rank=spec.rank,
         weights_bytes=weights_bytes,
@@ -121,6 +126,8 @@ def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int) -> Mem
         kv_pool_bytes=sizing.num_pages * sizing.page_bytes,
         kv_bytes_per_token=sizing.page_bytes // spec.engine.page_size,
         total_bytes=sizing.usable_bytes,
+        graphs_bytes=0 if step is None else step.account.num_bytes,
+        graphs_s=0.0 if step is None else step.account.seconds,
     )
 
 
@@ -168,16 +175,19 @@ def make_runner(
     device: torch.device,
     grammars: GrammarSource = UNSUPPORTED_GRAMMARS,
     proposer: Proposer = NO_PROPOSER,
+    device_limits: DeviceLimits | None = None,
 ) -> ModelRunner:
-    """Makes a runner over these pages."""
+    """Makes a runner over these pages. `device_limits`: of the device path, which it opens."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
-    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes)
+    builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
+    sampler = choose_sampler(device, model.vocab_size, grammars)
     return ModelRunner(
         model,
         caches,
-        builder=BatchBuilder(shape, dtype, device),
+        builder=builder,
         pool=pool,
         pipeline=pipeline,
-        sampler=choose_sampler(device, model.vocab_size, grammars),
+        sampler=sampler,
         proposer=proposer,
+        device_step=open_device_step(model, caches, pool, builder, sampler, limits=device_limits) if device_limits else None,
     )

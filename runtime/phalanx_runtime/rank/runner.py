@@ -17,6 +17,7 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
@@ -40,6 +41,12 @@ POLL_S = 0.001
 """Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
 
 PromptDetails = list[tuple[int, int, list[wire.TokenDetail]]]
+Result = Callable[[], StepResult]
+"""Waits for the result of a step."""
+
+
+def _ready(result: StepResult | None) -> Result | None:
+    return None if result is None else lambda: result
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,9 @@ class ModelRunner:
         pipeline: Pipeline,
         sampler: Sampler,
         proposer: Proposer = NO_PROPOSER,
+        device_step: DeviceStep | None = None,
     ) -> None:
+        """`device_step`: queues steps on this rank's device, if the rank is alone."""
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self._model = model
@@ -77,8 +86,9 @@ class ModelRunner:
         self._latest = _DraftOutcome()
         self._drafts: deque[_DraftOutcome] = deque()
         """Of plans in flight."""
-        self._results: deque[StepResult] = deque()
+        self._results: deque[Result] = deque()
         """Of plans in flight, if rank 0 samples."""
+        self.device_step = device_step
         self._last_sampled = LastSampled()
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
@@ -134,8 +144,9 @@ class ModelRunner:
         return self._pipeline.stage.count
 
     def start(self, plan: StepPlan) -> None:
-        """Sends the plan to all ranks and computes this rank's part."""
-        plan = self._last_sampled.fill(plan)
+        """Sends the plan to all ranks and computes or queues this rank's part."""
+        if self.device_step is None:
+            plan = self._last_sampled.fill(plan)
         self._pipeline.send_plan(plan)
         result = self._step(plan)
         self._drafts.append(self._latest)
@@ -145,7 +156,7 @@ class ModelRunner:
 
     def finish(self) -> StepResult:
         """Returns the result of the oldest plan in flight."""
-        result = self._results.popleft() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
+        result = self._results.popleft()() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
         outcome = self._drafts.popleft()
         return msgspec.structs.replace(
             result,
@@ -161,7 +172,7 @@ class ModelRunner:
             if isinstance(order, StepPlan):
                 result = self._step(order)
                 if result is not None:
-                    self._pipeline.send_result(result)
+                    self._pipeline.send_result(result())
             elif self._pipeline.is_sampling_rank:
                 self._grammar_service.execute(order)
         self._grammar_service.close()
@@ -184,18 +195,32 @@ class ModelRunner:
             time.sleep(POLL_S)
 
     @torch.inference_mode()
-    def _step(self, plan: StepPlan) -> StepResult | None:
-        result = self._compute(plan)
+    def _step(self, plan: StepPlan) -> Result | None:
+        """Returns the result to come, on the sampling rank."""
+        if self._pipeline.is_sampling_rank:
+            for new in plan.admitted:
+                self._sampler.admit(new)
+        self._prepare(plan)
+        result = self._queue(plan) if self.device_step is not None else _ready(self._compute(plan))
         self._last_step = plan.step
         return result
 
+    def _queue(self, plan: StepPlan) -> Result:
+        """Queues the step; computes it here if the device cannot sample it."""
+        assert self.device_step is not None, "checked by the caller"
+        self.device_step.update(plan)
+        pending = self.device_step.launch(plan)
+        if pending is not None:
+            self._latest = _DraftOutcome()
+            return pending
+        result = self._compute(self._last_sampled.fill(plan))
+        assert result is not None, "the rank is alone"
+        self.device_step.record(plan, result)
+        return lambda: result
+
     def _compute(self, plan: StepPlan) -> StepResult | None:
         pipeline, stage = self._pipeline, self._pipeline.stage
-        if pipeline.is_sampling_rank:
-            for new in plan.admitted:
-                self._sampler.admit(new)
         received: Tensor | None = None
-        self._prepare(plan)
         if stage.is_first:
             plan = self._fill_drafts(plan)
         elif plan.rows:

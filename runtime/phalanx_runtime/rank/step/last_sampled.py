@@ -1,5 +1,6 @@
 """Fills `LAST_SAMPLED` tokens of a plan with those that the previous plan sampled."""
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import msgspec
@@ -12,14 +13,17 @@ class LastSampled:
 
     def __init__(self) -> None:
         self._plan: StepPlan | None = None
-        self._result: StepResult | None = None
+        self._result: Callable[[], StepResult] | None = None
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
-        """Sets the latest step."""
+    def record(self, plan: StepPlan, result: Callable[[], StepResult]) -> None:
+        """Sets the latest step. `result`: waits for it."""
         self._plan, self._result = plan, result
 
     def fill(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan with tokens for `LAST_SAMPLED`. Raises KeyError for a row without a draw in the latest step."""
+        """Returns the plan with tokens for `LAST_SAMPLED`, for which it waits for the latest step.
+
+        Raises KeyError for a row without a draw in that step.
+        """
         if LAST_SAMPLED not in plan.tokens:
             return plan
         latest, tokens = self._by_row(), list(plan.tokens)
@@ -29,8 +33,8 @@ class LastSampled:
         return msgspec.structs.replace(plan, tokens=tokens)
 
     def _by_row(self) -> dict[int, int]:
-        plan, result = self._plan, self._result
-        if plan is None or result is None:
+        if self._plan is None or self._result is None:
             return {}
+        plan, result = self._plan, self._result()
         ends = accumulate(result.run_lengths or [1] * len(plan.draws))
         return {plan.rows[request]: result.tokens[end - 1] for (request, _), end in zip(plan.draws, ends, strict=True)}

@@ -19,8 +19,8 @@ from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_a
 from phalanx_runtime.model.decoder.gpu import HEADS_WARPS, can_hold, gate_constants, heads_constants, norm_constants, norm_warps
 from phalanx_runtime.model.decoder.triton_kernels import add_norm, gate, prepare_heads
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.rank.step.device_rows import MAX_BLOCK, RECORD_BLOCK
-from phalanx_runtime.rank.step.triton_kernels import build_decode_inputs, record_tokens, update_rows
+from phalanx_runtime.rank.device.device_rows import MAX_BLOCK, RECORD_BLOCK
+from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs, record_tokens, update_rows
 
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -119,7 +119,7 @@ def _attention(
 def row_variants() -> Iterator[Variant]:
     """Yields the kernels of rows on the device, for long page tables, and for 1 and 8 KV heads."""
     table = {"TABLE_PAGES": 8192, "BLOCK": MAX_BLOCK}
-    update = ("update", "tables", "held", "lengths", "last_tokens", "batch_rows")
+    update = ("update", "tables", "held", "lengths", "last_tokens", "batch_rows", "batch_indices")
     yield Variant(name="rows update", kernel=update_rows, types=dict.fromkeys(update, "*i32"), constants=table)
     types = dict.fromkeys(("batch_rows", "tables", "lengths", "last_tokens"), "*i32")
     types |= dict.fromkeys(("tokens", "positions", "slots"), "*i64")

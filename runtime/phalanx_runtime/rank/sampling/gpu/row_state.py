@@ -10,6 +10,7 @@ from enum import IntFlag
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_api import wire
@@ -22,6 +23,8 @@ from phalanx_runtime.rank.sampling.row import TokenCounts, invalid_ids_reason
 
 NO_SLOT = -1
 NO_TOP_K = 2**31 - 1
+NUM_SLOTS = 32
+"""Rows with penalties, and with a bias."""
 
 
 class RowFeature(IntFlag):
@@ -51,11 +54,11 @@ def host_only_reason(sampling: wire.Sampling, vocab_size: int) -> str | None:
     return invalid_ids_reason(sampling, vocab_size)
 
 
-def pack_mask(allowed: Tensor) -> Tensor:
-    """Returns one bit per token in int32 words, lowest bit first, as grammars give them. allowed: bool [vocabulary]."""
-    padded = torch.zeros(-(-len(allowed) // 32) * 32, dtype=torch.bool)
+def pack_mask(allowed: NDArray[np.bool_]) -> Tensor:
+    """Returns one bit per token in int32 words, lowest bit first, as grammars give them. allowed: [vocabulary]."""
+    padded = np.zeros(-(-len(allowed) // 32) * 32, np.bool_)
     padded[: len(allowed)] = allowed
-    return torch.from_numpy(np.packbits(padded.numpy(), bitorder="little").view(np.int32))
+    return torch.from_numpy(np.packbits(padded, bitorder="little").view(np.int32))
 
 
 class SlotTensor:
@@ -70,15 +73,19 @@ class SlotTensor:
         self._taken: dict[int, int] = {}
         self._width, self._dtype, self._device = width, dtype, device
 
+    def allocate(self) -> None:
+        """Allocates all slots, unless they are."""
+        if self.tensor is None:
+            num_slots = len(self._free) + len(self._taken)
+            self.tensor = torch.zeros(num_slots, self._width, dtype=self._dtype, device=self._device)
+
     def take(self, owner: int) -> int:
         """Returns the slot of an owner, a free one if it has no slot; `NO_SLOT` if all are taken."""
         if owner in self._taken:
             return self._taken[owner]
         if not self._free:
             return NO_SLOT
-        if self.tensor is None:
-            num_slots = len(self._free) + len(self._taken)
-            self.tensor = torch.zeros(num_slots, self._width, dtype=self._dtype, device=self._device)
+        self.allocate()
         self._taken[owner] = self._free.pop()
         return self._taken[owner]
 
@@ -101,27 +108,42 @@ class SlotTensor:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies host values without a wait: from pinned memory on a GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 class RowState:
     """Parameters, seeds and last tokens of all rows. Columns as in `triton_rows`."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device, num_slots: int = 32) -> None:
-        """`num_slots`: rows with penalties, and with a bias; masks have twice as many."""
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        num_slots: int = NUM_SLOTS,
+        *,
+        last_tokens: Tensor | None = None,
+    ) -> None:
+        """`num_slots`: rows with penalties, and with a bias; masks have twice as many. last_tokens: [max_rows] integers."""
         self.vocab_size = vocab_size
         self.device = device
         self.floats = torch.zeros(max_rows, columns.FLOATS.value, device=device)
         self.integers = torch.zeros(max_rows, columns.INTEGERS.value, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """`gumbel.mixed_seed` of each row."""
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device) if last_tokens is None else last_tokens
         """The token that each row sampled last: the input of its next step."""
         self.counts = SlotTensor(num_slots, vocab_size, torch.int32, device)
         """Twice the count in the output, plus 1 for tokens of the prompt."""
         self.bias = SlotTensor(num_slots, vocab_size, torch.float32, device)
         self.masks = SlotTensor(2 * num_slots, -(-vocab_size // 32), torch.int32, device)
         self._features: dict[int, RowFeature] = {}
+
+    def allocate_slots(self) -> None:
+        """Allocates all slots, whose addresses captured graphs need."""
+        for slots in (self.counts, self.bias, self.masks):
+            slots.allocate()
 
     def features(self, rows: Iterable[int]) -> RowFeature:
         """Returns what a launch for these admitted rows must support."""
@@ -207,20 +229,20 @@ class RowState:
     def _admit_masks(self, new: NewRow) -> list[int | None]:
         """Returns the slots of the mask, and of the one before `min_tokens`, which also excludes the stop tokens."""
         sampling = new.sampling
-        allowed = torch.ones(self.vocab_size, dtype=torch.bool)
+        allowed = np.ones(self.vocab_size, np.bool_)
         if sampling.allowed_token_ids is not None:
-            allowed = torch.zeros_like(allowed)
+            allowed = np.zeros_like(allowed)
             allowed[sampling.allowed_token_ids] = True
         allowed[[word[0] for word in sampling.bad_words]] = False
-        early = allowed.clone()
+        early = allowed.copy()
         early[[token for token in sampling.stop_token_ids if 0 <= token < self.vocab_size]] = False
-        needs_early = sampling.min_tokens > 0 and not torch.equal(early, allowed)
+        needs_early = sampling.min_tokens > 0 and not np.array_equal(early, allowed)
         is_limited = not bool(allowed.all())
         late_slot = self._admit_mask(2 * new.row, allowed) if is_limited else NO_SLOT
         early_slot = self._admit_mask(2 * new.row + 1, early) if needs_early else late_slot
         return [late_slot, early_slot]
 
-    def _admit_mask(self, owner: int, allowed: Tensor) -> int | None:
+    def _admit_mask(self, owner: int, allowed: NDArray[np.bool_]) -> int | None:
         slot = self.masks.take(owner)
         if slot == NO_SLOT:
             return None

@@ -9,9 +9,9 @@ from phalanx_api import wire
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import PagedAttention
+from phalanx_runtime.rank.device.device_decodes import Obstacle, decode_obstacle, is_special
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.step.device_decodes import Obstacle, decode_obstacle, is_special
-from tests.runtime.rank.step.device_runner import DeviceRunner
+from tests.runtime.rank.device.device_runner import DeviceRunner
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
 
@@ -69,7 +69,7 @@ def decode(*draws: tuple[int, int], starts: tuple[int, ...] = (5, 9), counts: tu
     ("plan", "expected"),
     [
         (decode((0, 0), (1, 3)), None),
-        (decode((1, 3), (0, 0)), None),
+        (decode((1, 3), (0, 0)), "draws"),
         (decode(counts=()), "no row"),
         (decode((0, 0), (1, 0), counts=(2, 1)), "draft"),
         (decode((0, 0), (1, 0), counts=(1, 3)), "chunk"),

@@ -13,21 +13,21 @@ from torch import Tensor
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.step.decode_graphs import DecodeGraphs
-from phalanx_runtime.rank.step.decode_inputs import DecodeInputs
+from phalanx_runtime.rank.device.decode_graphs import DecodeGraphs
+from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 
 Obstacle = Literal["no row", "draft", "chunk", "draws", "grammar", "prompt logprobs", "sampling", "size"]
-"""Why a step is not computed by a graph. "draws": not one token per row; "size": no captured size holds the rows."""
+"""Why a step is not computed by a graph. "draws": not one token per row, in order; "size": no captured size holds the rows."""
 
 
 class DeviceSampling(Protocol):
     """Samples a decode step on the device, without work on the host."""
 
-    def __call__(self, logits: Tensor, batch_rows: Tensor, positions: Tensor) -> Tensor:
-        """Returns the tokens, [size] integers.
+    def __call__(self, logits: Tensor, rows: Tensor, indices: Tensor, tokens: Tensor) -> None:
+        """Writes the tokens of the draws to `tokens`, [size] integers, and to `DeviceRows.last_tokens`.
 
-        logits: [size, vocabulary]; batch_rows: [size] int32, -1 for padding, whose token is not read; positions: [size], of the
-        tokens that the logits follow.
+        logits: [size, vocabulary]; rows: [size] int32, -1 for padding, whose token is not read; indices: [size] int32, of the
+        output.
         """
         ...
 
@@ -45,7 +45,7 @@ def decode_obstacle(plan: StepPlan, special: Mapping[int, NewRow]) -> Obstacle |
         return "draft"
     if any(count != 1 for count in plan.counts):
         return "chunk"
-    if len(plan.draws) != len(plan.rows) or len({request for request, _ in plan.draws}) != len(plan.rows):
+    if [request for request, _ in plan.draws] != list(range(len(plan.rows))):
         return "draws"
     for row, start in zip(plan.rows, plan.starts, strict=True) if special else ():
         new = special.get(row)
@@ -74,7 +74,7 @@ class DecodeStep:
         """Computes and samples the first `size` batch rows; the tokens are then in `inputs.sampled`."""
         batch = self.inputs.build(size)
         logits = self.gather(self.model.logits(self.model.hidden(batch, self.caches)))
-        self.inputs.record(self.sample(logits, self.inputs.batch_rows(size), batch.positions))
+        self.sample(logits, self.inputs.batch_rows(size), self.inputs.batch_indices(size), self.inputs.sampled[:size])
 
 
 def _samples_all(new: NewRow) -> bool:
@@ -106,6 +106,10 @@ class DeviceDecodes:
             if not self._can_sample(new):
                 self._unsampled.add(new.row)
         self._inputs.rows.update(plan)
+
+    def exclude(self, row: int) -> None:
+        """Leaves a row to other steps until another request is admitted to it."""
+        self._unsampled.add(row)
 
     def compute(self, plan: StepPlan) -> Tensor | None:
         """Computes a plan after `update`; returns the sampled tokens, [rows] in its order, valid until the next step.

@@ -82,6 +82,9 @@ class CaptureAccount:
     """Why sizes were skipped."""
 
 
+NO_ACCOUNT = CaptureAccount(captured=(), skipped=(), num_bytes=0, seconds=0.0, shortage="")
+
+
 class StepGraph(Protocol):
     """One captured function."""
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import Segments, StepBatch
 from phalanx_runtime.model.operators import operator
-from phalanx_runtime.rank.step.device_rows import DeviceRows
-from phalanx_runtime.rank.step.triton_kernels import build_decode_inputs
+from phalanx_runtime.rank.device.device_rows import DeviceRows
+from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 
 NO_PAGE = -1
 """Padding page for kernels that skip negative slots."""
@@ -121,8 +121,6 @@ class DecodeInputs:
         )
         return batch
 
-    def record(self, sampled: Tensor) -> None:
-        """Keeps sampled tokens, [size] integers, in `sampled` and as the last tokens of their rows."""
-        size = len(sampled)
-        self.sampled[:size].copy_(sampled)
-        self.rows.record(sampled, self.batch_rows(size))
+    def batch_indices(self, size: int) -> Tensor:
+        """Returns the output indices that a step of this size samples, [size] int32; any value for padding."""
+        return self.rows.batch_indices[:size]

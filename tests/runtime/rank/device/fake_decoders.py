@@ -74,7 +74,9 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         o=_linear(hidden, config.num_heads * dim),
         attention_out=None,
         mlp_in=_empty(hidden),
-        gate_up=make_gated(_empty(2 * config.intermediate_size, hidden), None, config.activation, Kernels()),
+        gate_up=make_gated(
+            _empty(2 * config.intermediate_size, hidden), None, config.activation, Kernels(), choose_ops(DEVICE).gate
+        ),
         down=_linear(hidden, config.intermediate_size),
         mlp_out=None,
     )

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, PoolShape, StepPlan, StepResult
+from phalanx_runtime.rank.device.decode_graphs import CaptureBudget, DecodeGraphs, EagerGraph, StepGraph, bucket_sizes
+from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
+from phalanx_runtime.rank.device.device_decodes import DecodeStep, DeviceDecodes, DeviceSampling
+from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.memory.kv_cache import page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.decode_graphs import CaptureBudget, DecodeGraphs, EagerGraph, StepGraph, bucket_sizes
-from phalanx_runtime.rank.step.decode_inputs import DecodeInputs
-from phalanx_runtime.rank.step.device_decodes import DecodeStep, DeviceDecodes
-from phalanx_runtime.rank.step.device_rows import DeviceRows
 
 MAX_MODEL_LEN = 256
 
@@ -26,9 +26,14 @@ def same_logits(logits: Tensor) -> Tensor:
     return logits
 
 
-def greedy(logits: Tensor, batch_rows: Tensor, positions: Tensor) -> Tensor:
-    """Returns the most probable tokens."""
-    return logits.argmax(-1)
+def greedy(device_rows: DeviceRows) -> DeviceSampling:
+    """Returns the sampling of the most probable tokens."""
+
+    def sample(logits: Tensor, rows: Tensor, indices: Tensor, tokens: Tensor) -> None:
+        tokens.copy_(logits.argmax(-1))
+        device_rows.record(tokens, rows)
+
+    return sample
 
 
 class DeviceRunner:
@@ -40,7 +45,7 @@ class DeviceRunner:
         cache = runner.caches[0].k
         self.rows = DeviceRows(max_num_seqs, MAX_MODEL_LEN, pool.page_size, cache.device)
         inputs = DecodeInputs(self.rows, model.kv.kv_heads, padding_page=pool.num_pages - 1)
-        step = DecodeStep(model=model, caches=runner.caches, inputs=inputs, gather=same_logits, sample=greedy)
+        step = DecodeStep(model=model, caches=runner.caches, inputs=inputs, gather=same_logits, sample=greedy(self.rows))
         self.graphs = DecodeGraphs(bucket_sizes(max_num_seqs), step, make_graph)
         self.decodes = DeviceDecodes(inputs, self.graphs)
         shape = CacheShape(pool.page_size, model.kv.kv_heads, page_bytes(model.kv, pool.page_size, cache.dtype))

@@ -35,6 +35,8 @@ class Column(IntEnum):
     """Tokens in the cache after the step."""
     TOKEN = 5
     """Token of a decode, or LAST_SAMPLED."""
+    INDEX = 6
+    """Output index that the row samples."""
 
 
 COLUMNS = len(Column)
@@ -60,6 +62,8 @@ def pack_update(plan: StepPlan) -> Words:
     entries[Column.LENGTH, :num_rows] = np.asarray(plan.starts, np.int32) + np.asarray(plan.counts, np.int32)
     entries[Column.TOKEN] = LAST_SAMPLED
     entries[Column.TOKEN, :num_rows] = _decode_tokens(plan)
+    for request, index in plan.draws:
+        entries[Column.INDEX, request] = index
     words[first_page:] = list(chain.from_iterable(plan.pages))
     return words
 

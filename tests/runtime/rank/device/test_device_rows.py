@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
+from phalanx_runtime.rank.device.device_rows import DeviceRows, table_block
+from phalanx_runtime.rank.device.packed_update import pack_update
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.device_rows import DeviceRows, table_block
-from phalanx_runtime.rank.step.packed_update import pack_update
-from tests.runtime.rank.step.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, moves, new_row
+from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, moves, new_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -110,7 +110,7 @@ def test_a_plan_beyond_the_tables_raises(row: int, count: int) -> None:
 
 def test_an_update_is_a_function_of_its_plan() -> None:
     words = pack_update(plan_of([4], [9], [1], [[7, 8]]))
-    assert words.tolist() == [1, 1, 0, 0, 4, 0, 10, 2, 1, 9, 7, 8]
+    assert words.tolist() == [1, 1, 0, 0, 4, 0, 11, 2, 1, 9, 0, 7, 8]
 
 
 @pytest.mark.parametrize(("max_pages", "expected"), [(1, 16), (16, 16), (17, 32), (500, 512), (8192, 512)])

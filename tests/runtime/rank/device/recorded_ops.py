@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+VIEWS = {"aten::slice.Tensor", "aten::alias", "aten::detach"}
+"""Operators on whole tensors that move nothing."""
+
 
 def storage_of(tensor: Tensor) -> int:
     """Returns the identity of a tensor's memory; of a fake tensor too."""
@@ -66,3 +69,16 @@ def record(work: Callable[[], object]) -> RecordedOps:
     with torch.inference_mode(), ops:
         work()
     return ops
+
+
+class ReplayedGraph:
+    """Records the captured function; a replay queues nothing, as that of a device runs no Python."""
+
+    def __init__(self, ops: list[RecordedOps]) -> None:
+        self._ops = ops
+
+    def capture(self, work: Callable[[], None]) -> None:
+        self._ops.append(record(work))
+
+    def replay(self) -> None:
+        pass

@@ -15,13 +15,14 @@ def update_rows(
     lengths,
     last_tokens,
     batch_rows,
+    batch_indices,
     TABLE_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Applies entry `program_id(0)` of an update, layout as in `packed_update`; programs beyond the batch rows write padding.
 
-    update: [words]; tables: [rows, TABLE_PAGES]; held, lengths, last_tokens: [rows]; batch_rows: [programs]. Writes the appended
-    pages, and one word of each other array. Bytes moved: 48 per entry, 8 per page.
+    update: [words]; tables: [rows, TABLE_PAGES]; held, lengths, last_tokens: [rows]; batch_rows, batch_indices: [programs].
+    Writes the appended pages, and one word of each other array. Bytes moved: 56 per entry, 8 per page.
     """
     entry = tl.program_id(0)
     num_rows = tl.load(update)
@@ -34,6 +35,7 @@ def update_rows(
         first_page = tl.load(columns + 2 * num_entries)
         num_pages = tl.load(columns + 3 * num_entries)
         token = tl.load(columns + 5 * num_entries)
+        tl.store(batch_indices + entry, tl.load(columns + 6 * num_entries))
         held_before = tl.where(kept < 0, tl.load(held + row), kept)
         table = tables + row.to(tl.int64) * TABLE_PAGES
         for first in range(0, num_pages, BLOCK):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_runtime.rank.step.decode_graphs import (
+from phalanx_runtime.rank.device.decode_graphs import (
     CaptureBudget,
     CaptureCost,
     DecodeGraphs,

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch
+from phalanx_runtime.rank.device.decode_inputs import NO_PAGE, DecodeInputs
+from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-from phalanx_runtime.rank.step.decode_inputs import NO_PAGE, DecodeInputs
-from phalanx_runtime.rank.step.device_rows import DeviceRows
-from tests.runtime.rank.step.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
+from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 3
@@ -36,7 +36,7 @@ class Run:
         batch = self._builder.build(self.rows.known(plan))
         self.inputs.build(NUM_ROWS)
         sampled = torch.tensor(self.rows.sample(plan), device=DEVICE)
-        self.inputs.record(sampled)
+        self.device_rows.record(sampled, self.device_rows.batch_rows[: len(sampled)])
         return batch, np.lexsort((-(np.asarray(plan.starts) + np.asarray(plan.counts)),)).tolist()
 
 

@@ -3,7 +3,7 @@
 A wait for the device raises by itself: a fake tensor has no values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.rank.device.decode_graphs import CaptureBudget, DecodeGraphs, bucket_sizes
+from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
+from phalanx_runtime.rank.device.device_decodes import DecodeStep, DeviceDecodes
+from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from phalanx_runtime.rank.step.decode_graphs import CaptureBudget, DecodeGraphs, bucket_sizes
-from phalanx_runtime.rank.step.decode_inputs import DecodeInputs
-from phalanx_runtime.rank.step.device_decodes import DecodeStep, DeviceDecodes
-from phalanx_runtime.rank.step.device_rows import DeviceRows
-from tests.runtime.rank.step.device_runner import greedy, same_logits
-from tests.runtime.rank.step.fake_decoders import (
+from tests.runtime.rank.device.device_runner import greedy, same_logits
+from tests.runtime.rank.device.fake_decoders import (
     DEVICE,
     DTYPE,
     LLAMA_8B,
@@ -27,26 +27,12 @@ from tests.runtime.rank.step.fake_decoders import (
     QWEN3_600M,
     make_decoder,
 )
-from tests.runtime.rank.step.recorded_ops import RecordedOps, record
-from tests.runtime.rank.step.row_plans import new_row
+from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, ReplayedGraph, record
+from tests.runtime.rank.device.row_plans import new_row
 
 NUM_ROWS = 8
 PAGE = 16
 NUM_PAGES = 4096
-VIEWS = {"aten::slice.Tensor", "aten::alias", "aten::detach"}
-
-
-class ReplayedGraph:
-    """Records the captured function; a replay queues nothing, as that of a device runs no Python."""
-
-    def __init__(self, ops: list[RecordedOps]) -> None:
-        self._ops = ops
-
-    def capture(self, work: Callable[[], None]) -> None:
-        self._ops.append(record(work))
-
-    def replay(self) -> None:
-        pass
 
 
 class FakeRank:
@@ -57,7 +43,7 @@ class FakeRank:
         rows = DeviceRows(NUM_ROWS, POSITIONS, PAGE, DEVICE)
         self.inputs = DecodeInputs(rows, decoder.kv.kv_heads)
         caches = make_caches(decoder.kv, NUM_PAGES, PAGE, DTYPE, DEVICE)
-        self.step = DecodeStep(model=decoder, caches=caches, inputs=self.inputs, gather=same_logits, sample=greedy)
+        self.step = DecodeStep(model=decoder, caches=caches, inputs=self.inputs, gather=same_logits, sample=greedy(rows))
         self.captured: list[RecordedOps] = []
         sizes = bucket_sizes(NUM_ROWS)
         self.graphs = DecodeGraphs(sizes, self.step, lambda: ReplayedGraph(self.captured))
@@ -112,8 +98,8 @@ def test_a_decode_step_is_one_capture_and_one_update(config: ModelConfig) -> Non
 
 
 def test_a_wait_for_the_device_raises() -> None:
-    def sample(logits: Tensor, batch_rows: Tensor, positions: Tensor) -> Tensor:
-        return logits.argmax(-1) + int(batch_rows.max().item())
+    def sample(logits: Tensor, rows: Tensor, indices: Tensor, tokens: Tensor) -> None:
+        tokens.fill_(int(rows.max().item()))
 
     rank = FakeRank(QWEN3_600M)
     step = replace(rank.step, sample=sample)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.operators import operator
-from phalanx_runtime.rank.step.packed_update import HEADER, Column, Words, pack_update
-from phalanx_runtime.rank.step.triton_kernels import record_tokens, update_rows
+from phalanx_runtime.rank.device.packed_update import HEADER, Column, Words, pack_update
+from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
 
 MAX_BLOCK = 512
 """Pages that a program copies at once: 16 bytes per thread."""
@@ -30,10 +30,17 @@ def table_block(max_pages: int) -> int:
 
 @operator(
     "update_rows(Tensor update, Tensor(a!) tables, Tensor(b!) held, Tensor(c!) lengths, Tensor(d!) last_tokens,"
-    " Tensor(e!) batch_rows, int block)"
+    " Tensor(e!) batch_rows, Tensor(f!) batch_indices, int block)"
 )
 def _update(
-    update: Tensor, tables: Tensor, held: Tensor, lengths: Tensor, last_tokens: Tensor, batch_rows: Tensor, block: int
+    update: Tensor,
+    tables: Tensor,
+    held: Tensor,
+    lengths: Tensor,
+    last_tokens: Tensor,
+    batch_rows: Tensor,
+    batch_indices: Tensor,
+    block: int,
 ) -> None:
     update_rows[(len(batch_rows),)](
         update=update,
@@ -42,6 +49,7 @@ def _update(
         lengths=lengths,
         last_tokens=last_tokens,
         batch_rows=batch_rows,
+        batch_indices=batch_indices,
         TABLE_PAGES=tables.shape[1],
         BLOCK=block,
     )
@@ -77,6 +85,8 @@ class DeviceRows:
         """[rows]: the token that the row computes next, or sampled last."""
         self.batch_rows = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         """[rows]: rows of the latest plan in its order, then -1."""
+        self.batch_indices = zeros(max_rows)
+        """[rows]: the output index that each of them samples."""
         self._max_length = max_pages * page_size
         self._staging = _Staging(device)
 
@@ -88,7 +98,16 @@ class DeviceRows:
 
     def apply(self, update: Tensor) -> None:
         """Applies a packed update that is on the device."""
-        _update(update, self.tables, self.held, self.lengths, self.last_tokens, batch_rows=self.batch_rows, block=self.block)
+        _update(
+            update,
+            self.tables,
+            self.held,
+            self.lengths,
+            self.last_tokens,
+            batch_rows=self.batch_rows,
+            batch_indices=self.batch_indices,
+            block=self.block,
+        )
 
     def record(self, sampled: Tensor, batch_rows: Tensor) -> None:
         """Stores sampled tokens, [n] integers, as the last ones of the rows, [n] int32; negative rows store nothing."""

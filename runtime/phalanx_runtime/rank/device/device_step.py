@@ -1,0 +1,202 @@
+"""Steps that are queued on the device with their sampling; the host reads the tokens later, and plans the next step meanwhile.
+
+    graph    decode steps (`device_decodes`)
+    eager    other steps, built by `BatchBuilder`; draft tokens of the plan are verified on the device
+    host     steps that `DeviceStep.launch` refuses, with the obstacle counted: the rank samples them with `Sampler`
+
+A row with penalties that the host samples once stays on the host: its counts on the device are then out of date.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx_runtime.core.draft_tree import chain, levels
+from phalanx_runtime.core.request import has_penalties
+from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT
+from phalanx_runtime.rank.device.device_decodes import DeviceDecodes
+from phalanx_runtime.rank.device.device_rows import DeviceRows
+from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors
+from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
+from phalanx_runtime.rank.sampling.gpu.row_state import RowState, to_device
+from phalanx_runtime.rank.sampling.gpu.sample import SamplingWorkspace, sample_rows
+from phalanx_runtime.rank.sampling.row import SamplingRow
+from phalanx_runtime.rank.step.batch import BatchBuilder, prompt_logprob_ranges
+from phalanx_runtime.rank.step.draft_paths import DraftedPath, paths_of_draws
+
+StepObstacle = Literal["draft passes", "prompt logprobs", "host rows", "penalties with drafts", "draws"]
+"""Why the host samples a step. "host rows": `RowState.admit` excludes a row; "draws": more than the workspace holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSampler:
+    """`device_decodes.DeviceSampling` by `sample_rows`, with all features whose slots are allocated."""
+
+    state: RowState
+    workspace: SamplingWorkspace
+
+    def __call__(self, logits: Tensor, rows: Tensor, indices: Tensor, tokens: Tensor) -> None:
+        """See `DeviceSampling`."""
+        sample_rows(logits, rows, indices, self.state, tokens, workspace=self.workspace)
+
+
+class DeviceStep:
+    """Follows all plans of a rank and computes those that the device can sample. One rank, one stage."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        caches: list[LayerCache],
+        builder: BatchBuilder,
+        rows: DeviceRows,
+        decodes: DeviceDecodes,
+        sampler: DeviceSampler,
+        sampling_rows: Mapping[int, SamplingRow],
+    ) -> None:
+        """`sampling_rows`: those of the host's sampler, which records the tokens of rows with state."""
+        self.decodes = decodes
+        self.obstacles: Counter[StepObstacle] = Counter()
+        """Steps that the host sampled, by obstacle."""
+        self.num_launched = 0
+        """Other steps, graphs included."""
+        self.account = NO_ACCOUNT
+        """What the captures took."""
+        self._model = model
+        self._caches = caches
+        self._builder = builder
+        self._rows = rows
+        self._sampler = sampler
+        self._sampling_rows = sampling_rows
+        self._host_rows: set[int] = set()
+        builder.last_tokens = rows.last_tokens
+
+    def can_decode(self, new: NewRow) -> bool:
+        """Admits a row; returns whether graphs can sample it. For `DeviceDecodes`."""
+        self._host_rows.discard(new.row)
+        if not self._sampler.state.admit(new):
+            self._host_rows.add(new.row)
+        return new.row not in self._host_rows and new.sampling.logprobs is None
+
+    def update(self, plan: StepPlan) -> None:
+        """Applies a plan to the rows, before its step. Every plan, whatever samples it."""
+        self.decodes.update(plan)
+
+    def launch(self, plan: StepPlan) -> PendingStep | None:
+        """Queues a step after `update`. Returns its result to come, or no value if the host must sample it."""
+        obstacle = self._obstacle(plan)
+        if obstacle is not None:
+            self.obstacles[obstacle] += 1
+            return None
+        self.num_launched += 1
+        rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
+        tokens = self.decodes.compute(plan)
+        if tokens is not None:
+            return PendingStep(plan, SampledTensors(tokens=tokens), rows)
+        hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
+        if not plan.draws:
+            return PendingStep(plan, SampledTensors(tokens=None), rows)
+        return PendingStep(plan, self._sample(plan, self._model.logits(hidden), rows), rows)
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        """Stores the tokens of a step that the host sampled as last tokens of their rows."""
+        if not plan.draws:
+            return
+        lengths = result.run_lengths or [1] * len(plan.draws)
+        last = np.asarray(result.tokens, np.int32)[np.cumsum(lengths) - 1]
+        drawn = [plan.rows[request] for request, _ in plan.draws]
+        device = self._rows.last_tokens.device
+        self._rows.record(torch.from_numpy(last).to(device), torch.tensor(drawn, dtype=torch.int32, device=device))
+        for row in drawn:
+            if row not in self._host_rows and has_penalties(self._sampling_rows[row].sampling):
+                self._host_rows.add(row)
+                self.decodes.exclude(row)
+
+    def _obstacle(self, plan: StepPlan) -> StepObstacle | None:
+        drawn = [plan.rows[request] for request, _ in plan.draws]
+        if any(path.is_drafted for path in plan.paths):
+            return "draft passes"
+        if not self._host_rows.isdisjoint(drawn):
+            return "host rows"
+        if prompt_logprob_ranges(plan, self._builder.params):
+            return "prompt logprobs"
+        if any(has_penalties(self._sampling_rows[plan.rows[path.request]].sampling) for path in plan.paths):
+            return "penalties with drafts"
+        if len(drawn) + sum(plan.depths) > len(self._sampler.workspace.thresholds):
+            return "draws"
+        return None
+
+    def _sample(self, plan: StepPlan, logits: Tensor, rows: list[SamplingRow]) -> SampledTensors:
+        """logits: [draws and draft tokens, vocabulary]."""
+        device, paths = logits.device, paths_of_draws(plan) if plan.paths else []
+        nodes = to_device(_draw_nodes(plan, paths), device)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
+        state = self._sampler.state
+        drawn = [plan.rows[request] for request, _ in plan.draws]
+        sample_rows(
+            logits,
+            nodes[0],
+            nodes[1],
+            state,
+            tokens,
+            workspace=self._sampler.workspace,
+            features=state.features(drawn),
+            is_final=not paths,
+        )
+        tops = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+        logprobs = token_logprobs(logits, tokens, max(tops)) if tops else None
+        if not paths:
+            return SampledTensors(tokens=tokens, logprobs=logprobs)
+        drafts = _draft_arrays(paths).on(device)
+        firsts = to_device(torch.tensor(drawn, dtype=torch.int32), device)
+        sampled = tokens.index_select(0, drafts.gathered.reshape(-1)).view_as(drafts.gathered)
+        runs = verify_drafts(drafts.tokens, sampled, firsts, self._rows.last_tokens, drafts.parents)
+        return SampledTensors(tokens=tokens, logprobs=logprobs, runs=runs)
+
+
+def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> Tensor:
+    """Returns row and output index of each logits row, [2, n] int32."""
+    rows, indices = list[int](), list[int]()
+    for at, (request, index) in enumerate(plan.draws):
+        tree = tuple(paths[at].parents or chain(len(paths[at].tokens))) if paths else ()
+        rows += [plan.rows[request]] * (1 + len(tree))
+        indices += [index, *(index + 1 + level for level in levels(tree))]
+    return torch.tensor([rows, indices], dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftArrays:
+    """Draft tokens of all draws, padded."""
+
+    tokens: Tensor
+    """[draws, nodes], -1 past the draft tokens of a draw."""
+    parents: Tensor
+    """[draws, nodes] int32."""
+    gathered: Tensor
+    """[draws, nodes + 1]: the logits row after the own tokens and after each node; any row past them."""
+
+    def on(self, device: torch.device) -> "_DraftArrays":
+        return _DraftArrays(*(to_device(part, device) for part in (self.tokens, self.parents, self.gathered)))
+
+
+def _draft_arrays(paths: list[DraftedPath]) -> _DraftArrays:
+    nodes = max(len(path.tokens) for path in paths)
+    tokens = np.full((len(paths), nodes), -1, np.int64)
+    parents = np.full((len(paths), nodes), -1, np.int32)
+    gathered = np.zeros((len(paths), nodes + 1), np.int64)
+    first = 0
+    for at, path in enumerate(paths):
+        size = len(path.tokens)
+        tokens[at, :size] = path.tokens
+        parents[at, :size] = path.parents or chain(size)
+        gathered[at, : size + 1] = np.arange(first, first + size + 1)
+        first += size + 1
+    return _DraftArrays(*(torch.from_numpy(part) for part in (tokens, parents, gathered)))

@@ -1,0 +1,120 @@
+"""Whole engines whose steps are queued on the device, in the interpreter: tokens equal those of the host path, with any lag."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from phalanx_api import wire
+from phalanx_api.speculation import Tree
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.rank.device.device_step import StepObstacle
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.equality.requests import FIELDS, repeating, requests
+from tests.runtime.lag import lagging
+from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.served import CountingRunner, Served, serve
+from tests.runtime.tiny import save_tiny
+
+LIMITS = Limits(max_model_len=120, max_num_seqs=4, max_num_batched_tokens=48)
+NUM_TOKENS = 5
+ON_DEVICE = ["seeded", "filters", "penalties", "allowed, min tokens"]
+"""Modes that `RowState` admits."""
+HOST = Build(torch.float32, num_pages=200)
+DEVICE = Build(torch.float32, num_pages=200, device_rows=4)
+NO_SPECULATION = SchedulerConfig()
+NGRAMS = SchedulerConfig(speculation=SpeculationConfig(method="ngram", num_tokens=3, is_adaptive=False))
+NGRAM_TREES = SchedulerConfig(speculation=SpeculationConfig(method="ngram", num_tokens=4, is_adaptive=False, tree=Tree([2, 2])))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of one run: queued ones, those of graphs, and those of the host by obstacle."""
+
+    launched: int
+    graphs: int
+    obstacles: Counter[StepObstacle]
+    accepted: int
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("device") / "model", "qwen3")
+
+
+def chosen(names: list[str], logprobs: int | None = None, num_tokens: int = NUM_TOKENS) -> list[wire.Request]:
+    by_name = dict(zip(FIELDS, requests(logprobs=logprobs), strict=True))
+    return [limited(by_name[name], num_tokens) for name in names]
+
+
+def limited(request: wire.Request, num_tokens: int) -> wire.Request:
+    return replace(request, sampling=replace(request.sampling, max_tokens=num_tokens))
+
+
+def answers(
+    folder: Path, build: Build, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION
+) -> tuple[list[Served], Steps]:
+    def work(runner: ModelRunner) -> tuple[list[Served], Steps]:
+        counter = CountingRunner(runner)
+        served, step = serve(counter, submitted, LIMITS, config), runner.device_step
+        if step is None:
+            return served, Steps(0, 0, Counter(), counter.num_accepted)
+        return served, Steps(step.num_launched, step.decodes.num_computed, step.obstacles, counter.num_accepted)
+
+    return on_ranks(folder, [1], build, work)
+
+
+def check(folder: Path, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION) -> Steps:
+    """Compares the device path with the host; returns its steps."""
+    with lagging(0):
+        expected, _ = answers(folder, HOST, submitted, config)
+    found, steps = answers(folder, DEVICE, submitted, config)
+    for request, one, other in zip(submitted, found, expected, strict=True):
+        assert (one.tokens, one.finish) == (other.tokens, other.finish), request.id
+        for detail, same in zip(one.details, other.details, strict=True):
+            assert (detail is None) == (same is None)
+            if detail is not None and same is not None:
+                assert detail.logprob == pytest.approx(same.logprob, abs=1e-4)
+                assert (detail.rank, detail.top_ids) == (same.rank, same.top_ids)
+    return steps
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -> None:
+    """Prompts in chunks are eager steps, decodes are graphs."""
+    with lagging(lag):
+        steps = check(folder, chosen(ON_DEVICE))
+    assert steps.launched > steps.graphs >= NUM_TOKENS - 2
+    assert not steps.obstacles
+
+
+def test_logprobs_of_the_device_are_those_of_the_host(folder: Path) -> None:
+    with lagging(1):
+        steps = check(folder, chosen(ON_DEVICE, logprobs=2, num_tokens=4))
+    assert steps.launched > 3 and not steps.graphs and not steps.obstacles
+
+
+def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
+    """A row with penalties stays on the host after its first step there, also when the other rows have ended."""
+    submitted = [limited(one, size) for one, size in zip(chosen(["grammar", "penalties", "seeded"]), (2, 6, 6), strict=True)]
+    with lagging(1):
+        steps = check(folder, submitted)
+    assert steps.obstacles["host rows"] >= 5
+
+
+@pytest.mark.parametrize("config", [NGRAMS, NGRAM_TREES], ids=["chains", "trees"])
+def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
+    submitted = [limited(one, 9) for one in repeating()[:3]]
+    steps = check(folder, [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in submitted], config)
+    assert steps.launched > 3 and not steps.obstacles
+    assert steps.accepted > 2
+
+
+def test_penalties_with_draft_tokens_are_verified_by_the_host(folder: Path) -> None:
+    steps = check(folder, [limited(repeating()[3], 12)], NGRAMS)
+    assert steps.obstacles["penalties with drafts"] > 0 and steps.obstacles["host rows"] > 0

@@ -1,0 +1,141 @@
+"""Whole steps of large models without a device, sampling included, on fake tensors: no wait of the host, no mix of devices.
+
+A read of a value on the device raises, and so does an operator over several devices. The results are not read.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from phalanx_api import wire
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, PoolShape, StepPlan
+from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
+from phalanx_runtime.rank.device.loading import DeviceLimits, open_device_step
+from phalanx_runtime.rank.device.pending_step import PendingStep
+from phalanx_runtime.rank.memory.kv_cache import make_caches
+from phalanx_runtime.rank.sampling.sampler import TorchSampler
+from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.rank.device.fake_decoders import DEVICE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M, make_decoder
+from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, ReplayedGraph, record
+
+NUM_ROWS = 4
+PAGE = 16
+POOL = PoolShape(2048, PAGE)
+SAMPLING = wire.Sampling(max_tokens=50, seed=3, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01)
+PENALTIES = wire.Sampling(max_tokens=50, seed=4, repetition_penalty=1.2, logit_bias={7: 1.0}, allowed_token_ids=[5, 6, 7])
+LAYER_LAUNCHES = {
+    *(f"phalanx::{name}" for name in ("paged_attention", "merge_splits", "prepare_heads", "gate", "add_norm")),
+    *("aten::mm", "aten::addmm_"),
+}
+configs = pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 8b", "qwen3 0.6b"])
+
+
+@pytest.fixture(autouse=True)
+def fake_tensors() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+class FakeRank:
+    """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        decoder = make_decoder(config)
+        caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
+        self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE)
+        self.sampler = TorchSampler(config.vocab_size)
+        self.captured: list[RecordedOps] = []
+        limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
+        self.step = open_device_step(decoder, caches, POOL, self.builder, self.sampler, limits=limits)
+        rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2])]
+        prompts = {"starts": [0, 0], "counts": [40, 40], "pages": [[0, 1, 2], [3, 4, 5]], "tokens": [9] * 80}
+        self.run(StepPlan(step=1, admitted=rows, rows=[0, 1], draws=[(0, 0), (1, 0)], **prompts))  # type: ignore[arg-type]
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Queues a step as `ModelRunner` does."""
+        for new in plan.admitted:
+            self.sampler.admit(new)
+        self.builder.update(plan)
+        self.step.update(plan)
+        pending = self.step.launch(plan)
+        assert pending is not None and not self.step.obstacles
+        return pending
+
+
+def decode(step: int) -> StepPlan:
+    at = 38 + step
+    return StepPlan(
+        step=step,
+        admitted=[],
+        rows=[0, 1],
+        starts=[at, at],
+        counts=[1, 1],
+        pages=[[], []],
+        tokens=[LAST_SAMPLED] * 2,
+        draws=[(0, step - 1), (1, step - 1)],
+    )
+
+
+def mixed(step: int) -> StepPlan:
+    """Two decodes, and the first chunk of a prompt."""
+    return StepPlan(
+        step=step,
+        admitted=[NewRow(2, SAMPLING)],
+        rows=[0, 1, 2],
+        starts=[40, 40, 0],
+        counts=[1, 1, 200],
+        pages=[[], [], list(range(10, 23))],
+        tokens=[LAST_SAMPLED] * 2 + [9] * 200,
+        draws=[(0, 1), (1, 1)],
+    )
+
+
+def speculative(step: int) -> StepPlan:
+    """A chain of draft tokens and a tree."""
+    return StepPlan(
+        step=step,
+        admitted=[NewRow(2, SAMPLING)],
+        rows=[0, 2],
+        starts=[40, 0],
+        counts=[4, 5],
+        pages=[[], [30]],
+        tokens=[9, 3, 4, 5, 9, 6, 7, 8, 8],
+        draws=[(0, 1), (1, 0)],
+        paths=[DraftPath(request=0, depth=3), DraftPath(request=1, depth=4, parents=[-1, 0, 0, 1])],
+    )
+
+
+@configs
+def test_a_decode_step_is_captured_with_its_sampling(config: ModelConfig) -> None:
+    """Outside the graph: the update, one launch that applies it, and the copy of the tokens to the host."""
+    rank = FakeRank(config)
+    for ops in rank.captured:
+        assert ops.devices == {"cuda"}
+        assert "phalanx::sample_rows" in ops.names and ops.names.count("phalanx::paged_attention") == config.num_layers
+    for step in (2, 3):
+        ops = record(lambda step=step: rank.run(decode(step)))  # type: ignore[misc]
+        assert [name for name in ops.names if name not in VIEWS] == [
+            "aten::copy_",
+            "phalanx::update_rows",
+            "aten::to.dtype_layout",
+        ]
+    assert rank.step.decodes.num_computed == 2
+
+
+@configs
+@pytest.mark.parametrize("make_plan", [mixed, speculative])
+def test_other_steps_wait_for_nothing(config: ModelConfig, make_plan: Callable[[int], StepPlan]) -> None:
+    rank = FakeRank(config)
+    pending: list[PendingStep] = []
+    launches = Counter(launches_of(lambda: pending.append(rank.run(make_plan(2)))))
+    assert launches["phalanx::sample_rows"] == 1
+    assert launches["phalanx::accept_drafts"] == (make_plan is speculative)
+    in_layers = sum(count for name, count in launches.items() if name in LAYER_LAUNCHES)
+    assert in_layers <= 10 * config.num_layers + 2, "with the last norm and the head"
+    assert launches.total() - in_layers < 45, "rows, inputs, sampling"
+    with pytest.raises(DataDependentOutputException):
+        pending[0]()
