@@ -27,7 +27,7 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import ModelImpl, open_model
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
-from phalanx_runtime.rank.device.loading import DeviceLimits
+from phalanx_runtime.rank.device.limits import DeviceLimits
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.loader import make_runner

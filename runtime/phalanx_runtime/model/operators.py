@@ -1,6 +1,11 @@
 """Kernel launches as torch operators: fake tensors pass through them, and a dispatch mode counts them."""
 
-from collections.abc import Callable
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -8,6 +13,22 @@ from torch.utils._pytree import tree_leaves
 _LIBRARY = torch.library.Library("phalanx", "DEF")  # type: ignore[no-untyped-call]
 
 Launch = Callable[..., None]
+
+
+@cache
+def launch_obstacle() -> str | None:
+    """Returns why Triton cannot launch kernels on this machine's GPU, if there is one."""
+    return compiler_obstacle(os.environ, Path(sysconfig.get_paths()["include"])) if torch.cuda.is_available() else None
+
+
+def compiler_obstacle(environment: Mapping[str, str], include: Path) -> str | None:
+    """Returns what is missing for the compilation of launchers: Triton compiles a C module for each kernel."""
+    path = environment.get("PATH")
+    if "CC" not in environment and shutil.which("gcc", path=path) is None and shutil.which("clang", path=path) is None:
+        return "Triton finds no C compiler: install gcc or set CC"
+    if not (include / "Python.h").exists():
+        return f"Triton needs Python's headers, and {include} has no Python.h"
+    return None
 
 
 def operator(schema: str) -> Callable[[Launch], Launch]:

@@ -20,8 +20,7 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.rank.device.device_step import DeviceStep
-from phalanx_runtime.rank.device.loading import DeviceLimits, capture_budget, open_device_step, reserved_bytes
+from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
@@ -117,7 +116,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     )
 
 
-def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: DeviceStep | None) -> MemoryAccount:
+def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None) -> MemoryAccount:
     return MemoryAccount(
         rank=spec.rank,
         weights_bytes=weights_bytes,
@@ -181,6 +180,11 @@ def make_runner(
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
     builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
     sampler = choose_sampler(device, model.vocab_size, grammars)
+    device_step: StepQueue | None = None
+    if device_limits is not None:
+        from phalanx_runtime.rank.device.loading import open_device_step  # imports Triton
+
+        device_step = open_device_step(model, caches, pool, builder, sampler, limits=device_limits)
     return ModelRunner(
         model,
         caches,
@@ -189,5 +193,5 @@ def make_runner(
         pipeline=pipeline,
         sampler=sampler,
         proposer=proposer,
-        device_step=open_device_step(model, caches, pool, builder, sampler, limits=device_limits) if device_limits else None,
+        device_step=device_step,
     )

@@ -17,7 +17,7 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.device.device_step import DeviceStep
+from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
@@ -70,7 +70,7 @@ class ModelRunner:
         pipeline: Pipeline,
         sampler: Sampler,
         proposer: Proposer = NO_PROPOSER,
-        device_step: DeviceStep | None = None,
+        device_step: StepQueue | None = None,
     ) -> None:
         """`device_step`: queues steps on this rank's device, if the rank is alone."""
         self.clock: Callable[[], float] = time.perf_counter

@@ -1,14 +1,22 @@
 """The attention backend of each device type. A new backend is one module and one line in `BACKENDS`."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 
 from phalanx_runtime.model.attention.cpu import open_cpu_attention
 from phalanx_runtime.model.attention.paged import Attention, PagedAttention
+from phalanx_runtime.model.operators import launch_obstacle
+
+log = logging.getLogger(__name__)
 
 
 def _open_gpu(is_batch_invariant: bool) -> Attention:
+    obstacle = launch_obstacle()
+    if obstacle is not None:
+        log.warning("attention gathers pages instead of reading them in a kernel", extra={"why": obstacle})
+        return PagedAttention()
     from phalanx_runtime.model.attention.gpu import open_gpu_attention  # imports Triton
 
     return open_gpu_attention(is_batch_invariant)

@@ -1,5 +1,6 @@
 """Loads this rank's part of a checkpoint into the fused decoder."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable,
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
+from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
 from phalanx_runtime.model.weights import Checkpoint
+
+log = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -32,6 +36,10 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
 
 
 def _open_gpu_ops() -> DecoderOps:
+    obstacle = launch_obstacle()
+    if obstacle is not None:
+        log.warning("torch computes the operations between linears", extra={"why": obstacle})
+        return TorchOps()
     from phalanx_runtime.model.decoder.gpu import TritonOps  # imports Triton
 
     return TritonOps()

@@ -13,7 +13,7 @@ from phalanx_api.speculation import Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
-from phalanx_runtime.rank.device.device_step import StepObstacle
+from phalanx_runtime.rank.device.device_step import DeviceStep, StepObstacle
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.requests import FIELDS, repeating, requests
 from tests.runtime.lag import lagging
@@ -62,7 +62,7 @@ def answers(
     def work(runner: ModelRunner) -> tuple[list[Served], Steps]:
         counter = CountingRunner(runner)
         served, step = serve(counter, submitted, LIMITS, config), runner.device_step
-        if step is None:
+        if not isinstance(step, DeviceStep):
             return served, Steps(0, 0, Counter(), counter.num_accepted)
         return served, Steps(step.num_launched, step.decodes.num_computed, step.obstacles, counter.num_accepted)
 

@@ -13,7 +13,8 @@ from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, PoolShape, StepPlan
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
-from phalanx_runtime.rank.device.loading import DeviceLimits, open_device_step
+from phalanx_runtime.rank.device.limits import DeviceLimits
+from phalanx_runtime.rank.device.loading import open_device_step
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.sampling.sampler import TorchSampler

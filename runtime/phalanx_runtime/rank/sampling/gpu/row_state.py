@@ -23,8 +23,6 @@ from phalanx_runtime.rank.sampling.row import TokenCounts, invalid_ids_reason
 
 NO_SLOT = -1
 NO_TOP_K = 2**31 - 1
-NUM_SLOTS = 32
-"""Rows with penalties, and with a bias."""
 
 
 class RowFeature(IntFlag):
@@ -121,7 +119,7 @@ class RowState:
         vocab_size: int,
         max_rows: int,
         device: torch.device,
-        num_slots: int = NUM_SLOTS,
+        num_slots: int = 32,
         *,
         last_tokens: Tensor | None = None,
     ) -> None:

@@ -1,0 +1,89 @@
+"""Whether a rank has the device path, its sizes, and the memory that it takes. Imports no Triton, which CPU ranks do without."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from phalanx_runtime.core.step_plan import StepPlan, StepResult
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.operators import launch_obstacle
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.device.decode_graphs import CaptureAccount, CaptureBudget, StepGraph, default_budget
+from phalanx_runtime.rank_spec import RankSpec
+
+log = logging.getLogger(__name__)
+
+SAMPLING_SLOTS = 32
+"""Rows with penalties, and with a bias, that the device samples."""
+SLOT_BYTES_PER_TOKEN = 9
+"""Of a row's token counts, bias and masks."""
+WORKSPACE_BYTES = 64 << 20
+"""Page tables, inputs and intermediate results of sampling; below 64 MiB up to 256 requests of 131,072 tokens."""
+
+
+def device_obstacle(model: Model, dtype: torch.dtype, world_size: int) -> str | None:
+    """Returns why a rank computes steps without the device path, if it does."""
+    if world_size > 1:
+        return "several ranks"
+    if not isinstance(model, Decoder):
+        return "the model is not fused"
+    reason = launch_obstacle()
+    if reason is not None:
+        return reason
+    from phalanx_runtime.model.attention.gpu import can_attend  # imports Triton
+
+    if not all(can_attend(dim, dtype) for dim in model.kv.head_dims):
+        return f"no attention kernel for heads of {max(model.kv.head_dims)} in {dtype}"
+    return None
+
+
+def capture_budget(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> CaptureBudget | None:
+    """Returns the budget of the captures; no value if the host launches and samples the steps."""
+    if device.type == "cpu" or spec.engine.enforce_eager:
+        return None
+    obstacle = device_obstacle(model, dtype, spec.world_size)
+    if obstacle is not None:
+        log.warning("the host launches and samples each step", extra={"why": obstacle})
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return default_budget(int(total * spec.engine.gpu_memory_utilization))
+
+
+def reserved_bytes(budget: CaptureBudget, vocab_size: int) -> int:
+    """Returns the memory that the device path takes after the page pool: graphs, slots of the sampler, and workspaces."""
+    return budget.num_bytes + SAMPLING_SLOTS * SLOT_BYTES_PER_TOKEN * vocab_size + WORKSPACE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """Sizes of the device path."""
+
+    max_num_seqs: int
+    max_model_len: int
+    budget: CaptureBudget
+    make_graph: Callable[[], StepGraph] | None = None
+    """CUDA graphs by default."""
+
+
+class StepQueue(Protocol):
+    """Queues the steps of a rank on its device. Implemented in `device_step`."""
+
+    @property
+    def account(self) -> CaptureAccount:
+        """What the captures took."""
+        ...
+
+    def update(self, plan: StepPlan) -> None:
+        """Applies a plan to the rows, before its step. Every plan, whatever samples it."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult] | None:
+        """Queues a step after `update`. Returns a call that waits for its result; no value if the host must sample it."""
+        ...
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        """Stores the tokens of a step that the host sampled."""
+        ...
