@@ -44,7 +44,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def choose_device(spec: RankSpec) -> torch.device:
     """Returns the rank's GPU, or the CPU if there are fewer GPUs than local ranks."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= spec.local_world_size:
-        return torch.device("cuda", spec.local_rank)
+        device = torch.device("cuda", spec.local_rank)
+        torch.cuda.set_device(device)  # Triton launches on the current device
+        return device
     return torch.device("cpu")
 
 

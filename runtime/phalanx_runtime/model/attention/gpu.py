@@ -254,5 +254,5 @@ def open_gpu_attention(is_batch_invariant: bool) -> Attention:
     """Opens the kernels. `is_batch_invariant` is not available on GPUs: `model.invariant` refuses it before."""
     if not torch.cuda.is_available():
         return TritonAttention()
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return TritonAttention(properties.multi_processor_count, properties.major)

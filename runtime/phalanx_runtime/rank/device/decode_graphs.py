@@ -3,6 +3,7 @@
 Sizes are captured from coarse to fine, so that a budget that ends early still leaves a size for every number of rows.
 """
 
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ import torch
 SIZE_STEP = 8
 """Distance of sizes above `SIZE_STEP`; below are powers of two."""
 
-Shortage = Literal["", "time", "memory"]
+log = logging.getLogger(__name__)
+
+Shortage = Literal["", "time", "memory", "failure"]
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -165,14 +168,13 @@ class DecodeGraphs:
     ) -> CaptureAccount:
         """Captures sizes until the budget is spent. `used_bytes`: memory of the device in use.
 
-        All batch rows must be padding. All sizes run before the first capture: memory that a later size would grow must not move,
-        because graphs keep its address.
+        All batch rows must be padding. All sizes run before the first capture, which compiles their kernels; the budget does not
+        cover that time. A capture that fails is the last: its steps are computed without a graph.
         """
         start, costs = clock(), list[CaptureCost]()
         lack: Shortage = ""
         for size in sorted(self._sizes, reverse=True):
             self._compute(size)
-        costs.append(CaptureCost(0, clock() - start))
         for size in capture_order(self._sizes):
             lack = shortage(costs, budget)
             if lack:
@@ -184,9 +186,15 @@ class DecodeGraphs:
             except torch.OutOfMemoryError:
                 lack = "memory"
                 break
+            except RuntimeError as error:
+                log.warning("decode steps run without a CUDA graph", extra={"why": str(error), "size": size})
+                lack = "failure"
+                break
             self._graphs[size] = graph
             costs.append(CaptureCost(max(0, used_bytes() - before), clock() - began))
         self._captured = sorted(self._graphs)
+        if lack:
+            log.warning("not all decode steps are captured", extra={"why": lack, "captured": self._captured})
         return CaptureAccount(
             captured=tuple(self._captured),
             skipped=tuple(size for size in self._sizes if size not in self._graphs),

@@ -76,6 +76,7 @@ class DeviceStep:
         self._rows = rows
         self._sampler = sampler
         self._sampling_rows = sampling_rows
+        self._device = rows.last_tokens.device
         self._host_rows: set[int] = set()
         builder.last_tokens = rows.last_tokens
 
@@ -100,11 +101,11 @@ class DeviceStep:
         rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
         tokens = self.decodes.compute(plan)
         if tokens is not None:
-            return PendingStep(plan, SampledTensors(tokens=tokens), rows)
+            return PendingStep(plan, SampledTensors(tokens=tokens), rows, self._device)
         hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
         if not plan.draws:
-            return PendingStep(plan, SampledTensors(tokens=None), rows)
-        return PendingStep(plan, self._sample(plan, self._model.logits(hidden), rows), rows)
+            return PendingStep(plan, SampledTensors(tokens=None), rows, self._device)
+        return PendingStep(plan, self._sample(plan, self._model.logits(hidden), rows), rows, self._device)
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Stores the tokens of a step that the host sampled as last tokens of their rows."""
@@ -113,8 +114,8 @@ class DeviceStep:
         lengths = result.run_lengths or [1] * len(plan.draws)
         last = np.asarray(result.tokens, np.int32)[np.cumsum(lengths) - 1]
         drawn = [plan.rows[request] for request, _ in plan.draws]
-        device = self._rows.last_tokens.device
-        self._rows.record(torch.from_numpy(last).to(device), torch.tensor(drawn, dtype=torch.int32, device=device))
+        rows = torch.tensor(drawn, dtype=torch.int32)
+        self._rows.record(to_device(torch.from_numpy(last), self._device), to_device(rows, self._device))
         for row in drawn:
             if row not in self._host_rows and has_penalties(self._sampling_rows[row].sampling):
                 self._host_rows.add(row)
@@ -128,8 +129,8 @@ class DeviceStep:
             return "host rows"
         if prompt_logprob_ranges(plan, self._builder.params):
             return "prompt logprobs"
-        if any(has_penalties(self._sampling_rows[plan.rows[path.request]].sampling) for path in plan.paths):
-            return "penalties with drafts"
+        if plan.paths and any(has_penalties(self._sampling_rows[row].sampling) for row in drawn):
+            return "penalties with drafts"  # `verify_drafts` counts no tokens
         if len(drawn) + sum(plan.depths) > len(self._sampler.workspace.thresholds):
             return "draws"
         return None
@@ -137,20 +138,12 @@ class DeviceStep:
     def _sample(self, plan: StepPlan, logits: Tensor, rows: list[SamplingRow]) -> SampledTensors:
         """logits: [draws and draft tokens, vocabulary]."""
         device, paths = logits.device, paths_of_draws(plan) if plan.paths else []
-        nodes = to_device(_draw_nodes(plan, paths), device)
+        rows_of_nodes, indices = (to_device(part, device) for part in _draw_nodes(plan, paths))
         tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
-        state = self._sampler.state
         drawn = [plan.rows[request] for request, _ in plan.draws]
-        sample_rows(
-            logits,
-            nodes[0],
-            nodes[1],
-            state,
-            tokens,
-            workspace=self._sampler.workspace,
-            features=state.features(drawn),
-            is_final=not paths,
-        )
+        sampler = self._sampler
+        # With all features as in graphs: other features would be compiled between steps.
+        sample_rows(logits, rows_of_nodes, indices, sampler.state, tokens, workspace=sampler.workspace, is_final=not paths)
         tops = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
         logprobs = token_logprobs(logits, tokens, max(tops)) if tops else None
         if not paths:
@@ -162,14 +155,14 @@ class DeviceStep:
         return SampledTensors(tokens=tokens, logprobs=logprobs, runs=runs)
 
 
-def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> Tensor:
-    """Returns row and output index of each logits row, [2, n] int32."""
+def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> tuple[Tensor, Tensor]:
+    """Returns row and output index of each logits row, [n] int32 each."""
     rows, indices = list[int](), list[int]()
     for at, (request, index) in enumerate(plan.draws):
         tree = tuple(paths[at].parents or chain(len(paths[at].tokens))) if paths else ()
         rows += [plan.rows[request]] * (1 + len(tree))
         indices += [index, *(index + 1 + level for level in levels(tree))]
-    return torch.tensor([rows, indices], dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

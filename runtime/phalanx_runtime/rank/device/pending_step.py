@@ -29,14 +29,15 @@ class SampledTensors:
 class PendingStep:
     """A queued step. A call waits for it and returns its result; further calls return the same."""
 
-    def __init__(self, plan: StepPlan, sampled: SampledTensors, rows: Sequence[SamplingRow]) -> None:
+    def __init__(self, plan: StepPlan, sampled: SampledTensors, rows: Sequence[SamplingRow], device: torch.device) -> None:
         """rows: of the draws. The copies to the host are queued here, so that the tensors may change afterwards."""
         self._plan = plan
         self._rows = rows
         self._result: StepResult | None = None
         self._copies = [None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in _parts(sampled)]
         self._event: Any = None
-        if sampled.tokens is not None and sampled.tokens.is_cuda and torch.cuda.is_available():
+        # Without draws too: the step ends when the device has computed it, and its time is that of the device.
+        if device.type == "cuda" and torch.cuda.is_available():
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 

@@ -318,11 +318,18 @@ class BatchBuilder:
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, else minus infinity."""
-        keep = torch.from_numpy(visible).to(self._device)
+        keep = self._upload(visible)
         return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~keep, float("-inf"))
 
     def _int32(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self._device)
+        return self._upload(np.asarray(values, np.int32))
 
     def _tensor(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return self._upload(values)
+
+    def _upload(self, values: NDArray[np.generic]) -> Tensor:
+        """Copies to the device; from pinned memory, or the copy would wait for the previous step."""
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        if self._device.type == "cuda" and torch.cuda.is_available():
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)

@@ -66,12 +66,14 @@ def test_the_budget_is_a_small_share_of_the_memory() -> None:
 class Device:
     """Counts what a captured function takes."""
 
-    def __init__(self, seconds: float = 1.0, num_bytes: int = 10, memory: int = 1 << 20) -> None:
+    def __init__(
+        self, seconds: float = 1.0, num_bytes: int = 10, memory: int = 1 << 20, error: type[RuntimeError] = torch.OutOfMemoryError
+    ) -> None:
         self.runs: list[int] = []
         self.now = 0.0
         self.used = 0
         self.is_capturing = False
-        self._seconds, self._num_bytes, self._memory = seconds, num_bytes, memory
+        self._seconds, self._num_bytes, self._memory, self._error = seconds, num_bytes, memory, error
 
     def compute(self, size: int) -> None:
         self.runs.append(size)
@@ -79,7 +81,7 @@ class Device:
             self.now += self._seconds
             self.used += self._num_bytes
             if self.used > self._memory:
-                raise torch.OutOfMemoryError
+                raise self._error
 
     def make_graph(self) -> EagerGraph:
         self.is_capturing = True
@@ -109,11 +111,12 @@ def test_all_sizes_run_before_the_first_capture() -> None:
         (Device, CaptureBudget(1 << 30, 2.0), (8, 16), "time"),
         (Device, CaptureBudget(25, 100.0), (4, 8, 16), "memory"),
         (lambda: Device(memory=15), MUCH, (16,), "memory"),
+        (lambda: Device(memory=15, error=RuntimeError), MUCH, (16,), "failure"),
         (Device, CaptureBudget(1 << 30, 0.0), (), "time"),
     ],
-    ids=["time", "memory", "out of memory", "no time"],
+    ids=["time", "memory", "out of memory", "failed capture", "no time"],
 )
-def test_a_spent_budget_leaves_the_coarse_sizes(
+def test_a_capture_that_ends_early_leaves_the_coarse_sizes(
     make_device: Callable[[], Device], budget: CaptureBudget, expected: tuple[int, ...], reason: Shortage
 ) -> None:
     device = make_device()

@@ -116,5 +116,5 @@ def test_draft_tokens_are_verified_on_the_device(folder: Path, config: Scheduler
 
 
 def test_penalties_with_draft_tokens_are_verified_by_the_host(folder: Path) -> None:
-    steps = check(folder, [limited(repeating()[3], 12)], NGRAMS)
+    steps = check(folder, [limited(repeating()[at], 12) for at in (3, 0)], NGRAMS)
     assert steps.obstacles["penalties with drafts"] > 0 and steps.obstacles["host rows"] > 0
