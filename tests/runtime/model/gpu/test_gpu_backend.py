@@ -28,7 +28,12 @@ HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("qwen3", {}), ("gemma2", {}), ("olmo2", {}), ("smollm3", {}), ("phi3", HALF_ROTATED)],
+    [
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("olmo2", {}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", {}), ("smollm3", {}), ("phi3", HALF_ROTATED))),
+    ],
 )
 def test_kernels_give_the_tokens_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, changes: dict[str, Any]

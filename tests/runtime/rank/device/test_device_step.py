@@ -84,7 +84,7 @@ def check(folder: Path, submitted: list[wire.Request], config: SchedulerConfig =
     return steps
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])  # the interpreter takes its time
 def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -> None:
     """Prompts in chunks are eager steps, decodes are graphs."""
     with lagging(lag):
@@ -107,7 +107,7 @@ def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     assert steps.obstacles["host rows"] >= 5
 
 
-@pytest.mark.parametrize("config", [NGRAMS, NGRAM_TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("config", [pytest.param(NGRAMS, marks=pytest.mark.slow), NGRAM_TREES], ids=["chains", "trees"])
 def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
     steps = check(folder, [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in submitted], config)
