@@ -170,7 +170,9 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     if build.device_rows:
         assert isinstance(model, Decoder)
         model.ops = TritonOps()
-        limits = DeviceLimits(build.device_rows, source.max_position, CaptureBudget(1 << 40, 1000.0), KeptGraph)
+        limits = DeviceLimits(
+            build.device_rows, source.max_position, CaptureBudget(1 << 40, 1000.0), None if device.type == "cuda" else KeptGraph
+        )
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from phalanx_api import wire
 
 LAST_SAMPLED = -2
-"""Stands for the token that the row sampled last, while the scheduler does not have it. Only as last token of a row in a plan."""
+"""In a plan: the token that the row samples in the previous plan, which is in flight. Only the last token of a row."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +73,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     pages: list[list[int]]
     """Pages to append to the row's page table before the pass."""
     tokens: list[int]
-    """Packed, sum(counts) of them; `LAST_SAMPLED` for those of the previous plan, which is in flight."""
+    """Packed, sum(counts) of them, or `LAST_SAMPLED`."""
     draws: list[tuple[int, int]]
     """(i, j): sample output index j of request i from the logits of its last computed token."""
     copies: list[tuple[int, int]] = []

@@ -100,19 +100,6 @@ class StepGraph(Protocol):
         ...
 
 
-class EagerGraph:
-    """Runs the function at each replay, for devices without graphs."""
-
-    def capture(self, work: Callable[[], None]) -> None:
-        """Runs `work` and keeps it."""
-        self._work = work
-        work()
-
-    def replay(self) -> None:
-        """Runs the work."""
-        self._work()
-
-
 class CudaGraphPool:
     """Makes graphs that share memory: at most one of them runs at a time."""
 
@@ -158,7 +145,7 @@ class DecodeGraphs:
         self.num_replays: Counter[int] = Counter()
         """By size."""
         self._sizes = sizes
-        self._compute = compute
+        self.compute = compute
         self._make_graph = make_graph
         self._graphs: dict[int, StepGraph] = {}
         self._captured: list[int] = []
@@ -174,7 +161,7 @@ class DecodeGraphs:
         start, costs = clock(), list[CaptureCost]()
         lack: Shortage = ""
         for size in sorted(self._sizes, reverse=True):
-            self._compute(size)
+            self.compute(size)
         for size in capture_order(self._sizes):
             lack = shortage(costs, budget)
             if lack:
@@ -182,7 +169,7 @@ class DecodeGraphs:
             before, began = used_bytes(), clock()
             graph = self._make_graph()
             try:
-                graph.capture(partial(self._compute, size))
+                graph.capture(partial(self.compute, size))
             except torch.OutOfMemoryError:
                 lack = "memory"
                 break

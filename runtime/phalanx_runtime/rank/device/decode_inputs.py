@@ -12,13 +12,10 @@ from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 
-NO_PAGE = -1
-"""Padding page for kernels that skip negative slots."""
-
 
 @operator(
     "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
-    " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, int padding_page, int page_size,"
+    " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, int page_size,"
     " int block)"
 )
 def _build(
@@ -31,7 +28,6 @@ def _build(
     slots: Tensor,
     batch_lengths: Tensor,
     batch_tables: Tensor,
-    padding_page: int,
     page_size: int,
     block: int,
 ) -> None:
@@ -46,7 +42,6 @@ def _build(
         slots=slots,
         batch_lengths=batch_lengths,
         batch_tables=batch_tables,
-        padding_page=padding_page,
         KV_HEADS=kv_heads,
         KV_HEADS_PADDED=triton.next_power_of_2(kv_heads),
         PAGE=page_size,
@@ -58,14 +53,12 @@ def _build(
 class DecodeInputs:
     """Tensors of decode steps up to the number of rows. All sizes share the same memory."""
 
-    def __init__(self, rows: DeviceRows, kv_heads: int, padding_page: int = NO_PAGE) -> None:
-        """`padding_page`: page that padding rows write, if attention writes the cache with `index_copy_`; no row may hold it."""
+    def __init__(self, rows: DeviceRows, kv_heads: int) -> None:
         max_rows, device = len(rows.held), rows.held.device
         self.rows = rows
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """[rows]: the token that each batch row sampled in the latest step; any value for padding rows."""
         self._kv_heads = kv_heads
-        self._padding_page = padding_page
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._slots = torch.zeros(max_rows * kv_heads, dtype=torch.int64, device=device)
@@ -115,7 +108,6 @@ class DecodeInputs:
             slots=batch.slots,
             batch_lengths=segments.lengths,
             batch_tables=segments.tables,
-            padding_page=self._padding_page,
             page_size=rows.page_size,
             block=rows.block,
         )

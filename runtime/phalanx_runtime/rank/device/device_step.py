@@ -1,6 +1,6 @@
 """Steps that are queued on the device with their sampling; the host reads the tokens later, and plans the next step meanwhile.
 
-    graph    decode steps (`device_decodes`)
+    graph    decode steps (`decode_step`)
     eager    other steps, built by `BatchBuilder`; draft tokens of the plan are verified on the device
     host     steps that `DeviceStep.launch` refuses, with the obstacle counted: the rank samples them with `Sampler`
 
@@ -21,9 +21,9 @@ from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT
-from phalanx_runtime.rank.device.device_decodes import DeviceDecodes
-from phalanx_runtime.rank.device.device_rows import DeviceRows
+from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs
+from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
+from phalanx_runtime.rank.device.decode_step import GraphObstacle, decode_obstacle
 from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors
 from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
 from phalanx_runtime.rank.sampling.gpu.row_state import RowState, to_device
@@ -38,7 +38,7 @@ StepObstacle = Literal["draft passes", "prompt logprobs", "host rows", "penaltie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSampler:
-    """`device_decodes.DeviceSampling` by `sample_rows`, with all features whose slots are allocated."""
+    """`decode_step.DeviceSampling` by `sample_rows`."""
 
     state: RowState
     workspace: SamplingWorkspace
@@ -57,13 +57,15 @@ class DeviceStep:
         model: Model,
         caches: list[LayerCache],
         builder: BatchBuilder,
-        rows: DeviceRows,
-        decodes: DeviceDecodes,
+        inputs: DecodeInputs,
+        graphs: DecodeGraphs,
         sampler: DeviceSampler,
         sampling_rows: Mapping[int, SamplingRow],
     ) -> None:
         """`sampling_rows`: those of the host's sampler, which records the tokens of rows with state."""
-        self.decodes = decodes
+        self.graphs = graphs
+        self.graph_obstacles: Counter[GraphObstacle] = Counter()
+        """Steps that the device samples without a graph, by obstacle."""
         self.obstacles: Counter[StepObstacle] = Counter()
         """Steps that the host sampled, by obstacle."""
         self.num_launched = 0
@@ -73,23 +75,21 @@ class DeviceStep:
         self._model = model
         self._caches = caches
         self._builder = builder
-        self._rows = rows
+        self._inputs = inputs
+        self._rows = inputs.rows
         self._sampler = sampler
         self._sampling_rows = sampling_rows
-        self._device = rows.last_tokens.device
+        self._device = self._rows.last_tokens.device
         self._host_rows: set[int] = set()
-        builder.last_tokens = rows.last_tokens
-
-    def can_decode(self, new: NewRow) -> bool:
-        """Admits a row; returns whether graphs can sample it. For `DeviceDecodes`."""
-        self._host_rows.discard(new.row)
-        if not self._sampler.state.admit(new):
-            self._host_rows.add(new.row)
-        return new.row not in self._host_rows and new.sampling.logprobs is None
+        self._eager_rows: set[int] = set()
+        """Rows that the device samples, but no graph: with logprobs."""
+        builder.last_tokens = self._rows.last_tokens
 
     def update(self, plan: StepPlan) -> None:
         """Applies a plan to the rows, before its step. Every plan, whatever samples it."""
-        self.decodes.update(plan)
+        for new in plan.admitted:
+            self._admit(new)
+        self._rows.update(plan)
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Queues a step after `update`. Returns its result to come, or no value if the host must sample it."""
@@ -99,9 +99,8 @@ class DeviceStep:
             return None
         self.num_launched += 1
         rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
-        tokens = self.decodes.compute(plan)
-        if tokens is not None:
-            return PendingStep(plan, SampledTensors(tokens=tokens), rows, self._device)
+        if self._replay(plan):
+            return PendingStep(plan, SampledTensors(tokens=self._inputs.sampled[: len(plan.rows)]), rows, self._device)
         hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
         if not plan.draws:
             return PendingStep(plan, SampledTensors(tokens=None), rows, self._device)
@@ -119,7 +118,25 @@ class DeviceStep:
         for row in drawn:
             if row not in self._host_rows and has_penalties(self._sampling_rows[row].sampling):
                 self._host_rows.add(row)
-                self.decodes.exclude(row)
+
+    def _admit(self, new: NewRow) -> None:
+        self._host_rows.discard(new.row)
+        self._eager_rows.discard(new.row)
+        if not self._sampler.state.admit(new):
+            self._host_rows.add(new.row)
+        elif new.sampling.logprobs is not None:
+            self._eager_rows.add(new.row)
+
+    def _replay(self, plan: StepPlan) -> bool:
+        """Returns whether a graph computes the step; its tokens are then in `DecodeInputs.sampled`."""
+        obstacle = decode_obstacle(plan)
+        if obstacle is None and not self._eager_rows.isdisjoint(plan.rows):
+            obstacle = "sampling"
+        if obstacle is None and self.graphs.run(len(plan.rows)) is None:
+            obstacle = "size"
+        if obstacle is not None:
+            self.graph_obstacles[obstacle] += 1
+        return obstacle is None
 
     def _obstacle(self, plan: StepPlan) -> StepObstacle | None:
         drawn = [plan.rows[request] for request, _ in plan.draws]
@@ -142,7 +159,6 @@ class DeviceStep:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
         drawn = [plan.rows[request] for request, _ in plan.draws]
         sampler = self._sampler
-        # With all features as in graphs: other features would be compiled between steps.
         sample_rows(logits, rows_of_nodes, indices, sampler.state, tokens, workspace=sampler.workspace, is_final=not paths)
         tops = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
         logprobs = token_logprobs(logits, tokens, max(tops)) if tops else None

@@ -4,19 +4,14 @@ import time
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.device.decode_graphs import (
-    CudaGraphPool,
-    DecodeGraphs,
-    bucket_sizes,
-)
+from phalanx_runtime.rank.device.decode_graphs import CudaGraphPool, DecodeGraphs, bucket_sizes
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
-from phalanx_runtime.rank.device.device_decodes import DecodeStep, DeviceDecodes
+from phalanx_runtime.rank.device.decode_step import DecodeStep
 from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.device.device_step import DeviceSampler, DeviceStep
 from phalanx_runtime.rank.device.limits import SAMPLING_SLOTS, DeviceLimits
@@ -47,20 +42,14 @@ def open_device_step(
         state=state, workspace=make_workspace(model.vocab_size, limits.max_num_seqs + EXTRA_LOGITS_ROWS, device)
     )
     inputs = DecodeInputs(rows, model.kv.kv_heads)
-    compute = DecodeStep(model=model, caches=caches, inputs=inputs, gather=_whole, sample=sampling)
+    compute = DecodeStep(model=model, caches=caches, inputs=inputs, sample=sampling)
     graphs = DecodeGraphs(bucket_sizes(limits.max_num_seqs), compute, limits.make_graph or CudaGraphPool().make_graph)
-    decodes = DeviceDecodes(inputs, graphs, lambda new: step.can_decode(new))
     step = DeviceStep(
-        model=model, caches=caches, builder=builder, rows=rows, decodes=decodes, sampler=sampling, sampling_rows=sampler.rows
+        model=model, caches=caches, builder=builder, inputs=inputs, graphs=graphs, sampler=sampling, sampling_rows=sampler.rows
     )
     with torch.inference_mode():
         step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device))
     return step
-
-
-def _whole(logits: Tensor) -> Tensor:
-    """Returns the logits of the only rank."""
-    return logits
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -19,7 +19,7 @@ def update_rows(
     TABLE_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Applies entry `program_id(0)` of an update, layout as in `packed_update`; programs beyond the batch rows write padding.
+    """Applies entry `program_id(0)` of an update, layout as in `device_rows`; programs beyond the batch rows write padding.
 
     update: [words]; tables: [rows, TABLE_PAGES]; held, lengths, last_tokens: [rows]; batch_rows, batch_indices: [programs].
     Writes the appended pages, and one word of each other array. Bytes moved: 56 per entry, 8 per page.
@@ -59,7 +59,6 @@ def build_decode_inputs(
     slots,
     batch_lengths,
     batch_tables,
-    padding_page,
     KV_HEADS: tl.constexpr,
     KV_HEADS_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -69,8 +68,8 @@ def build_decode_inputs(
     """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
 
     tokens, positions, batch_lengths: [batch]; slots: [batch * KV_HEADS]; batch_tables: [batch, TABLE_PAGES], in blocks of BLOCK
-    pages up to the row's length: what follows is not written. Padding rows have token, position and length 0, and slots in
-    `padding_page`, or -1 if that is negative. Bytes moved per row: 32 + 8 * KV_HEADS, and 8 per page.
+    pages up to the row's length: what follows is not written. Padding rows have token, position and length 0, and
+    slots of -1, which no kernel writes. Bytes moved per row: 32 + 8 * KV_HEADS, and 8 per page.
     """
     batch = tl.program_id(0)
     row = tl.load(batch_rows + batch)
@@ -83,11 +82,10 @@ def build_decode_inputs(
     tl.store(batch_lengths + batch, length)
 
     table = tables + row.to(tl.int64) * TABLE_PAGES
-    page = tl.load(table + position // PAGE, mask=is_row, other=0)
-    page = tl.where(is_row, page, padding_page).to(tl.int64)
+    page = tl.load(table + position // PAGE, mask=is_row, other=0).to(tl.int64)
     head = tl.arange(0, KV_HEADS_PADDED)
     slot = (page * KV_HEADS + head) * PAGE + position % PAGE
-    tl.store(slots + batch * KV_HEADS + head, tl.where(page < 0, -1, slot), mask=head < KV_HEADS)
+    tl.store(slots + batch * KV_HEADS + head, tl.where(is_row, slot, -1), mask=head < KV_HEADS)
 
     batch_table = batch_tables + batch.to(tl.int64) * TABLE_PAGES
     for first in range(0, tl.cdiv(length, PAGE), BLOCK):

@@ -123,7 +123,7 @@ def row_variants() -> Iterator[Variant]:
     yield Variant(name="rows update", kernel=update_rows, types=dict.fromkeys(update, "*i32"), constants=table)
     types = dict.fromkeys(("batch_rows", "tables", "lengths", "last_tokens"), "*i32")
     types |= dict.fromkeys(("tokens", "positions", "slots"), "*i64")
-    types |= {"batch_lengths": "*i32", "batch_tables": "*i32", "padding_page": "i32"}
+    types |= {"batch_lengths": "*i32", "batch_tables": "*i32"}
     for heads in (1, 8):
         constants = {"KV_HEADS": heads, "KV_HEADS_PADDED": heads, "PAGE": 16, **table}
         yield Variant(name=f"inputs {heads}", kernel=build_decode_inputs, types=types, constants=constants)

@@ -4,21 +4,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx_runtime.rank.sampling.gpu.results import DRAWS_PER_PROGRAM
-from phalanx_runtime.rank.sampling.gpu.row_state import ALL_FEATURES, RowFeature
+from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature
 from phalanx_runtime.rank.sampling.gpu.sample import BLOCK, CANDIDATES, WARPS, constants_of
 from phalanx_runtime.rank.sampling.gpu.triton_kernels import select_tokens
 from phalanx_runtime.rank.sampling.gpu.triton_results import accept_drafts, merge_logprobs, tally_logprobs
 from phalanx_runtime.rank.sampling.gpu.triton_thresholds import narrow_cut
 from tests.runtime.model.gpu.ahead import Variant
 
+ALL_FEATURES = RowFeature.FILTERS | RowFeature.PENALTIES | RowFeature.BIAS | RowFeature.MASKS
 VOCABULARIES = (128256, 151936)
 TYPES = {
     **dict.fromkeys(("floats", "bias", "maxima", "best_values", "candidates", "thresholds"), "*fp32"),
-    **dict.fromkeys(("rows", "indices", "integers", "counts", "masks", "best_tokens"), "*i32"),
+    **dict.fromkeys(("rows", "indices", "integers", "counts", "masks", "best_tokens", "last_tokens"), "*i32"),
     **dict.fromkeys(("sums", "normalizers", "logprobs"), "*fp32"),
     **dict.fromkeys(("ranks", "token_ranks", "parents", "accepted", "num_tokens"), "*i32"),
     **dict.fromkeys(("drafts", "sampled", "output"), "*i64"),
-    **dict.fromkeys(("seeds", "tallies", "tokens", "last_tokens"), "*i64"),
+    **dict.fromkeys(("seeds", "tallies", "tokens"), "*i64"),
     **dict.fromkeys(("stride", "num_draws"), "i32"),
 }
 

@@ -7,24 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.gpu import TritonAttention
-from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch
-from phalanx_runtime.rank.device.decode_inputs import NO_PAGE, DecodeInputs
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch, write_pages
+from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 3
-SCRATCH = 9999
 
 
 class Run:
     """Rows on the device and in a builder, after the same plans."""
 
-    def __init__(self, steps: list[list[Move]], padding_page: int = NO_PAGE) -> None:
+    def __init__(self, steps: list[list[Move]]) -> None:
         self.rows = Rows()
         self.device_rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE)
-        self.inputs = DecodeInputs(self.device_rows, HEADS, padding_page)
+        self.inputs = DecodeInputs(self.device_rows, HEADS)
         self._builder = BatchBuilder(CacheShape(PAGE, HEADS, 1 << 10), torch.float32, DEVICE)
         for step in steps:
             self.expected(step)
@@ -45,10 +44,10 @@ def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]
 
 
 @settings(max_examples=60)
-@given(case=runs_with_decodes(), padding_page=st.sampled_from([NO_PAGE, SCRATCH]))
-def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]], padding_page: int) -> None:
+@given(case=runs_with_decodes())
+def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]]) -> None:
     steps, step = case
-    run = Run(steps, padding_page)
+    run = Run(steps)
     expected, order = run.expected(step)
     made = run.inputs.batch(NUM_ROWS)
     size = len(step)
@@ -64,8 +63,7 @@ def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], l
     assert (
         made.tokens[size:].tolist() == made.positions[size:].tolist() == segments.lengths[size:].tolist() == [0 for _ in padding]
     )
-    first = [NO_PAGE] * HEADS if padding_page == NO_PAGE else [(SCRATCH * HEADS + head) * PAGE for head in range(HEADS)]
-    assert made.slots.view(-1, HEADS)[size:].tolist() == [first] * (NUM_ROWS - size)
+    assert made.slots.view(-1, HEADS)[size:].tolist() == [[-1] * HEADS] * (NUM_ROWS - size)
 
 
 def test_sizes_share_tensors_at_constant_addresses() -> None:
@@ -83,22 +81,19 @@ def test_sizes_share_tensors_at_constant_addresses() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rows", [[], [0], [3, 0]], ids=["no row", "one", "two"])
 def test_attention_over_padding_rows_is_zero(rows: list[int], window: int | None) -> None:
-    """Padding rows write only the scratch page, and values there are never read."""
-    dim, scratch, num_pages = 16, 30, 31
-    run = Run([[(row, "admit", 7 + row) for row in (0, 3)]], padding_page=scratch)
+    """Their keys and values are never read."""
+    dim, num_pages = 16, 30
+    run = Run([[(row, "admit", 7 + row) for row in (0, 3)]])
     run.device_rows.update(run.rows.plan([(row, "decode", 1) for row in rows]))
     batch = run.inputs.build(NUM_ROWS)
     chance = torch.Generator().manual_seed(0)
     q = torch.randn(NUM_ROWS, 2 * HEADS, dim, generator=chance).to(DEVICE)
     k, v = (torch.randn(NUM_ROWS, HEADS, dim, generator=chance).to(DEVICE) for _ in range(2))
-    k[len(rows) :], v[len(rows) :] = torch.nan, torch.nan
     cache = LayerCache(*(torch.randn(num_pages, HEADS, PAGE, dim, generator=chance).to(DEVICE) for _ in range(2)))
-    before = cache.k.clone()
-    kernels = TritonAttention()
-    out = kernels(q, k, v, cache=cache, batch=batch, params=AttentionParams(window=window))
+    kernels, size = TritonAttention(), len(rows)
+    write_pages(k[:size], v[:size], cache, batch.slots[: size * HEADS])
+    k[size:], v[size:] = torch.nan, torch.nan
+    out = kernels(q, k, v, cache=cache, batch=batch, params=AttentionParams(window=window), is_written=True)
     assert kernels.num_computed == NUM_ROWS
     assert bool(torch.isfinite(out).all()) and not bool(out[len(rows) :].any())
     assert bool((out[: len(rows)] != 0).all())
-    changed = (cache.k.view(-1, dim) != before.view(-1, dim)).any(-1).nonzero().flatten().tolist()
-    assert set(changed) == set(batch.slots.tolist())
-    assert all(slot >= scratch * HEADS * PAGE for slot in changed[len(rows) * HEADS :])

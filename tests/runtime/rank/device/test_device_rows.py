@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
-from phalanx_runtime.rank.device.device_rows import DeviceRows, table_block
-from phalanx_runtime.rank.device.packed_update import pack_update
+from phalanx_runtime.rank.device.device_rows import DeviceRows, pack_update, table_block
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, moves, new_row
 

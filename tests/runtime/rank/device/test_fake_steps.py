@@ -116,7 +116,9 @@ def test_a_decode_step_is_captured_with_its_sampling(config: ModelConfig) -> Non
     rank = FakeRank(config)
     for ops in rank.captured:
         assert ops.devices == {"cuda"}
-        assert "phalanx::sample_rows" in ops.names and ops.names.count("phalanx::paged_attention") == config.num_layers
+        assert ops.names.count("phalanx::paged_attention") == config.num_layers
+        own = [name for name in ops.names if name.startswith("phalanx::")]
+        assert own[0] == "phalanx::build_decode_inputs" and own[-1] == "phalanx::sample_rows"
     for step in (2, 3):
         ops = record(lambda step=step: rank.run(decode(step)))  # type: ignore[misc]
         assert [name for name in ops.names if name not in VIEWS] == [
@@ -124,7 +126,19 @@ def test_a_decode_step_is_captured_with_its_sampling(config: ModelConfig) -> Non
             "phalanx::update_rows",
             "aten::to.dtype_layout",
         ]
-    assert rank.step.decodes.num_computed == 2
+    assert dict(rank.step.graphs.num_replays) == {2: 2}
+
+
+@configs
+def test_a_captured_step_reads_and_writes_the_same_memory(config: ModelConfig) -> None:
+    """Captures of one size after different steps: the memory that they share with others has the same addresses."""
+    rank, captures = FakeRank(config), list[RecordedOps]()
+    for step in (2, 3):
+        rank.run(decode(step))
+        captures.append(record(lambda: rank.step.graphs.compute(4)))
+    assert captures[0].names == captures[1].names
+    assert captures[0].external == captures[1].external
+    assert len({storage for _, storage, _ in captures[0].external}) > 8 * config.num_layers
 
 
 @configs

@@ -52,7 +52,6 @@ class Rows:
             self.state,
             tokens,
             workspace=self.workspace,
-            features=self.state.features(row for row in rows if row >= 0),
             is_final=is_final,
         )
         found: list[int] = tokens.tolist()

@@ -41,23 +41,23 @@ def test_host_only_rows_are_not_admitted(sampling: wire.Sampling, reason: str | 
     assert RowState(VOCAB, 2, DEVICE).admit(NewRow(0, sampling)) is (reason is None)
 
 
-def test_features_are_those_of_the_rows() -> None:
+def test_launches_support_what_rows_have_slots_for() -> None:
     state = RowState(VOCAB, 8, DEVICE)
+    expected = RowFeature.FILTERS
     cases: tuple[tuple[dict[str, Any], RowFeature], ...] = (
-        ({}, RowFeature.PLAIN),
-        ({"top_k": 3}, RowFeature.FILTERS),
-        ({"top_k": 3, "temperature": 0.0}, RowFeature.PLAIN),
-        ({"repetition_penalty": 1.1}, RowFeature.PENALTIES),
-        ({"logit_bias": {1: 1.0}, "min_p": 0.1}, RowFeature.BIAS | RowFeature.FILTERS),
-        ({"bad_words": [[4]]}, RowFeature.MASKS),
-        ({"min_tokens": 2, "stop_token_ids": [7]}, RowFeature.MASKS),
+        ({"top_k": 3}, RowFeature.PLAIN),
         ({"min_tokens": 2}, RowFeature.PLAIN),
+        ({"repetition_penalty": 1.1}, RowFeature.PENALTIES),
+        ({"logit_bias": {1: 1.0}, "min_p": 0.1}, RowFeature.BIAS),
+        ({"min_tokens": 2, "stop_token_ids": [7]}, RowFeature.MASKS),
     )
-    for row, (fields, features) in enumerate(cases):
+    for row, (fields, feature) in enumerate(cases):
+        expected |= feature
         assert state.admit(NewRow(row, wire.Sampling(max_tokens=9, seed=1, **fields)))
-        assert state.features([row]) == features, fields
-    assert state.features(range(len(cases))) == RowFeature(15)
-    assert state.features([]) == RowFeature.PLAIN
+        assert state.features == expected, fields
+    whole = RowState(VOCAB, 8, DEVICE)
+    whole.allocate_slots()
+    assert whole.features == expected
 
 
 def test_slots_are_allocated_once_reused_and_limited() -> None:

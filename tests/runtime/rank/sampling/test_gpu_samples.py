@@ -207,7 +207,7 @@ def test_processed_logits_equal_the_reference(
         rows.reference[0].append(int(rows.state.last_tokens[0]))
     logits, scaled = source.make(1, vocab_size), torch.empty(count, device=DEVICE)
     slots = (rows.state.counts, rows.state.bias, rows.state.masks)
-    features = int(rows.state.features([0]))
+    features = int(rows.state.features)
     wide = [rows.state.integers if slot.tensor is None else slot.tensor for slot in slots]
     _store_scaled[(1,)](
         logits.to(DEVICE),

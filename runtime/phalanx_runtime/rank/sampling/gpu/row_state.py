@@ -5,7 +5,7 @@ row, and stay at their addresses.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntFlag
 
 import numpy as np
@@ -26,16 +26,13 @@ NO_TOP_K = 2**31 - 1
 
 
 class RowFeature(IntFlag):
-    """What a launch must support for a row. A launch without a feature has no code for it."""
+    """What a launch supports. One without a feature has no code for it."""
 
     PLAIN = 0
     FILTERS = columns.FILTERS.value
     PENALTIES = columns.PENALTIES.value
     BIAS = columns.BIAS.value
     MASKS = columns.MASKS.value
-
-
-ALL_FEATURES = RowFeature.FILTERS | RowFeature.PENALTIES | RowFeature.BIAS | RowFeature.MASKS
 
 
 def host_only_reason(sampling: wire.Sampling, vocab_size: int) -> str | None:
@@ -136,18 +133,19 @@ class RowState:
         """Twice the count in the output, plus 1 for tokens of the prompt."""
         self.bias = SlotTensor(num_slots, vocab_size, torch.float32, device)
         self.masks = SlotTensor(2 * num_slots, -(-vocab_size // 32), torch.int32, device)
-        self._features: dict[int, RowFeature] = {}
 
     def allocate_slots(self) -> None:
         """Allocates all slots, whose addresses captured graphs need."""
         for slots in (self.counts, self.bias, self.masks):
             slots.allocate()
 
-    def features(self, rows: Iterable[int]) -> RowFeature:
-        """Returns what a launch for these admitted rows must support."""
-        features = RowFeature.PLAIN
-        for row in rows:
-            features |= self._features[row]
+    @property
+    def features(self) -> RowFeature:
+        """What launches must support: filters, and what rows have slots for. It is constant once all slots are allocated."""
+        features = RowFeature.FILTERS
+        for feature, slots in ((RowFeature.PENALTIES, self.counts), (RowFeature.BIAS, self.bias), (RowFeature.MASKS, self.masks)):
+            if slots.tensor is not None:
+                features |= feature
         return features
 
     def admit(self, new: NewRow) -> bool:
@@ -164,7 +162,6 @@ class RowState:
 
     def release(self, row: int) -> None:
         """Frees the slots of a row."""
-        self._features.pop(row, None)
         self.counts.free(row)
         self.bias.free(row)
         self.masks.free(2 * row)
@@ -189,13 +186,6 @@ class RowState:
         self._write(self.floats, new.row, floats)
         self._write(self.integers, new.row, integers)
         self._write(self.seeds, new.row, mixed_seed(sampling.seed))
-        flags = (
-            (RowFeature.FILTERS, is_random and draw.is_filtered),
-            (RowFeature.PENALTIES, counts != NO_SLOT),
-            (RowFeature.BIAS, bias != NO_SLOT),
-            (RowFeature.MASKS, mask != NO_SLOT or early_mask != NO_SLOT),
-        )
-        self._features[new.row] = sum((flag for flag, is_set in flags if is_set), RowFeature.PLAIN)
 
     def _write(self, target: Tensor, row: int, values: list[float] | list[int] | int) -> None:
         target[row].copy_(to_device(torch.tensor(values, dtype=target.dtype), self.device), non_blocking=True)

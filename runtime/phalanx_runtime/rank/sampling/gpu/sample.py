@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from phalanx_runtime.model.operators import operator
-from phalanx_runtime.rank.sampling.gpu.row_state import ALL_FEATURES, RowFeature, RowState
+from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature, RowState
 from phalanx_runtime.rank.sampling.gpu.triton_kernels import sample_kept, scan_logits, select_tokens
 from phalanx_runtime.rank.sampling.gpu.triton_thresholds import TALLIES, find_threshold, gather_candidates, narrow_cut
 
@@ -62,22 +62,18 @@ def sample_rows(
     tokens: Tensor,
     *,
     workspace: SamplingWorkspace,
-    features: RowFeature = ALL_FEATURES,
     is_final: bool = True,
 ) -> None:
     """Samples one token per draw into `tokens`; -1 if no token can be sampled, and for padding.
 
     logits: [draws, vocabulary], raw, bf16, fp16 or fp32. rows: [draws] int32, negative for padding. indices: [draws] int32, of
-    the output. tokens: [draws], integers. `features`: `RowState.features` of the rows, or more. `is_final`: also writes
+    the output. tokens: [draws], integers. `is_final`: also writes
     `state.last_tokens` and counts the tokens; false if a row has several draws, which `verify_drafts` ends.
     """
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32) or logits.stride(1) != 1:
         raise ValueError(f"cannot sample logits of {logits.dtype} with strides {logits.stride()} on the device")
     if logits.shape[1] != state.vocab_size:
         raise ValueError(f"logits of {logits.shape[1]} tokens; the rows have {state.vocab_size}")
-    for feature, slots in ((RowFeature.PENALTIES, state.counts), (RowFeature.BIAS, state.bias), (RowFeature.MASKS, state.masks)):
-        if slots.tensor is None:
-            features &= ~feature
     _sample_rows(
         logits=logits,
         rows=rows,
@@ -97,7 +93,7 @@ def sample_rows(
         tokens=tokens,
         last_tokens=state.last_tokens,
         block=workspace.block,
-        features=int(features),
+        features=int(state.features),
         is_final=is_final,
     )
 
