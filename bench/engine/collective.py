@@ -20,7 +20,7 @@ from multiprocessing.queues import Queue
 import torch
 
 from phalanx_runtime.collective.connect import RankPlace, connect, listen
-from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.library import join_gloo
 from phalanx_runtime.collective.protocol import Collective
 
 LAYOUTS = {"shm 2": [2], "tcp 2": [1, 1], "shm 3": [3], "tcp 3": [1, 1, 1], "mixed 3": [2, 1]}
@@ -69,7 +69,7 @@ def measure(pods: list[int]) -> Figures:
 def run_rank(place: RankPlace, listener: socket.socket, results: "Queue[Figures]") -> None:
     torch.set_num_threads(1)
     own = connect(place, 30.0, listener)
-    gloo = join_library("gloo", own, "127.0.0.1")
+    gloo = join_gloo(own, "127.0.0.1")
     figures: Figures = {}
     for name, size in SIZES.items():
         tensor = torch.zeros(size)

@@ -65,7 +65,7 @@ class DirectCollective:
                 self._memory.release(peer)
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         """See `Collective`."""
         pieces: dict[int, list[Tensor]] = {peer: [] for peer in self._peers}
         pending, fragments = set(self._peers), _fragments(_raw(tensor))
@@ -77,12 +77,17 @@ class DirectCollective:
             pending = self._collect(pending, pieces, False, unsent)
         return self._concatenate(tensor, pieces, dim)
 
-    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
+    def gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
         """See `Collective`."""
         if self._own != self._members[0]:
             self._send_message(self._members[0], _raw(tensor))
             return None
         return self._concatenate(tensor, self._receive_messages(self._peers, private=True), dim)
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """See `Collective`."""
+        gathered: list[list[int]] = self.all_gather(torch.tensor([values], dtype=torch.int64), 0).tolist()
+        return gathered
 
     def broadcast(self, message: bytes | None) -> bytes:
         """See `Collective`. Waiting ranks sleep."""

@@ -1,18 +1,30 @@
-"""torch.distributed backends as a `Collective`: NCCL for GPUs, gloo as the reference for `DirectCollective`."""
+"""torch.distributed backends as a `Collective`: NCCL for GPUs, gloo as the reference for `DirectCollective`.
 
-from collections.abc import Sequence
+With NCCL no operation on tensors waits for the device, so that CUDA graphs contain them. The first `send` to a rank and its first
+`receive` wait for each other: NCCL connects the pair.
+"""
+
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
 
 TIMEOUT = timedelta(minutes=5)
 """Operations within a step that take longer mean a lost peer."""
+
+
+class Work(Protocol):
+    """An operation in progress."""
+
+    def wait(self) -> bool:
+        """Waits: with NCCL the current stream does, not the host. Raises RuntimeError."""
+        ...
 
 
 class ProcessGroup(Protocol):
@@ -35,14 +47,22 @@ class ProcessGroup(Protocol):
         ...
 
 
-class LibraryCollective:
-    """Exchanges tensors by a torch.distributed backend, and messages by `messages`."""
+MakeProcessGroup = Callable[[Store, int, int], ProcessGroup]
+"""Returns a backend's group. Arguments: store, rank, number of ranks."""
 
-    def __init__(self, name: str, store: Store, messages: Collective) -> None:
-        self._name = name
+
+class LibraryCollective:
+    """Exchanges tensors by a torch.distributed backend, and messages by `messages`.
+
+    `device_type`: of the backend's tensors. Tensors of the CPU are sent by `messages` if the backend has none.
+    """
+
+    def __init__(self, make_group: MakeProcessGroup, store: Store, messages: Collective, device_type: str) -> None:
+        self._make_group = make_group
         self._store = store
-        self._group = _make_process_group(name, store, messages)
+        self._group = make_group(store, messages.rank, messages.world_size)
         self._messages = messages
+        self._device_type = device_type
 
     @property
     def rank(self) -> int:
@@ -59,22 +79,28 @@ class LibraryCollective:
         self._wait(self._group.allreduce([tensor]))
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         """See `Collective`. Pads to equal sizes, as the library requires."""
         axis = dim % tensor.dim()
-        sizes = self._gather_equal(torch.tensor([tensor.shape[axis]], device=tensor.device))
-        lengths = [int(size) for size in sizes]
+        if sizes is None:
+            sizes = [size for (size,) in self.all_gather_integers([tensor.shape[axis]])]
         shape = list(tensor.shape)
-        shape[axis] = max(lengths)
-        padded = tensor.new_zeros(shape)
-        padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+        shape[axis] = max(sizes)
+        padded = tensor.contiguous()
+        if tensor.shape[axis] < shape[axis]:
+            padded = tensor.new_zeros(shape)
+            padded.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
         parts = self._gather_equal(padded)
-        return torch.cat([part.narrow(axis, 0, length) for part, length in zip(parts, lengths, strict=True)], axis)
+        return torch.cat([part.narrow(axis, 0, size) for part, size in zip(parts, sizes, strict=True)], axis)
 
-    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
+    def gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
         """See `Collective`."""
-        gathered = self.all_gather(tensor, dim)
+        gathered = self.all_gather(tensor, dim, sizes)
         return gathered if self.rank == 0 else None
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """See `Collective`."""
+        return self._messages.all_gather_integers(values)
 
     def broadcast(self, message: bytes | None) -> bytes:
         """See `Collective`."""
@@ -82,17 +108,22 @@ class LibraryCollective:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """See `Collective`."""
-        self._wait(self._group.send([tensor.contiguous()], to, 0))
+        if tensor.device.type != self._device_type:
+            self._messages.send(tensor, to)
+        else:
+            self._wait(self._group.send([tensor.contiguous()], to, 0))
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """See `Collective`."""
+        if tensor.device.type != self._device_type:
+            return self._messages.receive(tensor, source)
         self._wait(self._group.recv([tensor], source, 0))
         return tensor
 
     def subgroup(self, ranks: Sequence[int]) -> "LibraryCollective":
         """See `Collective`."""
         store = PrefixStore("-".join(map(str, ranks)), self._store)
-        return LibraryCollective(self._name, store, self._messages.subgroup(ranks))
+        return LibraryCollective(self._make_group, store, self._messages.subgroup(ranks), self._device_type)
 
     def close(self) -> None:
         """See `Collective`. The library closes its connections on deletion."""
@@ -111,20 +142,30 @@ class LibraryCollective:
             raise PeerLost(f"a collective operation failed: {error}") from error
 
 
-def join_library(name: str, messages: Collective, host: str) -> LibraryCollective:
-    """Joins the gloo or nccl group of all ranks. `host`: address of rank 0."""
-    if messages.rank == 0:
-        store = TCPStore(host, 0, messages.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-        messages.broadcast(str(store.port).encode())
-    else:
+def join_gloo(messages: Collective, host: str) -> LibraryCollective:
+    """Joins the gloo group of all ranks. `host`: address of rank 0."""
+    return LibraryCollective(_make_gloo, _open_store(messages, host), messages, "cpu")
+
+
+def join_nccl(messages: Collective, host: str) -> LibraryCollective:
+    """Joins the NCCL group of all ranks. `host`: address of rank 0."""
+    return LibraryCollective(_make_nccl, _open_store(messages, host), messages, "cuda")
+
+
+def _open_store(messages: Collective, host: str) -> Store:
+    if messages.rank > 0:
         port = int(messages.broadcast(None))
-        store = TCPStore(host, port, messages.world_size, is_master=False, timeout=TIMEOUT)
-    return LibraryCollective(name, store, messages)
+        return TCPStore(host, port, messages.world_size, is_master=False, timeout=TIMEOUT)
+    store = TCPStore(host, 0, messages.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+    messages.broadcast(str(store.port).encode())
+    return store
 
 
-def _make_process_group(name: str, store: Store, messages: Collective) -> ProcessGroup:
-    if name == "gloo":
-        return cast(ProcessGroup, ProcessGroupGloo(store, messages.rank, messages.world_size, TIMEOUT))
+def _make_gloo(store: Store, rank: int, world_size: int) -> ProcessGroup:
+    return cast(ProcessGroup, ProcessGroupGloo(store, rank, world_size, TIMEOUT))
+
+
+def _make_nccl(store: Store, rank: int, world_size: int) -> ProcessGroup:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # only in CUDA builds
 
-    return cast(ProcessGroup, ProcessGroupNCCL(store, messages.rank, messages.world_size, ProcessGroupNCCL.Options()))
+    return cast(ProcessGroup, ProcessGroupNCCL(store, rank, world_size, ProcessGroupNCCL.Options()))

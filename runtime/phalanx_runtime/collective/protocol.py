@@ -9,7 +9,7 @@ from torch import Tensor
 class Collective(Protocol):
     """Operations that all ranks of a group call in the same order. They raise PeerLost.
 
-    Sums run in rank order, so results are bitwise equal on all ranks.
+    Results are bitwise equal on all ranks. On CPU sums run in rank order.
     """
 
     @property
@@ -26,12 +26,19 @@ class Collective(Protocol):
         """Sums a contiguous floating-point tensor over the ranks, in place. Any shape, equal on all ranks."""
         ...
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenates along `dim` in rank order; sizes along `dim` may differ. Otherwise shapes are equal."""
+    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenates along `dim` in rank order; sizes along `dim` may differ. Otherwise shapes are equal.
+
+        sizes: along `dim`, by rank. Without them the ranks exchange them first.
+        """
         ...
 
-    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
+    def gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
         """Like `all_gather`, but only on rank 0. Same shapes."""
+        ...
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Returns the 64-bit integers of every rank, in rank order; equally many each. Never on a device."""
         ...
 
     def broadcast(self, message: bytes | None) -> bytes:
@@ -39,7 +46,7 @@ class Collective(Protocol):
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends to a rank that calls `receive`. Blocks while its buffer is full. Any shape."""
+        """Sends to a rank that calls `receive`. Blocks while its buffer is full. Any shape, on the CPU too."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
@@ -72,13 +79,17 @@ class SoloCollective:
         """Returns the tensor. Any shape."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         """Returns the tensor. Any shape."""
         return tensor
 
-    def gather(self, tensor: Tensor, dim: int = -1) -> Tensor | None:
+    def gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
         """Returns the tensor. Any shape."""
         return tensor
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Returns the integers, as the only ones."""
+        return [list(values)]
 
     def broadcast(self, message: bytes | None) -> bytes:
         """Returns the message. Raises ValueError without one."""

@@ -8,24 +8,21 @@ from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.collective.protocol import Collective
 
 
-def join_nccl(place: RankPlace, timeout_s: float) -> Collective:
+def connect_nccl(place: RankPlace, timeout_s: float) -> Collective:
     """Joins NCCL, which uses the direct collective for messages."""
     direct = connect(place, timeout_s)
     if direct.world_size == 1:
         return direct
-    from phalanx_runtime.collective.library import join_library
+    from phalanx_runtime.collective.library import join_nccl
 
-    return join_library("nccl", direct, place.addresses[0][0])
+    return join_nccl(direct, place.addresses[0][0])
 
 
 BACKENDS: Mapping[str, Callable[[RankPlace, float], Collective]] = {
     "cpu": connect,
-    "cuda": join_nccl,
+    "cuda": connect_nccl,
 }
 """By `torch.device.type`. Arguments: place of the rank, timeout in seconds."""
-
-PIPELINE_DEVICES = frozenset({"cpu"})
-"""Device types with pipeline parallelism."""
 
 
 def join_collective(device: torch.device, place: RankPlace, timeout_s: float) -> Collective:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sysconfig
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _LIBRARY = torch.library.Library("phalanx", "DEF")  # type: ignore[no-untyped-call]
+
+_INTERPRETER = threading.Lock()
 
 Launch = Callable[..., None]
 
@@ -41,13 +44,23 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
     def register(launch: Launch) -> Launch:
         name = schema.partition("(")[0]
         _LIBRARY.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
-        for key in ("CUDA", "CPU"):
-            _LIBRARY.impl(name, launch, key)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, launch, "CUDA")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, _in_turn(launch), "CPU")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"phalanx::{name}", _check_devices, lib=_LIBRARY)
         call: Launch = getattr(torch.ops.phalanx, name).default
         return call
 
     return register
+
+
+def _in_turn(launch: Launch) -> Launch:
+    """Returns a launch for the interpreter, which has the position in the grid once per process: not for several threads."""
+
+    def interpret(*arguments: object) -> None:
+        with _INTERPRETER:
+            launch(*arguments)
+
+    return interpret
 
 
 def _check_devices(*arguments: object) -> None:

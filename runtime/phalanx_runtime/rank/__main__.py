@@ -68,7 +68,7 @@ def _serve(spec: RankSpec) -> None:
     collective = join_group(spec, device)
     runner, ready = load_rank(spec, collective, device, system)
     reports = TransferReports()
-    server, ports = open_transfer_server(spec, runner.page_access(), reports, collective, device)
+    server, ports = open_transfer_server(spec, runner.page_access(), reports, collective)
     gc.collect()
     gc.freeze()
     write_line(ready)

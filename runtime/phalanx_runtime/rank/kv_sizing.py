@@ -63,7 +63,7 @@ def measure_kv_sizing(
     usable = _usable_bytes(spec, device, system)
     taken = held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
-    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
+    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
     no_needs = PeakMemory(0, 0)
     empty = KvSizing(
         num_pages=0, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=no_needs, usable_bytes=usable
@@ -88,7 +88,7 @@ def measure_kv_sizing(
     if draft_needs is not None:
         taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
-    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world, device)
+    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
     return replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
 
 
@@ -142,7 +142,7 @@ def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
     return int(total * spec.engine.gpu_memory_utilization) - others
 
 
-def _agree(num_pages: int, page_bytes: int, collective: Collective, device: torch.device) -> tuple[int, int]:
+def _agree(num_pages: int, page_bytes: int, collective: Collective) -> tuple[int, int]:
     """The smallest page count, because ranks share page numbers, and the sum of page bytes."""
-    gathered = collective.all_gather(torch.tensor([[num_pages, page_bytes]], device=device), 0)
-    return int(gathered[:, 0].min()), int(gathered[:, 1].sum())
+    counts, sizes = zip(*collective.all_gather_integers([num_pages, page_bytes]), strict=True)
+    return min(counts), sum(sizes)

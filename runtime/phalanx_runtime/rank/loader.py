@@ -80,7 +80,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
         raise ModelError(f"batch-invariant: {reason}")
     drafting = load_drafting(spec, model, pipeline, dtype, device)
-    budget = capture_budget(spec, model, dtype, device)
+    budget = capture_budget(spec, model, pipeline, dtype, device)
     keep_freed_memory()
     measure = partial(
         measure_kv_sizing,
@@ -186,7 +186,7 @@ def make_runner(
     if device_limits is not None:
         from phalanx_runtime.rank.device.loading import open_device_step  # imports Triton
 
-        device_step = open_device_step(model, caches, pool, builder, sampler, limits=device_limits)
+        device_step = open_device_step(model, caches, pool, builder, sampler, peers=pipeline.peers, limits=device_limits)
     return ModelRunner(
         model,
         caches,

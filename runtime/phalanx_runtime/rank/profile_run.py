@@ -18,6 +18,7 @@ from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
+from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
@@ -131,7 +132,7 @@ def context_bytes(kv: KvLayout, tokens: int, dtype: torch.dtype) -> int:
 
 
 def _sample(model: Model, pipeline: Pipeline, hidden: Tensor) -> None:
-    logits = pipeline.peers.gather(model.logits(hidden))
+    logits = gather_logits(model, model.logits(hidden), pipeline.peers)
     if logits is None:
         return
     sampler = choose_sampler(logits.device, model.vocab_size)

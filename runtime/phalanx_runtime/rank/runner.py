@@ -16,6 +16,7 @@ from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
@@ -72,7 +73,7 @@ class ModelRunner:
         proposer: Proposer = NO_PROPOSER,
         device_step: StepQueue | None = None,
     ) -> None:
-        """`device_step`: queues steps on this rank's device, if the rank is alone."""
+        """`device_step`: queues steps on this rank's device, without pipeline stages."""
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self._model = model
@@ -201,22 +202,21 @@ class ModelRunner:
             for new in plan.admitted:
                 self._sampler.admit(new)
         self._prepare(plan)
-        result = self._queue(plan) if self.device_step is not None else _ready(self._compute(plan))
+        queue = self.device_step
+        result = _ready(self._compute(plan)) if queue is None else self._queue(plan, queue)
         self._last_step = plan.step
         return result
 
-    def _queue(self, plan: StepPlan) -> Result:
+    def _queue(self, plan: StepPlan, queue: StepQueue) -> Result | None:
         """Queues the step; computes it here if the device cannot sample it."""
-        assert self.device_step is not None, "checked by the caller"
-        self.device_step.update(plan)
-        pending = self.device_step.launch(plan)
-        if pending is not None:
+        queue.update(plan)
+        if queue.can_launch(plan):
             self._latest = _DraftOutcome()
-            return pending
-        result = self._compute(self._last_sampled.fill(plan))
-        assert result is not None, "the rank is alone"
-        self.device_step.record(plan, result)
-        return lambda: result
+            return queue.launch(plan)
+        # Other ranks read these tokens on their devices.
+        result = self._compute(self._last_sampled.fill(plan) if self._pipeline.is_sampling_rank else plan)
+        queue.record(plan, result)
+        return _ready(result)
 
     def _compute(self, plan: StepPlan) -> StepResult | None:
         pipeline, stage = self._pipeline, self._pipeline.stage
@@ -295,9 +295,12 @@ class ModelRunner:
     def _logits(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor | None, PromptDetails]:
         """Logits of all draws and prompt logprobs, on the sampling rank."""
         num_rows = len(plan.draws) + sum(plan.depths)
-        logits = self._pipeline.peers.gather(self._model.logits(hidden[:num_rows])) if num_rows else None
+        logits = self._gather_logits(hidden[:num_rows]) if num_rows else None
         ranges = prompt_logprob_ranges(plan, self._builder.params)
         return logits, self._prompt_details(ranges, hidden[num_rows:]) if ranges else []
+
+    def _gather_logits(self, hidden: Tensor) -> Tensor | None:
+        return gather_logits(self._model, self._model.logits(hidden), self._pipeline.peers)
 
     def _prompt_details(self, ranges: list[PromptLogprobRange], hidden: Tensor) -> PromptDetails:
         """Prompt logprobs, parallel to `hidden`, computed in chunks."""
@@ -307,7 +310,7 @@ class ModelRunner:
         size = rows_per_chunk(self._model.vocab_size)
         for first in range(0, len(tokens), size):
             chunk = slice(first, first + size)
-            logits = self._pipeline.peers.gather(self._model.logits(hidden[chunk]))
+            logits = self._gather_logits(hidden[chunk])
             if logits is not None:
                 details += token_details(logits, tokens[chunk], tops[chunk])
         ends = accumulate(len(part.tokens) for part in ranges)

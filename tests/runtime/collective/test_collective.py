@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx_runtime.collective.connect import RankPlace, connect
 from phalanx_runtime.collective.direct import DirectCollective
-from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.library import join_gloo
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.collective.shared import FRAGMENT_BYTES, EmptyPodMemory, SharedMemory, SharedPod, has_futex
 from phalanx_runtime.collective.sockets import PeerSockets
@@ -37,7 +37,7 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_operations_equal_those_of_gloo(pods: list[int], dtype: torch.dtype) -> None:
     def work(own: Collective) -> None:
-        gloo = join_library("gloo", own, "127.0.0.1")
+        gloo = join_gloo(own, "127.0.0.1")
         for size in SIZES:
             mine = values(own.rank, size, dtype)
             assert torch.equal(own.all_reduce(mine.clone()), gloo.all_reduce(mine.clone()))
@@ -91,7 +91,7 @@ def test_send_and_receive_equal_gloo(pods: list[int], size: int) -> None:
     """A ring: each rank receives from its predecessor and sends to its successor; rank 0 starts."""
 
     def work(own: Collective) -> None:
-        for group in (own, join_library("gloo", own, "127.0.0.1")):
+        for group in (own, join_gloo(own, "127.0.0.1")):
             before, after = (own.rank - 1) % own.world_size, (own.rank + 1) % own.world_size
             if own.rank == 0:
                 group.send(values(0, size, torch.float32).view(size, 1), after)
@@ -106,7 +106,7 @@ def test_send_and_receive_equal_gloo(pods: list[int], size: int) -> None:
 @pytest.mark.parametrize("pods", [[4], [2, 2], [3, 1], [1, 1, 1, 1]], ids=str)
 def test_two_subgroups_work_concurrently_like_gloo(pods: list[int]) -> None:
     def work(own: Collective) -> None:
-        gloo = join_library("gloo", own, "127.0.0.1")
+        gloo = join_gloo(own, "127.0.0.1")
         first = own.rank // 2 * 2
         for group in (own, gloo):
             half = group.subgroup([first, first + 1])

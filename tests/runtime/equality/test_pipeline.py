@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from phalanx_api import wire
-from phalanx_runtime.collective.library import join_library
+from phalanx_runtime.collective.library import join_gloo
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.collective.shared import FRAGMENT_BYTES
 from phalanx_runtime.core.admission import Limits
@@ -20,7 +19,6 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
-from phalanx_runtime.rank.process.group import join_group
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.equality.requests import FIELDS, NUM_TOKENS, ROOMY, SHAPES, assert_equal, requests
@@ -223,7 +221,7 @@ def test_requests_that_are_aborted_in_flight_harm_no_other(
 
 def test_stages_over_gloo_sample_equal_tokens(folder: Path, plain: list[Served]) -> None:
     def rank(own: Collective) -> list[list[Served]]:
-        runner = make_model_runner(folder, join_library("gloo", own, "127.0.0.1"), wide(2))
+        runner = make_model_runner(folder, join_gloo(own, "127.0.0.1"), wide(2))
         if own.rank:
             runner.follow()
             return []
@@ -255,12 +253,6 @@ def test_more_stages_than_layers_are_refused(models: Models) -> None:
     load = partial(make_model_runner, models("llama"), build=Build(stages=4))
     with pytest.raises(ModelError, match="pipeline-parallel size 4 is more than the model's 3 layers"):
         with_group([4], load)
-
-
-def test_stages_on_gpus_are_refused() -> None:
-    spec = msgspec.structs.replace(make_spec(Path("m"), 0, 2), pipeline_parallel_size=2)
-    with pytest.raises(ModelError, match="pipeline_parallel_size > 1 needs CPU ranks"):
-        join_group(spec, torch.device("cuda"))
 
 
 def test_stages_measure_their_memory_and_agree_on_pages(folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ SIZE_STEP = 8
 log = logging.getLogger(__name__)
 
 Shortage = Literal["", "time", "memory", "failure"]
+SHORTAGES: tuple[Shortage, ...] = get_args(Shortage)
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -100,6 +101,11 @@ class StepGraph(Protocol):
         ...
 
 
+def no_peers(lack: Shortage) -> Shortage:
+    """Returns its argument: no other rank captures."""
+    return lack
+
+
 class CudaGraphPool:
     """Makes graphs that share memory: at most one of them runs at a time."""
 
@@ -151,31 +157,30 @@ class DecodeGraphs:
         self._captured: list[int] = []
 
     def capture(
-        self, budget: CaptureBudget, clock: Callable[[], float], used_bytes: Callable[[], int] = lambda: 0
+        self,
+        budget: CaptureBudget,
+        clock: Callable[[], float],
+        used_bytes: Callable[[], int] = lambda: 0,
+        agree: Callable[[Shortage], Shortage] = no_peers,
     ) -> CaptureAccount:
         """Captures sizes until the budget is spent. `used_bytes`: memory of the device in use.
 
         All batch rows must be padding. All sizes run before the first capture, which compiles their kernels; the budget does not
-        cover that time. A capture that fails is the last: its steps are computed without a graph.
+        cover that time. A capture that fails is the last: its steps are computed without a graph. `agree`: the first shortage of
+        all ranks, so that they capture equal sizes; each rank calls it before and after each capture.
         """
         start, costs = clock(), list[CaptureCost]()
         lack: Shortage = ""
         for size in sorted(self._sizes, reverse=True):
             self.compute(size)
         for size in capture_order(self._sizes):
-            lack = shortage(costs, budget)
+            lack = agree(shortage(costs, budget))
             if lack:
                 break
             before, began = used_bytes(), clock()
             graph = self._make_graph()
-            try:
-                graph.capture(partial(self.compute, size))
-            except torch.OutOfMemoryError:
-                lack = "memory"
-                break
-            except RuntimeError as error:
-                log.warning("decode steps run without a CUDA graph", extra={"why": str(error), "size": size})
-                lack = "failure"
+            lack = agree(self._capture(graph, size))
+            if lack:
                 break
             self._graphs[size] = graph
             costs.append(CaptureCost(max(0, used_bytes() - before), clock() - began))
@@ -189,6 +194,16 @@ class DecodeGraphs:
             seconds=clock() - start,
             shortage=lack,
         )
+
+    def _capture(self, graph: StepGraph, size: int) -> Shortage:
+        try:
+            graph.capture(partial(self.compute, size))
+        except torch.OutOfMemoryError:
+            return "memory"
+        except RuntimeError as error:
+            log.warning("decode steps run without a CUDA graph", extra={"why": str(error), "size": size})
+            return "failure"
+        return ""
 
     def size_for(self, num_rows: int) -> int | None:
         """Returns the smallest captured size that holds the rows, if any."""

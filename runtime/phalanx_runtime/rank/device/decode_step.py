@@ -8,8 +8,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.logits import all_gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 
@@ -51,6 +53,8 @@ class DecodeStep:
 
     model: Model
     """Of all layers."""
+    peers: Collective
+    """The ranks of the model. Each samples from equal logits, so that all have the tokens."""
     caches: list[LayerCache]
     inputs: DecodeInputs
     sample: DeviceSampling
@@ -58,5 +62,5 @@ class DecodeStep:
     def __call__(self, size: int) -> None:
         """Computes and samples the first `size` batch rows; the tokens are then in `inputs.sampled`."""
         batch = self.inputs.build(size)
-        logits = self.model.logits(self.model.hidden(batch, self.caches))
+        logits = all_gather_logits(self.model, self.model.logits(self.model.hidden(batch, self.caches)), self.peers)
         self.sample(logits, self.inputs.batch_rows(size), self.inputs.batch_indices(size), self.inputs.sampled[:size])

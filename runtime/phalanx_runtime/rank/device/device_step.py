@@ -2,7 +2,7 @@
 
     graph    decode steps (`decode_step`)
     eager    other steps, built by `BatchBuilder`; draft tokens of the plan are verified on the device
-    host     steps that `DeviceStep.launch` refuses, with the obstacle counted: the rank samples them with `Sampler`
+    host     steps that `DeviceStep.can_launch` refuses, with the obstacle counted: the rank samples them with `Sampler`
 
 A row with penalties that the host samples once stays on the host: its counts on the device are then out of date.
 """
@@ -16,10 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx_api.wire import Sampling
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.draft_tree import chain, levels
 from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.logits import all_gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
@@ -49,12 +52,16 @@ class DeviceSampler:
 
 
 class DeviceStep:
-    """Follows all plans of a rank and computes those that the device can sample. One rank, one stage."""
+    """Follows all plans of a rank and computes those that the device can sample. One stage.
+
+    Each rank of the model samples from equal logits, so that the tokens stay on its device; the first reads them.
+    """
 
     def __init__(
         self,
         *,
         model: Model,
+        peers: Collective,
         caches: list[LayerCache],
         builder: BatchBuilder,
         inputs: DecodeInputs,
@@ -62,7 +69,7 @@ class DeviceStep:
         sampler: DeviceSampler,
         sampling_rows: Mapping[int, SamplingRow],
     ) -> None:
-        """`sampling_rows`: those of the host's sampler, which records the tokens of rows with state."""
+        """peers: the ranks of the model. `sampling_rows`: of the host's sampler, which records the tokens of rows with state."""
         self.graphs = graphs
         self.graph_obstacles: Counter[GraphObstacle] = Counter()
         """Steps that the device samples without a graph, by obstacle."""
@@ -73,6 +80,7 @@ class DeviceStep:
         self.account = NO_ACCOUNT
         """What the captures took."""
         self._model = model
+        self._peers = peers
         self._caches = caches
         self._builder = builder
         self._inputs = inputs
@@ -80,6 +88,8 @@ class DeviceStep:
         self._sampler = sampler
         self._sampling_rows = sampling_rows
         self._device = self._rows.last_tokens.device
+        self._sampling: dict[int, Sampling] = {}
+        """Of admitted rows."""
         self._host_rows: set[int] = set()
         self._eager_rows: set[int] = set()
         """Rows that the device samples, but no graph: with logprobs."""
@@ -91,35 +101,44 @@ class DeviceStep:
             self._admit(new)
         self._rows.update(plan)
 
-    def launch(self, plan: StepPlan) -> PendingStep | None:
-        """Queues a step after `update`. Returns its result to come, or no value if the host must sample it."""
+    def can_launch(self, plan: StepPlan) -> bool:
+        """See `StepQueue`."""
         obstacle = self._obstacle(plan)
         if obstacle is not None:
             self.obstacles[obstacle] += 1
-            return None
-        self.num_launched += 1
-        rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
-        if self._replay(plan):
-            return PendingStep(plan, SampledTensors(tokens=self._inputs.sampled[: len(plan.rows)]), rows, self._device)
-        hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
-        if not plan.draws:
-            return PendingStep(plan, SampledTensors(tokens=None), rows, self._device)
-        return PendingStep(plan, self._sample(plan, self._model.logits(hidden), rows), rows, self._device)
+        return obstacle is None
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
+    def launch(self, plan: StepPlan) -> PendingStep | None:
+        """See `StepQueue`."""
+        self.num_launched += 1
+        sampled = self._compute(plan)
+        if self._peers.rank:
+            return None
+        rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
+        return PendingStep(plan, sampled, rows, self._device)
+
+    def record(self, plan: StepPlan, result: StepResult | None) -> None:
         """Stores the tokens of a step that the host sampled as last tokens of their rows."""
         if not plan.draws:
             return
-        lengths = result.run_lengths or [1] * len(plan.draws)
-        last = np.asarray(result.tokens, np.int32)[np.cumsum(lengths) - 1]
+        last = torch.from_numpy(np.frombuffer(bytearray(self._peers.broadcast(_last_tokens(plan, result))), np.int32))
         drawn = [plan.rows[request] for request, _ in plan.draws]
         rows = torch.tensor(drawn, dtype=torch.int32)
-        self._rows.record(to_device(torch.from_numpy(last), self._device), to_device(rows, self._device))
+        self._rows.record(to_device(last, self._device), to_device(rows, self._device))
         for row in drawn:
-            if row not in self._host_rows and has_penalties(self._sampling_rows[row].sampling):
+            if row not in self._host_rows and has_penalties(self._sampling[row]):
                 self._host_rows.add(row)
 
+    def _compute(self, plan: StepPlan) -> SampledTensors:
+        if self._replay(plan):
+            return SampledTensors(tokens=self._inputs.sampled[: len(plan.rows)])
+        hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
+        if not plan.draws:
+            return SampledTensors(tokens=None)
+        return self._sample(plan, all_gather_logits(self._model, self._model.logits(hidden), self._peers))
+
     def _admit(self, new: NewRow) -> None:
+        self._sampling[new.row] = new.sampling
         self._host_rows.discard(new.row)
         self._eager_rows.discard(new.row)
         if not self._sampler.state.admit(new):
@@ -146,13 +165,13 @@ class DeviceStep:
             return "host rows"
         if prompt_logprob_ranges(plan, self._builder.params):
             return "prompt logprobs"
-        if plan.paths and any(has_penalties(self._sampling_rows[row].sampling) for row in drawn):
+        if plan.paths and any(has_penalties(self._sampling[row]) for row in drawn):
             return "penalties with drafts"  # `verify_drafts` counts no tokens
         if len(drawn) + sum(plan.depths) > len(self._sampler.workspace.thresholds):
             return "draws"
         return None
 
-    def _sample(self, plan: StepPlan, logits: Tensor, rows: list[SamplingRow]) -> SampledTensors:
+    def _sample(self, plan: StepPlan, logits: Tensor) -> SampledTensors:
         """logits: [draws and draft tokens, vocabulary]."""
         device, paths = logits.device, paths_of_draws(plan) if plan.paths else []
         rows_of_nodes, indices = (to_device(part, device) for part in _draw_nodes(plan, paths))
@@ -160,7 +179,7 @@ class DeviceStep:
         drawn = [plan.rows[request] for request, _ in plan.draws]
         sampler = self._sampler
         sample_rows(logits, rows_of_nodes, indices, sampler.state, tokens, workspace=sampler.workspace, is_final=not paths)
-        tops = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+        tops = [top for row in drawn if (top := self._sampling[row].logprobs) is not None]
         logprobs = token_logprobs(logits, tokens, max(tops)) if tops else None
         if not paths:
             return SampledTensors(tokens=tokens, logprobs=logprobs)
@@ -169,6 +188,14 @@ class DeviceStep:
         sampled = tokens.index_select(0, drafts.gathered.reshape(-1)).view_as(drafts.gathered)
         runs = verify_drafts(drafts.tokens, sampled, firsts, self._rows.last_tokens, drafts.parents)
         return SampledTensors(tokens=tokens, logprobs=logprobs, runs=runs)
+
+
+def _last_tokens(plan: StepPlan, result: StepResult | None) -> bytes | None:
+    """Returns the last token of each draw, int32."""
+    if result is None:
+        return None
+    lengths = result.run_lengths or [1] * len(plan.draws)
+    return bytes(np.asarray(result.tokens, np.int32)[np.cumsum(lengths) - 1])
 
 
 def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,10 @@ import torch
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.operators import launch_obstacle
+from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.decode_graphs import CaptureAccount, CaptureBudget, StepGraph, default_budget
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
 log = logging.getLogger(__name__)
@@ -24,10 +26,10 @@ WORKSPACE_BYTES = 64 << 20
 """Page tables, inputs and intermediate results of sampling; below 64 MiB up to 256 requests of 131,072 tokens."""
 
 
-def device_obstacle(model: Model, dtype: torch.dtype, world_size: int) -> str | None:
+def device_obstacle(model: Model, dtype: torch.dtype, stage: Stage) -> str | None:
     """Returns why a rank computes steps without the device path, if it does."""
-    if world_size > 1:
-        return "several ranks"
+    if stage.count > 1:
+        return "several pipeline stages"
     if not isinstance(model, Decoder):
         return "the model is not fused"
     reason = launch_obstacle()
@@ -40,13 +42,15 @@ def device_obstacle(model: Model, dtype: torch.dtype, world_size: int) -> str | 
     return None
 
 
-def capture_budget(spec: RankSpec, model: Model, dtype: torch.dtype, device: torch.device) -> CaptureBudget | None:
-    """Returns the budget of the captures; no value if the host launches and samples the steps."""
+def capture_budget(
+    spec: RankSpec, model: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device
+) -> CaptureBudget | None:
+    """Returns the budget of the captures; no value if the host launches and samples the steps of any rank."""
     if device.type == "cpu" or spec.engine.enforce_eager:
         return None
-    obstacle = device_obstacle(model, dtype, spec.world_size)
-    if obstacle is not None:
-        log.warning("the host launches and samples each step", extra={"why": obstacle})
+    obstacle = device_obstacle(model, dtype, pipeline.stage)
+    if any(has_obstacle for (has_obstacle,) in pipeline.world.all_gather_integers([int(obstacle is not None)])):
+        log.warning("the host launches and samples each step", extra={"why": obstacle or "another rank has an obstacle"})
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     return default_budget(int(total * spec.engine.gpu_memory_utilization))
@@ -69,7 +73,10 @@ class DeviceLimits:
 
 
 class StepQueue(Protocol):
-    """Queues the steps of a rank on its device. Implemented in `device_step`."""
+    """Queues the steps of a rank on its device. Implemented in `device_step`.
+
+    Each rank of a model follows all plans, and all give equal answers to `can_launch`.
+    """
 
     @property
     def account(self) -> CaptureAccount:
@@ -80,10 +87,14 @@ class StepQueue(Protocol):
         """Applies a plan to the rows, before its step. Every plan, whatever samples it."""
         ...
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult] | None:
-        """Queues a step after `update`. Returns a call that waits for its result; no value if the host must sample it."""
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Returns whether the device can sample the step; else the host must. Once per plan, after `update`."""
         ...
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
-        """Stores the tokens of a step that the host sampled."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult] | None:
+        """Queues a step that it can. Returns a call that waits for its result, on the sampling rank."""
+        ...
+
+    def record(self, plan: StepPlan, result: StepResult | None) -> None:
+        """Stores the tokens of a step that the host sampled. All ranks call it; the sampling rank has the result."""
         ...

@@ -5,11 +5,12 @@ from functools import partial
 
 import torch
 
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.device.decode_graphs import CudaGraphPool, DecodeGraphs, bucket_sizes
+from phalanx_runtime.rank.device.decode_graphs import SHORTAGES, CudaGraphPool, DecodeGraphs, Shortage, bucket_sizes
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.decode_step import DecodeStep
 from phalanx_runtime.rank.device.device_rows import DeviceRows
@@ -28,9 +29,10 @@ def open_device_step(
     builder: BatchBuilder,
     sampler: Sampler,
     *,
+    peers: Collective,
     limits: DeviceLimits,
 ) -> DeviceStep:
-    """Returns the device path, with the decode steps captured.
+    """Returns the device path, with the decode steps captured. All `peers`, the ranks of the model, call it together.
 
     Padding rows write no page: the model's kernels skip negative slots.
     """
@@ -42,14 +44,27 @@ def open_device_step(
         state=state, workspace=make_workspace(model.vocab_size, limits.max_num_seqs + EXTRA_LOGITS_ROWS, device)
     )
     inputs = DecodeInputs(rows, model.kv.kv_heads)
-    compute = DecodeStep(model=model, caches=caches, inputs=inputs, sample=sampling)
+    compute = DecodeStep(model=model, peers=peers, caches=caches, inputs=inputs, sample=sampling)
     graphs = DecodeGraphs(bucket_sizes(limits.max_num_seqs), compute, limits.make_graph or CudaGraphPool().make_graph)
     step = DeviceStep(
-        model=model, caches=caches, builder=builder, inputs=inputs, graphs=graphs, sampler=sampling, sampling_rows=sampler.rows
+        model=model,
+        peers=peers,
+        caches=caches,
+        builder=builder,
+        inputs=inputs,
+        graphs=graphs,
+        sampler=sampling,
+        sampling_rows=sampler.rows,
     )
     with torch.inference_mode():
-        step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device))
+        step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device), partial(_agree, peers))
     return step
+
+
+def _agree(peers: Collective, lack: Shortage) -> Shortage:
+    """Returns the first shortage of all ranks."""
+    lacks = [SHORTAGES[index] for (index,) in peers.all_gather_integers([SHORTAGES.index(lack)])]
+    return next(filter(None, lacks), "")
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -133,8 +133,7 @@ def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.
     drafting = Drafting(num_layers=exit_layers(spec.engine.speculative_ratio or RATIO, target.config.num_layers))
     if spec.draft_exit or spec.draft_missing:
         drafting = _load_exit(spec, target.width, dtype, device)
-        failed = pipeline.world.all_gather(torch.tensor([[int(bool(drafting.failure))]], device=device), 0)
-        if bool(failed.any()):
+        if any(failed for (failed,) in pipeline.world.all_gather_integers([int(bool(drafting.failure))])):
             return drafting if drafting.failure else without_drafting("another rank cannot read the exit")
     if not pipeline.stage.is_first:
         return replace(drafting, exit=None)

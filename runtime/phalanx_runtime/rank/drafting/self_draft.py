@@ -16,6 +16,7 @@ from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.errors import DraftLost, PeerLost
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.rank.drafting.draft_passes import draft
 from phalanx_runtime.rank.drafting.draft_sampler import DraftPosition, DraftSampler
 from phalanx_runtime.rank.drafting.proposer import Pageless
@@ -79,7 +80,7 @@ class SelfDraft(Pageless):
     def _sample(
         self, sampler: DraftSampler, states: Tensor, positions: Sequence[DraftPosition], count: int
     ) -> list[RankedTokens]:
-        logits = self._peers.gather(self._model.state_logits(self._exit(states)))
+        logits = gather_logits(self._model, self._model.state_logits(self._exit(states)), self._peers)
         if self._peers.world_size == 1:
             assert logits is not None, "the only rank gathers"
             return sampler.sample(logits, positions, count)

@@ -7,8 +7,7 @@ import torch
 
 from phalanx_runtime.collective.connect import RankPlace
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.collective.registry import PIPELINE_DEVICES, join_collective
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.collective.registry import join_collective
 from phalanx_runtime.rank_spec import RankSpec
 
 JOIN_S = 300.0
@@ -32,7 +31,5 @@ def rank_place(spec: RankSpec, parent: int) -> RankPlace:
 
 
 def join_group(spec: RankSpec, device: torch.device) -> Collective:
-    """Returns the rank's collective. Raises PeerLost, ModelError."""
-    if spec.pipeline_parallel_size > 1 and device.type not in PIPELINE_DEVICES:
-        raise ModelError("pipeline_parallel_size > 1 needs CPU ranks; on GPUs use --tensor-parallel-size")
+    """Returns the rank's collective. Raises PeerLost."""
     return join_collective(device, rank_place(spec, os.getppid()), JOIN_S)

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from phalanx_api.moves import MoveOut, PageAddress
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.migration.page_orders import ExpectPages, ForgetMove, Order, Report, SendPages, StopPages
@@ -160,10 +158,9 @@ def make_secret(spec: RankSpec) -> Secret:
 
 
 def open_transfer_server(
-    spec: RankSpec, pages: PageAccess, reports: TransferReports, collective: Collective, device: torch.device
+    spec: RankSpec, pages: PageAccess, reports: TransferReports, collective: Collective
 ) -> tuple[KvTransferServer, list[int]]:
     """Opens the server of this rank and returns it with all ranks' ports; collective. Raises PeerLost."""
     sink = RemoteReports() if spec.rank else LocalReports(partial(reports.add, 0))
     server = KvTransferServer(spec.rank, make_secret(spec), pages, sink)
-    ports = collective.all_gather(torch.tensor([server.port], device=device), 0)
-    return server, [int(port) for port in ports]
+    return server, [port for (port,) in collective.all_gather_integers([server.port])]

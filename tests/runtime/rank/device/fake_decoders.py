@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig, parse_config
@@ -12,9 +12,10 @@ from phalanx_runtime.model.decoder.load import choose_ops
 from phalanx_runtime.model.layers import HeadNorm, VocabEmbedding
 from phalanx_runtime.model.linear.linear import Linear
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
-from phalanx_runtime.model.partition import WHOLE, partition
+from phalanx_runtime.model.partition import WHOLE, Shard, Stage, partition
 from phalanx_runtime.model.rope import RopeTable
 
+ALONE = SoloCollective()
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 POSITIONS = 8192
@@ -48,36 +49,35 @@ QWEN3_600M = parse_config(
 )
 
 
-def make_decoder(config: ModelConfig) -> Decoder:
-    """Returns a decoder with empty weights on a GPU; within a `FakeTensorMode`."""
-    collective = SoloCollective()
+def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = WHOLE) -> Decoder:
+    """Returns a rank of a decoder with empty weights on a GPU; within a `FakeTensorMode`."""
     ropes = {rope: RopeTable(rope, config.head_dim, POSITIONS, DTYPE, DEVICE) for rope in set(config.ropes) if rope is not None}
-    shard = partition(config, 1)[0]
-    decoder = Decoder(config, shard, collective, ropes=ropes, attention=TritonAttention(), ops=choose_ops(DEVICE), stage=WHOLE)
-    decoder.layers = [_layer(config, index) for index in range(config.num_layers)]
-    table = _empty(config.vocab_size, config.hidden_size)
-    decoder.embedding = VocabEmbedding(table, shard.vocab, collective)
+    layers = stage.layers(config.num_layers)
+    shard = partition(config, peers.world_size)[peers.rank]
+    decoder = Decoder(config, shard, peers, ropes=ropes, attention=TritonAttention(), ops=choose_ops(DEVICE), stage=stage)
+    decoder.layers = [_layer(config, shard, index) for index in range(layers.start, layers.stop)]
+    table = _empty(shard.vocab.size, config.hidden_size)
+    decoder.embedding = VocabEmbedding(table, shard.vocab, peers)
     decoder.norm = _empty(config.hidden_size)
-    decoder.head = make_linear(table if config.tied else _empty(config.vocab_size, config.hidden_size), None, Kernels())
+    decoder.head = make_linear(table if config.tied else _empty(shard.vocab.size, config.hidden_size), None, Kernels())
     return decoder
 
 
-def _layer(config: ModelConfig, index: int) -> Layer:
+def _layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
     hidden, dim = config.hidden_size, config.head_dim
+    heads = shard.heads.size * dim
     norm = config.qk_norm == "head"
     return Layer(
         attention_in=_empty(hidden),
-        qkv=_linear((config.num_heads + 2 * config.num_kv_heads) * dim, hidden),
+        qkv=_linear(heads + 2 * shard.kv_heads.size * dim, hidden),
         qk_norm=HeadNorm(_empty(dim), _empty(dim), config.rms_norm_eps) if norm else None,
         rope=config.ropes[index],
         params=AttentionParams(config.windows[index], config.scale, config.softcap),
-        o=_linear(hidden, config.num_heads * dim),
+        o=_linear(hidden, heads),
         attention_out=None,
         mlp_in=_empty(hidden),
-        gate_up=make_gated(
-            _empty(2 * config.intermediate_size, hidden), None, config.activation, Kernels(), choose_ops(DEVICE).gate
-        ),
-        down=_linear(hidden, config.intermediate_size),
+        gate_up=make_gated(_empty(2 * shard.mlp.size, hidden), None, config.activation, Kernels(), choose_ops(DEVICE).gate),
+        down=_linear(hidden, shard.mlp.size),
         mlp_out=None,
     )
 

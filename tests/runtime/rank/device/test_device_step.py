@@ -1,6 +1,7 @@
 """Whole engines whose steps are queued on the device, in the interpreter: tokens equal those of the host path, with any lag."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,11 @@ def limited(request: wire.Request, num_tokens: int) -> wire.Request:
 
 
 def answers(
-    folder: Path, build: Build, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION
+    folder: Path,
+    build: Build,
+    submitted: list[wire.Request],
+    config: SchedulerConfig = NO_SPECULATION,
+    pods: Sequence[int] = (1,),
 ) -> tuple[list[Served], Steps]:
     def work(runner: ModelRunner) -> tuple[list[Served], Steps]:
         counter = CountingRunner(runner)
@@ -66,14 +71,16 @@ def answers(
             return served, Steps(0, 0, Counter(), counter.num_accepted)
         return served, Steps(step.num_launched, step.graphs.num_replays.total(), step.obstacles, counter.num_accepted)
 
-    return on_ranks(folder, [1], build, work)
+    return on_ranks(folder, pods, build, work)
 
 
-def check(folder: Path, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION) -> Steps:
-    """Compares the device path with the host; returns its steps."""
+def check(
+    folder: Path, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION, pods: Sequence[int] = (1,)
+) -> Steps:
+    """Compares the device path of the ranks with the host path of one rank; returns the steps of rank 0."""
     with lagging(0):
         expected, _ = answers(folder, HOST, submitted, config)
-    found, steps = answers(folder, DEVICE, submitted, config)
+    found, steps = answers(folder, DEVICE, submitted, config, pods)
     for request, one, other in zip(submitted, found, expected, strict=True):
         assert (one.tokens, one.finish) == (other.tokens, other.finish), request.id
         for detail, same in zip(one.details, other.details, strict=True):
@@ -111,6 +118,24 @@ def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
 def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
     steps = check(folder, [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in submitted], config)
+    assert steps.launched > 3 and not steps.obstacles
+    assert steps.accepted > 2
+
+
+@pytest.mark.parametrize("pods", [[2], pytest.param([1, 1, 1], marks=pytest.mark.slow)], ids=str)
+def test_several_ranks_sample_on_their_devices(folder: Path, pods: list[int]) -> None:
+    """Three ranks have uneven heads and vocabularies. A row with a grammar ends first: the ranks get its tokens from rank 0."""
+    names = ["grammar", "seeded", "filters", "penalties"]
+    submitted = [limited(one, size) for one, size in zip(chosen(names), (1, 4, 6, 5), strict=True)]
+    with lagging(1):
+        steps = check(folder, submitted, pods=pods)
+    assert steps.obstacles["host rows"] > 0 and steps.graphs > 1 and steps.launched > steps.graphs
+
+
+@pytest.mark.slow
+def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
+    submitted = [limited(one, 9) for one in repeating()[:3]]
+    steps = check(folder, [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in submitted], NGRAMS, pods=[2])
     assert steps.launched > 3 and not steps.obstacles
     assert steps.accepted > 2
 

@@ -7,20 +7,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from phalanx_api import wire
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, PoolShape, StepPlan
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
 from phalanx_runtime.rank.device.limits import DeviceLimits
 from phalanx_runtime.rank.device.loading import open_device_step
 from phalanx_runtime.rank.device.pending_step import PendingStep
+from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.pipeline import Pipeline
+from tests.runtime.collective.fake_groups import fake_group
 from tests.runtime.model.gpu.launches import launches_of
-from tests.runtime.rank.device.fake_decoders import DEVICE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M, make_decoder
+from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M, make_decoder
 from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, ReplayedGraph, record
 
 NUM_ROWS = 4
@@ -44,14 +49,14 @@ def fake_tensors() -> Iterator[None]:
 class FakeRank:
     """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        decoder = make_decoder(config)
+    def __init__(self, config: ModelConfig, peers: Collective = ALONE) -> None:
+        decoder = make_decoder(config, peers)
         caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
         self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE)
         self.sampler = TorchSampler(config.vocab_size)
         self.captured: list[RecordedOps] = []
         limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
-        self.step = open_device_step(decoder, caches, POOL, self.builder, self.sampler, limits=limits)
+        self.step = open_device_step(decoder, caches, POOL, self.builder, self.sampler, peers=peers, limits=limits)
         rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2])]
         prompts = {"starts": [0, 0], "counts": [40, 40], "pages": [[0, 1, 2], [3, 4, 5]], "tokens": [9] * 80}
         self.run(StepPlan(step=1, admitted=rows, rows=[0, 1], draws=[(0, 0), (1, 0)], **prompts))  # type: ignore[arg-type]
@@ -62,8 +67,9 @@ class FakeRank:
             self.sampler.admit(new)
         self.builder.update(plan)
         self.step.update(plan)
+        assert self.step.can_launch(plan), self.step.obstacles
         pending = self.step.launch(plan)
-        assert pending is not None and not self.step.obstacles
+        assert pending is not None
         return pending
 
 
@@ -130,6 +136,22 @@ def test_a_decode_step_is_captured_with_its_sampling(config: ModelConfig) -> Non
 
 
 @configs
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_decode_step_of_several_ranks_is_captured(config: ModelConfig, world_size: int) -> None:
+    """With its collectives: a sum after each half of a layer and of the embedding, and the logits. Nothing waits between them."""
+    peers, backend = fake_group(world_size)
+    rank = FakeRank(config, peers)
+    backend.calls.clear()
+    ops = record(lambda: rank.step.graphs.compute(4))
+    assert Counter(backend.calls) == {"allreduce": 2 * config.num_layers + 1, "allgather": 1}
+    assert ops.devices == {"cuda"} and ops.names[-1] == "phalanx::sample_rows"
+    backend.calls.clear()
+    ops = record(lambda: rank.run(decode(2)))
+    assert [name for name in ops.names if name not in VIEWS] == ["aten::copy_", "phalanx::update_rows", "aten::to.dtype_layout"]
+    assert not backend.calls and dict(rank.step.graphs.num_replays) == {2: 1}
+
+
+@configs
 def test_a_captured_step_reads_and_writes_the_same_memory(config: ModelConfig) -> None:
     """Captures of one size after different steps: the memory that they share with others has the same addresses."""
     rank, captures = FakeRank(config), list[RecordedOps]()
@@ -142,15 +164,29 @@ def test_a_captured_step_reads_and_writes_the_same_memory(config: ModelConfig) -
 
 
 @configs
+def test_a_pipeline_stage_waits_for_nothing(config: ModelConfig) -> None:
+    """The first of two stages, of two ranks each: it sends the hidden states on."""
+    world, backend = fake_group(4)
+    pipeline = Pipeline(world, 2)
+    decoder = make_decoder(config, pipeline.peers, pipeline.stage)
+    caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
+    runner = make_runner(decoder, caches, POOL, pipeline, DTYPE, DEVICE)
+    plan = replace(mixed(1), admitted=[NewRow(row, SAMPLING) for row in range(3)], pages=[[0, 1, 2], [3, 4, 5], [*range(10, 23)]])
+    runner.start(replace(plan, tokens=[9] * 202))
+    assert Counter(backend.calls) == {"allreduce": config.num_layers + 1, "send to 2": 1}
+
+
+@configs
 @pytest.mark.parametrize("make_plan", [mixed, speculative])
-def test_other_steps_wait_for_nothing(config: ModelConfig, make_plan: Callable[[int], StepPlan]) -> None:
-    rank = FakeRank(config)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_steps_wait_for_nothing(config: ModelConfig, make_plan: Callable[[int], StepPlan], world_size: int) -> None:
+    rank = FakeRank(config, ALONE if world_size == 1 else fake_group(world_size)[0])
     pending: list[PendingStep] = []
     launches = Counter(launches_of(lambda: pending.append(rank.run(make_plan(2)))))
     assert launches["phalanx::sample_rows"] == 1
     assert launches["phalanx::accept_drafts"] == (make_plan is speculative)
     in_layers = sum(count for name, count in launches.items() if name in LAYER_LAUNCHES)
-    assert in_layers <= 10 * config.num_layers + 2, "with the last norm and the head"
-    assert launches.total() - in_layers < 45, "rows, inputs, sampling"
+    assert in_layers <= 10 * config.num_layers + 3, "with the first norm, the last one and the head"
+    assert launches.total() - in_layers < 50, "rows, inputs, sampling"
     with pytest.raises(DataDependentOutputException):
         pending[0]()
