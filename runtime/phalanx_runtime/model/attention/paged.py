@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from phalanx_runtime.model.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
 """Mask by sliding window, by default causal."""
@@ -87,9 +90,7 @@ class Segments:
         starts: Tensor,
         lengths: Tensor,
         tables: Tensor,
-        tree_sizes: Tensor | None = None,
-        tree_levels: Tensor | None = None,
-        ancestors: Tensor | None = None,
+        tree: Sequence[Tensor] = (),
     ) -> None:
         self.num_requests = len(counts)
         self.num_decodes = num_decodes
@@ -100,27 +101,22 @@ class Segments:
         """[requests], int32: tokens in the cache, with those of the step."""
         self.tables = tables
         """[requests, pages], int32."""
-        self.tree_sizes = tree_sizes
-        """[requests], int32: draft tokens of a tree at the end, if any request has a tree."""
-        self.tree_levels = tree_levels
-        """[requests, nodes], int32: tree level of each node, also of nodes from earlier steps."""
-        self.ancestors = ancestors
-        """[tokens], int32: bit j is set if node j of the tree is the token or its ancestor."""
+        self.tree = list(tree)
+        """If any request has a tree at its end, three tensors of int32: sizes, levels and ancestors.
+
+        [requests]: draft tokens of the tree. [requests, nodes]: the tree level of each node, also of nodes from earlier steps.
+        [tokens]: bit j is set if node j of the tree is the token or its ancestor.
+        """
         self._counts = counts
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def tree(self) -> list[Tensor]:
-        """Sizes, levels and ancestors of the trees; empty without a tree."""
-        parts = (self.tree_sizes, self.tree_levels, self.ancestors)
-        return [part for part in parts if part is not None]
 
     def blocks(self, block_queries: int) -> tuple[Tensor, Tensor]:
         """Returns request and query offset of each block of up to `block_queries` tokens of a request, int32: decodes first."""
         if block_queries not in self._blocks:
             blocks = [(i, offset) for i, count in enumerate(self._counts) for offset in range(0, count, block_queries)]
-            made = torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2).t().contiguous().to(self.starts.device)
-            self._blocks[block_queries] = (made[0], made[1])
+            columns = np.asarray(blocks, np.int32).reshape(-1, 2).T
+            requests, offsets = upload((columns[0], columns[1]), self.starts.device)
+            self._blocks[block_queries] = (requests, offsets)
         return self._blocks[block_queries]
 
 
@@ -137,12 +133,12 @@ class StepBatch:
     positions: Tensor
     slots: Tensor
     """[tokens * kv_heads]: rows of the cache as [pages * kv_heads * page, head_dim]."""
-    bands: list[DecodeBand]
-    chunks: list[AttentionChunk]
+    bands: Sequence[DecodeBand]
+    chunks: Sequence[AttentionChunk]
     logits_indices: Tensor
     """Tokens with logits: sampled ones in plan order, then prompt tokens with logprobs."""
     segments: Callable[[], Segments] = no_segments
-    """Made at the first call: CPU kernels use bands and chunks."""
+    """Made at the first call. GPU kernels use them, other attention uses bands and chunks."""
 
 
 class Attention(Protocol):

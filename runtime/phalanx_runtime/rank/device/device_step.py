@@ -24,12 +24,13 @@ from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import all_gather_logits
 from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.model.uploads import Array, upload
 from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.decode_step import GraphObstacle, decode_obstacle
 from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors
 from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
-from phalanx_runtime.rank.sampling.gpu.row_state import RowState, to_device
+from phalanx_runtime.rank.sampling.gpu.row_state import RowState
 from phalanx_runtime.rank.sampling.gpu.sample import SamplingWorkspace, sample_rows
 from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder, prompt_logprob_ranges
@@ -121,10 +122,9 @@ class DeviceStep:
         """Stores the tokens of a step that the host sampled as last tokens of their rows."""
         if not plan.draws:
             return
-        last = torch.from_numpy(np.frombuffer(bytearray(self._peers.broadcast(_last_tokens(plan, result))), np.int32))
+        last = np.frombuffer(bytearray(self._peers.broadcast(_last_tokens(plan, result))), np.int32)
         drawn = [plan.rows[request] for request, _ in plan.draws]
-        rows = torch.tensor(drawn, dtype=torch.int32)
-        self._rows.record(to_device(last, self._device), to_device(rows, self._device))
+        self._rows.record(*upload((last, np.asarray(drawn, np.int32)), self._device))
         for row in drawn:
             if row not in self._host_rows and has_penalties(self._sampling[row]):
                 self._host_rows.add(row)
@@ -174,19 +174,19 @@ class DeviceStep:
     def _sample(self, plan: StepPlan, logits: Tensor) -> SampledTensors:
         """logits: [draws and draft tokens, vocabulary]."""
         device, paths = logits.device, paths_of_draws(plan) if plan.paths else []
-        rows_of_nodes, indices = (to_device(part, device) for part in _draw_nodes(plan, paths))
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
         drawn = [plan.rows[request] for request, _ in plan.draws]
+        drafts = [*_draft_arrays(paths), np.asarray(drawn, np.int32)] if paths else []
+        rows_of_nodes, indices, *uploaded = upload((*_draw_nodes(plan, paths), *drafts), device)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
         sampler = self._sampler
         sample_rows(logits, rows_of_nodes, indices, sampler.state, tokens, workspace=sampler.workspace, is_final=not paths)
         tops = [top for row in drawn if (top := self._sampling[row].logprobs) is not None]
         logprobs = token_logprobs(logits, tokens, max(tops)) if tops else None
         if not paths:
             return SampledTensors(tokens=tokens, logprobs=logprobs)
-        drafts = _draft_arrays(paths).on(device)
-        firsts = to_device(torch.tensor(drawn, dtype=torch.int32), device)
-        sampled = tokens.index_select(0, drafts.gathered.reshape(-1)).view_as(drafts.gathered)
-        runs = verify_drafts(drafts.tokens, sampled, firsts, self._rows.last_tokens, drafts.parents)
+        draft_tokens, parents, gathered, rows = uploaded
+        sampled = tokens.index_select(0, gathered.reshape(-1)).view_as(gathered)
+        runs = verify_drafts(draft_tokens, sampled, rows, self._rows.last_tokens, parents)
         return SampledTensors(tokens=tokens, logprobs=logprobs, runs=runs)
 
 
@@ -198,32 +198,22 @@ def _last_tokens(plan: StepPlan, result: StepResult | None) -> bytes | None:
     return bytes(np.asarray(result.tokens, np.int32)[np.cumsum(lengths) - 1])
 
 
-def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> tuple[Tensor, Tensor]:
+def _draw_nodes(plan: StepPlan, paths: list[DraftedPath]) -> tuple[Array, Array]:
     """Returns row and output index of each logits row, [n] int32 each."""
     rows, indices = list[int](), list[int]()
     for at, (request, index) in enumerate(plan.draws):
         tree = tuple(paths[at].parents or chain(len(paths[at].tokens))) if paths else ()
         rows += [plan.rows[request]] * (1 + len(tree))
         indices += [index, *(index + 1 + level for level in levels(tree))]
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32)
+    return np.asarray(rows, np.int32), np.asarray(indices, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftArrays:
-    """Draft tokens of all draws, padded."""
+def _draft_arrays(paths: list[DraftedPath]) -> tuple[Array, Array, Array]:
+    """Returns the draft tokens of all draws, their parents, and the logits rows after them.
 
-    tokens: Tensor
-    """[draws, nodes], -1 past the draft tokens of a draw."""
-    parents: Tensor
-    """[draws, nodes] int32."""
-    gathered: Tensor
-    """[draws, nodes + 1]: the logits row after the own tokens and after each node; any row past them."""
-
-    def on(self, device: torch.device) -> "_DraftArrays":
-        return _DraftArrays(*(to_device(part, device) for part in (self.tokens, self.parents, self.gathered)))
-
-
-def _draft_arrays(paths: list[DraftedPath]) -> _DraftArrays:
+    tokens: [draws, nodes], -1 past the draft tokens of a draw. parents: [draws, nodes] int32. Logits rows: [draws, nodes + 1],
+    after the own tokens and after each node; any row past them.
+    """
     nodes = max(len(path.tokens) for path in paths)
     tokens = np.full((len(paths), nodes), -1, np.int64)
     parents = np.full((len(paths), nodes), -1, np.int32)
@@ -235,4 +225,4 @@ def _draft_arrays(paths: list[DraftedPath]) -> _DraftArrays:
         parents[at, :size] = path.parents or chain(size)
         gathered[at, : size + 1] = np.arange(first, first + size + 1)
         first += size + 1
-    return _DraftArrays(*(torch.from_numpy(part) for part in (tokens, parents, gathered)))
+    return tokens, parents, gathered

@@ -3,9 +3,10 @@
 Decoding requests come first, sorted by length, in bands padded to one length each; chunks follow.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from typing import TypeVar, overload
 
 import numpy as np
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
+from phalanx_runtime.model.uploads import Array, upload
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,36 @@ class CacheShape:
     kv_heads: int
     layer_page_bytes: int
     """Bytes of a page in one layer."""
+
+
+class LazyParts(Sequence[T]):
+    """Bands or chunks, made at first use: GPU kernels use `Segments`."""
+
+    __slots__ = ("_make", "_parts")
+
+    def __init__(self, make: Callable[[], list[T]]) -> None:
+        self._make = make
+        self._parts: list[T] | None = None
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._made())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        return self._made()[index]
+
+    def _made(self) -> list[T]:
+        if self._parts is None:
+            self._parts = self._make()
+        return self._parts
 
 
 class LazyMasks(dict[int | None, Tensor | None]):
@@ -162,30 +195,32 @@ class BatchBuilder:
             firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
             for part in prompt_logprob_ranges(plan, self.params)
         ]
+        logits_indices = np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
+        unknown = np.flatnonzero(is_unknown)
+        parts = self._upload(
+            *(tokens, positions, self._slots(row_of_token, slots), logits_indices),
+            *((unknown, row_of_token[unknown]) if len(unknown) else ()),
+        )
         return StepBatch(
-            tokens=self._fill_last_tokens(self._tensor(tokens), is_unknown, row_of_token),
-            positions=self._tensor(positions),
-            slots=self._tensor(self._slots(row_of_token, slots)),
-            bands=self._bands(rows[:num_decodes], lengths[:num_decodes]),
-            chunks=[
-                self._chunk(int(firsts[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
-                for i in range(num_decodes, len(rows))
-            ],
-            logits_indices=self._tensor(
-                np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
+            tokens=self._fill_last_tokens(parts[0], *parts[4:]) if len(unknown) else parts[0],
+            positions=parts[1],
+            slots=parts[2],
+            bands=LazyParts(partial(self._bands, rows[:num_decodes], lengths[:num_decodes])),
+            chunks=LazyParts(
+                lambda: [
+                    self._chunk(int(firsts[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
+                    for i in range(num_decodes, len(rows))
+                ]
             ),
+            logits_indices=parts[3],
             segments=cache(partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order)),
         )
 
-    def _fill_last_tokens(self, tokens: Tensor, is_unknown: NDArray[np.bool_], rows: Ints) -> Tensor:
-        """Replaces unknown tokens, on the device. `rows`: of each token. Raises ValueError without `last_tokens`."""
-        unknown = np.flatnonzero(is_unknown)
-        if not len(unknown):
-            return tokens
+    def _fill_last_tokens(self, tokens: Tensor, unknown: Tensor, rows: Tensor) -> Tensor:
+        """Replaces the tokens at `unknown` by those of `rows`, on the device. Raises ValueError without `last_tokens`."""
         if self.last_tokens is None:
             raise ValueError("the plan has a token that only the device knows, and the builder has no `last_tokens`")
-        last = self.last_tokens.index_select(0, self._tensor(rows[unknown])).to(tokens.dtype)
-        return tokens.index_copy_(0, self._tensor(unknown), last)
+        return tokens.index_copy_(0, unknown, self.last_tokens.index_select(0, rows).to(tokens.dtype))
 
     def _segments(self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints) -> Segments:
         """`rows`, `counts` and `lengths` in packed order; `order`: their requests, by which `trees` has parents."""
@@ -198,19 +233,20 @@ class BatchBuilder:
                 bits = tree_mask(tuple(tree)) @ (1 << np.arange(len(tree)))
                 size = min(len(tree), int(count))
                 ancestors[end - size : end] = bits[-size:]
-        has_tree = any(parents)
         tree_levels = np.zeros((len(parents), max(map(len, parents), default=0)), np.int32)
         for row, tree in enumerate(parents):
             tree_levels[row, : len(tree)] = levels(tuple(tree))
+        arrays = [np.concatenate(([0], ends)), lengths, self._tables[rows, :width]]
+        if any(parents):
+            arrays += [np.asarray([len(tree) for tree in parents]), tree_levels, ancestors]
+        starts, device_lengths, tables, *tree_parts = self._upload(*(array.astype(np.int32) for array in arrays))
         return Segments(
             counts=counts.tolist(),
             num_decodes=sum(count == 1 and not tree for count, tree in zip(counts, parents, strict=True)),
-            starts=self._int32(np.concatenate(([0], ends))),
-            lengths=self._int32(lengths),
-            tables=self._int32(self._tables[rows, :width]),
-            tree_sizes=self._int32(np.asarray([len(tree) for tree in parents])) if has_tree else None,
-            tree_levels=self._int32(tree_levels) if has_tree else None,
-            ancestors=self._int32(ancestors) if has_tree else None,
+            starts=starts,
+            lengths=device_lengths,
+            tables=tables,
+            tree=tree_parts,
         )
 
     def stray_slots(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
@@ -318,18 +354,11 @@ class BatchBuilder:
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, else minus infinity."""
-        keep = self._upload(visible)
+        (keep,) = self._upload(visible)
         return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~keep, float("-inf"))
 
-    def _int32(self, values: NDArray[np.generic]) -> Tensor:
-        return self._upload(np.asarray(values, np.int32))
-
     def _tensor(self, values: Ints) -> Tensor:
-        return self._upload(values)
+        return self._upload(values)[0]
 
-    def _upload(self, values: NDArray[np.generic]) -> Tensor:
-        """Copies to the device; from pinned memory, or the copy would wait for the previous step."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        if self._device.type == "cuda" and torch.cuda.is_available():
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
+    def _upload(self, *arrays: Array) -> list[Tensor]:
+        return upload(arrays, self._device)

@@ -16,6 +16,8 @@ ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "emp
 """Operators that allocate and write nothing."""
 UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", "aten::detach", "aten::lift_fresh"})
 """Views that torch does not mark as such."""
+COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::to"})
+"""Operators that may copy between devices."""
 
 
 class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,6 +40,28 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_effect = name.startswith(SILENT) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
         if has_effect and not func.is_view and name not in ALLOCATIONS | UNMARKED_VIEWS:
             self.names.append(name)
+        return result
+
+
+class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails at a copy between host and device for which the host waits. Fake tensors fail only when a value is read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
+        if func.name().partition(".")[0] in COPIES and len(devices) > 1:
+            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            named.update(kwargs or {})
+            assert named.get("non_blocking"), f"{func.name()} between {sorted(devices)} waits for the device"
         return result
 
 

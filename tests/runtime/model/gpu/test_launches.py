@@ -1,6 +1,7 @@
 """Launches of a decoder layer of real shapes in bf16, counted on fake tensors of a GPU."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.config import parse_config
 from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
-from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.model.gpu.launches import NoWaits, launches_of
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,3 +93,19 @@ def test_views_and_allocations_are_no_launches() -> None:
         torch.zeros(3)
 
     assert launches_of(work) == ["aten::add_", "aten::clone", "aten::zeros"]
+
+
+def test_copies_that_wait_for_the_device_are_found() -> None:
+    def on_gpu() -> torch.Tensor:
+        return torch.tensor([1]).to("cuda", non_blocking=True)
+
+    waits: list[Callable[[], object]] = [
+        lambda: torch.tensor([1]).to("cuda"),
+        lambda: on_gpu().copy_(torch.tensor([2])),
+        lambda: on_gpu().cpu(),
+    ]
+    with FakeTensorMode(), NoWaits():
+        on_gpu().copy_(torch.tensor([2]), non_blocking=True)
+        for wait in waits:
+            with pytest.raises(AssertionError, match="waits for the device"):
+                wait()

@@ -24,7 +24,7 @@ from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.collective.fake_groups import fake_group
-from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.model.gpu.launches import NoWaits, launches_of
 from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M, make_decoder
 from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, ReplayedGraph, record
 
@@ -67,8 +67,9 @@ class FakeRank:
             self.sampler.admit(new)
         self.builder.update(plan)
         self.step.update(plan)
-        assert self.step.can_launch(plan), self.step.obstacles
-        pending = self.step.launch(plan)
+        with NoWaits():
+            assert self.step.can_launch(plan), self.step.obstacles
+            pending = self.step.launch(plan)
         assert pending is not None
         return pending
 
@@ -187,6 +188,6 @@ def test_other_steps_wait_for_nothing(config: ModelConfig, make_plan: Callable[[
     assert launches["phalanx::accept_drafts"] == (make_plan is speculative)
     in_layers = sum(count for name, count in launches.items() if name in LAYER_LAUNCHES)
     assert in_layers <= 10 * config.num_layers + 3, "with the first norm, the last one and the head"
-    assert launches.total() - in_layers < 50, "rows, inputs, sampling"
+    assert launches.total() - in_layers < 32, "rows, inputs, sampling"
     with pytest.raises(DataDependentOutputException):
         pending[0]()

@@ -70,6 +70,7 @@ class Case:
             else:
                 chunks.append(AttentionChunk(start=first, size=size, length=length, cache_rows=None, masks={}, table=table))
             first += size
+        self.bands, self.chunks = bands, chunks
         self.batch = StepBatch(
             tokens=empty, positions=empty, slots=torch.cat(slots), bands=bands, chunks=chunks, logits_indices=empty
         )
@@ -157,13 +158,13 @@ def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, see
     """A step of these runs, then a request with a tree of this shape and `own` further tokens."""
     size, length = own + len(shape), runs[-1][1] + own + len(shape)
     made = Case([*runs, (size, length)], page=page, group=group, dim=32, seed=seed)
-    last = made.batch.chunks[-1] if made.batch.chunks else None
+    last = made.chunks[-1] if made.chunks else None
     if last is None or last.size != size:  # a single token is a tree, too
-        band = made.batch.bands.pop()
+        band = made.bands.pop()
         last = AttentionChunk(start=band.start, size=1, length=length, cache_rows=None, masks={}, table=band.tables[0])
     else:
-        made.batch.chunks.pop()
-    made.batch.chunks.append(replace(last, parents=tuple(shape)))
+        made.chunks.pop()
+    made.chunks.append(replace(last, parents=tuple(shape)))
     return made
 
 
@@ -201,8 +202,8 @@ def test_trees_equal_the_definition(
 
 def without_first(made: Case, computed: int) -> Case:
     """The same step with the first `computed` tokens of the tree in the pages."""
-    last = made.batch.chunks[-1]
-    made.batch.chunks[-1] = replace(last, size=last.size - computed)
+    last = made.chunks[-1]
+    made.chunks[-1] = replace(last, size=last.size - computed)
     end = len(made.q) - computed
     kept = [*range(last.start), *range(last.start + computed, len(made.q))]
     made.q, made.k, made.v = made.q[kept], made.k[kept], made.v[kept]

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.model.uploads import to_device
 from phalanx_runtime.rank.sampling.filters import make_draw
 from phalanx_runtime.rank.sampling.gpu import triton_rows as columns
 from phalanx_runtime.rank.sampling.gumbel import mixed_seed
@@ -99,13 +100,6 @@ class SlotTensor:
             target.zero_()
             places = to_device(torch.tensor(ids, dtype=torch.int64), self._device)
             target.index_copy_(0, places, to_device(values, self._device))
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies host values without a wait: from pinned memory on a GPU."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 class RowState:
