@@ -59,10 +59,36 @@ class PageAccess:
     """Returns once the rank has computed this step."""
 
 
-def open_pages(caches: list[LayerCache], is_still: bool = True) -> Pages:
-    """Opens pages for one connection. is_still: no page is written while it is read."""
+class CopyStream(Protocol):
+    """Copies between host and device, concurrent with steps."""
+
+    def run(self, copies: Callable[[], None]) -> None:
+        """Queues copies after the work that steps have queued, and waits for the copies."""
+        ...
+
+
+class CudaCopyStream:
+    """A stream of `torch.cuda` for one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        make_stream: Any = torch.cuda.Stream
+        self._device = device
+        self._stream = make_stream(device)
+
+    def run(self, copies: Callable[[], None]) -> None:
+        """See `CopyStream`."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copies()
+        self._stream.synchronize()
+
+
+def open_pages(
+    caches: list[LayerCache], is_still: bool = True, make_stream: Callable[[torch.device], CopyStream] = CudaCopyStream
+) -> Pages:
+    """Opens pages for one connection. is_still: no page is written while it is read. `make_stream`: for pages of a GPU."""
     if caches and caches[0].k.device.type == "cuda":
-        return _DevicePages(caches)
+        return _DevicePages(caches, make_stream(caches[0].k.device))
     return _HostPages(caches, is_still)
 
 
@@ -92,30 +118,28 @@ class _HostPages:
 
 
 class _DevicePages:
-    """GPU pages, copied through pinned memory on a separate stream, after work queued on the default stream."""
+    """GPU pages, copied through pinned memory."""
 
-    def __init__(self, caches: list[LayerCache]) -> None:
+    def __init__(self, caches: list[LayerCache], stream: CopyStream) -> None:
         self._rows = _rows(caches)
         self.page_bytes = sum(rows.shape[1] for rows in self._rows)
-        self._device = self._rows[0].device
-        make_stream: Any = torch.cuda.Stream
-        self._stream = make_stream(self._device)
-        self._pinned = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
-        self._bytes = memoryview(self._pinned.numpy().data)
-        self._parts = torch.split(self._pinned, [rows.shape[1] for rows in self._rows])
+        self._stream = stream
+        pinned = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._bytes = memoryview(pinned.numpy().data)
+        self._parts = torch.split(pinned, [rows.shape[1] for rows in self._rows])
 
     def read(self, page: int) -> list[memoryview]:
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        def copy() -> None:
             for part, rows in zip(self._parts, self._rows, strict=True):
                 part.copy_(rows[page], non_blocking=True)
-        self._stream.synchronize()
+
+        self._stream.run(copy)
         return [self._bytes]
 
     def write(self, page: int, data: memoryview) -> None:
-        self._bytes[:] = data
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        def copy() -> None:
             for part, rows in zip(self._parts, self._rows, strict=True):
                 rows[page].copy_(part, non_blocking=True)
-        self._stream.synchronize()
+
+        self._bytes[:] = data
+        self._stream.run(copy)

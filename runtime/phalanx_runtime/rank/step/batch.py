@@ -190,31 +190,37 @@ class BatchBuilder:
             size = min(len(parents), plan.counts[request])
             root = plan.starts[request] + plan.counts[request] - len(parents)
             positions[end - size : end] = root + np.asarray(levels(tuple(parents)))[-size:]
-        ends = firsts[1:][index_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
-        prompt_logits = [
-            firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
-            for part in prompt_logprob_ranges(plan, self.params)
-        ]
-        logits_indices = np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
         unknown = np.flatnonzero(is_unknown)
         parts = self._upload(
-            *(tokens, positions, self._slots(row_of_token, slots), logits_indices),
+            *(tokens, positions, self._slots(row_of_token, slots), self._logits_indices(plan, firsts, index_of)),
             *((unknown, row_of_token[unknown]) if len(unknown) else ()),
         )
+
+        def chunks() -> list[AttentionChunk]:
+            requests = zip(firsts[:-1].tolist(), rows.tolist(), counts.tolist(), lengths.tolist(), order.tolist(), strict=True)
+            return [
+                self._chunk(first, row, size, length, trees.get(request, []))
+                for first, row, size, length, request in list(requests)[num_decodes:]
+            ]
+
         return StepBatch(
             tokens=self._fill_last_tokens(parts[0], *parts[4:]) if len(unknown) else parts[0],
             positions=parts[1],
             slots=parts[2],
             bands=LazyParts(partial(self._bands, rows[:num_decodes], lengths[:num_decodes])),
-            chunks=LazyParts(
-                lambda: [
-                    self._chunk(int(firsts[i]), int(rows[i]), int(counts[i]), int(lengths[i]), trees.get(int(order[i]), []))
-                    for i in range(num_decodes, len(rows))
-                ]
-            ),
+            chunks=LazyParts(chunks),
             logits_indices=parts[3],
             segments=cache(partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order)),
         )
+
+    def _logits_indices(self, plan: StepPlan, firsts: Ints, index_of: Ints) -> Ints:
+        """`firsts`: first token of each request in packed order. `index_of`: each request's place in it."""
+        ends = firsts[1:][index_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
+        prompt_logits = [
+            firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
+            for part in prompt_logprob_ranges(plan, self.params)
+        ]
+        return np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
 
     def _fill_last_tokens(self, tokens: Tensor, unknown: Tensor, rows: Tensor) -> Tensor:
         """Replaces the tokens at `unknown` by those of `rows`, on the device. Raises ValueError without `last_tokens`."""

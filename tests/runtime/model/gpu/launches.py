@@ -59,9 +59,8 @@ class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)}
         if func.name().partition(".")[0] in COPIES and len(devices) > 1:
-            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            named.update(kwargs or {})
-            assert named.get("non_blocking"), f"{func.name()} between {sorted(devices)} waits for the device"
+            is_queued = (kwargs or {}).get("non_blocking") or args[2:3] == (True,)
+            assert is_queued, f"{func.name()} between {sorted(devices)} waits for the device"
         return result
 
 

@@ -10,29 +10,18 @@ import pytest
 from msgspec.structs import replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from phalanx_api import wire
-from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, PoolShape, StepPlan
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, StepPlan
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
-from phalanx_runtime.rank.device.limits import DeviceLimits
-from phalanx_runtime.rank.device.loading import open_device_step
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from phalanx_runtime.rank.sampling.sampler import TorchSampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.collective.fake_groups import fake_group
-from tests.runtime.model.gpu.launches import NoWaits, launches_of
-from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M, make_decoder
-from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, ReplayedGraph, record
+from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, LLAMA_8B, QWEN3_600M, make_decoder
+from tests.runtime.rank.device.fake_rank import PAGE, POOL, SAMPLING, FakeRank
+from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, record
 
-NUM_ROWS = 4
-PAGE = 16
-POOL = PoolShape(2048, PAGE)
-SAMPLING = wire.Sampling(max_tokens=50, seed=3, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01)
-PENALTIES = wire.Sampling(max_tokens=50, seed=4, repetition_penalty=1.2, logit_bias={7: 1.0}, allowed_token_ids=[5, 6, 7])
 LAYER_LAUNCHES = {
     *(f"phalanx::{name}" for name in ("paged_attention", "merge_splits", "prepare_heads", "gate", "add_norm")),
     *("aten::mm", "aten::addmm_"),
@@ -44,34 +33,6 @@ configs = pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 
 def fake_tensors() -> Iterator[None]:
     with FakeTensorMode():
         yield
-
-
-class FakeRank:
-    """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
-
-    def __init__(self, config: ModelConfig, peers: Collective = ALONE) -> None:
-        decoder = make_decoder(config, peers)
-        caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
-        self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE)
-        self.sampler = TorchSampler(config.vocab_size)
-        self.captured: list[RecordedOps] = []
-        limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
-        self.step = open_device_step(decoder, caches, POOL, self.builder, self.sampler, peers=peers, limits=limits)
-        rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2])]
-        prompts = {"starts": [0, 0], "counts": [40, 40], "pages": [[0, 1, 2], [3, 4, 5]], "tokens": [9] * 80}
-        self.run(StepPlan(step=1, admitted=rows, rows=[0, 1], draws=[(0, 0), (1, 0)], **prompts))  # type: ignore[arg-type]
-
-    def run(self, plan: StepPlan) -> PendingStep:
-        """Queues a step as `ModelRunner` does."""
-        for new in plan.admitted:
-            self.sampler.admit(new)
-        self.builder.update(plan)
-        self.step.update(plan)
-        with NoWaits():
-            assert self.step.can_launch(plan), self.step.obstacles
-            pending = self.step.launch(plan)
-        assert pending is not None
-        return pending
 
 
 def decode(step: int) -> StepPlan:
