@@ -65,6 +65,11 @@ class LibraryCollective:
         self._device_type = device_type
 
     @property
+    def store(self) -> Store:
+        """Where the ranks of the group meet."""
+        return self._store
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self._messages.rank

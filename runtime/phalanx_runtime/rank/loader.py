@@ -79,6 +79,10 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     model = source.load(pipeline.peers, options, stage=pipeline.stage)
     if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
         raise ModelError(f"batch-invariant: {reason}")
+    if device.type == "cuda" and pipeline.peers.world_size > 1:
+        from phalanx_runtime.rank.device.sum_choice import use_one_shot  # imports Triton
+
+        use_one_shot(model, pipeline.peers, num_local=spec.local_world_size, dtype=dtype, device=device)
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     budget = capture_budget(spec, model, pipeline, dtype, device)
     keep_freed_memory()

@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.decoder.one_shot import OneShot
 from phalanx_runtime.model.layers import DecoderOps, QkNorm, VocabEmbedding
 from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.partition import Shard, Stage
@@ -68,6 +69,8 @@ class Decoder:
         self._ropes = ropes
         self._attention = attention
         self.ops = ops
+        self.one_shot: OneShot | None = None
+        """Sums of few rows over ranks; without it the collective's."""
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
@@ -127,6 +130,8 @@ class Decoder:
         if after is None and self._collective.world_size == 1:
             linear.add_to(x, h)
             return self._norm(x, before)
+        if self.one_shot is not None and self.one_shot.fits(x, after, before):
+            return self.one_shot.add_norm(x, linear(h), after, before, self.config.rms_norm_eps)
         return self.ops.add_norm(x, self._all_reduce(linear(h)), after, before, self.config.rms_norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """`DecoderOps` by Triton kernels: launches and the backend. `TorchOps` computes what they exclude."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ GATE_BLOCK = 2048
 HEADS_TILE = 1024
 """Elements of a program of `prepare_heads`."""
 HEADS_WARPS = 2
+MAX_PARTS = 8
+"""Ranks of `add_parts_norm`."""
 
 
 def norm_constants(size: int, *, has_sum: bool, has_after: bool, has_before: bool) -> dict[str, Any]:
@@ -77,6 +80,36 @@ def _add_norm(x: Tensor, y: Tensor | None, after: Tensor | None, before: Tensor 
         x_stride=x.stride(0),
         y_stride=x.stride(0) if y is None else y.stride(0),
         **norm_constants(size, has_sum=y is not None, has_after=after is not None, has_before=before is not None),
+        num_warps=norm_warps(size),
+    )
+
+
+def parts_constants(size: int, parts: int, *, has_after: bool, has_before: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments of `add_parts_norm`."""
+    return {
+        "SIZE": size,
+        "SIZE_PADDED": triton.next_power_of_2(size),
+        "PARTS": parts,
+        "HAS_AFTER": has_after,
+        "HAS_BEFORE": has_before,
+    }
+
+
+@operator("add_parts_norm(Tensor(a!) x, Tensor[] parts, Tensor? after, Tensor? before, Tensor(b!)? out, float eps)")
+def _add_parts_norm(
+    x: Tensor, parts: Sequence[Tensor], after: Tensor | None, before: Tensor | None, out: Tensor | None, eps: float
+) -> None:
+    size = x.shape[1]
+    kernels.add_parts_norm[(x.shape[0],)](
+        x,
+        *parts,
+        *[parts[0]] * (MAX_PARTS - len(parts)),
+        after=x if after is None else after,
+        before=x if before is None else before,
+        out=x if out is None else out,
+        eps=eps,
+        x_stride=x.stride(0),
+        **parts_constants(size, len(parts), has_after=after is not None, has_before=before is not None),
         num_warps=norm_warps(size),
     )
 
@@ -156,6 +189,17 @@ class TritonOps(TorchOps):
         _add_norm(x=x, y=y, after=after, before=before, out=out, eps=eps)
         return x if out is None else out
 
+    def can_add_parts(self, x: Tensor, after: Tensor | None, before: Tensor | None) -> bool:
+        """See `one_shot.PartsOps`."""
+        return _are_rows(x, after, before) and can_hold(x.shape[1], x.dtype, True)
+
+    def add_parts_norm(self, x: Tensor, parts: list[Tensor], after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
+        """See `one_shot.PartsOps`. parts: [rows, hidden] each, 2 to `MAX_PARTS`."""
+        self.num_launched += 1
+        out = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _add_parts_norm(x=x, parts=parts, after=after, before=before, out=out, eps=eps)
+        return x if out is None else out
+
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """See `DecoderOps`."""
         if gate_up.dtype not in DTYPES or gate_up.dim() != 2 or gate_up.stride(1) != 1:
@@ -199,7 +243,7 @@ def _are_rows(x: Tensor, *weights: Tensor | None) -> bool:
 
 
 def can_hold(size: int, dtype: torch.dtype, has_after: bool) -> bool:
-    """Returns whether the norm kernel supports rows of this size. `has_after`: with a norm before the sum."""
+    """Returns whether the norm kernel supports rows of this size. `has_after`: with a norm before the sum, or a sum of parts."""
     return size * dtype.itemsize <= MAX_ROW_BYTES // (2 if has_after else 1)
 
 

@@ -18,6 +18,71 @@ def weighted(values, scale, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def sum_parts(part_0, part_1, part_2, part_3, part_4, part_5, part_6, part_7, offset, is_column, PARTS: tl.constexpr):
+    """Returns the sum of the first PARTS parts at `offset`, in their order, as fp32."""
+    total = tl.load(part_0 + offset, mask=is_column, other=0.0).to(tl.float32)
+    total += tl.load(part_1 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 2:
+        total += tl.load(part_2 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 3:
+        total += tl.load(part_3 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 4:
+        total += tl.load(part_4 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 5:
+        total += tl.load(part_5 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 6:
+        total += tl.load(part_6 + offset, mask=is_column, other=0.0).to(tl.float32)
+    if PARTS > 7:
+        total += tl.load(part_7 + offset, mask=is_column, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def add_parts_norm(
+    x,
+    part_0,
+    part_1,
+    part_2,
+    part_3,
+    part_4,
+    part_5,
+    part_6,
+    part_7,
+    after,
+    before,
+    out,
+    eps,
+    x_stride,
+    SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+):
+    """As `add_norm`, of the sum of 2 to 8 parts. Parts: [rows, SIZE], contiguous; those of other ranks are in their memory.
+
+    Bytes: PARTS + 3 rows, of which PARTS - 1 come from other GPUs.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE_PADDED)
+    is_column = column < SIZE
+    dtype = x.dtype.element_ty
+    offset = row * SIZE + column
+    added = sum_parts(part_0, part_1, part_2, part_3, part_4, part_5, part_6, part_7, offset, is_column, PARTS)
+    added = added.to(dtype).to(tl.float32)
+    if HAS_AFTER:
+        scale = tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps)
+        added = weighted(added, scale, tl.load(after + column, mask=is_column, other=0.0), dtype).to(tl.float32)
+    total = (tl.load(x + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32) + added).to(dtype)
+    tl.store(x + row * x_stride + column, total, mask=is_column)
+    if HAS_BEFORE:
+        values = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+        normed = weighted(values, scale, tl.load(before + column, mask=is_column, other=0.0), dtype)
+        tl.store(out + offset, normed, mask=is_column)
+
+
+@triton.jit
 def add_norm(
     x,
     y,

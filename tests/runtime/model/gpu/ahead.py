@@ -16,8 +16,17 @@ from triton.compiler import ASTSource
 from phalanx_runtime.model.attention.gpu import DECODE, TileConfig, can_attend, constants_of, prefill_tiles
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
-from phalanx_runtime.model.decoder.gpu import HEADS_WARPS, can_hold, gate_constants, heads_constants, norm_constants, norm_warps
-from phalanx_runtime.model.decoder.triton_kernels import add_norm, gate, prepare_heads
+from phalanx_runtime.model.decoder.gpu import (
+    HEADS_WARPS,
+    MAX_PARTS,
+    can_hold,
+    gate_constants,
+    heads_constants,
+    norm_constants,
+    norm_warps,
+    parts_constants,
+)
+from phalanx_runtime.model.decoder.triton_kernels import add_norm, add_parts_norm, gate, prepare_heads
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.rank.device.device_rows import MAX_BLOCK, RECORD_BLOCK
 from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs, record_tokens, update_rows
@@ -136,6 +145,11 @@ NORM_TYPES = {
     "eps": "fp32",
     **dict.fromkeys(("x_stride", "y_stride"), "i32"),
 }
+PARTS_TYPES = {
+    **dict.fromkeys(("x", *(f"part_{rank}" for rank in range(MAX_PARTS)), "after", "before", "out"), "*bf16"),
+    "eps": "fp32",
+    "x_stride": "i32",
+}
 HEADS_TYPES = {
     **dict.fromkeys(("qk", "v", "k_cache", "v_cache"), "*bf16"),
     "slots": "*i64",
@@ -163,6 +177,14 @@ def decoder_variants() -> Iterator[Variant]:
             for has_after in (False, True):
                 if can_hold(size, dtype, has_after):
                     yield _norm(size, dtype, has_after)
+        for parts in (2, MAX_PARTS) if can_hold(size, torch.bfloat16, True) else ():
+            yield Variant(
+                name=f"norm of {parts} parts of {size}",
+                kernel=add_parts_norm,
+                types=PARTS_TYPES,
+                constants=parts_constants(size, parts, has_after=False, has_before=True),
+                num_warps=norm_warps(size),
+            )
     activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
     for activation in activations:
         types = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"}

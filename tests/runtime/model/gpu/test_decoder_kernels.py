@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.paged import LayerCache, write_pages
-from phalanx_runtime.model.decoder.gpu import MAX_ROW_BYTES, TritonOps
+from phalanx_runtime.model.decoder.gpu import MAX_PARTS, MAX_ROW_BYTES, TritonOps
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
 from tests.runtime.model.gpu.launches import launches_of
@@ -78,6 +78,34 @@ def test_add_norm(
     expected = TorchOps().add_norm(expected_x, y, weights[0], weights[1], EPS)
     results = []
     assert launches_of(lambda: results.append(ops.add_norm(x, y, weights[0], weights[1], EPS))) == ["phalanx::add_norm"]
+    same(x, expected_x)
+    same(results[0], expected)
+    assert has_before or results[0] is x
+
+
+@settings(max_examples=40)
+@given(
+    size=SIZES,
+    rows=st.integers(1, 4),
+    num_parts=st.integers(2, MAX_PARTS),
+    dtype=DTYPES,
+    has_after=st.booleans(),
+    has_before=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_parts_of_ranks_are_added_in_order(
+    size: int, rows: int, num_parts: int, dtype: torch.dtype, has_after: bool, has_before: bool, seed: int
+) -> None:
+    noise, ops = Noise(seed), TritonOps()
+    x, parts = noise(rows, size, dtype=dtype), [noise(rows, size, dtype=dtype) for _ in range(num_parts)]
+    after, before = (noise(size, dtype=dtype) if has else None for has in (has_after, has_before))
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    expected_x, results = x.clone(), []
+    expected = TorchOps().add_norm(expected_x, total.to(dtype), after, before, EPS)
+    assert ops.can_add_parts(x, after, before)
+    assert launches_of(lambda: results.append(ops.add_parts_norm(x, parts, after, before, EPS))) == ["phalanx::add_parts_norm"]
     same(x, expected_x)
     same(results[0], expected)
     assert has_before or results[0] is x

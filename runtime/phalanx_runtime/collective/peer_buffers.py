@@ -1,0 +1,64 @@
+"""Memory of each GPU of a node that the other GPUs read directly, by torch's symmetric memory.
+
+A rank writes its own buffer, all ranks meet at `barrier`, then each reads all buffers. Two buffers alternate: at a barrier every
+rank has read those before the previous one, so that one barrier per exchange is enough. A CUDA graph replays the buffers of its
+capture: a step makes an even number of exchanges, so that the buffers alternate between steps, too.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+NUM_SLOTS = 2
+
+
+class PeerBuffers(Protocol):
+    """Buffers of all ranks. All ranks exchange equal shapes in the same order, each on its current stream."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def max_bytes(self) -> int:
+        """Size of a buffer."""
+        ...
+
+    def next(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Returns the next buffer of each rank, by rank, valid until the call after the next. Any shape up to `max_bytes`."""
+        ...
+
+    def barrier(self) -> None:
+        """Queues a wait until all ranks have queued theirs: then their earlier writes are visible."""
+        ...
+
+
+class SymmetricBuffers:
+    """`PeerBuffers` over NVLink or PCIe. All ranks open them together. Raises RuntimeError if a GPU cannot read another."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, max_bytes: int, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory  # only in CUDA builds
+
+        name = "phalanx-peer-buffers"
+        symmetric: Any = _SymmetricMemory
+        symmetric.set_group_info(name, rank, world_size, store)
+        self.max_bytes = max_bytes
+        self._memory: Tensor = symmetric.empty_strided_p2p((NUM_SLOTS * max_bytes,), (1,), torch.uint8, device, name)
+        self._handle = symmetric.rendezvous(self._memory, name)
+        self._world_size = world_size
+        self._slot = 0
+        self.rank = rank
+
+    def next(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """See `PeerBuffers`."""
+        self._slot = (self._slot + 1) % NUM_SLOTS
+        offset = self._slot * self.max_bytes // dtype.itemsize
+        return [self._handle.get_buffer(rank, shape, dtype, offset) for rank in range(self._world_size)]
+
+    def barrier(self) -> None:
+        """See `PeerBuffers`."""
+        self._handle.barrier(channel=self._slot)

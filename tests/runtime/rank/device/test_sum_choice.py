@@ -1,0 +1,108 @@
+"""Sums over ranks by one kernel: chosen by measured time, with the tokens of the collective's sums."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_runtime.collective.peer_buffers import PeerBuffers
+from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.decoder.one_shot import one_shot_rows
+from phalanx_runtime.rank.device.sum_choice import ROWS, choose_sums
+from tests.runtime.model.gpu.fake_buffers import SharedBuffers
+from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
+from tests.runtime.tiny import save_tiny
+
+MAX_BYTES = 1 << 20
+NUM_TOKENS = 5
+PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 4]]
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "one_shot", "expected"),
+    [
+        ({1: 20, 8: 20, 32: 30}, {1: 8, 8: 9, 32: 25}, 32),
+        ({1: 20, 8: 20, 32: 30}, {1: 8, 8: 9, 32: 30}, 8),
+        ({1: 20, 8: 20, 32: 90}, {1: 8, 8: 21, 32: 25}, 1),
+        ({1: 7}, {1: 8}, 0),
+        ({}, {}, 0),
+    ],
+)
+def test_one_shot_is_chosen_up_to_its_first_loss(
+    all_reduce: Mapping[int, int], one_shot: Mapping[int, int], expected: int
+) -> None:
+    assert one_shot_rows(all_reduce, one_shot) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=6))
+def test_one_shot_wins_at_every_chosen_size(times: list[tuple[int, int]]) -> None:
+    all_reduce, one_shot = (dict(enumerate(part, 1)) for part in ([a for a, _ in times], [b for _, b in times]))
+    chosen = one_shot_rows(all_reduce, one_shot)
+    assert all(one_shot[rows] < all_reduce[rows] for rows in range(1, chosen + 1))
+
+
+class TimedSums:
+    """A `SumDevice` of a thread whose work takes the given times, in order."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, buffers: PeerBuffers | None, times: list[int]) -> None:
+        self._buffers = buffers
+        self._times = iter(times)
+
+    def open_buffers(self, max_bytes: int) -> PeerBuffers:
+        if self._buffers is None:
+            raise RuntimeError("no peer access")
+        return self._buffers
+
+    def measure_us(self, work: Callable[[], object]) -> int:
+        work()
+        return next(self._times)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("sums") / "model", "qwen3")
+
+
+def answers(folder: Path, shared: SharedBuffers, times: Callable[[int], list[int]], can_open: Callable[[int], bool]) -> list[int]:
+    """Returns the limit of rows by rank, -1 without one-shot sums. With them the tokens are those of one rank."""
+    requests = [DriverRequest(prompt) for prompt in PROMPTS]
+    expected = on_ranks(folder, [1], Build(), lambda runner: Driver(runner).generate(requests, NUM_TOKENS))
+
+    def rank(collective: Collective) -> int:
+        runner = make_model_runner(folder, collective, Build(device_rows=2))
+        model = runner.model
+        assert isinstance(model, Decoder) and isinstance(model.ops, TritonOps)
+        buffers = shared.of(collective.rank) if can_open(collective.rank) else None
+        choose_sums(model, model.ops, collective, TimedSums(buffers, times(collective.rank)), torch.float32)
+        if model.one_shot is None:
+            return -1
+        before = model.one_shot.num_computed
+        if collective.rank:
+            runner.follow()
+        else:
+            assert Driver(runner).generate(requests, NUM_TOKENS) == expected
+            runner.dismiss()
+        assert model.one_shot.num_computed - before == 2 * model.config.num_layers * NUM_TOKENS
+        return model.one_shot.max_rows
+
+    return with_group([2], rank)
+
+
+def test_the_slowest_rank_decides_for_all(folder: Path) -> None:
+    """The second rank measures one shot as slower from 32 rows on."""
+    fast, slow = [9] * len(ROWS) + [3] * len(ROWS), [9] * len(ROWS) + [3, 3, 10, 3, 3]
+    assert answers(folder, SharedBuffers(2, MAX_BYTES), lambda rank: slow if rank else fast, lambda rank: True) == [8, 8]
+
+
+@pytest.mark.parametrize("gain", [-1, 1], ids=["slower", "not open on one rank"])
+def test_without_an_advantage_the_collective_sums(folder: Path, gain: int) -> None:
+    times = [9] * len(ROWS) + [9 - gain] * len(ROWS)
+    limits = answers(folder, SharedBuffers(2, MAX_BYTES), lambda rank: times, lambda rank: gain < 0 or rank == 0)
+    assert limits == [-1, -1]
