@@ -49,18 +49,23 @@ def _make(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0}))
     save_file(_weights(), folder / "model.safetensors", {"format": "pt"})
-    vocabulary = {_text(token): token for token in range(VOCABULARY)}
+    save_tokenizer(folder, VOCABULARY)
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """Writes a tokenizer of `size` tokens with a printable text each; token 0 ends a text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {_text(token, letters): token for token in range(size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _text(0), "model_max_length": 2048}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _text(0, letters), "model_max_length": 2048}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _text(token: int) -> str:
+def _text(token: int, letters: list[str]) -> str:
     """Returns a letter of the byte alphabet for the first tokens, a word with a leading space for the others."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     return letters[token - 1] if 0 < token <= len(letters) else f"\u0120t{token}"
 
 
