@@ -212,6 +212,8 @@ class ModelRunner:
         queue.update(plan)
         if queue.can_launch(plan):
             self._latest = _DraftOutcome()
+            if self._proposer.can_draft:  # it follows every plan; `can_launch` excludes those that it drafts for
+                self._fill_drafts(plan)
             return queue.launch(plan)
         # Other ranks read these tokens on their devices.
         result = self._compute(self._last_sampled.fill(plan) if self._pipeline.is_sampling_rank else plan)
