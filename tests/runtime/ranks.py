@@ -130,6 +130,8 @@ class Build:
     """Speculation fields of a RankSpec; with them the proposer is made as in production."""
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
+    has_graphs: bool = True
+    """Whether decode steps of the device path are captured."""
 
 
 class KeptGraph:
@@ -170,9 +172,9 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     if build.device_rows:
         assert isinstance(model, Decoder)
         model.ops = TritonOps()
-        limits = DeviceLimits(
-            build.device_rows, source.max_position, CaptureBudget(1 << 40, 1000.0), None if device.type == "cuda" else KeptGraph
-        )
+        budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
+        make_graph = None if device.type == "cuda" else KeptGraph
+        limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits)
 
 
