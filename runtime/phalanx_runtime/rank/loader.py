@@ -76,13 +76,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     dtype = options.dtype
     profiler = make_memory_profiler(device)
     bytes_before = profiler.allocated_bytes()
-    model = source.load(pipeline.peers, options, stage=pipeline.stage)
-    if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
-        raise ModelError(f"batch-invariant: {reason}")
-    if device.type == "cuda" and pipeline.peers.world_size > 1:
-        from phalanx_runtime.rank.device.sum_choice import use_one_shot  # imports Triton
-
-        use_one_shot(model, pipeline.peers, num_local=spec.local_world_size, dtype=dtype, device=device)
+    model = _load_model(spec, source, pipeline, options)
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     budget = capture_budget(spec, model, pipeline, dtype, device)
     keep_freed_memory()
@@ -120,6 +114,18 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     return runner, RankReady(
         num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
     )
+
+
+def _load_model(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, options: LoadOptions) -> Model:
+    peers, dtype, device = pipeline.peers, options.dtype, options.device
+    model = source.load(peers, options, stage=pipeline.stage)
+    if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
+        raise ModelError(f"batch-invariant: {reason}")
+    if device.type == "cuda" and peers.world_size > 1:
+        from phalanx_runtime.rank.device.sum_choice import use_one_shot  # imports Triton
+
+        use_one_shot(model, peers, num_local=spec.local_world_size, dtype=dtype, device=device)
+    return model
 
 
 def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None) -> MemoryAccount:

@@ -68,7 +68,19 @@ def add_parts_norm(
     is_column = column < SIZE
     dtype = x.dtype.element_ty
     offset = row * SIZE + column
-    added = sum_parts(part_0, part_1, part_2, part_3, part_4, part_5, part_6, part_7, offset, is_column, PARTS)
+    added = sum_parts(
+        part_0=part_0,
+        part_1=part_1,
+        part_2=part_2,
+        part_3=part_3,
+        part_4=part_4,
+        part_5=part_5,
+        part_6=part_6,
+        part_7=part_7,
+        offset=offset,
+        is_column=is_column,
+        PARTS=PARTS,
+    )
     added = added.to(dtype).to(tl.float32)
     if HAS_AFTER:
         scale = tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps)
