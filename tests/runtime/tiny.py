@@ -6,9 +6,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text"]
+Family = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"
+]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-Mixture = Literal["mixtral", "qwen2_moe", "qwen3_moe"]
+Mixture = Literal["qwen2_moe", "olmoe"]
 MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
 VOCAB_SIZE = 320
 EOS_ID = 257
@@ -18,7 +20,8 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": _EXPERTS,
+    "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "gemma2": {

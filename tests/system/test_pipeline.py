@@ -64,7 +64,7 @@ def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
 def test_mixture_on_two_stages_equals_one_rank(tmp_path: Path, model: Path) -> None:
     """Through `transformers`, split by its list of layers; the second rank samples and compiles grammars."""
     (tmp_path / "token").write_text((model.parent / "token").read_text())
-    mixture = save_tiny(tmp_path / "mixture", "mixtral", max_position_embeddings=512)
+    mixture = save_tiny(tmp_path / "mixture", "qwen2_moe", max_position_embeddings=512)
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     bodies = [{"prompt": f"prompt {i}", "max_tokens": 60, "temperature": i / 2, "seed": i} for i in range(3)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
+from phalanx_runtime.model.mixture import Mixture, read_mixture
 from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, read_ropes
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -49,6 +50,8 @@ class ModelConfig:
     logit_softcap: float | None
     windows: tuple[int | None, ...]
     """Sliding windows by layer, if any."""
+    mixture: Mixture | None = None
+    """Experts, in some or all layers."""
     dtype: str
 
 
@@ -112,6 +115,7 @@ def parse_config(raw: Json) -> ModelConfig:
         softcap=optional_number(raw, "attn_logit_softcapping", family.softcap),
         logit_softcap=optional_number(raw, "final_logit_softcapping", family.logit_softcap),
         windows=windows,
+        mixture=None if family.experts is None else read_mixture(raw, family.experts, layers),
         dtype=stored_dtype(raw),
     )
 
@@ -163,6 +167,8 @@ def _windows(raw: Json, family: Family, layers: int) -> tuple[int | None, ...]:
         return tuple(size if kind == "sliding_attention" else None for kind in types)
     if family.slides == "always":
         return (size,) * layers
+    if family.slides == "if used":
+        return (size if raw.get("use_sliding_window", False) else None,) * layers
     if family.full_every is not None:
         every = integer(raw, "sliding_window_pattern", family.full_every)
         return tuple(size if (layer + 1) % every else None for layer in range(layers))

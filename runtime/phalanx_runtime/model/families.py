@@ -7,7 +7,19 @@ Activation = Literal["silu", "gelu_tanh"]
 Biases = Literal["config", "always"]
 Norms = Literal["before", "after", "around"]
 HeadNorms = Literal["none", "head", "whole"]
-Slides = Literal["never", "always", "by layer"]
+Slides = Literal["never", "always", "if used", "by layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTensors:
+    """Names of the tensors of a layer with experts, below the layer's name; transformers 5 also stores all experts as one."""
+
+    block: str
+    """Module of router and experts."""
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,8 @@ class Family:
     """Checkpoints store q, k, v as one matrix, gate and up as another."""
     query_scaled: bool = False
     """Attention logits are divided by sqrt(query_pre_attn_scalar)."""
+    experts: ExpertTensors | None = None
+    """Layers have experts instead of an MLP, as config.json says."""
     nope_interval: int | None = None
     """Every nth layer has no rotary embedding."""
     tied: bool = False
@@ -48,6 +62,10 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(slides="always"),
     "Qwen2ForCausalLM": Family(qkv_bias="always", slides="by layer"),
     "Qwen3ForCausalLM": Family(qk_norm="head", slides="by layer"),
+    "MixtralForCausalLM": Family(
+        slides="always", experts=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"), theta=1000000.0
+    ),
+    "Qwen3MoeForCausalLM": Family(qk_norm="head", slides="if used", experts=ExpertTensors(block="mlp")),
     "Phi3ForCausalLM": Family(slides="always", joined=True),
     "SmolLM3ForCausalLM": Family(slides="by layer", nope_interval=4, tied=True, theta=2000000.0),
     "Olmo2ForCausalLM": Family(norms="after", qk_norm="whole"),

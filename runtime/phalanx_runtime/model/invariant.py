@@ -31,6 +31,8 @@ def invariance_obstacle(model: Model, dtype: torch.dtype, page_size: int) -> str
         return f"the attention kernel needs {expected}; this model has {dtype}, {size}, {page_size}"
     if not isinstance(model.ops, NativeOps) or model.config.logit_softcap is not None:
         return "torch computes its norms or its logit softcap"
+    if model.config.mixture is not None:
+        return "torch routes its experts"
     for layer in model.layers:
         if layer.qk_norm is not None or not isinstance(layer.gate_up, NativeGated):
             return "torch computes its query and key norms or its activation"

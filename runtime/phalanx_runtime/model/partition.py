@@ -1,13 +1,14 @@
 """Partition of a model over ranks.
 
 Attention is split by KV head, unevenly if necessary; more ranks than KV heads replicate a KV head and share its query heads. MLP
-columns balance the weights per rank; vocabulary rows are split evenly.
+columns balance the weights per rank; vocabulary rows are split evenly. Each rank has columns of all experts, or whole experts.
 """
 
 from dataclasses import dataclass
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.mixture import Mixture
 
 MLP_UNIT = 16
 """Columns per vector register of fp32, kept together if possible."""
@@ -34,6 +35,10 @@ class Shard:
     kv_heads: Span
     mlp: Span
     vocab: Span
+    experts: Span = Span(0, 0)
+    """Experts of each layer that has some."""
+    expert_mlp: Span = Span(0, 0)
+    """Columns of each of these experts."""
 
     @property
     def group(self) -> int:
@@ -71,9 +76,13 @@ WHOLE = Stage()
 
 def num_linear_weights(config: ModelConfig, shard: Shard, stage: Stage = WHOLE) -> int:
     """Counts this rank's linear weights, with the head. Raises ModelError."""
-    attention = 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
-    layers = stage.layers(config.num_layers).size * (attention + 3 * shard.mlp.size)
-    return config.hidden_size * (layers + (shard.vocab.size if stage.is_last else 0))
+    layers, mixture = stage.layers(config.num_layers), config.mixture
+    sparse = 0 if mixture is None else sum(mixture.layers[layers.start : layers.stop])
+    rows = layers.size * 2 * config.head_dim * (shard.heads.size + shard.kv_heads.size)
+    rows += (layers.size - sparse) * 3 * shard.mlp.size
+    if mixture is not None:
+        rows += sparse * (mixture.num_experts + 3 * shard.experts.size * shard.expert_mlp.size)  # with the router
+    return config.hidden_size * (rows + (shard.vocab.size if stage.is_last else 0))
 
 
 def partition(config: ModelConfig, world_size: int) -> list[Shard]:
@@ -85,7 +94,8 @@ def partition(config: ModelConfig, world_size: int) -> list[Shard]:
     heads = _cut_heads(config, world_size)
     mlp = _cut_mlp(config, heads, world_size)
     vocab = cut_evenly(config.vocab_size, world_size)
-    return [Shard(q, kv, mlp[rank], vocab[rank]) for rank, (q, kv) in enumerate(heads)]
+    experts = _cut_experts(config.mixture, world_size)
+    return [Shard(q, kv, mlp[rank], vocab[rank], *experts[rank]) for rank, (q, kv) in enumerate(heads)]
 
 
 def cut_evenly(total: int, parts: int) -> list[Span]:
@@ -113,6 +123,20 @@ def _cut_heads(config: ModelConfig, world_size: int) -> list[tuple[Span, Span]]:
         for part in cut_evenly(group, ranks.size):
             cuts.append((Span(head * group + part.start, head * group + part.stop), Span(head, head + 1)))
     return cuts
+
+
+def _cut_experts(mixture: Mixture | None, world_size: int) -> list[tuple[Span, Span]]:
+    """Returns the experts of each rank and their columns."""
+    if mixture is None:
+        return [(Span(0, 0), Span(0, 0))] * world_size
+    size = mixture.intermediate_size
+    if mixture.is_parallel:
+        return [(experts, Span(0, size)) for experts in cut_evenly(mixture.num_experts, world_size)]
+    if world_size > size:
+        raise ModelError(f"tensor-parallel size {world_size} exceeds the {size} columns of an expert")
+    unit = MLP_UNIT if size % MLP_UNIT == 0 and size >= MLP_UNIT * world_size else 1
+    spans = cut_evenly(size // unit, world_size)
+    return [(Span(0, mixture.num_experts), Span(span.start * unit, span.stop * unit)) for span in spans]
 
 
 def _cut_mlp(config: ModelConfig, heads: list[tuple[Span, Span]], world_size: int) -> list[Span]:

@@ -1,7 +1,7 @@
 """Reads slices of a safetensors checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +67,10 @@ class Checkpoint:
     def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
         """Returns columns of a matrix of `shape`."""
         return self._copy(self._slice(name, shape)[:, span.start : span.stop])
+
+    def block(self, name: str, shape: tuple[int, ...], spans: Sequence[Span]) -> Tensor:
+        """Returns the part of a tensor of `shape` within a span of each dimension."""
+        return self._copy(self._slice(name, shape)[tuple(slice(span.start, span.stop) for span in spans)])
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # The slice may be a view of a file that closes after loading.

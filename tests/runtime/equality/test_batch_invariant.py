@@ -161,6 +161,7 @@ def test_several_ranks_equal_one_rank(folder: Path, tmp_path: Path, stages: int)
         ("llama", {"page_size": 8}, "pages of a multiple of 16"),
         ("qwen3", {}, "query and key norms"),
         ("gemma", {}, "logit softcap|activation"),
+        ("mixtral", {}, "torch routes its experts"),
         ("llama", {"model_impl": "transformers"}, "only models of the fused decoder"),
     ],
 )

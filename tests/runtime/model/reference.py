@@ -28,7 +28,8 @@ def transformer(folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    own_code = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other implementations lack float64
+    return auto.from_pretrained(folder, dtype=dtype, **own_code).eval()
 
 
 @torch.inference_mode()

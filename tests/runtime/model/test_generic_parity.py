@@ -73,9 +73,9 @@ def test_the_level_is_chosen_by_the_architecture(models: Models) -> None:
 
     assert level("llama", Build()) is Decoder
     assert level("llama", GENERIC) is GenericModel
-    assert level("mixtral", Build()) is GenericModel
-    with pytest.raises(ModelError, match="MixtralForCausalLM is not supported"):
-        open_model(models("mixtral"), "fused")
+    assert level("qwen2_moe", Build()) is GenericModel
+    with pytest.raises(ModelError, match="Qwen2MoeForCausalLM is not supported"):
+        open_model(models("qwen2_moe"), "fused")
 
 
 def test_ranks_share_the_parameters(models: Models) -> None:
@@ -112,11 +112,11 @@ def test_unsplittable_model_is_refused_with_the_reason(models: Models, tmp_path:
 
 def test_int8_weights_are_refused(models: Models) -> None:
     with pytest.raises(ModelError, match="quantization"):
-        generate(models("mixtral"), [1], Build(kernels=Kernels(precision="int8")))
+        generate(models("qwen2_moe"), [1], Build(kernels=Kernels(precision="int8")))
 
 
 def test_a_model_that_brings_code_is_refused(models: Models, tmp_path: Path) -> None:
-    config = (models("mixtral") / "config.json").read_text()
+    config = (models("qwen2_moe") / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoModel": "own.Own"},', 1))
     with pytest.raises(ModelError, match="has code"):
         open_model(tmp_path)

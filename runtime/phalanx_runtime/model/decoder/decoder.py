@@ -2,6 +2,8 @@
 
 norm -> QKV linear -> (q, k norm) -> rotary -> attention -> output linear -> all-reduce (-> norm) -> residual
      -> norm -> gate-up linear -> activation * up -> down linear -> all-reduce (-> norm) -> residual
+
+In a layer with experts a `SparseMlp` takes the place of gate-up and down.
 """
 
 from collections.abc import Sequence
@@ -33,8 +35,10 @@ class Layer:
     o: Linear
     attention_out: Tensor | None
     mlp_in: Tensor | None
-    gate_up: Gated
+    gate_up: Gated | None
+    """Absent in a layer with experts."""
     down: Linear
+    """The MLP's second half, or router and experts."""
     mlp_out: Tensor | None
 
 
@@ -105,7 +109,8 @@ class Decoder:
         following = [layer.attention_in for layer in layers[1:]] + [None]
         for layer, cache, attention_in in zip(layers, caches, following, strict=True):
             h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch)
-            h = self._add(layer.down, layer.gate_up(h), x, layer.mlp_out, attention_in)
+            inner = h if layer.gate_up is None else layer.gate_up(h)
+            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -14,10 +14,12 @@ from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
+from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
+from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
 from phalanx_runtime.model.protocol import LoadOptions
@@ -135,6 +137,7 @@ class _Loader:
             None if norm is None else self.norm(f"{name}{norm}.weight", config.hidden_size) for norm in NORM_NAMES[config.norms]
         ]
         heads = config.num_heads * config.head_dim
+        mixture = config.mixture if config.mixture is not None and config.mixture.layers[index] else None
         return Layer(
             attention_in=norms[0],
             qkv=self._qkv(name + "self_attn."),
@@ -144,8 +147,8 @@ class _Loader:
             o=self._row_parallel(name + "self_attn.o_proj", heads, self._dims(self._shard.heads), config.o_bias),
             attention_out=norms[1],
             mlp_in=norms[2],
-            gate_up=self._gate_up(name + "mlp."),
-            down=self._row_parallel(name + "mlp.down_proj", config.intermediate_size, self._shard.mlp, config.mlp_bias),
+            gate_up=self._gate_up(name + "mlp.") if mixture is None else None,
+            down=self._down(name + "mlp.down_proj") if mixture is None else self._experts(name, mixture),
             mlp_out=norms[3],
         )
 
@@ -181,6 +184,14 @@ class _Loader:
         gated = make_gated(weight, bias, self._config.activation, self._kernels, self._gate)
         self.num_bytes += gated.num_bytes
         return gated
+
+    def _down(self, name: str) -> Linear:
+        return self._row_parallel(name, self._config.intermediate_size, self._shard.mlp, self._config.mlp_bias)
+
+    def _experts(self, layer: str, mixture: Mixture) -> Linear:
+        mlp = ExpertReader(self._config, mixture, self._shard, self._checkpoint).read(layer, self._kernels, self._gate)
+        self.num_bytes += mlp.num_bytes
+        return mlp
 
     def _dims(self, heads: Span) -> Span:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
