@@ -1,31 +1,21 @@
 """Loads this rank's experts of a layer: from matrices of each expert, or as in transformers 5 from one tensor of all experts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, Routing, SparseMlp
+from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.linear.linear import DenseLinear, Gate
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
+from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.weights import Checkpoint
 
 JOINED_BLOCK = "mlp"
 """Module of router and experts in transformers 5."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """This rank's columns of one expert."""
-
-    gate_up: Tensor
-    """[2 * columns, hidden]: gate above up."""
-    down: Tensor
-    """[hidden, columns]."""
 
 
 class ExpertReader:
@@ -48,14 +38,19 @@ class ExpertReader:
         return SparseMlp(DenseLinear(router, None), self._make(self._experts(f"{block}.experts"), kernels, gate))
 
     def _make(self, weights: Iterator[ExpertWeights], kernels: Kernels, gate: Gate) -> Experts:
-        activation = self._config.activation
-        experts = [
-            Expert(make_gated(one.gate_up, None, activation, kernels, gate), make_linear(one.down, None, kernels))
-            for one in weights
-        ]
-        return ExpertList(
-            experts, self._shard.experts, Routing(per_token=self._mixture.per_token, is_normalized=self._mixture.is_normalized)
-        )
+        span, activation = self._shard.experts, self._config.activation
+        routing = Routing(per_token=self._mixture.per_token, is_normalized=self._mixture.is_normalized)
+        if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:
+            if kernels.precision == "int8":
+                raise ModelError("--quantization int8: the experts of a model have no int8 kernel on a GPU")
+            from phalanx_runtime.model.experts.gpu import GroupedExperts, stack  # imports Triton
+
+            return GroupedExperts(stack(weights, span.size), span, routing, activation)
+        experts = []
+        for one in weights:
+            gate_up = make_gated(one.gate_up, one.gate_up_bias, activation, kernels, gate)
+            experts.append(Expert(gate_up, make_linear(one.down, one.down_bias, kernels)))
+        return ExpertList(experts, span, routing)
 
     def _experts(self, name: str) -> Iterator[ExpertWeights]:
         read = self._joined_expert if self._checkpoint.has(f"{name}.gate_up_proj") else self._expert
@@ -67,7 +62,7 @@ class ExpertReader:
         inner, hidden = self._mixture.intermediate_size, self._config.hidden_size
         names = [f"{name}.{number}.{part}.weight" for part in (tensors.gate, tensors.up, tensors.down)]
         gate_up = [self._checkpoint.rows(part, (inner, hidden), columns) for part in names[:2]]
-        return ExpertWeights(torch.cat(gate_up), self._checkpoint.columns(names[2], (hidden, inner), columns))
+        return ExpertWeights(gate_up=torch.cat(gate_up), down=self._checkpoint.columns(names[2], (hidden, inner), columns))
 
     def _joined_expert(self, name: str, number: int) -> ExpertWeights:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
@@ -76,4 +71,4 @@ class ExpertReader:
         spans = [columns, Span(inner + columns.start, inner + columns.stop)]
         gate_up = [self._checkpoint.block(f"{name}.gate_up_proj", shape, (one, span, whole))[0] for span in spans]
         down = self._checkpoint.block(f"{name}.down_proj", (num_experts, hidden, inner), (one, whole, columns))
-        return ExpertWeights(torch.cat(gate_up), down[0])
+        return ExpertWeights(gate_up=torch.cat(gate_up), down=down[0])

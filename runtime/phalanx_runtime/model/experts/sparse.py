@@ -58,6 +58,26 @@ class Experts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """This rank's columns of one expert, or with another dimension in front of one layer's experts."""
+
+    gate_up: Tensor
+    """[2 * columns, hidden]: gate above up."""
+    down: Tensor
+    """[hidden, columns]."""
+    gate_up_bias: Tensor | None = None
+    """[2 * columns]."""
+    down_bias: Tensor | None = None
+    """[hidden]."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class Expert:
     """One expert's MLP."""
@@ -83,6 +103,8 @@ class ExpertList:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `Experts`."""
+        if not self.experts:
+            return torch.zeros_like(x)
         chosen = choose_experts(logits, self._routing)
         tokens, per_token = chosen.experts.shape
         numbers = chosen.experts.flatten()
@@ -99,7 +121,7 @@ class ExpertList:
                 outputs.index_copy_(0, pairs[part], expert.down(expert.gate_up(rows[part])))
                 start += count
         weights = chosen.weights.unsqueeze(1)
-        return torch.bmm(weights, outputs.view(tokens, per_token, -1).to(weights.dtype)).squeeze(1).to(x.dtype)
+        return torch.bmm(weights, outputs.view(tokens, per_token, x.shape[1]).to(weights.dtype)).squeeze(1).to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor, logits: Tensor) -> None:
         """See `Experts`."""

@@ -83,6 +83,13 @@ def test_experts_equal_plain_loops(data: st.DataObject, count: int, tokens: int,
     torch.testing.assert_close(added, residual + expected)
 
 
+def test_rank_without_experts_adds_nothing() -> None:
+    experts, _ = make_experts(4, Span(4, 4), Routing(per_token=2, is_normalized=True))
+    residual = noise(3, HIDDEN)
+    experts.add_to(residual, noise(3, HIDDEN, seed=1), noise(3, 4))
+    assert torch.equal(residual, noise(3, HIDDEN))
+
+
 def test_only_experts_with_rows_compute() -> None:
     experts, downs = make_experts(6, Span(0, 6), Routing(per_token=2, is_normalized=True))
     logits = torch.full((3, 6), -9.0, dtype=torch.float64)

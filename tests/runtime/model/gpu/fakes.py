@@ -12,8 +12,11 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.decoder.load import NORM_NAMES
+from phalanx_runtime.model.experts.gpu import GroupedExperts
+from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.layers import HeadNorm
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.partition import Shard, Stage, partition
 from phalanx_runtime.model.rope import RopeTable
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
@@ -39,9 +42,19 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=DTYPE, device=CUDA)
 
 
+def fake_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
+    span, inner, hidden = shard.experts, shard.expert_mlp.size, config.hidden_size
+    weights = ExpertWeights(gate_up=empty(span.size, 2 * inner, hidden), down=empty(span.size, hidden, inner))
+    routing = Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized)
+    router = DenseLinear(empty(mixture.num_experts, hidden), None)
+    return SparseMlp(router, GroupedExperts(weights, span, routing, config.activation))
+
+
 def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
     hidden, dim = config.hidden_size, config.head_dim
     heads = shard.heads.size * dim
+    mixture = config.mixture
+    gate_up = DenseLinear(empty(2 * shard.mlp.size, hidden), None)
     norms = [None if name is None else empty(hidden) for name in NORM_NAMES[config.norms]]
     return Layer(
         attention_in=norms[0],
@@ -52,8 +65,8 @@ def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
         o=DenseLinear(empty(hidden, heads), None),
         attention_out=norms[1],
         mlp_in=norms[2],
-        gate_up=PlainGated(DenseLinear(empty(2 * shard.mlp.size, hidden), None), config.activation, TritonOps().gate),
-        down=DenseLinear(empty(hidden, shard.mlp.size), None),
+        gate_up=PlainGated(gate_up, config.activation, TritonOps().gate) if mixture is None else None,
+        down=DenseLinear(empty(hidden, shard.mlp.size), None) if mixture is None else fake_experts(config, mixture, shard),
         mlp_out=norms[3],
     )
 

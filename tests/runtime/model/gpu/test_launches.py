@@ -42,6 +42,16 @@ GEMMA2_2B = {
     "head_dim": 256,
     "sliding_window": 512,
 }
+QWEN3_30B = {
+    **LLAMA_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 DECODES = [(300, 1), (20, 1), (700, 1)]
 CHUNKS = [(0, 200), (256, 90)]
 STEPS = {"decode": DECODES, "mixed": [*DECODES, *CHUNKS], "prefill": CHUNKS}
@@ -82,6 +92,27 @@ def test_a_layer_needs_ten_launches(raw: dict[str, Any], world_size: int, step: 
     }
     assert found == Counter(expected)
     assert found.total() <= 10
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_layer_with_experts_needs_thirteen_launches(world_size: int, step: str) -> None:
+    """The router is a linear; the sum of the experts adds to the residual on one rank."""
+    found = layer_launches(QWEN3_30B, STEPS[step], world_size)
+    expected = {
+        "phalanx::add_norm": 2,
+        "phalanx::prepare_heads": 1,
+        "phalanx::paged_attention": 1,
+        "phalanx::merge_splits": int(step != "prefill"),
+        "phalanx::route_experts": 1,
+        "phalanx::sort_pairs": 1,
+        "phalanx::multiply_experts": 2,
+        "phalanx::combine_experts": 1,
+        "aten::mm": 1 + world_size,
+        "aten::addmm_": 2 - world_size,
+    }
+    assert found == +Counter(expected)
+    assert found.total() <= 13
 
 
 def test_views_and_allocations_are_no_launches() -> None:

@@ -9,9 +9,12 @@ from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.load import choose_ops
+from phalanx_runtime.model.experts.gpu import GroupedExperts
+from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.layers import HeadNorm, VocabEmbedding
-from phalanx_runtime.model.linear.linear import Linear
+from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.partition import WHOLE, Shard, Stage, partition
 from phalanx_runtime.model.rope import RopeTable
 
@@ -47,6 +50,24 @@ QWEN3_600M = parse_config(
         "tie_word_embeddings": True,
     }
 )
+QWEN3_30B = parse_config(  # a quarter of its layers
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    }
+)
 
 
 def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = WHOLE) -> Decoder:
@@ -76,10 +97,22 @@ def _layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
         o=_linear(hidden, heads),
         attention_out=None,
         mlp_in=_empty(hidden),
-        gate_up=make_gated(_empty(2 * shard.mlp.size, hidden), None, config.activation, Kernels(), choose_ops(DEVICE).gate),
-        down=_linear(hidden, shard.mlp.size),
+        gate_up=None if config.mixture is not None else _gate_up(config, shard),
+        down=_linear(hidden, shard.mlp.size) if config.mixture is None else _experts(config, config.mixture, shard),
         mlp_out=None,
     )
+
+
+def _gate_up(config: ModelConfig, shard: Shard) -> Gated:
+    weight = _empty(2 * shard.mlp.size, config.hidden_size)
+    return make_gated(weight, None, config.activation, Kernels(), choose_ops(DEVICE).gate)
+
+
+def _experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
+    count, hidden, inner = shard.experts.size, config.hidden_size, shard.expert_mlp.size
+    weights = ExpertWeights(gate_up=_empty(count, 2 * inner, hidden), down=_empty(count, hidden, inner))
+    routing = Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized)
+    return SparseMlp(_linear(mixture.num_experts, hidden), GroupedExperts(weights, shard.experts, routing, config.activation))
 
 
 def _empty(*shape: int) -> Tensor:

@@ -1,0 +1,253 @@
+"""`Experts` by Triton kernels: tiles, launches and the backend. `ExpertList` computes what they exclude."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.model.experts import triton_kernels as kernels
+from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertList, ExpertWeights, Routing
+from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.operators import operator
+from phalanx_runtime.model.partition import Span
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_BLOCK_PAIRS = 1024
+"""Pairs that a program of `sort_pairs` counts at once."""
+COMBINE_BLOCK = 1024
+"""Columns of a program of `combine_experts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """Tile of `multiply_experts` and its compilation."""
+
+    block_rows: int
+    block_weights: int
+    """Rows of the weight; half of them are gates where the product is gated."""
+    block_inputs: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS = ProductTile(block_rows=16, block_weights=128, block_inputs=64, num_warps=4, num_stages=4)
+"""Decodes: the bytes of the weights bound the product."""
+MANY_ROWS = ProductTile(block_rows=64, block_weights=128, block_inputs=64, num_warps=4, num_stages=3)
+"""Prefill: the tensor cores bound it."""
+FLOAT32 = ProductTile(block_rows=16, block_weights=64, block_inputs=32, num_warps=4, num_stages=1)
+"""Wider tiles fill the registers."""
+MANY = 24
+"""Rows per expert from which `MANY_ROWS` wastes fewer tiles than it saves loads."""
+
+
+def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
+    """Returns the tile. It depends on the number of rows alone, as CUDA graphs require."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return MANY_ROWS if num_pairs >= MANY * num_experts else FEW_ROWS
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """Returns the number of tiles that suffices for every routing: each expert with rows may have one that is not full."""
+    return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
+
+
+def route_constants(num_experts: int, per_token: int, is_normalized: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments of `route_experts`."""
+    return {
+        "EXPERTS": num_experts,
+        "EXPERTS_PADDED": triton.next_power_of_2(num_experts),
+        "PER_TOKEN": per_token,
+        "PER_TOKEN_PADDED": triton.next_power_of_2(per_token),
+        "IS_NORMALIZED": is_normalized,
+    }
+
+
+def sort_constants(num_pairs: int, num_experts: int, block_rows: int) -> dict[str, Any]:
+    """Returns the compile-time arguments of `sort_pairs`."""
+    return {
+        "EXPERTS": num_experts,
+        "BINS": triton.next_power_of_2(num_experts + 1),
+        "BLOCK_PAIRS": min(MAX_BLOCK_PAIRS, max(16, triton.next_power_of_2(num_pairs))),
+        "BLOCK_ROWS": block_rows,
+    }
+
+
+def multiply_constants(
+    config: ProductTile, inputs: int, outputs: int, *, pairs_per_row: int, has_bias: bool, activation: Activation | None
+) -> dict[str, Any]:
+    """Returns the compile-time arguments of `multiply_experts`."""
+    return {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "PAIRS_PER_ROW": pairs_per_row,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_OUTPUTS": config.block_weights // (1 if activation is None else 2),
+        "BLOCK_INPUTS": config.block_inputs,
+        "HAS_BIAS": has_bias,
+        "ACTIVATION": activation or "",
+    }
+
+
+def combine_constants(num_experts: int, size: int, per_token: int, adds: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments of `combine_experts`."""
+    block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
+    return {"EXPERTS": num_experts, "SIZE": size, "BLOCK": block, "PER_TOKEN": per_token, "ADDS": adds}
+
+
+@operator("route_experts(Tensor logits, Tensor(a!) experts, Tensor(b!) weights, bool is_normalized)")
+def _route(logits: Tensor, experts: Tensor, weights: Tensor, is_normalized: bool) -> None:
+    constants = route_constants(logits.shape[1], experts.shape[1], is_normalized)
+    kernels.route_experts[(len(logits),)](logits, experts, weights, logits.stride(0), **constants, num_warps=1)
+
+
+@operator(
+    "sort_pairs(Tensor experts, Tensor(a!) pairs, Tensor(b!) tile_experts, Tensor(c!) num_tiles, int first, int num_experts)"
+)
+def _sort(experts: Tensor, pairs: Tensor, tile_experts: Tensor, num_tiles: Tensor, first: int, num_experts: int) -> None:
+    constants = sort_constants(experts.numel(), num_experts, pairs.shape[1])
+    kernels.sort_pairs[(num_experts,)](
+        *(experts, pairs, tile_experts, num_tiles), num_pairs=experts.numel(), first=first, **constants, num_warps=4
+    )
+
+
+@operator(
+    "multiply_experts(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, Tensor[] tiles, int[] tile, int pairs_per_row, "
+    "str? activation)"
+)
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Sequence[Tensor],
+    tile: Sequence[int],
+    pairs_per_row: int,
+    activation: Activation | None,
+) -> None:
+    """Lists: pairs, experts and number of tiles; the fields of a `ProductTile`."""
+    config = ProductTile(*tile)
+    constants = multiply_constants(
+        config, x.shape[1], out.shape[1], pairs_per_row=pairs_per_row, has_bias=bias is not None, activation=activation
+    )
+    kernels.multiply_experts[(len(tiles[0]), triton.cdiv(out.shape[1], constants["BLOCK_OUTPUTS"]))](
+        *(x, weight, weight if bias is None else bias, out, *tiles, x.stride(0)),
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@operator(
+    "combine_experts(Tensor outputs, Tensor experts, Tensor weights, Tensor(a!) out, int first, int num_experts, bool adds)"
+)
+def _combine(outputs: Tensor, experts: Tensor, weights: Tensor, out: Tensor, first: int, num_experts: int, adds: bool) -> None:
+    constants = combine_constants(num_experts, out.shape[1], experts.shape[1], adds)
+    kernels.combine_experts[(len(out), triton.cdiv(out.shape[1], constants["BLOCK"]))](
+        *(outputs, experts, weights, out), out_stride=out.stride(0), first=first, **constants, num_warps=4
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pairs sorted by expert, in tiles of one expert: see `triton_kernels`."""
+
+    pairs: Tensor
+    """[tiles, rows], int32; -1 in unused rows."""
+    experts: Tensor
+    """[tiles], int32: expert of each tile, counted from the rank's first."""
+    count: Tensor
+    """[1], int32: tiles in use."""
+
+
+def route(logits: Tensor, routing: Routing) -> ChosenExperts:
+    """Returns the experts with the largest logits, int32, as `choose_experts` does. logits: [tokens, experts]."""
+    shape = (len(logits), routing.per_token)
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    _route(logits=logits, experts=experts, weights=weights, is_normalized=routing.is_normalized)
+    return ChosenExperts(experts, weights)
+
+
+def sort_pairs(experts: Tensor, span: Span, block_rows: int) -> Tiles:
+    """Sorts the pairs of the experts in `span` into tiles. experts: [tokens, per_token], int32."""
+    num_tiles = max_tiles(experts.numel(), span.size, block_rows)
+    shapes = ((num_tiles, block_rows), (num_tiles,), (1,))
+    tiles = Tiles(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
+    _sort(experts, tiles.pairs, tile_experts=tiles.experts, num_tiles=tiles.count, first=span.start, num_experts=span.size)
+    return tiles
+
+
+def stack(weights: Iterable[ExpertWeights], num_experts: int) -> ExpertWeights:
+    """Copies the experts of a layer into one tensor for each matrix, one expert at a time."""
+    stacked: dict[str, Tensor] = {}
+    for index, expert in enumerate(weights):
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            part = getattr(expert, name)
+            if part is not None:
+                stacked.setdefault(name, part.new_empty((num_experts, *part.shape)))[index].copy_(part)
+    return ExpertWeights(**stacked)
+
+
+class GroupedExperts:
+    """`Experts` in five launches, without a wait of the host; float64 and steps without tokens use `ExpertList`."""
+
+    __slots__ = ("_activation", "_routing", "_weights", "num_bytes", "num_launched", "span")
+
+    def __init__(self, weights: ExpertWeights, span: Span, routing: Routing, activation: Activation) -> None:
+        """`weights`: of the experts in `span`, at least one, as `stack` makes them, contiguous."""
+        self.span = span
+        self.num_bytes = weights.num_bytes
+        self.num_launched = 0
+        """Kernels launched."""
+        self._weights = weights
+        self._routing = routing
+        self._activation: Activation = activation
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """See `Experts`."""
+        if not self._is_supported(x):
+            return self._reference()(x, logits)
+        out = torch.empty_like(x)
+        self._compute(x, logits, out, adds=False)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor, logits: Tensor) -> None:
+        """See `Experts`."""
+        if not self._is_supported(x):
+            self._reference().add_to(residual, x, logits)
+        else:
+            self._compute(x, logits, residual, adds=True)
+
+    def _reference(self) -> ExpertList:
+        experts = [_expert(self._weights, i, self._activation) for i in range(self.span.size)]
+        return ExpertList(experts, self.span, self._routing)
+
+    def _is_supported(self, x: Tensor) -> bool:
+        return x.dtype in DTYPES and x.stride(1) == 1 and len(x) > 0
+
+    def _compute(self, x: Tensor, logits: Tensor, out: Tensor, *, adds: bool) -> None:
+        weights, per_token, num_pairs = self._weights, self._routing.per_token, len(x) * self._routing.per_token
+        config = tile_config(num_pairs, self.span.size, x.dtype)
+        inner = torch.empty((num_pairs, weights.down.shape[2]), dtype=x.dtype, device=x.device)
+        outputs = torch.empty((num_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
+        self.num_launched += 5
+        chosen = route(logits, self._routing)
+        tiles = sort_pairs(chosen.experts, self.span, config.block_rows)
+        shared: dict[str, Any] = {"tiles": [tiles.pairs, tiles.experts, tiles.count], "tile": astuple(config)}
+        up, down = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
+        _multiply(x, *up, out=inner, **shared, pairs_per_row=per_token, activation=self._activation)
+        _multiply(inner, *down, out=outputs, **shared, pairs_per_row=1, activation=None)
+        parts = (outputs, chosen.experts, chosen.weights)
+        _combine(*parts, out=out, first=self.span.start, num_experts=self.span.size, adds=adds)
+
+
+def _expert(weights: ExpertWeights, index: int, activation: Activation) -> Expert:
+    """Returns views of one expert."""
+    biases = [None if bias is None else bias[index] for bias in (weights.gate_up_bias, weights.down_bias)]
+    gate_up = PlainGated(DenseLinear(weights.gate_up[index], biases[0]), activation)
+    return Expert(gate_up, DenseLinear(weights.down[index], biases[1]))
