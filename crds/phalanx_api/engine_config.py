@@ -209,6 +209,11 @@ class EngineConfig:
         "on GPUs, launch and sample every step from the host instead of capturing decode steps as CUDA graphs",
         "spec.engine.enforceEager",
     )
+    enable_expert_parallel: bool = _setting(
+        False,
+        "give each rank whole experts of a mixture of experts; default: each rank has columns of all experts",
+        "spec.engine.enableExpertParallel",
+    )
     itl_target_ms: float | None = _setting(
         None, "maximum step time while streams run, kept by smaller prefill chunks; default: no target", gt=0, metavar="MS"
     )

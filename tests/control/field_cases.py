@@ -108,6 +108,7 @@ _ENGINE = [
     change("engine.prefixCaching", False),
     change("engine.asyncScheduling", True),
     change("engine.enforceEager", True),
+    change("engine.enableExpertParallel", True),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

@@ -120,6 +120,7 @@ class Build:
     num_pages: int = 64
     device: str = "cpu"
     level: ModelImpl = "auto"
+    has_parallel_experts: bool = False
     stages: int = 1
     grammars: type[RankGrammars] = RankGrammars
     proposer: Proposer = NO_PROPOSER
@@ -148,7 +149,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     """Returns a runner over a small pool."""
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
-    source = open_model(folder, build.level)
+    source = open_model(folder, build.level, build.has_parallel_experts)
     attention = TritonAttention() if build.device_rows else build.attention
     form = LoadOptions(
         dtype=build.dtype,

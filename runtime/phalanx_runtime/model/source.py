@@ -1,6 +1,6 @@
 """Opens a model folder with the fused decoder or with `transformers`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,20 +16,30 @@ ModelImpl = Literal["auto", "fused", "transformers"]
 """`auto` prefers the fused decoder."""
 
 
-def open_model(folder: Path, impl: ModelImpl = "auto") -> ModelFolder:
-    """Opens the folder. Raises ModelError if `impl` does not support the model."""
+def open_model(folder: Path, impl: ModelImpl = "auto", has_parallel_experts: bool = False) -> ModelFolder:
+    """Opens the folder. Raises ModelError if `impl` does not support the model.
+
+    `has_parallel_experts`: each rank has whole experts, which needs a model with experts in the fused decoder.
+    """
     raw = read_json(folder)
-    if impl == "transformers":
+    if impl == "transformers" and not has_parallel_experts:
         return _generic(folder)
     try:
-        return FusedFolder(folder, parse_config(raw))
+        config = parse_config(raw)
+        return FusedFolder(folder, _with_parallel_experts(config, impl) if has_parallel_experts else config)
     except Unsupported as fused:
-        if impl == "fused":
+        if impl == "fused" or has_parallel_experts:
             raise
         try:
             return _generic(folder)
         except ModelError as generic:
             raise Unsupported(f"{fused}; through transformers: {generic}") from generic
+
+
+def _with_parallel_experts(config: ModelConfig, impl: ModelImpl) -> ModelConfig:
+    if config.mixture is None or impl == "transformers":
+        raise ModelError("--enable-expert-parallel needs a model with experts in the fused decoder: docs/architectures.md")
+    return replace(config, mixture=replace(config.mixture, is_parallel=True))
 
 
 def _generic(folder: Path) -> ModelFolder:

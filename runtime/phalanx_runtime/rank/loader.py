@@ -71,7 +71,7 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """Returns the runner, and the report for the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
-    source = open_model(Path(spec.model_dir), spec.engine.model_impl)
+    source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
     options = _choose_load_options(spec, source, pipeline, device, system)
     dtype = options.dtype
     profiler = make_memory_profiler(device)

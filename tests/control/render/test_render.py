@@ -104,6 +104,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "prefixCaching": False,
         "asyncScheduling": True,
         "enforceEager": True,
+        "enableExpertParallel": True,
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},
