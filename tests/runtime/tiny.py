@@ -7,9 +7,23 @@ from typing import Any, Literal, get_args
 import torch
 
 Family = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3", "olmo2", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+BOTH_LEVELS = tuple(family for family in FAMILIES if family != "gpt_oss")
+"""Families that `transformers` computes with paged attention too: it refuses attention sinks."""
 Mixture = Literal["qwen2_moe", "olmoe"]
 MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
 VOCAB_SIZE = 320
@@ -21,6 +35,20 @@ _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
@@ -55,8 +83,8 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases are initialised to constants
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):  # norms and biases are initialised to constants
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "swigluoai": "swigluoai",
 }
 """By name in config.json."""
 
@@ -50,6 +51,7 @@ class ModelConfig:
     logit_softcap: float | None
     windows: tuple[int | None, ...]
     """Sliding windows by layer, if any."""
+    has_sinks: bool = False
     mixture: Mixture | None = None
     """Experts, in some or all layers."""
     dtype: str
@@ -115,6 +117,7 @@ def parse_config(raw: Json) -> ModelConfig:
         softcap=optional_number(raw, "attn_logit_softcapping", family.softcap),
         logit_softcap=optional_number(raw, "final_logit_softcapping", family.logit_softcap),
         windows=windows,
+        has_sinks=family.has_sinks,
         mixture=None if family.experts is None else read_mixture(raw, family.experts, layers),
         dtype=stored_dtype(raw),
     )

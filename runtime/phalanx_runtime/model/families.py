@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+"""swigluoai: of gpt-oss, with limits on gate and up."""
 Biases = Literal["config", "always"]
 Norms = Literal["before", "after", "around"]
 HeadNorms = Literal["none", "head", "whole"]
@@ -20,6 +21,8 @@ class ExpertTensors:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    is_interleaved: bool = False
+    """All experts are one tensor, [experts, in, out] with a bias, gate and up columns alternate; the router has a bias too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Family:
     """Layers have experts instead of an MLP, as config.json says."""
     nope_interval: int | None = None
     """Every nth layer has no rotary embedding."""
+    has_sinks: bool = False
+    """Each attention head has a sink: see `AttentionParams`."""
     tied: bool = False
     activation: str = "silu"
     theta: float = 10000.0
@@ -64,6 +69,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(qk_norm="head", slides="by layer"),
     "MixtralForCausalLM": Family(
         slides="always", experts=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"), theta=1000000.0
+    ),
+    "GptOssForCausalLM": Family(
+        slides="by layer",
+        full_every=2,
+        has_sinks=True,
+        experts=ExpertTensors(block="mlp", router="router", is_interleaved=True),
+        activation="swigluoai",
+        theta=150000.0,
     ),
     "Qwen3MoeForCausalLM": Family(qk_norm="head", slides="if used", experts=ExpertTensors(block="mlp")),
     "Phi3ForCausalLM": Family(slides="always", joined=True),

@@ -33,6 +33,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """Returns activation(gate) * up from [gate up]."""
     gates, up = gate_up.chunk(2, dim=-1)
+    if activation == "swigluoai":
+        limited = gates.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1).mul_(limited * torch.sigmoid(limited * 1.702))
     return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(up)
 
 

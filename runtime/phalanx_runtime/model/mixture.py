@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import ExpertTensors
-from phalanx_runtime.model.rope import Json, integer
+from phalanx_runtime.model.rope import Json, integer, number
+
+SWIGLUOAI = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""Constants of the activation `swigluoai`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ def read_mixture(raw: Json, tensors: ExpertTensors, layers: int) -> Mixture:
     per_token = integer(raw, "num_experts_per_tok")
     if per_token > num_experts:
         raise ModelError(f"num_experts_per_tok {per_token} exceeds the {num_experts} experts")
+    for field, value in SWIGLUOAI.items():
+        if tensors.is_interleaved and number(raw, field, value) != value:
+            raise Unsupported(f"{field} must be {value}, not {raw[field]}")
     has_own_size = raw.get("moe_intermediate_size") is not None
     return Mixture(
         num_experts=num_experts,

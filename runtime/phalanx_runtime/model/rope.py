@@ -46,7 +46,7 @@ class Rope:
     """Rotary parameters of a layer."""
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -57,6 +57,12 @@ class Rope:
     """Factor on cosines and sines."""
     short_factors: tuple[float, ...] = ()
     """longrope: divisors of frequencies up to `original_max_position`."""
+    fast_rotations: float = 32.0
+    """yarn: pairs with more rotations within `original_max_position` keep their frequency."""
+    slow_rotations: float = 1.0
+    """yarn: pairs with fewer rotations have their frequency divided by `factor`."""
+    is_truncated: bool = True
+    """yarn: both bounds are rounded to whole pairs."""
 
 
 def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
@@ -117,8 +123,10 @@ def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
             )
         case "longrope" | "su":
             return _read_longrope(raw, parameters, theta, share)
+        case "yarn":
+            return _read_yarn(raw, parameters, theta, share)
         case _:
-            raise Unsupported(f"rope type {kind!r} is not supported: use default, linear, llama3 or longrope")
+            raise Unsupported(f"rope type {kind!r} is not supported: use default, linear, llama3, longrope or yarn")
 
 
 def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
@@ -141,8 +149,37 @@ def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> R
     )
 
 
+def _read_yarn(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
+    factor = number(parameters, "factor")
+    scales = [number(parameters, field, 0.0) for field in ("mscale", "mscale_all_dim")]
+    if all(scales):
+        scale = _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1])
+    else:
+        scale = _yarn_scale(factor, 1.0)
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=integer(
+            parameters, "original_max_position_embeddings", integer(raw, "max_position_embeddings", 2048)
+        ),
+        share=share,
+        scale=number(parameters, "attention_factor", scale),
+        fast_rotations=number(parameters, "beta_fast", 32.0),
+        slow_rotations=number(parameters, "beta_slow", 1.0),
+        is_truncated=bool(parameters.get("truncate", True)),
+    )
+
+
+def _yarn_scale(factor: float, slope: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
+
+
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Returns the angle per position of each pair of dimensions, fp32 [pairs]. Raises ModelError. Source: RoFormer; Llama 3.1."""
+    """Returns the angle per position of each pair of dimensions, fp32 [pairs]. Raises ModelError.
+
+    Sources: RoFormer; Llama 3.1; YaRN (Peng et al. 2023).
+    """
     size = int(head_dim * rope.share)
     inverse: Tensor = 1.0 / (rope.theta ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
     match rope.kind:
@@ -152,6 +189,8 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
             return inverse / rope.factor
         case "llama3":
             return _llama3_frequencies(rope, inverse)
+        case "yarn":
+            return _yarn_frequencies(rope, inverse)
         case "longrope":
             if len(rope.short_factors) != len(inverse):
                 raise ModelError(f"longrope has {len(rope.short_factors)} factors for {len(inverse)} pairs of dimensions")
@@ -167,6 +206,21 @@ def _llama3_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
     between = (1 - blend) * inverse / rope.factor + blend * inverse
     slowed = torch.where(wave > low, inverse / rope.factor, inverse)
     return torch.where((wave >= high) & (wave <= low), between, slowed)
+
+
+def _yarn_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
+    """Divides frequencies by `factor`, less and less from the slow bound to the fast one, linearly in the number of the pair."""
+    pairs = len(inverse)
+
+    def pair_with(rotations: float) -> float:
+        return pairs * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / math.log(rope.theta)
+
+    first, last = pair_with(rope.fast_rotations), pair_with(rope.slow_rotations)
+    if rope.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    slowed = ((torch.arange(pairs) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return inverse / rope.factor * slowed + inverse * (1 - slowed)
 
 
 class RopeTable:

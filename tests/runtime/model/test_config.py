@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"),
     "no architecture": ({"architectures": None, "model_type": "bert"}, "'bert'"),
     "activation": ({"hidden_act": "gelu"}, "gelu"),
-    "rope": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn.*llama3"),
+    "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic.*llama3"),
     "rope of another kind": ({"rope_scaling": "linear"}, "rope_parameters"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
     "both ways": ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),

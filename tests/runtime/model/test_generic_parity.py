@@ -16,7 +16,7 @@ from phalanx_runtime.model.source import open_model
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, prompts, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
-from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
+from tests.runtime.tiny import BOTH_LEVELS, MIXTURES, save_tiny
 
 Models = Callable[[str], Path]
 GENERIC = Build(level="transformers")
@@ -30,14 +30,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("family", [*BOTH_LEVELS, *MIXTURES])
 def test_families_give_the_tokens_of_transformers(models: Models, family: str, world_size: int) -> None:
     outputs = generate(models(family), [world_size], GENERIC)
     outcome = compare(reference(models(family), outputs), outputs)
     assert outcome.holds, outcome
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BOTH_LEVELS)
 def test_both_levels_and_transformers_give_the_same_tokens(models: Models, family: str) -> None:
     fused, generic = (generate(models(family), [1], build) for build in (Build(level="fused"), GENERIC))
     expected = reference(models(family), fused)
@@ -99,7 +99,7 @@ def test_unsupported_attention_is_refused_with_the_reason(
 ) -> None:
     folder = save_tiny(tmp_path / "model", kind, **changes)
     with pytest.raises(ModelError, match=reason):
-        generate(folder, [1], Build())
+        generate(folder, [1], GENERIC)
 
 
 def test_unsplittable_model_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:

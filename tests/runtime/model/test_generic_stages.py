@@ -22,7 +22,7 @@ from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build, make_model_runner, on_ranks, with_group
 from tests.runtime.served import CountingRunner, Served, serve
-from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
+from tests.runtime.tiny import BOTH_LEVELS, MIXTURES, VOCAB_SIZE, save_tiny
 
 Models = Callable[[str], Path]
 GROUPS: dict[str, tuple[list[int], int]] = {
@@ -39,7 +39,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 """Layers with other arguments than Llama's, positions added to embeddings."""
-TWO_STAGES = [(family, 2) for family in (*FAMILIES, *MIXTURES, *OTHERS)] + [(family, 4) for family in (*FAMILIES, *MIXTURES)]
+TWO_STAGES = [(family, 2) for family in (*BOTH_LEVELS, *MIXTURES, *OTHERS)] + [
+    (family, 4) for family in (*BOTH_LEVELS, *MIXTURES)
+]
 """Families by number of ranks: one or two per stage. `OTHERS` have no tensor-parallel plan."""
 
 

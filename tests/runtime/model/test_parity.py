@@ -42,6 +42,19 @@ SHAPES: dict[str, tuple[Family, dict[str, Any]]] = {
             }
         },
     ),
+    "yarn rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            }
+        },
+    ),
     "half of each head rotated": (
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},

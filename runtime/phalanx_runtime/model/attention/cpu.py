@@ -1,6 +1,6 @@
 """Paged attention in C++, without a gather. `PagedAttention` is the reference and computes unsupported shapes.
 
-With bf16 dot products, one kernel computes a whole bf16 step. Otherwise a kernel computes decodes only.
+With bf16 dot products, one kernel computes a whole bf16 step. Otherwise a kernel computes decodes only. None has sinks.
 """
 
 import ctypes
@@ -105,7 +105,8 @@ class NativeAttention(PagedAttention):
     ) -> Tensor:
         """See `Attention`."""
         kv_heads, page, dim = cache.k.shape[1:]
-        if not can_attend(self._library, page, dim, q.dtype) or q.stride(1) != dim or q.stride(2) != 1:
+        is_supported = params.sinks is None and can_attend(self._library, page, dim, q.dtype)
+        if not is_supported or q.stride(1) != dim or q.stride(2) != 1:
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if self._batch is not batch:  # shared by the layers
             self._batch, self._runs = batch, make_runs(batch)
@@ -142,7 +143,7 @@ class NativeAttention(PagedAttention):
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]
-        if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype):
+        if params.sinks is not None or not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
         sizes = _DecodeSizes(*(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), params.window or 0))

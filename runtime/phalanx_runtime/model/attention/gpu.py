@@ -99,6 +99,7 @@ def constants_of(
         "HAS_TREE": has_tree,
         "HAS_WINDOW": params.window is not None,
         "HAS_SOFTCAP": params.softcap is not None,
+        "HAS_SINKS": params.sinks is not None,
     }
 
 
@@ -118,7 +119,7 @@ def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int
 
 @operator(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor(b!)[] partial, Tensor[] requests, "
-    "Tensor[] tree, Tensor[] blocks, int[] sizes, int[] tile, float? scale, int? window, float? softcap)"
+    "Tensor[] tree, Tensor[] blocks, Tensor? sinks, int[] sizes, int[] tile, float? scale, int? window, float? softcap)"
 )
 def _paged_attention(
     q: Tensor,
@@ -129,6 +130,7 @@ def _paged_attention(
     requests: Sequence[Tensor],
     tree: Sequence[Tensor],
     blocks: Sequence[Tensor],
+    sinks: Tensor | None,
     sizes: Sequence[int],
     tile: Sequence[int],
     scale: float | None,
@@ -137,9 +139,9 @@ def _paged_attention(
 ) -> None:
     """Lists: the arguments of the kernel in its order, an empty `tree`, decodes and splits, the fields of a `TileConfig`."""
     (num_decodes, max_splits), kv_heads, config = sizes, k_cache.shape[1], TileConfig(*tile)
-    (_, heads, dim), params, shape = q.shape, AttentionParams(window, scale, softcap), tuple(k_cache.shape)
+    (_, heads, dim), params, shape = q.shape, AttentionParams(window, scale, softcap, sinks), tuple(k_cache.shape)
     paged_attention[(len(blocks[0]) + num_decodes * (max_splits - 1), kv_heads)](
-        *(q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks),
+        *(q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks, q if sinks is None else sinks),
         num_decodes=num_decodes,
         scale=dim**-0.5 if scale is None else scale,
         softcap=softcap or 0.0,
@@ -201,6 +203,7 @@ class AttentionLaunch:
             requests=[segments.tables, segments.starts, segments.lengths],
             tree=segments.tree,
             blocks=segments.blocks(config.block_queries),
+            sinks=params.sinks,
             sizes=[num_decodes, splits],
             tile=astuple(config),
             scale=params.scale,

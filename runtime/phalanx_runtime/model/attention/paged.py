@@ -5,7 +5,7 @@ query length (decode) or expanded with stride 0 (prefill).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class AttentionParams:
     """Factor on logits. Default: 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Logits become softcap * tanh(logit / softcap)."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[heads]: a logit of each head that takes part in the softmax and has no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,8 @@ class PagedAttention:
             keys, values = self._gather(cache, cache_rows[part].reshape(-1))
             shape = (len(cache_rows[part]), kv_heads, -1, dim)
             rows = slice(band.start + first, band.start + first + shape[0])
-            folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), mask[part], params)
+            sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1, 1)
+            folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), mask[part], params, sinks=sinks)
             out[rows].view(shape).copy_(folded)
 
     def _prefill(
@@ -229,7 +232,8 @@ class PagedAttention:
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, chunk.length, dim)
         mask = chunk.masks[params.window]
-        attended = attend(queries, keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape), mask, params)
+        sinks = None if params.sinks is None else params.sinks.view(kv_heads, group, 1, 1)
+        attended = attend(queries, keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape), mask, params, sinks=sinks)
         out[rows].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _gather(self, cache: LayerCache, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,31 +249,39 @@ class PagedAttention:
         return keys, values
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
-    """Computes attention of [..., queries, dim] over [..., tokens, dim]."""
-    if params.softcap is None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams, *, sinks: Tensor | None = None
+) -> Tensor:
+    """Computes attention of [..., queries, dim] over [..., tokens, dim]. `sinks`: of `params`, as [..., queries or 1, 1]."""
+    if params.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=params.scale)
     num_queries = q.shape[-2]
     if mask is None:
         mask = torch.full((num_queries, k.shape[-2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     size = max(1, TILE_BYTES // (q[..., 0, 0].numel() * k.shape[-2] * q.dtype.itemsize))
     if num_queries <= size:
-        return _capped(q, k, v=v, mask=mask, params=params, softcap=params.softcap)
+        return _explicit(q, k, v=v, mask=mask, params=params, sinks=sinks)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     for first in range(0, num_queries, size):
         tile = slice(first, first + size)
         tile_mask = mask if mask.shape[-2] == 1 else mask[..., tile, :]
-        out[..., tile, :] = _capped(q[..., tile, :], k, v=v, mask=tile_mask, params=params, softcap=params.softcap)
+        tile_sinks = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., tile, :]
+        out[..., tile, :] = _explicit(q[..., tile, :], k, v=v, mask=tile_mask, params=params, sinks=tile_sinks)
     return out
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams, softcap: float) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams, sinks: Tensor | None) -> Tensor:
+    """Computes attention with logits in memory, for softcap and sinks."""
     shape = q.shape
     if q.dim() == 4 and k.stride(1) == 0:  # fold the queries, or matmul copies the expanded keys
         q, k, v = q.reshape(shape[0], -1, shape[-1]), k[:, 0], v[:, 0]
     logits = torch.matmul(q, k.transpose(-1, -2)).mul_(_scale(params, shape[-1]))
-    logits = logits.div_(softcap).tanh_().mul_(softcap).view(*shape[:-1], -1).add_(mask)
-    probabilities = logits.softmax(-1).view(*q.shape[:-1], -1)
+    if params.softcap is not None:
+        logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
+    logits = logits.view(*shape[:-1], -1).add_(mask)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.expand(*shape[:-1], 1)), -1)
+    probabilities = logits.softmax(-1)[..., : k.shape[-2]].reshape(*q.shape[:-1], -1)
     return torch.matmul(probabilities, v).view(*shape[:-1], -1)
 
 
@@ -326,4 +338,6 @@ def _attend(q: Tensor, cache: LayerCache, table: Tensor, visible: Sequence[int],
     logits = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * _scale(params, dim)
     if params.softcap is not None:
         logits = torch.tanh(logits / params.softcap) * params.softcap
-    return torch.einsum("ht,thd->hd", logits.softmax(-1), values.repeat_interleave(group, 1)).reshape(-1)
+    if params.sinks is not None:
+        logits = torch.cat((logits, params.sinks.unsqueeze(1)), 1)
+    return torch.einsum("ht,thd->hd", logits.softmax(-1)[:, : len(slots)], values.repeat_interleave(group, 1)).reshape(-1)

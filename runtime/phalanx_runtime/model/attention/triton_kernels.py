@@ -32,6 +32,7 @@ def paged_attention(
     ancestors,
     block_requests,
     block_offsets,
+    sinks,
     num_decodes,
     scale,
     softcap,
@@ -52,10 +53,10 @@ def paged_attention(
     HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2."""
-    program = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    program, kv_head = tl.program_id(0), tl.program_id(1)
     is_decode = program < num_decodes * MAX_SPLITS
     block = tl.where(is_decode, program // MAX_SPLITS, program - num_decodes * (MAX_SPLITS - 1))
     split = tl.where(is_decode, program % MAX_SPLITS, 0)
@@ -103,6 +104,9 @@ def paged_attention(
         maximum = tl.full([BLOCK_QUERIES * GROUP_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_QUERIES * GROUP_ROWS], tl.float32)
         weighted = tl.zeros([BLOCK_QUERIES * GROUP_ROWS, DIM_PADDED], tl.float32)
+        if HAS_SINKS:  # the first split has the sink
+            sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+            maximum, total = tl.where(split == 0, sink, maximum), tl.where(split == 0, total + 1.0, total)
         for key_start in range(low, high, BLOCK_KEYS):
             key = key_start + tl.arange(0, BLOCK_KEYS)
             is_key = key < high

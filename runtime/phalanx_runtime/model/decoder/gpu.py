@@ -202,7 +202,7 @@ class TritonOps(TorchOps):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """See `DecoderOps`."""
-        if gate_up.dtype not in DTYPES or gate_up.dim() != 2 or gate_up.stride(1) != 1:
+        if activation == "swigluoai" or gate_up.dtype not in DTYPES or gate_up.dim() != 2 or gate_up.stride(1) != 1:
             return super().gate(gate_up, activation)
         self.num_launched += 1
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device)

@@ -143,7 +143,7 @@ class _Loader:
             qkv=self._qkv(name + "self_attn."),
             qk_norm=self._qk_norm(name + "self_attn."),
             rope=config.ropes[index],
-            params=AttentionParams(config.windows[index], config.scale, config.softcap),
+            params=AttentionParams(config.windows[index], config.scale, config.softcap, self._sinks(name + "self_attn.sinks")),
             o=self._row_parallel(name + "self_attn.o_proj", heads, self._dims(self._shard.heads), config.o_bias),
             attention_out=norms[1],
             mlp_in=norms[2],
@@ -151,6 +151,11 @@ class _Loader:
             down=self._down(name + "mlp.down_proj") if mixture is None else self._experts(name, mixture),
             mlp_out=norms[3],
         )
+
+    def _sinks(self, name: str) -> Tensor | None:
+        if not self._config.has_sinks:
+            return None
+        return self._count(self._checkpoint.vector(name, self._config.num_heads, self._shard.heads))
 
     def _qk_norm(self, prefix: str) -> QkNorm | None:
         config, shard = self._config, self._shard
@@ -189,7 +194,9 @@ class _Loader:
         return self._row_parallel(name, self._config.intermediate_size, self._shard.mlp, self._config.mlp_bias)
 
     def _experts(self, layer: str, mixture: Mixture) -> Linear:
-        mlp = ExpertReader(self._config, mixture, self._shard, self._checkpoint).read(layer, self._kernels, self._gate)
+        mlp = ExpertReader(self._config, mixture, self._shard, self._checkpoint, has_bias=self._is_first).read(
+            layer, self._kernels, self._gate
+        )
         self.num_bytes += mlp.num_bytes
         return mlp
 

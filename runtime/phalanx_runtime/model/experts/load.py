@@ -21,11 +21,15 @@ JOINED_BLOCK = "mlp"
 class ExpertReader:
     """Reads the layers of a model with experts."""
 
-    def __init__(self, config: ModelConfig, mixture: Mixture, shard: Shard, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, config: ModelConfig, mixture: Mixture, shard: Shard, checkpoint: Checkpoint, *, has_bias: bool = True
+    ) -> None:
+        """`has_bias`: whether this rank adds the bias of a sum over ranks with columns of the same experts."""
         self._config = config
         self._mixture = mixture
         self._shard = shard
         self._checkpoint = checkpoint
+        self._has_down_bias = has_bias or mixture.is_parallel
 
     def read(self, layer: str, kernels: Kernels, gate: Gate) -> SparseMlp:
         """Returns router and experts. `layer`: name with a dot at its end; `gate`: as in `DecoderOps`. Raises ModelError."""
@@ -35,7 +39,9 @@ class ExpertReader:
             block = layer + JOINED_BLOCK
         shape = (mixture.num_experts, self._config.hidden_size)
         router = self._checkpoint.rows(f"{block}.{tensors.router}.weight", shape, Span(0, mixture.num_experts))
-        return SparseMlp(DenseLinear(router, None), self._make(self._experts(f"{block}.experts"), kernels, gate))
+        name = f"{block}.{tensors.router}.bias"
+        bias = self._checkpoint.vector(name, mixture.num_experts) if tensors.is_interleaved else None
+        return SparseMlp(DenseLinear(router, bias), self._make(self._experts(f"{block}.experts"), kernels, gate))
 
     def _make(self, weights: Iterator[ExpertWeights], kernels: Kernels, gate: Gate) -> Experts:
         span, activation = self._shard.experts, self._config.activation
@@ -54,6 +60,8 @@ class ExpertReader:
 
     def _experts(self, name: str) -> Iterator[ExpertWeights]:
         read = self._joined_expert if self._checkpoint.has(f"{name}.gate_up_proj") else self._expert
+        if self._mixture.tensors.is_interleaved:
+            read = self._interleaved_expert
         for number in range(self._shard.experts.start, self._shard.experts.stop):
             yield read(name, number)
 
@@ -72,3 +80,18 @@ class ExpertReader:
         gate_up = [self._checkpoint.block(f"{name}.gate_up_proj", shape, (one, span, whole))[0] for span in spans]
         down = self._checkpoint.block(f"{name}.down_proj", (num_experts, hidden, inner), (one, whole, columns))
         return ExpertWeights(gate_up=torch.cat(gate_up), down=down[0])
+
+    def _interleaved_expert(self, name: str, number: int) -> ExpertWeights:
+        one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
+        num_experts, inner, hidden = self._mixture.num_experts, self._mixture.intermediate_size, self._config.hidden_size
+        both, block = Span(2 * columns.start, 2 * columns.stop), self._checkpoint.block
+        gate_up = block(f"{name}.gate_up_proj", (num_experts, hidden, 2 * inner), (one, whole, both))[0].t()
+        bias = block(f"{name}.gate_up_proj_bias", (num_experts, 2 * inner), (one, both))[0]
+        down = block(f"{name}.down_proj", (num_experts, inner, hidden), (one, columns, whole))[0].t()
+        down_bias = block(f"{name}.down_proj_bias", (num_experts, hidden), (one, whole))[0] if self._has_down_bias else None
+        return ExpertWeights(
+            gate_up=torch.cat((gate_up[::2], gate_up[1::2])),
+            down=down.contiguous(),
+            gate_up_bias=torch.cat((bias[::2], bias[1::2])),
+            down_bias=down_bias,
+        )

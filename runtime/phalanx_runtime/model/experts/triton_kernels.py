@@ -98,8 +98,12 @@ def sort_pairs(
 
 @triton.jit
 def activated(gates, up, ACTIVATION: tl.constexpr):
-    """Returns activation(gates) * up: silu, or gelu by tanh."""
-    if ACTIVATION == "silu":
+    """Returns activation(gates) * up: silu, gelu by tanh, or swigluoai, as `layers.gate`."""
+    if ACTIVATION == "swigluoai":
+        gates = tl.minimum(gates, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        exponent = 1.702 * gates
+    elif ACTIVATION == "silu":
         exponent = gates
     else:
         exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)

@@ -41,7 +41,7 @@ def local_experts(runner: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_whole_experts_on_each_rank_equal_one_rank(models: Any, family: str, world_size: int) -> None:
     outputs = generate(models(family), [world_size], PARALLEL, chunk=7)
     assert compare(reference(models(family), outputs), outputs).holds
@@ -66,7 +66,7 @@ def test_compiled_experts_on_two_stages_equal_transformers(tmp_path: Path) -> No
     assert compare(reference(folder, outputs), outputs).holds
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_ranks_share_the_parameters(models: Any, family: str) -> None:
     def held(world_size: int) -> int:
         return sum(with_group([world_size], lambda group: make_model_runner(models(family), group, PARALLEL).model.num_bytes))

@@ -39,7 +39,7 @@ def stacked(noise: Noise, count: int, hidden: int, inner: int, dtype: torch.dtyp
     return ExpertWeights(
         gate_up=noise(count, 2 * inner, hidden, dtype=dtype) * hidden**-0.5,
         down=noise(count, hidden, inner, dtype=dtype) * inner**-0.5,
-        gate_up_bias=noise(count, 2 * inner, dtype=dtype) if has_bias else None,
+        gate_up_bias=4 * noise(count, 2 * inner, dtype=dtype) if has_bias else None,
         down_bias=noise(count, hidden, dtype=dtype) if has_bias else None,
     )
 
@@ -74,7 +74,7 @@ def distinct_logits(seed: int, tokens: int, count: int, dtype: torch.dtype) -> t
     is_normalized=st.booleans(),
     has_bias=st.booleans(),
     adds=st.booleans(),
-    activation=st.sampled_from(["silu", "gelu_tanh"]),
+    activation=st.sampled_from(["silu", "gelu_tanh", "swigluoai"]),
     seed=st.integers(0, 99),
 )
 def test_grouped_experts_equal_the_reference(

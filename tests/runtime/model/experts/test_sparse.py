@@ -157,6 +157,8 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "one expert per token": ("mixtral", {"num_experts_per_tok": 1}),
     "sliding window": ("mixtral", {"sliding_window": 8}),
     "sliding window in use": ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}),
+    "gpt-oss with windows in all layers": ("gpt_oss", {"layer_types": ["sliding_attention"] * 3}),
+    "gpt-oss with four query heads per KV head": ("gpt_oss", {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
     "odd columns": ("qwen3_moe", {"moe_intermediate_size": 21}),
 }
 
@@ -202,6 +204,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed_mixtures_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         parse_config({**BASE, **changes})
+
+
+@pytest.mark.parametrize("field", ["swiglu_limit", "swiglu_alpha"])
+def test_other_constants_of_swigluoai_are_refused(field: str) -> None:
+    gpt_oss = {**BASE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+    assert parse_config({**gpt_oss, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}).activation == "swigluoai"
+    with pytest.raises(ModelError, match=f"{field} must be"):
+        parse_config({**gpt_oss, field: 5.0})
+
+
+def test_swigluoai_limits_gate_and_up() -> None:
+    values = torch.tensor([[-9.0, 2.0, 9.0, 1.0, -9.0, 9.0]])
+    gates, up = torch.tensor([-9.0, 2.0, 7.0]), torch.tensor([1.0, -7.0, 7.0])
+    torch.testing.assert_close(gate(values, "swigluoai")[0], (up + 1) * gates * torch.sigmoid(1.702 * gates))
 
 
 def test_more_ranks_than_columns_are_refused() -> None:

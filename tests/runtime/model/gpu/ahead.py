@@ -76,12 +76,14 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
     **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
     **dict.fromkeys(("tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets"), "*i32"),
+    "sinks": "*bf16",
     **dict.fromkeys(("scale", "softcap"), "fp32"),
     **dict.fromkeys(("num_decodes", "window", "q_stride", "table_stride", "level_stride"), "i32"),
 }
 MERGE_TYPES = {"out": "*bf16", "partial": "*fp32", "partial_lse": "*fp32", "lengths": "*i32"}
 PLAIN = AttentionParams()
 WINDOWED = AttentionParams(window=1024, softcap=50.0)
+WITH_SINKS = AttentionParams(window=128, sinks=torch.empty(64))
 GROUPS = {64: 3, 128: 4, 256: 2}
 """Query heads of a KV head by head dimension: SmolLM2, Llama 3, Gemma 2."""
 
@@ -92,6 +94,8 @@ def attention_variants(target: GPUTarget) -> Iterator[Variant]:
     for dim, config in DECODE.items():
         yield _attention(f"decode {dim}", dim, config, max_splits=8)
         yield _attention(f"decode {dim} window", dim, config, max_splits=8, params=WINDOWED)
+    yield _attention("decode 64 sinks", 64, DECODE[64], max_splits=8, params=WITH_SINKS)
+    yield _attention("mixed 64 sinks", 64, prefill_tiles(capability)[64], max_splits=8, params=WITH_SINKS)
     for dim, config in prefill_tiles(capability).items():
         yield _attention(f"prefill {dim}", dim, config)
         yield _attention(f"prefill {dim} window", dim, config, params=WINDOWED)

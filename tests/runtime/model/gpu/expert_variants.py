@@ -34,6 +34,7 @@ class MixtureShape:
 
 MIXTRAL = MixtureShape(4096, 14336, 8, 2)
 QWEN3_30B = MixtureShape(2048, 768, 128, 8)
+GPT_OSS_20B = MixtureShape(2880, 2880, 32, 4, activation="swigluoai", has_bias=True)
 MULTIPLY_TYPES = {
     **dict.fromkeys(("x", "weight", "bias", "out"), "*bf16"),
     **dict.fromkeys(("pairs", "tile_experts", "num_tiles"), "*i32"),
@@ -65,6 +66,8 @@ def expert_variants() -> Iterator[Variant]:
         yield _multiply(f"experts {name} gated", config, QWEN3_30B, is_gated=True)
         yield _multiply(f"experts {name} down", config, QWEN3_30B, is_gated=False)
     yield _multiply("experts many mixtral", MANY_ROWS, MIXTRAL, is_gated=True)
+    yield _multiply("experts few gpt-oss", FEW_ROWS, GPT_OSS_20B, is_gated=True)
+    yield _multiply("experts many gpt-oss", MANY_ROWS, GPT_OSS_20B, is_gated=True)
     yield _multiply("float32 experts", FLOAT32, QWEN3_30B, is_gated=True)
     constants = route_constants(QWEN3_30B.num_experts, QWEN3_30B.per_token, True)
     types = {"logits": "*bf16", "experts": "*i32", "weights": "*fp32", "logits_stride": "i32"}

@@ -85,16 +85,18 @@ FORMS = [
     AttentionParams(window=100),
     AttentionParams(scale=0.3),
     AttentionParams(softcap=3.0),
+    AttentionParams(sinks=torch.linspace(-1, 3, 6, device=DEVICE)),
+    AttentionParams(window=7, softcap=3.0, sinks=torch.linspace(4, -2, 6, device=DEVICE)),
 ]
 
 
-@pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap"])
+@pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("max_splits", [1, 4])
 def test_mixed_step_equals_the_definition(params: AttentionParams, max_splits: int) -> None:
     Case(MIXED).check(params, max_splits)
 
 
-@pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap"])
+@pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("max_splits", [1, 4])
 def test_tree_attends_to_its_branches(params: AttentionParams, max_splits: int) -> None:
     Case([(40, 1), (300, 1), (50, 7), (5, 20)], trees={2: TREE, 3: TREE}).check(params, max_splits)
