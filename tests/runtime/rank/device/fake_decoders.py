@@ -68,6 +68,23 @@ QWEN3_30B = parse_config(  # a quarter of its layers
         "rope_theta": 1000000.0,
     }
 )
+GPT_OSS_20B = parse_config(  # a quarter of its layers
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    }
+)
 
 
 def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = WHOLE) -> Decoder:
@@ -93,7 +110,9 @@ def _layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
         qkv=_linear(heads + 2 * shard.kv_heads.size * dim, hidden),
         qk_norm=HeadNorm(_empty(dim), _empty(dim), config.rms_norm_eps) if norm else None,
         rope=config.ropes[index],
-        params=AttentionParams(config.windows[index], config.scale, config.softcap),
+        params=AttentionParams(
+            config.windows[index], config.scale, config.softcap, _empty(shard.heads.size) if config.has_sinks else None
+        ),
         o=_linear(hidden, heads),
         attention_out=None,
         mlp_in=_empty(hidden),
@@ -110,7 +129,13 @@ def _gate_up(config: ModelConfig, shard: Shard) -> Gated:
 
 def _experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
     count, hidden, inner = shard.experts.size, config.hidden_size, shard.expert_mlp.size
-    weights = ExpertWeights(gate_up=_empty(count, 2 * inner, hidden), down=_empty(count, hidden, inner))
+    has_bias = mixture.tensors.is_interleaved
+    weights = ExpertWeights(
+        gate_up=_empty(count, 2 * inner, hidden),
+        down=_empty(count, hidden, inner),
+        gate_up_bias=_empty(count, 2 * inner) if has_bias else None,
+        down_bias=_empty(count, hidden) if has_bias else None,
+    )
     routing = Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized)
     return SparseMlp(_linear(mixture.num_experts, hidden), GroupedExperts(weights, shard.experts, routing, config.activation))
 

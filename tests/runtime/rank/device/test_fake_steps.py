@@ -5,6 +5,7 @@ A read of a value on the device raises, and so does an operator over several dev
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace as modified
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,16 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.collective.fake_groups import fake_group
 from tests.runtime.model.gpu.launches import launches_of
-from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, LLAMA_8B, QWEN3_30B, QWEN3_600M, make_decoder
+from tests.runtime.rank.device.fake_decoders import (
+    ALONE,
+    DEVICE,
+    DTYPE,
+    GPT_OSS_20B,
+    LLAMA_8B,
+    QWEN3_30B,
+    QWEN3_600M,
+    make_decoder,
+)
 from tests.runtime.rank.device.fake_rank import PAGE, POOL, SAMPLING, FakeRank
 from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, record
 
@@ -27,7 +37,8 @@ LAYER_LAUNCHES = {
     *("aten::mm", "aten::addmm_"),
 }
 EXPERT_LAUNCHES = {f"phalanx::{name}_experts" for name in ("route", "multiply", "combine")} | {"phalanx::sort_pairs"}
-configs = pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M, QWEN3_30B], ids=["llama 8b", "qwen3 0.6b", "qwen3 30b"])
+CONFIGS = {"llama 8b": LLAMA_8B, "qwen3 0.6b": QWEN3_600M, "qwen3 30b": QWEN3_30B, "gpt-oss 20b": GPT_OSS_20B}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +123,18 @@ def test_a_decode_step_of_several_ranks_is_captured(config: ModelConfig, world_s
     ops = record(lambda: rank.run(decode(2)))
     assert [name for name in ops.names if name not in VIEWS] == ["aten::copy_", "phalanx::update_rows", "aten::to.dtype_layout"]
     assert not backend.calls and dict(rank.step.graphs.num_replays) == {2: 1}
+
+
+def test_a_decode_step_with_whole_experts_per_rank_is_captured() -> None:
+    """128 experts over three ranks; the sum of their outputs is the all-reduce of the MLP."""
+    mixture = QWEN3_30B.mixture
+    assert mixture is not None
+    peers, backend = fake_group(3)
+    rank = FakeRank(modified(QWEN3_30B, mixture=modified(mixture, is_parallel=True)), peers)
+    backend.calls.clear()
+    ops = record(lambda: rank.step.graphs.compute(4))
+    assert Counter(backend.calls) == {"allreduce": 2 * QWEN3_30B.num_layers + 1, "allgather": 1}
+    assert ops.names.count("phalanx::sort_pairs") == QWEN3_30B.num_layers and ops.devices == {"cuda"}
 
 
 @configs
