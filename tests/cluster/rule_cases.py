@@ -198,6 +198,14 @@ _SHAPE = [
     Refused("spec.placement.queueName", "gang mode Kueue needs queueName", at("spec.placement.gang.mode", "Kueue")),
     invalid("spec.placement.gang.timeoutSeconds", 0, "greater than or equal to 1"),
 ]
+_CLAIMS = "spec.resources.claims"
+_SOURCE = "give exactly one of resourceClaimTemplateName and resourceClaimName"
+_ONE = {"name": "gpu", "resourceClaimTemplateName": "one"}
+_RESOURCES = [
+    invalid(f"{_CLAIMS}[0]", {"name": "gpu"}, _SOURCE),
+    invalid(f"{_CLAIMS}[0]", _ONE | {"resourceClaimName": "two"}, _SOURCE),
+    invalid(f"{_CLAIMS}[0].request", "a b", "should match"),
+]
 _SPECULATIVE = "spec.engine.speculative"
 _ARGS = "spec.engine.extraArgs"
 _OPERATORS = "flags that the operator or another field sets are not allowed, not even abbreviated; a flag and its value are"
@@ -262,7 +270,7 @@ _PODS = [
     ),
 ]
 REFUSED = [
-    *_MODELS, *_uris(), *_SHAPE, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_PODS, *_containers(),
+    *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_PODS, *_containers(),
 ]  # fmt: skip
 STRANGE: dict[str, dict[str, Any]] = {
     "spec.model.adapters": model("hf://org/name", adapters=[]),

@@ -42,6 +42,12 @@ def test_valid_manifest_is_accepted_with_defaults(cluster: Cluster, namespace: s
     assert accepted["rebalancing"]["mode"] == "Migrate"
 
 
+def test_repeated_name_of_a_claim_is_rejected(cluster: Cluster, namespace: str) -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "one"}
+    with pytest.raises(Failed, match=r"spec\.resources\.claims\[1\]: Duplicate value"):
+        dry_run(cluster, namespace, {"resources": {"claims": [claim, claim]}})
+
+
 @pytest.mark.parametrize("uri", ["s3://models/tiny", "gs://models/tiny", "oci://registry.example/tiny:v1"])
 def test_each_remote_source_is_accepted_with_its_secret(cluster: Cluster, namespace: str, uri: str) -> None:
     accepted = json.loads(dry_run(cluster, namespace, {"model": {"uri": uri, "secretRef": {"name": "a"}}}))["spec"]

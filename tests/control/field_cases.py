@@ -13,6 +13,9 @@ NIGHT = {"cron": "0 3 * * *", "timezone": "UTC", "min": 2, "max": 3}
 EVENING = {"cron": "0 2 * * *", "min": 1, "max": 4}
 """In effect before `NIGHT`."""
 SCHEDULED: Json = {"replicas": 2, "autoscaling": SCALED["autoscaling"] | {"schedules": [NIGHT, EVENING]}}
+CLAIM = {"name": "gpu", "resourceClaimTemplateName": "one", "request": "a"}
+NAMED = {"name": "gpu", "resourceClaimName": "one"}
+CLAIMING: Json = {"resources": {"claims": [CLAIM]}}
 SURGING: Json = {"replicas": 3, "rollout": {"maxSurge": 1}}
 
 
@@ -77,6 +80,10 @@ _PODS = [
     change("parallelism.gpusPerPod", 1, {"parallelism": {"tensor": 2}}),
     change("resources.accelerator.resourceName", "example.com/device"),
     change("resources.accelerator.product", "H200"),
+    change("resources.claims[0].name", "other", CLAIMING),
+    change("resources.claims[0].resourceClaimTemplateName", "two", CLAIMING),
+    change("resources.claims[0].resourceClaimName", "two", {"resources": {"claims": [NAMED]}}),
+    change("resources.claims[0].request", "b", CLAIMING),
     change("resources.cpu", 2),
     change("resources.memory", "2Gi"),
     change("resources.shm", "2Gi"),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, parse_record, rule, rules
 from phalanx_api.spec.autoscaling import MAX_GROUPS, Autoscaling
@@ -29,6 +30,10 @@ MAX_NAME = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 _RESOURCE_NAME = r"^$|^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+_OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_REQUEST = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(/[a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
+_ONE_SOURCE = "give exactly one of resourceClaimTemplateName and resourceClaimName"
 ServedName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
 
@@ -54,15 +59,50 @@ class Accelerator(Record):
     """The device of each rank."""
 
     resource_name: str = Field(default="nvidia.com/gpu", max_length=253, pattern=_RESOURCE_NAME)
-    """Extended resource, one per rank; empty: CPU."""
+    """Extended resource, one per rank, such as a MIG slice; empty: CPU, or the devices of `claims`."""
     product: str | None = Field(default=None, min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
     """Value of the node label nvidia.com/gpu.product. Default: any."""
+
+
+class ResourceClaim(Record):
+    """A claim of dynamic resource allocation (DRA), as in the `resourceClaims` of a pod."""
+
+    model_config = Record.model_config | rules(
+        rule("has(self.resourceClaimTemplateName) != has(self.resourceClaimName)", _ONE_SOURCE),
+    )
+    name: str = Field(min_length=1, max_length=63, pattern=_LABEL)
+    """Name within the pod."""
+    resource_claim_template_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_OBJECT)
+    """ResourceClaimTemplate; Kubernetes creates one claim per pod. Its devices for ranks: as many as the pod has ranks."""
+    resource_claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_OBJECT)
+    """ResourceClaim that all pods of all groups share; not for the devices of ranks."""
+    request: str | None = Field(default=None, min_length=1, max_length=127, pattern=_REQUEST)
+    """Request of the claim with the devices for the container. Default: all requests."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ResourceClaim":
+        if (self.resource_claim_template_name is None) == (self.resource_claim_name is None):
+            raise ValueError(_ONE_SOURCE)
+        return self
+
+
+def _distinct(claims: tuple[ResourceClaim, ...]) -> tuple[ResourceClaim, ...]:
+    if len({claim.name for claim in claims}) < len(claims):
+        raise ValueError("names of claims must be unique")
+    return claims
+
+
+_KEYED: JsonDict = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 
 class Resources(Record):
     """Resources of each pod of a group; requests and limits are equal."""
 
     accelerator: Accelerator = Field(default_factory=Accelerator)
+    claims: Annotated[tuple[ResourceClaim, ...], AfterValidator(_distinct)] = Field(
+        default=(), max_length=8, json_schema_extra=_KEYED
+    )
+    """DRA claims, in addition to `accelerator.resourceName`."""
     cpu: Cpu | None = None
     """CPUs, such as 4 or 500m. Default: not limited."""
     memory: Memory | None = None

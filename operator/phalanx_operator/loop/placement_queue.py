@@ -250,4 +250,7 @@ class PlacementGate:
 
 
 def _device(service: InferenceService) -> str:
-    return service.spec.resources.accelerator.resource_name
+    """Services compete for devices of one extended resource, or of the same claims."""
+    resources = service.spec.resources
+    sources = [claim.resource_claim_template_name or claim.resource_claim_name for claim in resources.claims]
+    return resources.accelerator.resource_name or " ".join(f"{service.namespace}/{source}" for source in sources)

@@ -26,6 +26,8 @@ _LIST_KEYS = {
     "ports": "containerPort",
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+    "claims": "name",
 }
 """Lists that are merged by a key of their items."""
 
@@ -107,6 +109,7 @@ def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.grace_s,
         "securityContext": pod_security(),
+        **_claims(service.spec.resources),
         "containers": [_container(service, name, build, source)],
         "volumes": [
             {
@@ -197,4 +200,11 @@ def _resources(resources: Resources, ranks: int) -> Object:
         amounts["memory"] = resources.memory
     if resources.accelerator.resource_name:
         amounts[resources.accelerator.resource_name] = str(ranks)
-    return {"requests": amounts, "limits": amounts} if amounts else {}
+    claims = [{"name": claim.name} | ({"request": claim.request} if claim.request else {}) for claim in resources.claims]
+    return ({"requests": amounts, "limits": amounts} if amounts else {}) | ({"claims": claims} if claims else {})
+
+
+def _claims(resources: Resources) -> Object:
+    """The pod names the sources of its claims, the container which of them it uses."""
+    sources = [claim.model_dump(mode="json", by_alias=True, exclude={"request"}, exclude_none=True) for claim in resources.claims]
+    return {"resourceClaims": sources} if sources else {}

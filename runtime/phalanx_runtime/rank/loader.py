@@ -42,12 +42,21 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def choose_device(spec: RankSpec) -> torch.device:
-    """Returns the rank's GPU, or the CPU if there are fewer GPUs than local ranks."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= spec.local_world_size:
-        device = torch.device("cuda", spec.local_rank)
+    """Returns the rank's GPU, or the CPU if the pod has none. Raises ModelError if there are fewer GPUs than local ranks."""
+    device = device_of(spec, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current device
-        return device
-    return torch.device("cpu")
+    return device
+
+
+def device_of(spec: RankSpec, num_devices: int) -> torch.device:
+    """Returns the device of a rank among `num_devices` GPUs. Raises ModelError if each local rank cannot have one."""
+    if 0 < num_devices < spec.local_world_size:
+        raise ModelError(
+            f"{num_devices} GPUs for {spec.local_world_size} ranks in this pod: the count of a resource claim must be the"
+            " number of ranks per pod; an empty CUDA_VISIBLE_DEVICES makes the ranks compute on CPU"
+        )
+    return torch.device("cuda", spec.local_rank) if num_devices else torch.device("cpu")
 
 
 def prepare_process(spec: RankSpec, system: System) -> None:

@@ -279,6 +279,28 @@ def test_cpu_quantities(text: str, good: bool) -> None:
     assert bool(re.search(CPU_PATTERN, text)) is good
 
 
+CLAIM = {"name": "gpus", "resourceClaimTemplateName": "two-gpus"}
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ([{"name": "gpus"}], "give exactly one of resourceClaimTemplateName and resourceClaimName"),
+        ([CLAIM | {"resourceClaimName": "shared"}], "give exactly one of resourceClaimTemplateName and resourceClaimName"),
+        ([CLAIM, CLAIM], "names of claims must be unique"),
+    ],
+)
+def test_ambiguous_claim_is_refused(claims: list[dict[str, str]], message: str) -> None:
+    errors = parse(make_body(resources={"claims": claims}))
+    assert isinstance(errors, list) and [error.message for error in errors] == [message]
+
+
+def test_several_claims_are_kept_in_order() -> None:
+    claims = [CLAIM, {"name": "network", "resourceClaimName": "rdma", "request": "nic"}]
+    parsed = make_service(resources={"claims": claims}).spec.resources.claims
+    assert [claim.model_dump(by_alias=True, exclude_none=True) for claim in parsed] == claims
+
+
 def test_numbers_are_quantities_too() -> None:
     service = make_service(resources={"cpu": 4, "memory": 1024})
     assert (service.spec.resources.cpu, service.spec.resources.memory) == ("4", "1024")
@@ -340,7 +362,7 @@ def test_the_scale_subresource_counts_groups_by_their_leaders() -> None:
 def test_defaults_of_objects_satisfy_their_rules() -> None:
     spec = schema()["properties"]["spec"]["properties"]
     assert spec["parallelism"]["default"] == {"tensor": 1, "pipeline": 1, "gpusPerPod": 0}
-    assert spec["resources"]["default"] == {"accelerator": {"resourceName": "nvidia.com/gpu"}}
+    assert spec["resources"]["default"] == {"accelerator": {"resourceName": "nvidia.com/gpu"}, "claims": []}
 
 
 @pytest.mark.parametrize("name", pod_template.RESERVED_VOLUMES)

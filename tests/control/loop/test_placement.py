@@ -38,6 +38,20 @@ async def test_waiting_service_is_woken_when_the_turn_is_free() -> None:
     assert world.woken == [other, other]
 
 
+@pytest.mark.parametrize(
+    ("device", "accelerator"),
+    [("nvidia.com/gpu", "nvidia.com/gpu"), ("team/two-gpus", "")],
+    ids=["extended resource", "claims alone"],
+)
+async def test_services_wait_for_the_devices_that_they_share(device: str, accelerator: str) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "two-gpus"}]
+    resources = {"accelerator": {"resourceName": accelerator}, "claims": claims}
+    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, resources=resources)
+    world.queue.take(device, OTHER, "other-g-a", world.clock)
+    await world.reconcile()
+    assert world.groups == set()
+
+
 def incomplete(since: str, gang: str = "Fallback") -> ObservedGroup:
     group = make_group("a", ready=False, gang=gang, created=since)
     return replace(group, pods=(group.pods[0], replace(group.pods[1], node="", created=since)))

@@ -70,6 +70,23 @@ SPECS: dict[str, dict[str, Any]] = {
             "runtimeClassName": "nvidia",
         },
     },
+    "claimed-devices": {
+        "model": {"uri": "hf://org/model"},
+        "parallelism": {"tensor": 8, "gpusPerPod": 4},
+        "resources": {
+            "accelerator": {"resourceName": ""},
+            "claims": [
+                {"name": "gpus", "resourceClaimTemplateName": "four-gpus", "request": "gpus"},
+                {"name": "network", "resourceClaimName": "rdma"},
+            ],
+        },
+        "podTemplate": {
+            "spec": {
+                "resourceClaims": [{"name": "disk", "resourceClaimTemplateName": "scratch"}],
+                "containers": [{"name": "runtime", "resources": {"claims": [{"name": "disk"}]}}],
+            },
+        },
+    },
     "s3": {"model": {"uri": "s3://models/team/tiny", "secretRef": {"name": "bucket-key"}}},
     "gs": {"model": {"uri": "gs://models/team/tiny", "secretRef": {"name": "bucket-token", "key": "access"}}},
     "oci": {"model": {"uri": "oci://registry.example/team/tiny:v1", "secretRef": {"name": "registry"}}},
@@ -225,6 +242,19 @@ def test_model_argument(uri: str, argument: str) -> None:
 def test_ranks_that_share_a_pod_share_its_devices() -> None:
     assert container(parallelism={"tensor": 8, "gpusPerPod": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
+
+
+def test_mig_slices_are_counted_under_their_own_name() -> None:
+    mig = "nvidia.com/mig-3g.40gb"
+    service = make_service(parallelism={"tensor": 2}, resources={"accelerator": {"resourceName": mig}})
+    group = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))
+    resources = group["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources == {"requests": {mig: "2"}, "limits": {mig: "2"}}
+
+
+def test_claims_add_to_the_extended_resource() -> None:
+    resources = container(resources={"claims": [{"name": "network", "resourceClaimName": "rdma"}]})["resources"]
+    assert resources["limits"] == {"nvidia.com/gpu": "1"} and resources["claims"] == [{"name": "network"}]
 
 
 def test_unset_fields_add_no_flags() -> None:

@@ -18,7 +18,7 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
+from phalanx_runtime.rank.loader import choose_device, device_of, load_rank, prepare_process
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.process.group import join_group, rank_place
 from phalanx_runtime.rank_spec import EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
@@ -242,6 +242,18 @@ def test_process_uses_the_configured_threads() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_machine_without_enough_gpus_computes_on_cpu() -> None:
-    many = with_settings(spec(Path("m")), local_world_size=1000)
-    assert choose_device(many) == torch.device("cpu")
+def test_ranks_get_one_gpu_each_or_the_cpu() -> None:
+    second = with_settings(spec(Path("m")), local_world_size=2, local_rank=1)
+    assert device_of(second, 0) == torch.device("cpu")
+    assert device_of(second, 2) == device_of(second, 8) == torch.device("cuda", 1)
+
+
+def test_a_pod_with_fewer_gpus_than_ranks_is_refused() -> None:
+    with pytest.raises(ModelError, match="1 GPUs for 2 ranks in this pod: the count of a resource claim"):
+        device_of(with_settings(spec(Path("m")), local_world_size=2, local_rank=1), 1)
+
+
+def test_a_machine_without_a_gpu_computes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if not torch.cuda.is_available():
+        assert choose_device(spec(Path("m"))) == torch.device("cpu")
