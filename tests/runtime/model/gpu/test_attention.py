@@ -145,3 +145,16 @@ def test_tree_of_any_shape_attends_to_its_branches(draws: list[float], before: i
     start = before + min(computed, len(parents) - 1)
     count = before + len(parents) - start
     Case([(20, 1), (start, count)], trees={1: parents}, dim=32).check(AttentionParams(window=window))
+
+
+@pytest.mark.parametrize("max_splits", [1, 32])
+def test_long_contexts_cost_few_roundings(max_splits: int) -> None:
+    """Values of one sign, whose sums are largest, against float64. The splits of a decode are the second level of its sums."""
+    offset, case = 4.0, Case([(16_000, 1), (16_000, 3)], kv_heads=1, group=2, dim=32)
+    case.cache.v.add_(offset)
+    wide_cache = LayerCache(case.cache.k.double(), case.cache.v.double())
+    q, k, v = (part.double() for part in (case.q, case.k, case.v))
+    expected = DenseAttention()(q, k, v, wide_cache, case.batch, AttentionParams())
+    write_pages(case.k, case.v, case.cache, case.batch.slots)
+    error = (case.attended(AttentionParams(), max_splits).reshape(len(q), -1) - expected.reshape(len(q), -1)).abs().max()
+    assert float(error) < 10 * offset * torch.finfo(torch.float32).eps
