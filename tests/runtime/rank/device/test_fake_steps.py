@@ -125,7 +125,7 @@ def test_a_decode_step_of_several_ranks_is_captured(config: ModelConfig, world_s
     assert not backend.calls and dict(rank.step.graphs.num_replays) == {2: 1}
 
 
-def test_a_decode_step_with_whole_experts_per_rank_is_captured() -> None:
+def test_a_step_with_whole_experts_per_rank_is_captured() -> None:
     """128 experts over three ranks; the sum of their outputs is the all-reduce of the MLP."""
     mixture = QWEN3_30B.mixture
     assert mixture is not None
