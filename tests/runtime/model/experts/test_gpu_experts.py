@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.experts.gpu import GroupedExperts, max_tiles, route, sort_pairs, stack
 from phalanx_runtime.model.experts.sparse import Expert, ExpertList, ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.families import Activation
@@ -183,3 +184,13 @@ def test_decoder_with_grouped_experts_gives_the_tokens_of_transformers(tmp_path:
     assert num_launched >= 5 * 3
     expected = [stream.tokens for stream in reference(folder, [*outputs, *([0] for _ in prompts()[2:])])]
     assert outputs == expected[:2]
+
+
+def test_triton_attention_with_sinks_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    attention = TritonAttention()
+    requests = [DriverRequest(prompt) for prompt in prompts()[3:]]
+    outputs = on_ranks(folder, [1], Build(attention=attention), lambda runner: Driver(runner).generate(requests, 3, chunk=30))
+    assert attention.num_computed == 2 * sum(len(request.prompt) + 2 for request in requests)
+    expected = [stream.tokens for stream in reference(folder, [*([0] for _ in prompts()[:3]), *outputs])]
+    assert outputs == expected[3:]

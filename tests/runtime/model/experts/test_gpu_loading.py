@@ -56,5 +56,5 @@ def test_experts_on_a_gpu_are_grouped(tmp_path: Path, family: str, values: int) 
 
 
 def test_int8_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="int8.*experts"):
+    with pytest.raises(ModelError, match=r"int8.*experts"):
         load(save_tiny(tmp_path / "model", "mixtral"), Kernels(precision="int8"))
