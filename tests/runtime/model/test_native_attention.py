@@ -69,12 +69,24 @@ def test_kernel_equals_the_definition(target: str, dtype: torch.dtype, dim: int)
 
 @pytest.mark.parametrize(
     "params",
-    [AttentionParams(window=7), AttentionParams(window=600), AttentionParams(scale=0.5), AttentionParams(softcap=3.0)],
-    ids=["window", "window over splits", "scale", "softcap"],
+    [
+        AttentionParams(window=7),
+        AttentionParams(window=600),
+        AttentionParams(scale=0.5),
+        AttentionParams(softcap=3.0),
+        AttentionParams(sinks=torch.tensor([-1.0, 0.0, 2.0, 9.0])),
+    ],
+    ids=["window", "window over splits", "scale", "softcap", "sinks"],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernel_exists_for_every_configuration(target: str, params: AttentionParams) -> None:
     check(compiled(target), case([3, 40, 1100], 8, 4, 4, 32, torch.float32), params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_decodes_with_sinks_use_the_kernel(dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-3, 3, 6).to(dtype)
+    check(compiled("native"), case([1, 16, 300, 1300], 16, 6, 2, 64, dtype), AttentionParams(window=700, sinks=sinks))
 
 
 @settings(max_examples=40, deadline=None)

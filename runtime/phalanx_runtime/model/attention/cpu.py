@@ -1,6 +1,6 @@
 """Paged attention in C++, without a gather. `PagedAttention` is the reference and computes unsupported shapes.
 
-With bf16 dot products, one kernel computes a whole bf16 step. Otherwise a kernel computes decodes only. None has sinks.
+With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, and with sinks, a kernel computes decodes only.
 """
 
 import ctypes
@@ -143,9 +143,10 @@ class NativeAttention(PagedAttention):
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         kv_heads, page, dim = cache.k.shape[1:]
-        if params.sinks is not None or not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype):
+        if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
+        sinks = None if params.sinks is None else params.sinks.float()
         sizes = _DecodeSizes(*(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), params.window or 0))
         self._library.functions.phalanx_decode(
             *(
@@ -159,6 +160,7 @@ class NativeAttention(PagedAttention):
                 sizes,
                 dim**-0.5 if params.scale is None else params.scale,
                 params.softcap or 0.0,
+                None if sinks is None else sinks.data_ptr(),
             ),
         )
 

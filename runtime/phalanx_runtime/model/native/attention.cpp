@@ -15,10 +15,12 @@ constexpr int MAX_GROUP = 64;
 struct Task {
     int64_t rows, heads, kv_heads, dim, page, table_width, q_stride, window;
     float scale, softcap;
+    const float* sinks;  // a logit of each query head without a value, or null
 };
 
 struct Item {
     int64_t row, head, first, last, slot;
+    bool has_sink;  // the first split
 };
 
 // bf16 separates even and odd dimensions.
@@ -97,8 +99,9 @@ void attend(const Task& task, const Item& item, const T* q, const T* k, const T*
     const int64_t lump = task.page * dim, page_step = task.kv_heads * lump;
     for (int64_t g = 0; g < group; g++) {
         for (int64_t d = 0; d < dim; d++) s.q[g * dim + Order<T>::at(d, dim)] = widen(q[g * dim + d]) * task.scale;
-        s.top[g] = -INFINITY;
-        s.mass[g] = 0;
+        const bool has_sink = task.sinks && item.has_sink;
+        s.top[g] = has_sink ? task.sinks[item.head * group + g] : -INFINITY;
+        s.mass[g] = has_sink ? 1.0f : 0.0f;
     }
     std::fill(s.out.begin(), s.out.end(), 0.0f);
     vi lanes;
@@ -179,7 +182,7 @@ void decode(const Task& task, const T* q, const T* k, const T* v, const int64_t*
         for (int64_t head = 0; head < task.kv_heads; head++) {
             if (splits > 1) merged.push_back(static_cast<int64_t>(items.size()));
             for (int64_t at = first; at < lengths[row]; at += SPLIT)
-                items.push_back({row, head, at, std::min(at + SPLIT, lengths[row]), splits > 1 ? splits : 0});
+                items.push_back({row, head, at, std::min(at + SPLIT, lengths[row]), splits > 1 ? splits : 0, at == first});
         }
     }
     const int64_t count = static_cast<int64_t>(items.size()), part = group * (dim + 2);
@@ -215,12 +218,12 @@ extern "C" {
 int64_t phalanx_lanes() { return W; }
 
 // q: [rows, heads, dim] with q_stride between rows. k, v: [pages, kv_heads, page, dim]. tables: [rows, table_width].
-// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. is_bf16: dtype of q, k, v and out. dim is a multiple of the
+// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks: [heads], or null. is_bf16: dtype of q, k, v and out. dim is a multiple of the
 // lanes, in bf16 of twice the lanes. At most 64 query heads per KV head.
 void phalanx_decode(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* tables, const int64_t* lengths,
-                    void* out, const int64_t* sizes, double scale, double softcap) {
+                    void* out, const int64_t* sizes, double scale, double softcap, const float* sinks) {
     const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-                    static_cast<float>(scale), static_cast<float>(softcap)};
+                    static_cast<float>(scale), static_cast<float>(softcap), sinks};
     if (is_bf16)
         decode(task, static_cast<const bf16*>(q), static_cast<const bf16*>(k), static_cast<const bf16*>(v), tables, lengths,
                static_cast<bf16*>(out));
