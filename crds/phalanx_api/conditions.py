@@ -21,6 +21,7 @@ ConditionType = Literal[
     "Balanced",
     "Compatible",
     "Speculating",
+    "DevicesHealthy",
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -81,6 +82,10 @@ class Reason(StrEnum):
     VERSIONS_AGREE = "VersionsAgree"
     PROPOSING = "Proposing"
     DRAFT_LOST = "DraftLost"
+    HEALTHY = "Healthy"
+    DEVICE_FAULT = "DeviceFault"
+    """An Xid or ECC error, or a lost device."""
+    DEVICE_THROTTLED = "DeviceThrottled"
 
 
 Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from phalanx_api.conditions import Cause
+from phalanx_api.wire.leader import DeviceProblem
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
@@ -94,6 +95,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     draft_lost: str = ""  # why its ranks stopped drafting
     model_version: str = ""  # `wire.Served.version`
     excused: int = 0  # deaths by a request that also ended other groups
+    devices: list[DeviceProblem] = []
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

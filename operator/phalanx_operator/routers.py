@@ -275,7 +275,7 @@ def _urgent_state(summary: RouterSummary) -> object:
     """Returns what starts or ends, not what rises and falls."""
     hotspots = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
     unknown = tuple(sorted(version.group for version in summary.unknown_versions))
-    groups = ((g.group, g.state == "dead", g.deaths, g.excused, g.draft_lost) for g in summary.groups)
+    groups = ((g.group, g.state == "dead", g.deaths, g.excused, g.draft_lost, tuple(map(str, g.devices))) for g in summary.groups)
     return hotspots, summary.fleet_saturated, tuple(sorted(summary.evacuated)), summary.held > 0, unknown, tuple(sorted(groups))
 
 

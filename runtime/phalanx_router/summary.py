@@ -10,6 +10,9 @@ from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import GroupView
 
+MAX_DEVICES = 64
+"""Listed problems of devices of a group."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrgentState:
@@ -24,6 +27,7 @@ class UrgentState:
     deaths: frozenset[tuple[str, int, int]] = frozenset()
     drafts_lost: frozenset[str] = frozenset()
     linked: frozenset[str] = frozenset()
+    devices: frozenset[tuple[str, str]] = frozenset()
 
 
 class SummaryBuilder:
@@ -48,6 +52,7 @@ class SummaryBuilder:
             unknown_versions=frozenset(unknown.group for unknown in self._unknown_versions()),
             deaths=frozenset((link.endpoint.group, link.state.deaths, excused[link.endpoint.key]) for link in links),
             drafts_lost=frozenset(link.endpoint.group for link in links if _draft_failure(link)),
+            devices=frozenset((link.endpoint.group, str(problem)) for link in links for problem in link.state.devices),
             linked=frozenset(link.endpoint.group for link in links if _is_linked(link)),
         )
 
@@ -142,6 +147,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         draft_lost=_draft_failure(link)[:300],
         model_version=served.version[:128],
         excused=excused,
+        devices=link.state.devices[:MAX_DEVICES],
     )
 
 

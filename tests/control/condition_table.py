@@ -32,6 +32,8 @@ Compatible        False    UnknownVersion
 Speculating       True     Proposing
 Speculating       False    DraftLost
 Speculating       Unknown  NoReadyGroup
+DevicesHealthy    True     Healthy
+DevicesHealthy    False    DeviceFault DeviceThrottled
 """
 ALLOWED = {
     f"{kind} {status} {reason}" for kind, status, *reasons in map(str.split, _TABLE.split("\n")[1:-1]) for reason in reasons

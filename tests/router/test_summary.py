@@ -249,6 +249,14 @@ async def test_poll_waits_until_a_group_loses_its_draft() -> None:
         assert answer["a"] == "" and answer["b"] == ("no tensors" * 50)[:300]
 
 
+async def test_poll_waits_until_a_device_has_a_problem() -> None:
+    problem = wire.DeviceProblem(kind="fault", pod=1, device=3, xid=79, message="Xid 79")
+    async with polled_router(FakeLeader("a"), FakeLeader("b")) as router:
+        polling = await start_poll(router)
+        await router.leaders[1].send(wire.State(serving=True, incarnation=1, devices=[problem]))
+        assert {group.group: group.devices for group in (await polling).groups} == {"a": [], "b": [problem]}
+
+
 async def test_summary_contains_the_model_version_of_a_group() -> None:
     leader = FakeLeader("a")
     async with polled_router(leader) as router:

@@ -174,6 +174,19 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     version: str = ""  # hub commit or manifest digest, if downloaded
 
 
+class DeviceProblem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A fault of a device, or a lasting reduction of its clocks."""
+
+    kind: Literal["fault", "throttled"]
+    pod: int  # index in the group
+    device: int  # index in the pod
+    xid: int = 0  # error number of NVIDIA's driver; 0: another cause
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"device {self.device} of pod {self.pod}: {self.message}"
+
+
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=True):
     """State of a group. Requests are lost with a new `incarnation`, or if it neither serves nor drains."""
 
@@ -185,6 +198,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=T
     cause: EndCause = ""
     deaths: int = 0  # failed incarnations of this leader, except by outside causes or the draft model
     death: str = ""  # reason of the last
+    devices: list[DeviceProblem] = []  # present problems of all pods
 
 
 class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,7 +191,16 @@ def _transition_notes(before: Sequence[Condition], after: Sequence[Condition]) -
     `True` is reported only after `False`, and `Progressing` only for `_ROLLOUT_PROBLEMS`.
     """
     notes = []
-    for kind in ("Ready", "Progressing", "ModelCached", "ScalingActive", "Balanced", "Compatible", "Speculating"):
+    for kind in (
+        "Ready",
+        "Progressing",
+        "ModelCached",
+        "ScalingActive",
+        "Balanced",
+        "Compatible",
+        "Speculating",
+        "DevicesHealthy",
+    ):
         old, new = find_condition(before, kind), find_condition(after, kind)
         if new is None or (old and (old.status, old.reason) == (new.status, new.reason)):
             continue

@@ -231,7 +231,12 @@ class LeaderLink:
             return
         self.is_open = False
         self.state = wire.State(
-            serving=False, incarnation=self.state.incarnation, reason=why, deaths=self.state.deaths, death=self.state.death
+            serving=False,
+            incarnation=self.state.incarnation,
+            reason=why,
+            deaths=self.state.deaths,
+            death=self.state.death,
+            devices=self.state.devices,
         )
         self._outbox.clear()
         self._drop_streams(f"group {self.endpoint.group}: {why}", is_drain, "outside" if is_outside else "")

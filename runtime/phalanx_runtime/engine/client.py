@@ -28,6 +28,7 @@ class _ServingState:
         self.current = wire.State(serving=False, incarnation=0, reason="starting")
         self.stop_reason: str | None = None
         self.deaths, self.last_death = 0, ""
+        self.devices: list[wire.DeviceProblem] = []
         self._is_final = False
         self._subscribers: list[Callable[[], None]] = []
 
@@ -40,7 +41,7 @@ class _ServingState:
         return lambda: self._subscribers.remove(changed)
 
     def change(self, state: wire.State) -> None:
-        state = msgspec.structs.replace(state, deaths=self.deaths, death=self.last_death)
+        state = msgspec.structs.replace(state, deaths=self.deaths, death=self.last_death, devices=self.devices)
         if state == self.current or (self._is_final and not self.current.serving):
             return
         self.current = state
@@ -145,6 +146,13 @@ class EngineClient:
     def set_deaths(self, deaths: int, last_death: str) -> None:
         """Sets the deaths to report."""
         self._serving.deaths, self._serving.last_death = deaths, last_death
+
+    def set_devices(self, problems: Iterable[wire.DeviceProblem]) -> None:
+        """Reports the present problems of the group's devices."""
+        devices = list(problems)
+        if devices != self._serving.devices:
+            self._serving.devices = devices
+            self._serving.change(self.state())
 
     def set_reason(self, next_incarnation: int, reason: str) -> None:
         """Updates the reason for not serving."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -27,6 +28,10 @@ from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.devices.metrics import DeviceMetrics
+from phalanx_runtime.server.devices.monitor import DeviceMonitor
+from phalanx_runtime.server.devices.nvml import open_devices
+from phalanx_runtime.server.devices.readings import DeviceSource
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
@@ -158,8 +163,17 @@ def serve(settings: ServeSettings) -> int:
     return server.exit_code
 
 
-def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMMAND) -> PodServer:
-    """The server of this pod."""
+def open_visible_devices(num_ranks: int) -> DeviceSource | None:
+    """The devices of this pod's ranks, if it has any."""
+    return open_devices(num_ranks, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def make_server(
+    settings: ServeSettings,
+    rank_command: Sequence[str] = RANK_COMMAND,
+    open_source: Callable[[int], DeviceSource | None] = open_visible_devices,
+) -> PodServer:
+    """The server of this pod. `open_source`: of its devices, for a number of ranks."""
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
     group = settings.group
@@ -171,25 +185,37 @@ def make_server(settings: ServeSettings, rank_command: Sequence[str] = RANK_COMM
         token=group_token(group.token or secrets.token_hex(32), group.key),
     )
     make_app = _make_leader if group.pod_index == 0 else _make_worker
-    app, drainable = make_app(settings, place, parts, lambda error: server.fail(error), stop)
+    registry = CollectorRegistry()
+    source = open_source(group.local_world_size)
+    monitor = None if source is None else DeviceMonitor(source, DeviceMetrics(registry), group.pod_index)
+    process = PodProcess(registry=registry, stop=stop, failed=lambda error: server.fail(error), monitor=monitor)
+    app, drainable = make_app(settings, place, parts, process)
     config = make_config(app, settings.http.host, settings.http.port)
     server = PodServer(config, drainable, settings.http.shutdown_timeout)
     return server
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodProcess:
+    """Parts of the HTTP process that leader and workers share."""
+
+    registry: CollectorRegistry
+    stop: threading.Event
+    """Aborts downloads."""
+    failed: Callable[[BaseException], None]
+    """Called when the supervisor ends by itself."""
+    monitor: DeviceMonitor | None
+
+
 def _make_leader(
-    settings: ServeSettings,
-    place: PodPlace,
-    parts: SupervisorParts,
-    failed: Callable[[BaseException], None],
-    stop: threading.Event,
+    settings: ServeSettings, place: PodPlace, parts: SupervisorParts, process: PodProcess
 ) -> tuple[FastAPI, Drainable]:
-    registry, totals, group = CollectorRegistry(), RequestTotals(), settings.group
+    registry, totals, group = process.registry, RequestTotals(), settings.group
     client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], totals), EngineSocket())
     supervisor = LeaderSupervisor(place, parts, client)
 
     def ended() -> None:
-        stop.set()
+        process.stop.set()
         client.close()
 
     link = None
@@ -200,23 +226,19 @@ def _make_leader(
         client,
         link,
         registry=registry,
-        lifespan=supervised(supervisor, failed, ended),
+        lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=settings.http.api_keys,
     )
     return app, client
 
 
 def _make_worker(
-    settings: ServeSettings,
-    place: PodPlace,
-    parts: SupervisorParts,
-    failed: Callable[[BaseException], None],
-    stop: threading.Event,
+    settings: ServeSettings, place: PodPlace, parts: SupervisorParts, process: PodProcess
 ) -> tuple[FastAPI, Drainable]:
     supervisor = WorkerSupervisor(place, parts)
     health = PodHealthSource(supervisor, RequestTotals())
-    lifespan = supervised(supervisor, failed, stop.set)
-    return create_health_app(health.health, registry=CollectorRegistry(), lifespan=lifespan), supervisor
+    lifespan = supervised(supervisor, process.failed, process.stop.set, process.monitor)
+    return create_health_app(health.health, registry=process.registry, lifespan=lifespan), supervisor
 
 
 def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:

@@ -4,14 +4,15 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
 from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
-from phalanx_operator.decide.conditions import capacity, traffic
+from phalanx_api.wire import DeviceProblem
+from phalanx_operator.decide.conditions import capacity, devices, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import rollback
@@ -102,6 +103,18 @@ def speculation_of(*reports: Any) -> Conditions:
     ).conditions
 
 
+def with_problem(kind: Literal["fault", "throttled"]) -> Fleet:
+    return fleet_of(summary(group("a", devices=[DeviceProblem(kind=kind, pod=0, device=1)])))
+
+
+def devices_after(*fleets: Fleet) -> Conditions:
+    """Returns the condition after these reports."""
+    status = Status()
+    for fleet in fleets:
+        status = devices.with_devices_condition(status, fleet, make_snapshot(READY, status=status), NOW)
+    return status.conditions
+
+
 def rolled_back() -> Conditions:
     note = RollbackStatus(revision="new", to="old", message="late", since=NOW)
     snapshot = make_snapshot(OLD)
@@ -181,6 +194,9 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Speculating True Proposing", lambda: speculation_of(group("a"))),
     ("Speculating False DraftLost", lambda: speculation_of(group("a", draft_lost="no tensors"))),
     ("Speculating Unknown NoReadyGroup", lambda: speculation_of()),
+    ("DevicesHealthy False DeviceFault", lambda: devices_after(with_problem("fault"))),
+    ("DevicesHealthy False DeviceThrottled", lambda: devices_after(with_problem("throttled"))),
+    ("DevicesHealthy True Healthy", lambda: devices_after(with_problem("fault"), ANSWERED)),
 ]
 
 

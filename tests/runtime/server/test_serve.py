@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.health import RankHealth
 from phalanx_frontend.metrics import RequestTotals
+from phalanx_runtime.server.devices.monitor import DeviceReport
+from phalanx_runtime.server.devices.readings import XidEvent
 from phalanx_runtime.server.http.app import PodHealthSource
 from phalanx_runtime.server.serve import make_rank_specs, make_server
 from phalanx_runtime.server.supervision.pod import Launch, LauncherView, stuck_reason
@@ -28,6 +31,7 @@ from phalanx_runtime.settings import ServeSettings
 from tests.polling import until
 from tests.runtime.fake_rank import command
 from tests.runtime.pods import is_alive, make_model, mark_of
+from tests.runtime.server.devices.fake_source import FakeSource
 from tests.runtime.server.serving_pods import Running, client_of, complete, make_settings, served
 
 
@@ -89,6 +93,9 @@ async def test_unrecoverable_pod_fails_its_liveness_probe(tmp_path: Path) -> Non
 
         def memory(self) -> list[MemoryAccount]:
             return []
+
+        def devices_changed(self, report: DeviceReport) -> None:
+            raise AssertionError("no monitor runs")
 
     app = create_health_app(PodHealthSource(StuckSupervisor(), RequestTotals()).health)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pod") as http:
@@ -215,6 +222,26 @@ async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: py
                 await until(lambda: any("the service token is wrong" in getattr(record, "why", "") for record in caplog.records))
             async with served(with_group(worker, key="current"), "ready"):
                 await leader.ready()
+
+
+async def test_pod_with_devices_shows_and_watches_them(tmp_path: Path) -> None:
+    source, settings = FakeSource(), make_settings(make_model(tmp_path / "tiny"))
+    running = Running(make_server(settings, command("ready"), open_source=lambda num_ranks: source), settings)
+    try:
+        await until(lambda: running.server.started)
+        await running.ready()
+        page = (await running.get("/metrics")).text
+        assert 'phalanx_device_power_watts{device="0",uuid="GPU-0"} 300.0' in page
+        source.events.put(XidEvent(0, 48))
+        await until(lambda: client_of(running).state().incarnation == 2)
+        state = client_of(running).state()
+        assert state.death == "pod 0: device 0: Xid 48 (double-bit ECC error; reset the device)"
+        assert [(problem.device, problem.xid) for problem in state.devices] == [(0, 48)]
+    finally:
+        running.server.should_exit = True
+        await running.task
+        await running.http.aclose()
+    assert not [thread for thread in threading.enumerate() if thread.name == "devices" and not source.is_closed]
 
 
 async def test_failed_supervisor_ends_the_pod_with_1(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.rendezvous_wire import Timing
@@ -218,6 +219,55 @@ async def test_leaving_leader_stops_pods_until_the_next_leader(tmp_path: Path) -
         await until(lambda: not group.workers[1].status().ready)
         await until(lambda: not is_alive(mark_of(tmp_path, 1, 1)["pid"]))
         assert "leader 127.0.0.1" in group.workers[1].status().reason
+
+
+HOT = wire.DeviceProblem(kind="throttled", pod=1, device=0, message="throttled (hw_thermal)")
+XID = wire.DeviceProblem(kind="fault", pod=1, device=0, xid=79, message="Xid 79")
+
+
+@pytest.mark.parametrize("pod", [0, 1])
+async def test_failed_device_ends_the_incarnation_with_its_reason(tmp_path: Path, pod: int) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        assert group.leader is not None
+        supervisor = group.workers[1] if pod else group.leader
+        supervisor.devices_changed(DeviceReport((), "device 0: Xid 79"))
+        await group.serving(2)
+        assert not [rank for rank in (0, 1) if is_alive(mark_of(tmp_path, 1, rank)["pid"])]
+        assert (group.client.state().deaths, group.client.state().death) == (1, f"pod {pod}: device 0: Xid 79")
+
+
+async def test_device_failure_without_ranks_ends_nothing(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        assert group.leader is not None
+        group.leader.devices_changed(DeviceReport((XID,), "device 0: Xid 79"))
+        group.join(1, 2, "ready")
+        await group.serving(1)
+
+
+async def test_problems_of_every_pod_reach_the_routers(tmp_path: Path) -> None:
+    own = wire.DeviceProblem(kind="fault", pod=0, device=1, message="lost")
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        changes: list[wire.State] = []
+        group.client.subscribe(lambda: changes.append(group.client.state()))
+        group.workers[1].devices_changed(DeviceReport((HOT,)))
+        await until(lambda: group.client.state().devices == [HOT])
+        assert group.leader is not None
+        group.leader.devices_changed(DeviceReport((own,)))
+        group.workers[1].devices_changed(DeviceReport((HOT, XID)))
+        await until(lambda: group.client.state().devices == [own, HOT, XID])
+        assert [state.devices for state in changes] == [[HOT], [own, HOT], [own, HOT, XID]] and group.client.state().serving
+        await group.end(1)
+        await until(lambda: group.client.state().devices == [own])
+        group.join(1, 2, "ready")
+        group.workers[1].devices_changed(DeviceReport((HOT,)))
+        await until(lambda: group.client.state().devices == [own, HOT])
 
 
 async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> None:

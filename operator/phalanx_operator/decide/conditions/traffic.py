@@ -17,6 +17,7 @@ from phalanx_api.conditions import (
 from phalanx_api.spec.engine import Engine
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
 from phalanx_api.summary import Hotspot
+from phalanx_operator.decide.conditions.devices import throttled_devices
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import live_groups
 from phalanx_operator.decide.state.snapshot import Snapshot, override_condition, parse_time
@@ -64,9 +65,7 @@ def _set_balanced(
     verdict: bool | None
     if fleet.is_new and find_condition(conditions, "Balanced"):
         return conditions
-    message = "; ".join(
-        f"{hotspot.group}: {hotspot.cause} since {hotspot.since}, {hotspot.action}" for hotspot in status.hotspots
-    )
+    message = "; ".join(_describe(hotspot, fleet) for hotspot in status.hotspots)
     if fleet.is_silent:
         verdict, reason, message = None, Reason.ROUTERS_SILENT, "no router answers the operator"
     elif status.saturated:
@@ -76,6 +75,13 @@ def _set_balanced(
     else:
         verdict, reason = True, Reason.BALANCED
     return set_condition(conditions, "Balanced", verdict, reason=reason, message=message, generation=generation, now=now)
+
+
+def _describe(hotspot: HotspotStatus, fleet: Fleet) -> str:
+    """A straggler's throttled device is named: it makes the group slow."""
+    text = f"{hotspot.group}: {hotspot.cause} since {hotspot.since}, {hotspot.action}"
+    devices = throttled_devices(fleet, hotspot.group) if hotspot.cause == Reason.STRAGGLER else ""
+    return f"{text} ({devices})" if devices else text
 
 
 def with_speculating_condition(

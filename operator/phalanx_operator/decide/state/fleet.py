@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import GroupSummary, Hotspot, RouterSummary, Traffic
+from phalanx_api.wire import DeviceProblem
 
 PRESSURE_BOUND = 1.5
 """Late binding keeps waiting tokens below half of the pages."""
@@ -18,6 +19,8 @@ SPEED_BOUND = 4.0
 MEAN_BOUND = 1e15
 BACKLOG_BOUND_S = 10.0
 """Or four times the median: more is a hotspot, which more groups do not relieve."""
+MAX_DEVICES = 64
+"""Problems of devices of a group."""
 _BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
 _REFERENCE = StepWork(prefill_tokens=256, decodes=16, context_tokens=16 * 1024)
 
@@ -68,6 +71,8 @@ class EngineHealth:
     draft_loss: str = ""
     """Reason why speculation stopped; empty while it runs."""
     model_version: str = ""
+    devices: tuple[DeviceProblem, ...] = ()
+    """Present problems of its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +234,7 @@ def _merge_group(reports: Sequence[GroupSummary]) -> GroupReport:
         last_death=deadliest.death,
         excused=min(max(0, *(group.excused for group in reports)), max(deadliest.deaths, 0)),
         draft_loss=freshest.draft_lost,
+        devices=tuple(freshest.devices[:MAX_DEVICES]),
         model_version=next((group.model_version for group in (freshest, *reports) if group.model_version), "")[:128],
     )
     return GroupReport(name=freshest.group, is_linked=freshest.state != "dead", load=load, engine=engine)

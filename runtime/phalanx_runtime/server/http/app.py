@@ -16,6 +16,7 @@ from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHeal
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
@@ -36,6 +37,10 @@ class Supervisor(Protocol):
 
     def stuck_reason(self) -> str | None:
         """Reason for a restart, if so."""
+        ...
+
+    def devices_changed(self, report: DeviceReport) -> None:
+        """Receives reports of the device monitor."""
         ...
 
     def ranks(self) -> list[RankHealth]:
@@ -94,8 +99,16 @@ def make_leader_app(
     return app
 
 
-def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> Lifespan:
-    """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, `ended` after the ranks have ended."""
+def supervised(
+    supervisor: Supervisor,
+    failed: Callable[[BaseException], None],
+    ended: Callable[[], None],
+    monitor: DeviceMonitor | None = None,
+) -> Lifespan:
+    """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, `ended` after the ranks have ended.
+
+    `monitor`: of the pod's devices, if it has any.
+    """
 
     def report_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -107,9 +120,13 @@ def supervised(supervisor: Supervisor, failed: Callable[[BaseException], None], 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(supervisor.run())
         task.add_done_callback(report_failure)
+        if monitor is not None:
+            monitor.start(supervisor.devices_changed)
         try:
             yield
         finally:
+            if monitor is not None:
+                monitor.stop()
             task.cancel()
             try:
                 await asyncio.wait([task])  # `report_failure` logs its error

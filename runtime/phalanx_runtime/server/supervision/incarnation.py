@@ -12,7 +12,7 @@ Pure: the clock is an argument; `supervisor` executes the actions.
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from phalanx_api.wire.leader import MemoryAccount
+from phalanx_api.wire.leader import DeviceProblem, MemoryAccount
 
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
@@ -75,13 +75,21 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class DevicesReported:
+    """The present problems of a pod's devices."""
+
+    pod: int
+    problems: tuple[DeviceProblem, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BackoffOver:
     """The backoff before this incarnation has elapsed."""
 
     incarnation: int
 
 
-Event = Joined | Left | PodLeaving | Drained | RanksReady | RanksFailed | BackoffOver
+Event = Joined | Left | PodLeaving | Drained | RanksReady | RanksFailed | DevicesReported | BackoffOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +167,8 @@ class Group:
     """Reason of the last of `deaths`."""
     without_draft: str = ""
     """Reason why starts omit the draft."""
+    devices: tuple[DeviceProblem, ...] = ()
+    """Present problems of the devices, by pod."""
 
     def reason(self) -> str:
         """Reason for not serving, or empty."""
@@ -200,6 +210,9 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
             return replace(group, phase="serving", serving_since=now), [StartServing(group.incarnation)]
         case RanksFailed():
             return _failed(group, event, now)
+        case DevicesReported(pod, problems):
+            others = [problem for problem in group.devices if problem.pod != pod]
+            return replace(group, devices=tuple(sorted([*others, *problems], key=lambda problem: problem.pod))), []
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
@@ -228,7 +241,12 @@ def _leaving(group: Group, pod: int, why: str) -> tuple[Group, list[Action]]:
 
 
 def _without(group: Group, pods: frozenset[int]) -> Group:
-    return replace(group, hosts=tuple((pod, host) for pod, host in group.hosts if pod not in pods), leaving=group.leaving - pods)
+    return replace(
+        group,
+        hosts=tuple((pod, host) for pod, host in group.hosts if pod not in pods),
+        leaving=group.leaving - pods,
+        devices=tuple(problem for problem in group.devices if problem.pod not in pods),
+    )
 
 
 def _failed(group: Group, event: RanksFailed, now: float) -> tuple[Group, list[Action]]:

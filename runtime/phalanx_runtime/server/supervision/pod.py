@@ -119,6 +119,11 @@ class RankLauncher:
         """Kills the ranks."""
         self._commands.put_nowait(None)
 
+    def fail(self, why: str) -> None:
+        """Ends the running incarnation, if any: a device of this pod failed."""
+        if self._ranks is not None:
+            self._ranks.fail(why)
+
     async def run(self) -> None:
         """Executes `start` and `stop` until cancelled, then ends the ranks."""
         try:

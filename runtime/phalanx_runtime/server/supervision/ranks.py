@@ -147,6 +147,7 @@ class Ranks:
     def __init__(self, processes: list[RankProcess], bounds: SilenceBounds = DEFAULT_BOUNDS) -> None:
         self._processes = processes
         self._bounds = bounds
+        self._device_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def processes(self) -> Sequence[RankProcess]:
@@ -182,12 +183,20 @@ class Ranks:
         finally:
             ended.cancel()
 
+    def fail(self, why: str) -> None:
+        """Ends the incarnation: a device failed. A rank may hang instead of an exit."""
+        if not self._device_failure.done():
+            self._device_failure.set_result(why)
+
     async def failure(self) -> RanksEnded:
-        """Waits until a rank exits or hangs. Draft failures precede other reasons, lost peers follow."""
+        """Waits until a rank exits or hangs, or `fail`. Draft failures precede other reasons, lost peers follow."""
         ends = [process.ended for process in self._processes]
         watch = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait([*ends, watch], return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future[Any]] = [*ends, watch, self._device_failure]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._device_failure.done():
+                return RanksEnded(self._device_failure.result())
             if watch.done() and not any(end.done() for end in ends):
                 return RanksEnded(watch.result())
         finally:

@@ -4,15 +4,16 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_api.wire import PROTOCOL_VERSION, DeviceProblem
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
     Challenge,
     Command,
     Connection,
+    Devices,
     Failed,
     Join,
     JoinRefused,
@@ -130,6 +131,8 @@ class LeaderRendezvous:
                         self._on_event(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
                         self._on_event(inc.PodLeaving(pod, why_leaving))
+                    case Devices(problems):
+                        self._on_event(inc.DevicesReported(pod, tuple(problems)))
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -154,13 +157,19 @@ class WorkerRendezvous:
         self._timing = timing
         self._connection: Connection | None = None
         self._leaving: Leaving | None = None
+        self._devices = Devices([])
+
+    def report_devices(self, problems: Sequence[DeviceProblem]) -> None:
+        """Reports the problems of the devices to this and any later leader."""
+        self._devices = Devices(list(problems))
+        self.send(self._devices)
 
     def announce_leaving(self, why: str) -> None:
         """Reports the end of this pod to this and any later leader."""
         self._leaving = Leaving(why)
         self.send(self._leaving)
 
-    def send(self, frame: Ready | Failed | Leaving) -> None:
+    def send(self, frame: Ready | Failed | Leaving | Devices) -> None:
         """Sends a frame if connected; a later leader starts a new incarnation."""
         if self._connection is not None:
             self._connection.send(frame)
@@ -189,6 +198,8 @@ class WorkerRendezvous:
             self._connection = connection
             if self._leaving is not None:
                 self.send(self._leaving)
+            if self._devices.problems:
+                self.send(self._devices)
             ping = asyncio.create_task(connection.keep_alive())
             while True:
                 match await self._receive_command(connection):

@@ -2,7 +2,7 @@
 
     handshake       leader: Challenge -> pod: Join with proof -> leader: Welcome with proof
     leader -> pod   Start, Stop, Serve, Ping
-    pod -> leader   Ready, Failed, Leaving, Ping
+    pod -> leader   Ready, Failed, Leaving, Devices, Ping
 
 Each side proves the group's token over both nonces. A node that fails sends no TCP reset: silence counts as a loss.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx_api.wire.leader import MemoryAccount
+from phalanx_api.wire.leader import DeviceProblem, MemoryAccount
 
 MAX_FRAME_BYTES = 1 << 16
 
@@ -93,11 +93,17 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
     why: str
 
 
+class Devices(msgspec.Struct, frozen=True, array_like=True, tag="devices"):
+    """Present problems of the pod's devices."""
+
+    problems: list[DeviceProblem]
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Keeps the connection alive."""
 
 
-Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Ping
+Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Devices | Ping
 Command = Start | Serve | Stop
 encode_frame = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

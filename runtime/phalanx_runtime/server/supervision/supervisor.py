@@ -16,6 +16,7 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.health import RankHealth
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as frames
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, SilenceBounds
@@ -144,12 +145,19 @@ class LeaderSupervisor:
             inc.RanksFailed(pod=0, incarnation=launch.incarnation, why=end.why, is_echo=end.is_echo, is_draft=end.is_draft)
         )
 
+    def devices_changed(self, report: DeviceReport) -> None:
+        """Reports problems of this pod's devices, and ends the ranks that cannot go on."""
+        self._handle(inc.DevicesReported(0, report.problems))
+        if report.end_reason:
+            self._launcher.fail(report.end_reason)
+
     def _handle(self, event: inc.Event) -> None:
         if isinstance(event, inc.RanksFailed) and self._client.has_lone_request:
             event = replace(event, is_charged=False)
         before = self._group
         self._group, actions = inc.advance(before, event, self._clock())
         self._client.set_deaths(self._group.deaths, self._group.death)
+        self._client.set_devices(self._group.devices)
         for action in actions:
             self._execute(action)
         if self._group.phase != "serving" and self._group.reason() != before.reason():
@@ -263,6 +271,12 @@ class WorkerSupervisor:
         """Reports the failure."""
         self._set_status(SupervisorStatus(False, launch.incarnation, end.why))
         self._rendezvous.send(frames.Failed(launch.incarnation, end.why, end.is_echo, end.is_draft))
+
+    def devices_changed(self, report: DeviceReport) -> None:
+        """Reports problems of this pod's devices to the leader, and ends the ranks that cannot go on."""
+        self._rendezvous.report_devices(report.problems)
+        if report.end_reason:
+            self._launcher.fail(report.end_reason)
 
     def _execute(self, command: frames.Command) -> None:
         match command:

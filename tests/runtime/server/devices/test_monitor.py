@@ -1,0 +1,83 @@
+"""The monitor's thread, and its metrics."""
+
+import asyncio
+import pathlib
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_runtime.server.devices.metrics import DeviceMetrics
+from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
+from phalanx_runtime.server.devices.readings import ThrottleReason, XidEvent
+from tests.polling import until
+from tests.runtime.server.devices.fake_source import GPU, SECOND, FakeSource
+
+PAGE = pathlib.Path(__file__).parents[4] / "docs" / "gpu-cluster.md"
+LABELS = {"device": "0", "uuid": "GPU-0"}
+
+
+def make_monitor(source: FakeSource) -> tuple[DeviceMonitor, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return DeviceMonitor(source, DeviceMetrics(registry), 2), registry
+
+
+def test_page_lists_every_device_metric() -> None:
+    registry, table = CollectorRegistry(), PAGE.read_text().split("| metric | what it is |", 1)[1].split("\n\n", 1)[0]
+    DeviceMetrics(registry)
+    suffixes = {"counter": "_total"}
+    names = {family.name + suffixes.get(family.type, "") for family in registry.collect()}
+    assert set(re.findall(r"`(phalanx_device_\w+)", table)) == names
+
+
+def test_metrics_show_the_last_reading() -> None:
+    source = FakeSource((GPU, replace(SECOND, power_w=None)))
+    monitor, registry = make_monitor(source)
+    assert monitor.turn(0.0) == DeviceReport()
+    assert registry.get_sample_value("phalanx_device_memory_used_bytes", LABELS) == 1 << 30
+    assert registry.get_sample_value("phalanx_device_kernel_time_ratio", LABELS) == 0.5
+    assert registry.get_sample_value("phalanx_device_power_watts", {"device": "1", "uuid": "GPU-1"}) is None
+    throttle = frozenset[ThrottleReason]({"sw_power_cap"})
+    source.readings = (replace(GPU, power_w=700.0, throttle=throttle, ecc_corrected=3, ecc_uncorrected=None),)
+    monitor.turn(0.0)
+    assert registry.get_sample_value("phalanx_device_power_watts", LABELS) == 700.0
+    assert registry.get_sample_value("phalanx_device_throttled", {**LABELS, "reason": "sw_power_cap"}) == 1
+    assert registry.get_sample_value("phalanx_device_throttled", {**LABELS, "reason": "hw_thermal"}) == 0
+    assert registry.get_sample_value("phalanx_device_ecc_errors_total", {**LABELS, "kind": "corrected"}) == 3
+    source.readings = (replace(GPU, lost="GPU is lost"),)
+    monitor.turn(0.0)
+    assert registry.get_sample_value("phalanx_device_lost", LABELS) == 1
+
+
+def test_xid_is_counted_reported_and_ends_ranks() -> None:
+    source = FakeSource()
+    monitor, registry = make_monitor(source)
+    monitor.turn(0.0)
+    source.events.put(XidEvent(0, 94))
+    report = monitor.turn(0.0)
+    assert report.end_reason == "device 0: Xid 94 (contained ECC error)"
+    assert [(problem.pod, problem.device, problem.xid) for problem in report.problems] == [(2, 0, 94)]
+    assert registry.get_sample_value("phalanx_device_xid_errors_total", {**LABELS, "xid": "94"}) == 1
+    assert monitor.turn(0.0) == DeviceReport(report.problems), "the reason is reported once"
+
+
+async def test_thread_reports_changes_to_the_loop() -> None:
+    source, reports = FakeSource(), list[DeviceReport]()
+    monitor, _ = make_monitor(source)
+    monitor.start(reports.append)
+    await until(lambda: reports == [DeviceReport()])
+    source.events.put(XidEvent(0, 13))
+    await until(lambda: len(reports) == 3)
+    assert reports[1].end_reason and reports[2] == DeviceReport(reports[1].problems)
+    monitor.stop()
+    await until(lambda: source.is_closed)
+
+
+async def test_unreadable_source_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    source = FakeSource(failure="NVML: Unknown Error")
+    monitor, _ = make_monitor(source)
+    monitor.start(lambda report: None)
+    await until(lambda: source.is_closed)
+    await asyncio.sleep(0)
+    assert "devices are no longer monitored" in caplog.text
