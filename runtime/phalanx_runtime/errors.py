@@ -9,6 +9,10 @@ class DraftLost(Exception):
     """The draft failed while other ranks wait. This process exits; the next incarnation has no speculation."""
 
 
+class StepOutOfMemory(Exception):
+    """This rank has no memory for a step. It is alone, so that the step can be taken back and repeated with fewer requests."""
+
+
 class ModelError(Exception):
     """The model cannot be loaded. The user must change the model or the flags."""
 

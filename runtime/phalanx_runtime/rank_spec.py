@@ -18,6 +18,10 @@ EXIT_MODEL = 4
 """The model cannot be loaded; stderr ends in the reason."""
 EXIT_DRAFT = 5
 """The draft failed while other ranks waited. The next incarnation has no speculation."""
+EXIT_DEVICE = 6
+"""A CUDA error: the process can no longer use its device."""
+EXIT_MEMORY = 7
+"""No memory to load, for two steps in a row, or for a step of several ranks."""
 
 BEAT_S = 1.0
 """Interval of heartbeats."""

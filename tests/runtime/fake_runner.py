@@ -44,6 +44,7 @@ class FakeRunner:
         self.depth = depth
         self._runs_ahead = runs_ahead
         self._last_sampled = LastSampled()
+        self._failed: set[int] = set()
         self.num_pending = 0
         """Tokens of plans that were not known to the scheduler."""
         self._has_pages = has_pages
@@ -64,14 +65,22 @@ class FakeRunner:
     def pool(self) -> PoolShape:
         return self._pool
 
+    def fail(self, plan: StepPlan) -> None:
+        """Applies a plan in its turn, and computes nothing of it."""
+        self._failed.add(plan.step)
+        self._started.append(plan)
+
     def start(self, plan: StepPlan) -> None:
-        rows = [row for other in self._started for row in other.rows]
+        rows = [row for other in self._started if other.step not in self._failed for row in other.rows]
         assert self._runs_ahead or not set(rows) & set(plan.rows), "a row is in two plans in flight"
         self._started.append(plan)
-        self.most_in_flight = max(self.most_in_flight, len(self._started))
+        in_flight = sum(other.step not in self._failed for other in self._started)
+        self.most_in_flight = max(self.most_in_flight, in_flight)
         assert self.most_in_flight <= self.depth + self._runs_ahead
 
     def finish(self) -> StepResult:
+        while self._started[0].step in self._failed:
+            self._apply(self._started.popleft())
         return self.run(self._started.popleft())
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -79,23 +88,7 @@ class FakeRunner:
         self.num_pending += plan.tokens.count(LAST_SAMPLED)
         plan = self._last_sampled.fill(plan)
         assert len(set(plan.rows)) == len(plan.rows), "a row appears twice"
-        for new in plan.admitted:
-            self._tables[new.row] = []
-            self._seeds[new.row] = new.sampling.seed
-        for source, target in plan.copies:
-            size = self._pool.page_size
-            for slots in (self._slots, self._drafted_slots):
-                slots[target * size : (target + 1) * size] = slots[source * size : (source + 1) * size]
-        for request, kept in plan.truncations:
-            assert len(self._tables[plan.rows[request]]) > kept, "a cut removes pages"
-            del self._tables[plan.rows[request]][kept:]
-        for request, positions in plan.relocations:
-            row, first = plan.rows[request], plan.starts[request] - len(positions)
-            moved = [self._slots[self._slot(row, position)] for position in positions]
-            for at, token in enumerate(moved):
-                self._slots[self._slot(row, first + at)] = token
-        for row, pages in zip(plan.rows, plan.pages, strict=True):
-            self._tables[row] += pages
+        self._apply(plan)
         self._catch_up(plan)
         filled = self.fill_drafts(plan)
         tokens = iter(filled.tokens)
@@ -118,6 +111,26 @@ class FakeRunner:
         )
         self._last_sampled.record(plan, lambda: result)
         return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Updates rows, page tables and copies."""
+        for new in plan.admitted:
+            self._tables[new.row] = []
+            self._seeds[new.row] = new.sampling.seed
+        for source, target in plan.copies:
+            size = self._pool.page_size
+            for slots in (self._slots, self._drafted_slots):
+                slots[target * size : (target + 1) * size] = slots[source * size : (source + 1) * size]
+        for request, kept in plan.truncations:
+            assert len(self._tables[plan.rows[request]]) > kept, "a cut removes pages"
+            del self._tables[plan.rows[request]][kept:]
+        for request, positions in plan.relocations:
+            row, first = plan.rows[request], plan.starts[request] - len(positions)
+            moved = [self._slots[self._slot(row, position)] for position in positions]
+            for at, token in enumerate(moved):
+                self._slots[self._slot(row, first + at)] = token
+        for row, pages in zip(plan.rows, plan.pages, strict=True):
+            self._tables[row] += pages
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:
         """Returns the tokens of request i up to the first that no draft token equals, and the accepted draft tokens."""

@@ -43,9 +43,9 @@ class PendingCounter:
         return self._inner.depth
 
     def start(self, plan: StepPlan) -> None:
+        self._inner.start(plan)
         self.num_pending += plan.tokens.count(LAST_SAMPLED)
         self.num_in_flight += 1
-        self._inner.start(plan)
 
     def finish(self) -> StepResult:
         self.num_in_flight -= 1

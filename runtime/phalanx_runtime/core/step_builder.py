@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from phalanx_api.cost import StepWork, step_work
 from phalanx_runtime.core.draft_tree import is_chain, levels
@@ -70,6 +71,15 @@ class ScheduledChunk:
         return self.count == 1 and self.start > 0
 
 
+class FirstWrite(NamedTuple):
+    """The first write of a step into a page."""
+
+    slots: int
+    """Slots that earlier steps write."""
+    order: int
+    """`RequestParams.order` of the request."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepBuilder:
     """One step, from composition to commit."""
@@ -78,7 +88,7 @@ class StepBuilder:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    written_pages: set[int] = field(default_factory=set)
+    written_pages: dict[int, FirstWrite] = field(default_factory=dict)
     """Pages that this step writes; its copies, which come first, must not read them."""
     drafted_pages: set[int] = field(default_factory=set)
     """Pages that a draft model writes; a copy lacks that KV."""

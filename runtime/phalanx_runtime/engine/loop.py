@@ -32,6 +32,7 @@ from phalanx_runtime.engine.ports import (
     StepRunner,
     StepWatcher,
 )
+from phalanx_runtime.errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,12 @@ class EngineLoop:
         self._last_finish = 0.0
         self._is_stalled = False
         """The last turn had no plan in flight."""
+        self._memory_failures = 0
+        """Plans without memory in a row."""
+        self._lacked_memory = False
+        """A plan was taken back, and its newest request is not preempted yet."""
+        self._kept_queue_times_s: list[float] = []
+        """Of requests whose first plan was taken back."""
         self._tokens_per_s = 0.0
         self._arrived: dict[int, float] = {}
         """Arrival times of requests without a step."""
@@ -117,7 +124,7 @@ class EngineLoop:
         return self._scheduler.speculator.counts()
 
     def run(self) -> None:
-        """Serves until the channel closes. Raises PeerLost."""
+        """Serves until the channel closes. Raises PeerLost, or StepOutOfMemory for the second step in a row."""
         try:
             while self.turn():
                 pass
@@ -130,7 +137,8 @@ class EngineLoop:
         if not self._receive(must_wait):
             return False
         while (flight := self._schedule()) is not None:
-            self._start(flight)
+            if not self._start(flight) and self._flights:
+                break  # their requests cannot be preempted yet
         self._is_stalled = not self._flights
         self._reports.report_before_step(self._is_stalled and not must_wait)
         if self._flights:
@@ -174,16 +182,40 @@ class EngineLoop:
         if len(self._flights) == self._max_flights:
             return None
         now = self._clock()
+        if self._lacked_memory and not self._preempt_newest(now):
+            return None
         plan = self._scheduler.schedule(now)
         self._reports.plan_composed()
         if plan is None:
             return None
-        return _Flight(plan, now, self._take_queue_times(now) if plan.admitted else [])
+        queue_times_s, self._kept_queue_times_s = self._kept_queue_times_s, []
+        return _Flight(plan, now, queue_times_s + (self._take_queue_times(now) if plan.admitted else []))
 
-    def _start(self, flight: _Flight) -> None:
-        self._flights.append(flight)
+    def _start(self, flight: _Flight) -> bool:
+        """Returns false if the ranks have no memory for the plan, which is taken back. Raises StepOutOfMemory the second time."""
         self._watcher.step_started(flight.plan, self._scheduler.expected_s())
-        self._runner.start(flight.plan)
+        try:
+            self._runner.start(flight.plan)
+        except StepOutOfMemory as error:
+            self._watcher.step_failed(flight.plan)
+            if self._memory_failures:
+                raise StepOutOfMemory(f"two steps in a row, the second with {len(flight.plan.rows)} requests: {error}") from error
+            log.warning("no memory for a step", extra={"requests": len(flight.plan.rows), "why": str(error)})
+            self._scheduler.take_back()
+            self._memory_failures, self._lacked_memory = 1, True
+            self._kept_queue_times_s = flight.queue_times_s
+            return False
+        self._memory_failures = 0
+        self._flights.append(flight)
+        return True
+
+    def _preempt_newest(self, now: float) -> bool:
+        """Preempts the newest request of the plan without memory. Returns false while other plans are in flight."""
+        if self._flights:
+            return False
+        self._lacked_memory = False
+        log.warning("request preempted for lack of memory", extra={"handle": self._scheduler.preempt_newest(now)})
+        return True
 
     def _finish(self) -> _FinishedStep:
         """Waits for the result of the oldest plan."""

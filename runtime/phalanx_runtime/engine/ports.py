@@ -24,7 +24,10 @@ class StepRunner(Protocol):
         ...
 
     def start(self, plan: StepPlan) -> None:
-        """Starts a plan. At most `Limits.max_flights` are in flight. Raises PeerLost."""
+        """Starts a plan. At most `Limits.max_flights` are in flight.
+
+        Raises PeerLost, or StepOutOfMemory if the plan did not start and may be repeated with fewer requests.
+        """
         ...
 
     def finish(self) -> StepResult:
@@ -41,6 +44,10 @@ class StepWatcher(Protocol):
 
     def step_ended(self, plan: StepPlan, wall_s: float) -> None:
         """A step ended."""
+        ...
+
+    def step_failed(self, plan: StepPlan) -> None:
+        """A step did not start: its time says nothing."""
         ...
 
 
@@ -125,6 +132,9 @@ class _NoWatcher:
         pass
 
     def step_ended(self, plan: StepPlan, wall_s: float) -> None:
+        pass
+
+    def step_failed(self, plan: StepPlan) -> None:
         pass
 
 

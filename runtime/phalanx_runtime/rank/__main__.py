@@ -15,7 +15,7 @@ import msgspec
 from phalanx_frontend.logs import TextFormatter, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
-from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
+from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
 
 if TYPE_CHECKING:
     from phalanx_runtime.engine.ports import PageTransport
@@ -46,10 +46,24 @@ def main() -> NoReturn:
     except DraftLost as error:
         log.error("rank can no longer draft", extra={"rank": spec.rank, "why": str(error)})
         _exit(EXIT_DRAFT)
-    except BaseException:
-        log.exception("rank failed", extra={"rank": spec.rank})
-        _exit(1)
+    except BaseException as error:
+        _exit(_failure_code(error, spec.rank))
     _exit(EXIT_OK)
+
+
+def _failure_code(error: BaseException, rank: int) -> int:
+    """Logs an unexpected error; the last line is the supervisor's reason."""
+    log.error("rank failed", extra={"rank": rank}, exc_info=error)
+    if "torch" not in sys.modules:
+        return 1
+    from phalanx_runtime.rank.process.device_errors import device_exit
+
+    found = device_exit(error)
+    if found is None:
+        return 1
+    code, why = found
+    log.error("rank lost its device" if code == EXIT_DEVICE else "rank has no memory", extra={"rank": rank, "why": why})
+    return code
 
 
 def _serve(spec: RankSpec) -> None:

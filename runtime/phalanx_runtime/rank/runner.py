@@ -15,12 +15,14 @@ from phalanx_api import wire
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
+from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
+from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
 from phalanx_runtime.rank.sampling.logprobs import rows_per_chunk, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
@@ -60,7 +62,10 @@ class _DraftOutcome:
 
 
 class ModelRunner:
-    """One rank's model, pages and rows. On rank 0 it implements `engine.ports.StepRunner`; others `follow`. Raises PeerLost."""
+    """One rank's model, pages and rows. On rank 0 it implements `engine.ports.StepRunner`; others `follow`. Raises PeerLost.
+
+    A rank that is alone raises StepOutOfMemory for a step that lacks memory; the plan is applied, but not computed.
+    """
 
     def __init__(
         self,
@@ -203,9 +208,18 @@ class ModelRunner:
                 self._sampler.admit(new)
         self._prepare(plan)
         queue = self.device_step
-        result = _ready(self._compute(plan)) if queue is None else self._queue(plan, queue)
-        self._last_step = plan.step
-        return result
+        try:
+            return _ready(self._compute(plan)) if queue is None else self._queue(plan, queue)
+        except torch.OutOfMemoryError as error:
+            if self._pipeline.world.world_size > 1:
+                raise  # other ranks wait for this one
+            why = first_line(error)
+        finally:
+            self._last_step = plan.step
+        # Not in the handler, whose traceback holds the tensors of the step.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # free memory may be in blocks of other sizes
+        raise StepOutOfMemory(why)
 
     def _queue(self, plan: StepPlan, queue: StepQueue) -> Result | None:
         """Queues the step; computes it here if the device cannot sample it."""

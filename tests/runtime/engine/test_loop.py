@@ -70,6 +70,9 @@ class StepTimes:
     def step_ended(self, plan: StepPlan, wall_s: float) -> None:
         self.walls_s.append(wall_s)
 
+    def step_failed(self, plan: StepPlan) -> None:
+        raise AssertionError("memory suffices")
+
 
 def run_script(script: Script, tick_s: float = 0.001) -> EngineLoop:
     loop = EngineLoop(FakeRunner(64, 4), LIMITS, script, Clock(tick_s))

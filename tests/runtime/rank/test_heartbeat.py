@@ -94,6 +94,19 @@ class RecordingWatcher:
     def step_ended(self, plan: StepPlan, wall_s: float) -> None:
         self.events.append(("ended", plan.step))
 
+    def step_failed(self, plan: StepPlan) -> None:
+        self.events.append(("failed", plan.step))
+
+
+def test_failed_step_is_no_longer_timed() -> None:
+    heartbeat = Heartbeat(lambda beat: None)
+    watch = StepWatch(heartbeat)
+    plan = StepPlan(step=3, admitted=[], rows=[], starts=[], counts=[], pages=[], tokens=[], draws=[], copies=[])
+    watch.step_started(plan, None)
+    assert heartbeat.beat(1.0).step == 3
+    watch.step_failed(plan)
+    assert heartbeat.beat(1.0).step is None
+
 
 def test_loop_reports_every_step_and_its_fitted_time() -> None:
     class Once:

@@ -239,6 +239,23 @@ async def test_failed_device_ends_the_incarnation_with_its_reason(tmp_path: Path
         assert (group.client.state().deaths, group.client.state().death) == (1, f"pod {pod}: device 0: Xid 79")
 
 
+async def test_cuda_error_is_reported_with_the_drivers_xid(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "exit", "6", "rank lost its device: CUDA error")
+        assert group.leader is not None
+        await until(lambda: (tmp_path / "marks" / "1-0.json").exists())
+        group.leader.devices_changed(DeviceReport((XID,), "device 0: Xid 79"))
+        await until(lambda: group.client.state().deaths == 1)
+        assert group.client.state().death.startswith("pod 0: device 0: Xid 79")
+
+
+async def test_cuda_error_alone_is_reported_with_its_exit_code(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(1, "exit", "6", "rank lost its device: CUDA error")
+        await until(lambda: group.client.state().deaths == 1)
+        assert group.client.state().death == "pod 0: rank 0 ended with code 6: rank lost its device: CUDA error"
+
+
 async def test_device_failure_without_ranks_ends_nothing(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")

@@ -168,6 +168,10 @@ class PagePool:
             assert parent is None or self._written[parent] == self.page_size, f"page {page} is written before page {parent}"
             self._written[page] = slots
 
+    def unmark_written(self, page: int, slots: int) -> None:
+        """Records that only the first `slots` slots are written, because a plan was taken back."""
+        self._written[page] = slots
+
     def written(self, page: int) -> int:
         """Returns how many slots the plans so far write."""
         return self._written[page]
@@ -175,6 +179,10 @@ class PagePool:
     def mark_drafted(self, page: int, slots: int) -> None:
         """The same for a draft model's KV, which may lag behind."""
         self._drafted[page] = max(slots, self._drafted[page])
+
+    def unmark_drafted(self, page: int) -> None:
+        """Records that no slot has the draft model's KV, because a plan was taken back; it is computed again."""
+        self._drafted[page] = 0
 
     def drafted(self, page: int) -> int:
         """Returns how many slots have the draft model's KV after the plans so far."""

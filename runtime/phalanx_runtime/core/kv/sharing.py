@@ -17,7 +17,7 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
+from phalanx_runtime.core.step_builder import FirstWrite, ScheduledChunk, StepBuilder
 
 MAX_COUNTERS = 64
 MAX_REPORTED = 8
@@ -215,9 +215,7 @@ class PrefixSharing:
             self._publish(request, end // size)
         is_decode = chunk.count == 1 and end == request.num_tokens  # a decode shares its page once that is full
         for i in range((chunk.start - len(chunk.misplaced)) // size, end // size if is_decode else -(-end // size)):
-            page = pages.ids[i]
-            self.pool.mark_written(page, min(size, end - i * size))
-            builder.written_pages.add(page)
+            self._mark_written(request, pages.ids[i], min(size, end - i * size), builder)
         if chunk.count > 1:
             self._offer_tail(request)
 
@@ -252,6 +250,17 @@ class PrefixSharing:
         request.num_computed = 0
         request.speculation.num_drafted_pages = 0
 
+    def take_back(self, request: Request, builder: StepBuilder) -> None:
+        """Lets a request compute what it would have found in pages that this step does not write after all."""
+        for i, page in enumerate(request.pages.ids):
+            write = builder.written_pages.get(page)
+            if write is not None and write.order != request.params.order:
+                request.num_computed = min(request.num_computed, i * self.pool.page_size + write.slots)
+
+    def _mark_written(self, request: Request, page: int, slots: int, builder: StepBuilder) -> None:
+        builder.written_pages.setdefault(page, FirstWrite(self.pool.written(page), request.params.order))
+        self.pool.mark_written(page, slots)
+
     def _can_share(self, request: Request) -> bool:
         return self._is_on and (request.params.sampling.prompt_logprobs is None or request.num_output > 0)
 
@@ -278,8 +287,7 @@ class PrefixSharing:
         if pages and self.pool.written(pages[0]) >= len(tail[1]):
             self._copy(pages[0], own, len(tail[1]), builder)
             request.num_computed += len(tail[1])
-            self.pool.mark_written(own, len(tail[1]))
-            builder.written_pages.add(own)
+            self._mark_written(request, own, len(tail[1]), builder)
             self._add_tail(own, tail)
             return True
         for page in pages:

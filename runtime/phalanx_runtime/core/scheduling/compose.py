@@ -7,6 +7,7 @@
 A new request that does not fit ends admission. A request that runs alone gets every other step.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx_api.cost import StepModel, StepWork
@@ -103,6 +104,18 @@ class Composer:
         self._was_alone = bool(alone.chunks)
         return alone if alone.chunks or was_alone else self._compose_batch(step, model, now)
 
+    def preempt_newest(self, requests: Iterable[Request], now: float) -> Request | None:
+        """Preempts the newest of `requests`, which lacked memory in a step, and returns it."""
+        victim = self._running.preempt_newest(requests)
+        if victim is not None:
+            self._push_back(victim, now)
+        return victim
+
+    def _push_back(self, victim: Request, now: float) -> None:
+        victim.scheduling.waits_since_s = now
+        self._queue.push(victim, now)
+        self.num_preemptions += 1
+
     def _next_lone(self, now: float) -> Request | None:
         """Returns the next request that runs alone, if any."""
         for request in self._running.requests:
@@ -191,9 +204,7 @@ class Composer:
             victim = None if self._awaits_victim else self._running.preempt_last()
             if victim is None:
                 return False
-            victim.scheduling.waits_since_s = now
-            self._queue.push(victim, now)
-            self.num_preemptions += 1
+            self._push_back(victim, now)
             if victim is request:
                 return False
 

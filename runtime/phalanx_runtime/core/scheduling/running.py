@@ -17,11 +17,13 @@ class RunningSet:
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._sharing = sharing
+        self._max_requests = num_rows
+        """Fewer than the rows after a step had no memory; each request that ends raises it by one."""
 
     @property
     def num_free_rows(self) -> int:
         """Number of further requests that can run."""
-        return len(self._free_rows)
+        return min(len(self._free_rows), max(0, self._max_requests - len(self.requests)))
 
     def sort(self, key: Callable[[Request], SortKey]) -> None:
         """Sorts the requests; the last is preempted first."""
@@ -55,6 +57,16 @@ class RunningSet:
                 return request
         return None
 
+    def preempt_newest(self, requests: Iterable[Request]) -> Request | None:
+        """Preempts and returns the newest of `requests` that runs, is not frozen and in no plan, and lets fewer requests run."""
+        candidates = [request for request in requests if request.row is not None and not (request.in_flight or request.is_frozen)]
+        newest = max(candidates, key=lambda request: request.params.seniority, default=None)
+        if newest is not None:
+            self.requests.remove(newest)
+            self._release(newest)
+            self._max_requests = max(1, len(self.requests))
+        return newest
+
     def drop_ended(self) -> None:
         """Frees rows and pages of ended requests, except those in a plan in flight."""
         leaving = [request for request in self.requests if request.has_ended and not request.in_flight]
@@ -62,6 +74,7 @@ class RunningSet:
             self.requests = [request for request in self.requests if not request.has_ended or request.in_flight]
             for request in leaving:
                 self._release(request)
+            self._max_requests = min(self._num_rows, self._max_requests + len(leaving))
 
     def check(self, reserved: Iterable[tuple[int, list[int]]] = ()) -> list[str]:
         """Returns errors of pages and rows, given the reserved ones."""

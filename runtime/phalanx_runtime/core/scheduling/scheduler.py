@@ -22,6 +22,7 @@ from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.report import LoadReporter
 from phalanx_runtime.core.scheduling.reservations import Reservations
 from phalanx_runtime.core.scheduling.running import RunningSet
+from phalanx_runtime.core.scheduling.undo import take_back
 from phalanx_runtime.core.speculation.config import (
     NO_SPECULATION,
     Fitting,
@@ -80,6 +81,7 @@ class Scheduler:
         )
         self._delivery = TokenDelivery(policy, self._reporter.output, sharing, self.speculator)
         self._flights: deque[StepBuilder] = deque()
+        self._taken_back: list[Request] = []
         self._step = 0
         self._num_submitted = 0
         self._is_unsorted = False
@@ -217,6 +219,20 @@ class Scheduler:
             self._reporter.recomputed_tokens += max(0, min(chunk.end, request.max_computed) - chunk.start)
             request.max_computed = max(request.max_computed, chunk.end)
         return plan
+
+    def take_back(self) -> None:
+        """Takes back the latest plan: no rank computed it. `preempt_newest` must follow once no plan is in flight."""
+        builder = self._flights.pop()
+        take_back(builder, self._running.requests, self.sharing)
+        self._taken_back = [chunk.request for chunk in builder.chunks]
+        self._running.drop_ended()
+
+    def preempt_newest(self, now: float = 0.0) -> int | None:
+        """Preempts the newest request of the plan that was taken back. Returns its handle, if one runs."""
+        assert not self._flights, "a request in a plan cannot be preempted"
+        victim = self._composer.preempt_newest(self._taken_back, now)
+        self._taken_back = []
+        return None if victim is None else victim.params.handle
 
     def commit(self, result: StepResult, wall_s: float | None = None) -> wire.Tokens:
         """Applies the result of the oldest plan in flight. `wall_s`: step time, if measured."""

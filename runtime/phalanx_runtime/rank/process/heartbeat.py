@@ -92,3 +92,7 @@ class StepWatch:
         """Reports the end."""
         self._times.record(form_of(plan), wall_s)
         self._heartbeat.step_ended(plan.step)
+
+    def step_failed(self, plan: StepPlan) -> None:
+        """Reports the end, without a time."""
+        self._heartbeat.step_ended(plan.step)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from phalanx_frontend.health import RankHealth
-from phalanx_runtime.rank_spec import EXIT_DRAFT, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from phalanx_runtime.server.supervision import hang_detection
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, HeartbeatState, SilenceBounds
 
@@ -207,7 +207,11 @@ class Ranks:
         causes = [process for process in ended if not process.has_lost_peer]
         # An unreported draft failure would repeat at the next start.
         cause = next((process for process in causes if process.has_draft_failed), (causes or ended)[0])
-        return RanksEnded(cause.exit_reason(), is_echo=not causes, is_draft=cause.has_draft_failed)
+        why = cause.exit_reason()
+        if cause.exit_code == EXIT_DEVICE:  # the driver may report why
+            await asyncio.wait([self._device_failure], timeout=ECHO_WAIT_S)
+            why = f"{self._device_failure.result()}; {why}" if self._device_failure.done() else why
+        return RanksEnded(why, is_echo=not causes, is_draft=cause.has_draft_failed)
 
     def draft_failure(self) -> RanksEnded | None:
         """The draft failure, if a rank exited with one."""
