@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bench.gpu.bounds import Figure
 from bench.gpu.clock import Work
-from bench.gpu.roofline import Shape
 from bench.gpu.sizes import Sizes
 from bench.gpu.steps import Bench
 from phalanx_api import wire
+from phalanx_api.roofline import ModelShape
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.layers import HeadNorm
@@ -88,11 +88,11 @@ class Tensors:
         cos, sin = theta.cos(), theta.sin()
         return torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)
 
-    def cache(self, shape: Shape, num_pages: int) -> LayerCache:
+    def cache(self, shape: ModelShape, num_pages: int) -> LayerCache:
         """Returns random pages of one layer."""
         return LayerCache(*(self(num_pages, shape.kv_heads, self.sizes.page, shape.head_dim) for _ in range(2)))
 
-    def batch(self, shape: Shape, runs: list[tuple[int, int]]) -> StepBatch:
+    def batch(self, shape: ModelShape, runs: list[tuple[int, int]]) -> StepBatch:
         """Returns a step on pages in random order. `runs`: tokens of each request before the step and in it."""
         page = self.sizes.page
         needed = [-(-(before + count) // page) for before, count in runs]
@@ -111,7 +111,7 @@ class Tensors:
         return BatchBuilder(CacheShape(page, shape.kv_heads, 1 << 20), self.dtype, self.device).build(plan)
 
 
-def attention_work(make: Tensors, shape: Shape, runs: list[tuple[int, int]]) -> Work:
+def attention_work(make: Tensors, shape: ModelShape, runs: list[tuple[int, int]]) -> Work:
     """Returns attention of one layer over such a step, its keys written before."""
     from phalanx_runtime.model.attention.gpu import open_gpu_attention
 
@@ -124,7 +124,7 @@ def attention_work(make: Tensors, shape: Shape, runs: list[tuple[int, int]]) -> 
     return partial(attention, q, k, v, cache=cache, batch=batch, params=AttentionParams(), is_written=True)
 
 
-def attention_cases(make: Tensors, shape: Shape, sizes: Sizes) -> Iterator[KernelCase]:
+def attention_cases(make: Tensors, shape: ModelShape, sizes: Sizes) -> Iterator[KernelCase]:
     """Decode at each batch size, and a prompt."""
     size, q = shape.bytes_per_number, shape.heads * shape.head_dim
     layer_bytes = shape.kv_bytes_per_token / shape.layers
@@ -137,7 +137,7 @@ def attention_cases(make: Tensors, shape: Shape, sizes: Sizes) -> Iterator[Kerne
     yield KernelCase(name=f"prefill attention, {tokens}", work=attention_work(make, shape, [(0, tokens)]), flops=flops)
 
 
-def elementwise_cases(make: Tensors, shape: Shape, tokens: int) -> Iterator[KernelCase]:
+def elementwise_cases(make: Tensors, shape: ModelShape, tokens: int) -> Iterator[KernelCase]:
     """The kernels between linears, for this number of tokens."""
     from phalanx_runtime.model.decoder.gpu import TritonOps
 
@@ -159,7 +159,7 @@ def elementwise_cases(make: Tensors, shape: Shape, tokens: int) -> Iterator[Kern
         yield KernelCase(name=f"prepare_heads{name}, {tokens}", work=prepare, num_bytes=moved)
 
 
-def sampling_cases(make: Tensors, shape: Shape, sizes: Sizes) -> Iterator[KernelCase]:
+def sampling_cases(make: Tensors, shape: ModelShape, sizes: Sizes) -> Iterator[KernelCase]:
     """Sampling by mode, logprobs, and verification of draft chains. The least work is one read of the logits."""
     batch, device = sizes.compared_batch, make.device
     logits = make(batch, shape.vocab)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from bench.gpu.bounds import Figure
 from bench.gpu.clock import Work
 from bench.gpu.kernel_table import Tensors, attention_work
-from bench.gpu.roofline import Shape
 from bench.gpu.sizes import Config
 from bench.gpu.steps import Bench, release
+from phalanx_api.roofline import ModelShape
 
 
 def attention_figures(bench: Bench) -> Iterator[Figure]:
@@ -36,7 +36,7 @@ def _attention_pair(bench: Bench, name: str, ours: Work, theirs: Work) -> Iterat
     yield Figure(name=f"{name}, torch's time / ours", value=their_s / our_s)
 
 
-def _torch_attention(make: Tensors, shape: Shape, size: tuple[int, int, int]) -> Work:
+def _torch_attention(make: Tensors, shape: ModelShape, size: tuple[int, int, int]) -> Work:
     """size: requests, queries and keys."""
     batch, queries, keys = size
     q = make(batch, shape.heads, queries, shape.head_dim)

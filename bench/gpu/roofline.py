@@ -16,70 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.frame.figures import table
+from phalanx_api.roofline import PRODUCTS, DeviceRates, ModelShape, shape_of, step_demand
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """Measured rates of one GPU."""
-
-    name: str
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
-    """bf16, dense."""
-
-
-DEVICES: Mapping[str, Device] = {
-    "h100": Device(name="H100", copy_bytes_per_s=3.0e12, matmul_flops_per_s=7.9e14),
-    "h200": Device(name="H200", copy_bytes_per_s=4.3e12, matmul_flops_per_s=7.9e14),
+MODELS: Mapping[str, ModelShape] = {
+    "llama-8b": ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256),
+    "qwen3-0.6b": ModelShape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a model of the Llama shape."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    bytes_per_number: int = 2
-
-    @property
-    def linear_weights(self) -> int:
-        """Weights of all linears, the head included and the embedding excluded."""
-        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token in the KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
-
-
-MODELS: Mapping[str, Shape] = {
-    "llama-8b": Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256),
-    "qwen3-0.6b": Shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151936),
-}
-
-
-def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Returns the shape in a config.json."""
-    heads = int(config["num_attention_heads"])
-    return Shape(
-        layers=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        intermediate=int(config["intermediate_size"]),
-        vocab=int(config["vocab_size"]),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +37,12 @@ class Kernel:
     """Weights or KV that a step must read."""
     launches: int = 1
 
-    def seconds(self, device: Device, gap_s: float = 0.0) -> float:
+    def seconds(self, device: DeviceRates, gap_s: float = 0.0) -> float:
         """Returns the predicted time."""
         return max(self.bytes / device.copy_bytes_per_s, self.flops / device.matmul_flops_per_s) + self.launches * gap_s
 
 
-def kernels(shape: Shape, tokens: int, contexts: Sequence[int], num_logits: int) -> list[Kernel]:
+def kernels(shape: ModelShape, tokens: int, contexts: Sequence[int], num_logits: int) -> list[Kernel]:
     """Returns the kernels of a step.
 
     tokens: rows of all linears. contexts: keys of each token's request; of a prefill chunk each token has its own number of keys.
@@ -159,25 +103,29 @@ class Prediction:
         return self.ideal_s / self.seconds
 
 
-def predict_decode(shape: Shape, device: Device, batch: int, context: int, gap_s: float = 0.0) -> Prediction:
+def predict_decode(shape: ModelShape, device: DeviceRates, batch: int, context: int, gap_s: float = 0.0) -> Prediction:
     """Returns the prediction of a decode step of `batch` requests; ideal: weights and KV read once."""
     parts = kernels(shape, batch, [context] * batch, batch)
     seconds = sum(part.seconds(device, gap_s) for part in parts)
     ideal = {part.name: part.ideal_bytes / device.copy_bytes_per_s for part in parts}
     lost = {part.name: (part.seconds(device, gap_s) - ideal[part.name]) / seconds for part in parts}
-    return Prediction(seconds=seconds, ideal_s=sum(ideal.values()), lost=lost)
+    demand = step_demand(shape, tokens=batch, num_logits=batch, keys_read=batch * context, token_keys=batch * context)
+    return Prediction(seconds=seconds, ideal_s=demand.bytes / device.copy_bytes_per_s, lost=lost)
 
 
-def predict_prefill(shape: Shape, device: Device, tokens: int, gap_s: float = 0.0) -> Prediction:
+def predict_prefill(shape: ModelShape, device: DeviceRates, tokens: int, gap_s: float = 0.0) -> Prediction:
     """Returns the prediction of one prompt of `tokens`; ideal: its FLOPs at the matmul rate."""
     parts = kernels(shape, tokens, range(1, tokens + 1), 1)
     seconds = sum(part.seconds(device, gap_s) for part in parts)
     ideal = {part.name: part.flops / device.matmul_flops_per_s for part in parts}
     lost = {part.name: (part.seconds(device, gap_s) - ideal[part.name]) / seconds for part in parts}
-    return Prediction(seconds=seconds, ideal_s=sum(ideal.values()), lost=lost)
+    demand = step_demand(shape, tokens=tokens, num_logits=1, keys_read=tokens, token_keys=tokens * (tokens + 1) / 2)
+    return Prediction(seconds=seconds, ideal_s=demand.flops / device.matmul_flops_per_s, lost=lost)
 
 
-def decode_rows(shape: Shape, device: Device, batches: Sequence[int], contexts: Sequence[int], gap_s: float) -> list[list[str]]:
+def decode_rows(
+    shape: ModelShape, device: DeviceRates, batches: Sequence[int], contexts: Sequence[int], gap_s: float
+) -> list[list[str]]:
     rows = []
     for context in contexts:
         for batch in batches:
@@ -195,7 +143,7 @@ def _cells(made: Prediction) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.roofline", description="Predicts the time of a step on a GPU.")
     parser.add_argument("--model", default="llama-8b", help=f"{', '.join(MODELS)}, or a config.json")
-    parser.add_argument("--device", choices=list(DEVICES), default="h100")
+    parser.add_argument("--device", choices=list(PRODUCTS), default="h100")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048], metavar="TOKENS")
@@ -204,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model not in MODELS and not Path(args.model).is_file():
         parser.error(f"--model: {args.model} is no file and none of {', '.join(MODELS)}")
     shape = MODELS[args.model] if args.model in MODELS else shape_of(json.loads(Path(args.model).read_text()))
-    device, gap_s = DEVICES[args.device], args.gap_us / 1e6
+    device, gap_s = PRODUCTS[args.device], args.gap_us / 1e6
     rows = decode_rows(shape, device, args.batches, args.contexts, gap_s)
     for tokens in args.prefill:
         made = predict_prefill(shape, device, tokens, gap_s)

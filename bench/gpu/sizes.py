@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.roofline import Shape, shape_of
+from phalanx_api.roofline import ModelShape, shape_of
 
 Config = Mapping[str, Any]
 """Fields of a config.json."""
@@ -111,7 +111,7 @@ class Sizes:
         return value if self.is_bounded else None
 
     @property
-    def large_shape(self) -> Shape:
+    def large_shape(self) -> ModelShape:
         """Shape of the large model."""
         return shape_of(self.large)
 

@@ -18,8 +18,9 @@ from bench.gpu.bounds import DECODE_SHARES, MAX_GAP_US, MIN_BUSY, PREFILL_SHARE,
 from bench.gpu.clock import Clock, profiled_busy
 from bench.gpu.engine_run import Engine, Load, Mode, Step, Window, open_runner
 from bench.gpu.random_model import LoadedModel, load_random
-from bench.gpu.roofline import Device, Shape, kernels, predict_decode, predict_prefill, shape_of
+from bench.gpu.roofline import kernels, predict_decode, predict_prefill
 from bench.gpu.sizes import Sizes
+from phalanx_api.roofline import DeviceRates, ModelShape, shape_of
 from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.runner import ModelRunner
 
@@ -30,7 +31,7 @@ class Bench:
 
     device: torch.device
     clock: Clock
-    rates: Device
+    rates: DeviceRates
     sizes: Sizes
     decoded: dict[tuple[str, int], float] = field(default_factory=dict)
     """Tokens per second that our engine decodes, by model and batch size, for comparisons."""
@@ -100,7 +101,7 @@ def graph_s(bench: Bench, runner: ModelRunner, batch: int) -> float:
         return bench.clock.queued_s(lambda: step.graphs.run(batch), bench.sizes.replays)
 
 
-def decode_figures(bench: Bench, runner: ModelRunner, shape: Shape, batch: int, bound: float) -> Iterator[Figure]:
+def decode_figures(bench: Bench, runner: ModelRunner, shape: ModelShape, batch: int, bound: float) -> Iterator[Figure]:
     """Rate, share of the copy rate, gap and busy share of graphs with lag 1."""
     rates, sizes = bench.rates, bench.sizes
     window = _window(runner, sizes, batch)
@@ -121,7 +122,7 @@ def decode_figures(bench: Bench, runner: ModelRunner, shape: Shape, batch: int, 
     yield from _fill(f"decode {batch}", window, work_s, sizes, is_bounded=True)
 
 
-def ideal_decode_s(shape: Shape, rates: Device, context: float) -> float:
+def ideal_decode_s(shape: ModelShape, rates: DeviceRates, context: float) -> float:
     """Returns the time in which weights and the KV cache of `context` tokens are read once at the copy rate."""
     num_bytes = shape.linear_weights * shape.bytes_per_number + context * shape.kv_bytes_per_token
     return num_bytes / rates.copy_bytes_per_s
@@ -181,7 +182,7 @@ def prefill_figures(bench: Bench, runner: ModelRunner) -> Iterator[Figure]:
     )
 
 
-def prefill_flops(shape: Shape, tokens: int) -> float:
+def prefill_flops(shape: ModelShape, tokens: int) -> float:
     """Returns the FLOPs of one prompt: linears, causal attention, and the head of its last token."""
     return sum(part.flops for part in kernels(shape, tokens, range(1, tokens + 1), 1))
 

@@ -4,21 +4,21 @@ import torch
 
 from bench.gpu.bounds import Figure
 from bench.gpu.clock import Clock
-from bench.gpu.roofline import Device
 from bench.gpu.sizes import Sizes
+from phalanx_api.roofline import DeviceRates
 
 
-def measure_device(device: torch.device, clock: Clock, sizes: Sizes) -> Device:
+def measure_device(device: torch.device, clock: Clock, sizes: Sizes) -> DeviceRates:
     """Returns the device with its measured rates. A copied byte counts twice: read and written."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Device(
+    return DeviceRates(
         name=name,
         copy_bytes_per_s=_copy_rate(device, clock, sizes.copy_bytes),
         matmul_flops_per_s=_matmul_rate(device, clock, sizes),
     )
 
 
-def figures(device: Device) -> list[Figure]:
+def figures(device: DeviceRates) -> list[Figure]:
     """Returns the rates as figures."""
     return [
         Figure(name="copy rate", value=device.copy_bytes_per_s / 1e12, unit="TB/s"),

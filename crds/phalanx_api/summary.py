@@ -97,6 +97,11 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     excused: int = 0  # deaths by a request that also ended other groups
     devices: list[DeviceProblem] = []
 
+    # Use of the devices, as in `wire.Load`.
+    device_busy: float = 0.0
+    bandwidth_utilization: float = 0.0
+    flop_utilization: float = 0.0
+
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Arrivals within `window_s`; token counts are means."""

@@ -22,6 +22,12 @@ class GroupLoad:
     """Share of pages in use."""
     step_s: float = 0.0
     incarnation: int = 0
+    busy: float = 0.0
+    """Share of the time in which devices compute."""
+    bandwidth: float = 0.0
+    """Share of the copy rate; 0 if unknown."""
+    flops: float = 0.0
+    """Share of the matmul rate; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,9 @@ def _load(gauges: Mapping[str, float]) -> GroupLoad:
         kv=gauges.get("kv_use", 0.0),
         step_s=gauges.get("step_seconds", 0.0),
         incarnation=int(gauges.get("incarnation", 0)),
+        busy=gauges.get("device_busy_ratio", 0.0),
+        bandwidth=gauges.get("bandwidth_utilization", 0.0),
+        flops=gauges.get("flop_utilization", 0.0),
     )
 
 
@@ -88,5 +97,8 @@ def merge(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
                 kv=max(former.kv, load.kv),
                 step_s=max(former.step_s, load.step_s),
                 incarnation=max(former.incarnation, load.incarnation),
+                busy=max(former.busy, load.busy),
+                bandwidth=max(former.bandwidth, load.bandwidth),
+                flops=max(former.flops, load.flops),
             )
     return merged

@@ -101,20 +101,21 @@ def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
 
 
 def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, GroupLoad]) -> str:
-    """Returns the current load of groups and routers."""
+    """Returns the current load of groups and routers. MBU, MFU: shares of the devices' copy and matmul rates."""
     names = sorted({group["name"] for group in _groups(body)} | loads.keys())
     rows = []
     for name in names:
         load = loads.get(name)
-        rows.append((name, *(_gauges(load) if load else [None] * 5)))
-    text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP"], rows) if rows else "no groups\n"
+        rows.append((name, *(_gauges(load) if load else [None] * 8)))
+    text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP", "BUSY", "MBU", "MFU"], rows) if rows else "no groups\n"
     router_rows = [(name, load.streams, load.queued, load.held) for name, load in sorted(routers.items())]
     return text + ("\n" + table(["ROUTER", "STREAMS", "QUEUED", "HELD"], router_rows) if router_rows else "")
 
 
 def _gauges(load: GroupLoad) -> list[object]:
     step = f"{load.step_s * 1000:.0f}ms" if load.step_s else None
-    return [load.streams, load.running, load.waiting, f"{load.kv:.0%}", step]
+    shares = [f"{share:.0%}" if share else None for share in (load.busy, load.bandwidth, load.flops)]
+    return [load.streams, load.running, load.waiting, f"{load.kv:.0%}", step, *shares]
 
 
 def _status(body: Json) -> Json:

@@ -162,6 +162,17 @@ _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
     ("waiting_requests", "Requests waiting in the group, of all routers.", lambda group: group.waiting),
     ("kv_use", "Share of the KV cache slots held by requests.", lambda group: _kv_use(group)),
     ("step_seconds", "Step time; 0 while no request runs.", lambda group: group.itl_s),
+    ("device_busy_ratio", "Share of the time in which the group's devices compute steps.", lambda group: group.device_busy),
+    (
+        "bandwidth_utilization",
+        "Share of the devices' copy rate that steps reach; 0 if unknown.",
+        lambda group: group.bandwidth_utilization,
+    ),
+    (
+        "flop_utilization",
+        "Share of the devices' matmul rate that steps reach; 0 if unknown.",
+        lambda group: group.flop_utilization,
+    ),
     ("incarnation", "Number of starts of the group's ranks.", lambda group: group.incarnation),
 )
 

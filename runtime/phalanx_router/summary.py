@@ -148,6 +148,9 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         model_version=served.version[:128],
         excused=excused,
         devices=link.state.devices[:MAX_DEVICES],
+        device_busy=load.device_busy if load is not None else 0.0,
+        bandwidth_utilization=load.bandwidth_utilization if load is not None else 0.0,
+        flop_utilization=load.flop_utilization if load is not None else 0.0,
     )
 
 

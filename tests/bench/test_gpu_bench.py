@@ -15,10 +15,11 @@ from bench.gpu.clock import HostClock
 from bench.gpu.kernel_table import SAMPLINGS, kernel_figures
 from bench.gpu.others import attention_figures, generate_figures
 from bench.gpu.random_model import weights, write_checkpoint
-from bench.gpu.roofline import DEVICES, MODELS, shape_of
+from bench.gpu.roofline import MODELS
 from bench.gpu.serving import measure_load, measure_trace, router_figures, running_fleet
 from bench.gpu.sizes import LLAMA_8B, QWEN3_600M, TINY, Config
 from bench.gpu.steps import Bench, ideal_decode_s, large_model, prefill_flops, release, small_model
+from phalanx_api.roofline import PRODUCTS, shape_of
 from phalanx_runtime.model.source import open_model
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    yield Bench(device=CPU, clock=HostClock(), rates=DEVICES["h100"], sizes=TINY)
+    yield Bench(device=CPU, clock=HostClock(), rates=PRODUCTS["h100"], sizes=TINY)
     release()
 
 
@@ -118,7 +119,7 @@ def test_random_checkpoint_is_one_of_the_family(tmp_path: Path, config: Config) 
 
 def test_sizes_equal_those_of_the_predictions() -> None:
     assert {"llama-8b": shape_of(LLAMA_8B), "qwen3-0.6b": shape_of(QWEN3_600M)} == dict(MODELS)
-    shape, device = MODELS["llama-8b"], DEVICES["h200"]
+    shape, device = MODELS["llama-8b"], PRODUCTS["h200"]
     num_bytes = 2 * shape.linear_weights + 512 * 131_072
     assert ideal_decode_s(shape, device, 512.0) == pytest.approx(num_bytes / 4.3e12)
     linears = 2 * 2048 * (shape.linear_weights - shape.vocab * shape.hidden) + 2 * shape.vocab * shape.hidden

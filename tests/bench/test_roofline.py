@@ -8,9 +8,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu.roofline import DEVICES, MODELS, kernels, main, predict_decode, predict_prefill, shape_of
+from bench.gpu.roofline import MODELS, kernels, main, predict_decode, predict_prefill
+from phalanx_api.roofline import PRODUCTS, shape_of, step_demand
 
-H100 = DEVICES["h100"]
+H100 = PRODUCTS["h100"]
 LLAMA = MODELS["llama-8b"]
 
 
@@ -51,6 +52,15 @@ def test_no_prefill_beats_its_ideal(tokens: int, name: str) -> None:
 def test_decode_reads_weights_and_contexts_once() -> None:
     parts = kernels(LLAMA, 4, [100] * 4, 4)
     assert sum(part.ideal_bytes for part in parts) == 2 * LLAMA.linear_weights + 400 * LLAMA.kv_bytes_per_token
+
+
+@given(contexts=st.lists(st.integers(1, 4096), min_size=1, max_size=64), name=st.sampled_from(list(MODELS)))
+def test_kernels_of_a_step_sum_to_its_demand(contexts: list[int], name: str) -> None:
+    shape, batch = MODELS[name], len(contexts)
+    parts = kernels(shape, batch, contexts, batch)
+    demand = step_demand(shape, tokens=batch, num_logits=batch, keys_read=sum(contexts), token_keys=sum(contexts))
+    assert sum(part.ideal_bytes for part in parts) == demand.bytes
+    assert sum(part.flops for part in parts) == pytest.approx(demand.flops)
 
 
 def test_launch_gap_counts_once_per_launch() -> None:

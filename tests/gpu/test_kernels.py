@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu.kernel_table import EPS, Tensors
-from bench.gpu.roofline import Shape
 from bench.gpu.sizes import Sizes
 from phalanx_api import wire
+from phalanx_api.roofline import ModelShape
 from phalanx_runtime.model.attention.gpu import open_gpu_attention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, write_pages
 from phalanx_runtime.model.decoder.gpu import TritonOps
@@ -36,9 +36,9 @@ KERNEL_TESTS = (
 """They draw shapes, on the GPU where there is one."""
 
 
-def shape_of(place: Place) -> Shape:
+def shape_of(place: Place) -> ModelShape:
     kv_heads, group, dim = place.heads
-    return Shape(
+    return ModelShape(
         layers=1,
         hidden=place.hidden,
         heads=kv_heads * group,

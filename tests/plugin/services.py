@@ -51,6 +51,9 @@ phalanx_router_group_streams{group="g-a"} 5.0
 phalanx_router_group_running_requests{group="g-a"} 8.0
 phalanx_router_group_kv_use{group="g-a"} 0.25
 phalanx_router_group_step_seconds{group="g-a"} NaN
+phalanx_router_group_device_busy_ratio{group="g-a"} 0.5
+phalanx_router_group_bandwidth_utilization{group="g-a"} 0.25
+phalanx_router_group_flop_utilization{group="g-a"} 0.125
 phalanx_router_group_incarnation{group="g-a"} 2.0
 phalanx_router_hotspot{cause="kv",group="g-b"} 1.0
 phalanx_router_wait_seconds_bucket{le="+Inf"} +Inf

@@ -82,7 +82,7 @@ def test_top_needs_a_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[
     routers(kubectl)
     assert plugin("top", "chat") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["chat-g-a", "5", "8", "0", "25%", "-"] in lines and ["r-a", "5", "2", "0"] in lines
+    assert ["chat-g-a", "5", "8", "0", "25%", "-", "50%", "25%", "12%"] in lines and ["r-a", "5", "2", "0"] in lines
 
 
 def test_drain_writes_the_mark_that_the_operator_reads(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,11 +85,11 @@ def test_unlisted_groups_are_counted() -> None:
 
 
 def test_top_lists_groups_and_routers() -> None:
-    load = GroupLoad(streams=7, running=6, waiting=1, kv=0.456, step_s=0.0314, incarnation=3)
+    load = GroupLoad(streams=7, running=6, waiting=1, kv=0.456, step_s=0.0314, incarnation=3, busy=0.97, bandwidth=0.86)
     assert show.top(make_body(), {"chat-router-x": RouterLoad(7, 2, 1)}, {"chat-g-a": load}) == (
-        "GROUP      STREAMS   RUNNING   WAITING   KV    STEP\n"
-        "chat-g-a   7         6         1         46%   31ms\n"
-        "chat-g-b   -         -         -         -     -\n"
+        "GROUP      STREAMS   RUNNING   WAITING   KV    STEP   BUSY   MBU   MFU\n"
+        "chat-g-a   7         6         1         46%   31ms   97%    86%   -\n"
+        "chat-g-b   -         -         -         -     -      -      -     -\n"
         "\n"
         "ROUTER          STREAMS   QUEUED   HELD\n"
         "chat-router-x   7         2        1\n"
@@ -99,13 +99,15 @@ def test_top_lists_groups_and_routers() -> None:
 def test_router_metrics_are_parsed() -> None:
     router = read_router(METRICS)
     assert (router.streams, router.queued, router.held) == (5, 2, 0)
-    assert router.groups == {"g-a": GroupLoad(streams=5, running=8, kv=0.25, incarnation=2)}
+    assert router.groups == {
+        "g-a": GroupLoad(streams=5, running=8, kv=0.25, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125)
+    }
 
 
 def test_stream_counts_are_summed_over_routers() -> None:
     other = RouterLoad(groups={"g-a": GroupLoad(streams=3, running=8, kv=0.5, incarnation=1), "g-c": GroupLoad(streams=1)})
     assert merge([read_router(METRICS), other]) == {
-        "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2),
+        "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125),
         "g-c": GroupLoad(streams=1),
     }
 

@@ -257,6 +257,20 @@ async def test_poll_waits_until_a_device_has_a_problem() -> None:
         assert {group.group: group.devices for group in (await polling).groups} == {"a": [], "b": [problem]}
 
 
+async def test_summary_contains_the_use_of_the_devices() -> None:
+    async with polled_router(FakeLeader("a")) as router:
+        polling = await start_poll(router)
+        load = wire.Load(waiting=0, running=1, outstanding_tokens=9, free_pages=10, total_pages=10)
+        load = msgspec.structs.replace(load, device_busy=0.9, bandwidth_utilization=0.8, flop_utilization=0.1)
+        router.leaders[0].load = load
+        problem = wire.DeviceProblem(kind="throttled", pod=0, device=0)
+        await until(lambda: router.leaders[0].load is load)
+        await router.leaders[0].send(load)
+        await router.leaders[0].send(wire.State(serving=True, incarnation=1, devices=[problem]))
+        (group,) = (await polling).groups
+        assert (group.device_busy, group.bandwidth_utilization, group.flop_utilization) == (0.9, 0.8, 0.1)
+
+
 async def test_summary_contains_the_model_version_of_a_group() -> None:
     leader = FakeLeader("a")
     async with polled_router(leader) as router:

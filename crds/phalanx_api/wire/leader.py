@@ -164,6 +164,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     prompt_attention: float = 0.0  # sum of contexts of the uncomputed prompt tokens
     wasted_tokens: int = 0  # counter of tokens computed for requests that had ended
 
+    # Use of the devices over the last seconds, 0 to 1; 0 if unknown.
+    device_busy: float = 0.0  # share of the time in which rank 0's device computed steps
+    bandwidth_utilization: float = 0.0  # of the copy rate, during steps
+    flop_utilization: float = 0.0  # of the matmul rate, during steps
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""

@@ -124,6 +124,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_
     """Parents of each path with `tree_bounds`, in order."""
     undrafted: list[tuple[int, list[int]]] = []
     """(p, nodes without a token) of drafted path p."""
+    busy_s: float = 0.0
+    """Time of rank 0's device in the step; on CPU the time of its computation."""
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

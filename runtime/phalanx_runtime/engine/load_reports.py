@@ -8,6 +8,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.utilization import UtilizationMeter
 from phalanx_runtime.engine.engine_moves import EngineMoves
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,15 @@ class LoadReports:
     """The load reports of one engine. `clock`: monotonic seconds."""
 
     def __init__(
-        self, scheduler: Scheduler, moves: EngineMoves, clock: Callable[[], float], send: Callable[[wire.FromEngine], None]
+        self,
+        scheduler: Scheduler,
+        moves: EngineMoves,
+        clock: Callable[[], float],
+        send: Callable[[wire.FromEngine], None],
+        meter: UtilizationMeter,
     ) -> None:
         self._scheduler = scheduler
+        self._meter = meter
         self._moves = moves
         self._clock = clock
         self._send = send
@@ -96,7 +103,16 @@ class LoadReports:
         changes = self._scheduler.pool.take_changes()
         if changes.changes or changes.is_snapshot:
             self._send(changes)
-        load = self._scheduler.load(now)
-        self._send(msgspec.structs.replace(load, leaks=self._leaks, refused_transfers=self._moves.num_refused))
+        load, used = self._scheduler.load(now), self._meter.utilization(now, self._scheduler.is_idle())
+        self._send(
+            msgspec.structs.replace(
+                load,
+                leaks=self._leaks,
+                refused_transfers=self._moves.num_refused,
+                device_busy=used.busy,
+                bandwidth_utilization=used.bandwidth,
+                flop_utilization=used.flops,
+            )
+        )
         self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S
         self._is_urgent = False

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.roofline import Roofline
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
+from phalanx_runtime.core.utilization import UtilizationMeter
 from phalanx_runtime.engine.engine_moves import EngineMoves
 from phalanx_runtime.engine.grammar_queue import GrammarQueue
 from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S, LoadReports
@@ -77,6 +79,7 @@ class EngineLoop:
         grammars: GrammarCompiler = NO_GRAMMARS,
         transport: PageTransport = NO_TRANSPORT,
         fitting: Fitting = accept_all,
+        roofline: Roofline | None = None,
     ) -> None:
         limits = replace(limits, plans_in_flight=runner.depth)
         self._scheduler = make_scheduler(limits, runner.pool, config, fitting)
@@ -88,7 +91,8 @@ class EngineLoop:
         self._grammars = GrammarQueue(grammars, channel.wake)
         transport.start(channel.wake)
         self._moves = EngineMoves(self._scheduler, transport, self._send, self._end_request)
-        self._reports = LoadReports(self._scheduler, self._moves, clock, self._send)
+        self._meter = UtilizationMeter(roofline)
+        self._reports = LoadReports(self._scheduler, self._moves, clock, self._send, self._meter)
         self._flights: deque[_Flight] = deque()
         self._last_finish = 0.0
         self._is_stalled = False
@@ -225,6 +229,7 @@ class EngineLoop:
         wall_s = now - max(flight.started, self._last_finish)
         self._last_finish = now
         self._watcher.step_ended(flight.plan, wall_s)
+        self._meter.add(flight.plan, wall_s, result.busy_s, now)
         return _FinishedStep(flight, result, now, wall_s)
 
     def _commit(self, step: _FinishedStep) -> wire.Tokens:

@@ -101,6 +101,7 @@ def _run_engine(
     from phalanx_runtime.core.scheduling.config import SchedulerConfig
     from phalanx_runtime.engine.channel import open_channel
     from phalanx_runtime.engine.loop import EngineLoop
+    from phalanx_runtime.rank.roofline import find_roofline
 
     with open_channel(spec.engine_socket) as channel:
         EngineLoop(
@@ -112,6 +113,7 @@ def _run_engine(
             grammars=runner.grammars(),
             transport=transport,
             fitting=runner.fitting,
+            roofline=find_roofline(spec, runner.caches[0].k.device, runner.caches[0].k.dtype),
         ).run()
 
 

@@ -92,6 +92,8 @@ class ModelRunner:
         self._latest = _DraftOutcome()
         self._drafts: deque[_DraftOutcome] = deque()
         """Of plans in flight."""
+        self._busy_s: deque[float] = deque()
+        """Time of the host in these plans; a device's own time precedes it."""
         self._results: deque[Result] = deque()
         """Of plans in flight, if rank 0 samples."""
         self.device_step = device_step
@@ -154,7 +156,9 @@ class ModelRunner:
         if self.device_step is None:
             plan = self._last_sampled.fill(plan)
         self._pipeline.send_plan(plan)
+        started = self.clock()
         result = self._step(plan)
+        self._busy_s.append(self.clock() - started)
         self._drafts.append(self._latest)
         if result is not None:
             self._last_sampled.record(plan, result)
@@ -163,13 +167,14 @@ class ModelRunner:
     def finish(self) -> StepResult:
         """Returns the result of the oldest plan in flight."""
         result = self._results.popleft()() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
-        outcome = self._drafts.popleft()
+        outcome, busy_s = self._drafts.popleft(), self._busy_s.popleft()
         return msgspec.structs.replace(
             result,
             draft_s=outcome.draft_s,
             draft_failure=self._proposer.failure,
             shapes=outcome.shapes,
             undrafted=outcome.undrafted,
+            busy_s=result.busy_s or busy_s,
         )
 
     def follow(self) -> None:

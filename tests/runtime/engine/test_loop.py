@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from phalanx_api import wire
+from phalanx_api.roofline import DeviceRates, ModelShape, Roofline
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
@@ -144,6 +145,21 @@ def test_load_is_reported_every_50_ms_or_once_idle() -> None:
     assert len(loads[-1].step_model) == 8
     assert loads[1].running == 1
     assert [load for load in loads[1:-1] if load.running == 0] == []
+
+
+def test_load_has_the_use_of_the_devices() -> None:
+    class Busy(FakeRunner):
+        def finish(self) -> StepResult:
+            return msgspec.structs.replace(super().finish(), busy_s=0.01)
+
+    shape = ModelShape(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=16, vocab=32)
+    rates = DeviceRates(name="test", copy_bytes_per_s=1e6, matmul_flops_per_s=1e8)
+    script = Script([wire.Submit(1, make_request(3, 40))], [])
+    roofline = Roofline(shape=shape, rates=rates, num_devices=1)
+    EngineLoop(Busy(64, 4), LIMITS, script, Clock(0.02 / 3), roofline=roofline).run()
+    *_, busy, idle = script.of(wire.Load)
+    assert 0.3 < busy.device_busy <= 1 and busy.bandwidth_utilization > 0 and busy.flop_utilization > 0
+    assert (idle.device_busy, idle.bandwidth_utilization, idle.flop_utilization) == (0, 0, 0)
 
 
 def test_an_unreadable_request_ends_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:

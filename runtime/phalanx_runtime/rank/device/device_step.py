@@ -28,7 +28,7 @@ from phalanx_runtime.model.uploads import Array, upload
 from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.decode_step import GraphObstacle, decode_obstacle
-from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors
+from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors, mark_time
 from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
 from phalanx_runtime.rank.sampling.gpu.row_state import RowState
 from phalanx_runtime.rank.sampling.gpu.sample import SamplingWorkspace, sample_rows
@@ -112,11 +112,12 @@ class DeviceStep:
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """See `StepQueue`."""
         self.num_launched += 1
+        started = mark_time(self._device)
         sampled = self._compute(plan)
         if self._peers.rank:
             return None
         rows = [self._sampling_rows[plan.rows[request]] for request, _ in plan.draws]
-        return PendingStep(plan, sampled, rows, self._device)
+        return PendingStep(plan, sampled, rows, self._device, started)
 
     def record(self, plan: StepPlan, result: StepResult | None) -> None:
         """Stores the tokens of a step that the host sampled as last tokens of their rows."""

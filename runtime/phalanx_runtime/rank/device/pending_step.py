@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,20 +27,35 @@ class SampledTensors:
     """Of the draws, with draft tokens."""
 
 
+def mark_time(device: torch.device) -> Any:
+    """Queues a time stamp of a GPU; `None` on other devices."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 class PendingStep:
     """A queued step. A call waits for it and returns its result; further calls return the same."""
 
-    def __init__(self, plan: StepPlan, sampled: SampledTensors, rows: Sequence[SamplingRow], device: torch.device) -> None:
-        """rows: of the draws. The copies to the host are queued here, so that the tensors may change afterwards."""
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: SampledTensors,
+        rows: Sequence[SamplingRow],
+        device: torch.device,
+        started: Any = None,
+    ) -> None:
+        """rows: of the draws. started: `mark_time` before the step. The copies to the host are queued here, so that the tensors
+        may change afterwards."""
         self._plan = plan
         self._rows = rows
         self._result: StepResult | None = None
         self._copies = [None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in _parts(sampled)]
-        self._event: Any = None
+        self._started = started
         # Without draws too: the step ends when the device has computed it, and its time is that of the device.
-        if device.type == "cuda" and torch.cuda.is_available():
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._event = mark_time(device)
 
     def __call__(self) -> StepResult:
         """Returns the result; appends the tokens to rows with state."""
@@ -47,6 +63,9 @@ class PendingStep:
             if self._event is not None:
                 self._event.synchronize()
             self._result = self._read()
+            if self._event is not None and self._started is not None:
+                busy_s = self._started.elapsed_time(self._event) / 1e3
+                self._result = msgspec.structs.replace(self._result, busy_s=busy_s)
         return self._result
 
     def _read(self) -> StepResult:

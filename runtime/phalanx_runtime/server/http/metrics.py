@@ -86,6 +86,15 @@ _GAUGES = {
     "reserved_pages": ("reserved_pages", "Pages reserved for requests that are being moved to this group."),
     "oldest_wait_s": ("oldest_wait_seconds", "Wait of the request that has waited longest."),
     "step_s": ("step_seconds", "Step time, averaged over about 20 steps."),
+    "device_busy": ("device_busy_ratio", "Share of the last seconds in which the device of rank 0 computed steps."),
+    "bandwidth_utilization": (
+        "model_bandwidth_utilization",
+        "Weights and KV that steps must read, as a share of the copy rate; 0 if rates or sizes are unknown.",
+    ),
+    "flop_utilization": (
+        "model_flop_utilization",
+        "FLOPs that steps must compute, as a share of the matmul rate; 0 if rates or sizes are unknown.",
+    ),
     "prompt_tokens_per_step": ("prompt_tokens_per_step", "Prompt tokens per step, averaged over about 20 steps."),
 }
 """Gauges by load report field."""
