@@ -1,4 +1,4 @@
-"""`phalanx-runtime`: serves, fetches or converts a model, or fits its exit."""
+"""`phalanx-runtime`: serves, fetches or converts a model, fits its exit, or checks the machine."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import msgspec
 
-from phalanx_runtime.commands import ConvertSettings, FetchSettings, FitSettings, FitSpec
+from phalanx_runtime.commands import ConvertSettings, DoctorSettings, FetchSettings, FitSettings, FitSpec
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.settings import ServeSettings, read_settings
 
@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fetch(settings)
         case FitSettings():
             return _fit_exit(settings)
+        case DoctorSettings():
+            files = [] if settings.save is None else [str(settings.save)]
+            program = [sys.executable, "-m", "phalanx_runtime.doctor", "json" if settings.json else "table", *files]
+            return subprocess.run(program, check=False).returncode
         case ServeSettings():
             return _serve(settings)
 

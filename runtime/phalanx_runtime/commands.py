@@ -1,4 +1,4 @@
-"""Types of flags, and the flags of the commands `convert`, `fetch` and `fit-exit`.
+"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit` and `doctor`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
@@ -110,6 +110,14 @@ class FitSettings:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorSettings:
+    """The form of the output, and the file for measured rates, if any."""
+
+    json: bool
+    save: Path | None
+
+
 class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Input of the fitting process on stdin."""
 
@@ -157,8 +165,18 @@ def add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
 
 
-def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings:
+def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `doctor`."""
+    text = "show what this machine offers to ranks, and what will be slow or broken; exit code 1 if anything will be"
+    add = commands.add_parser("doctor", help=text).add_argument
+    add("--json", action="store_true", help="print the records and verdicts as JSON")
+    add("--save", type=Path, metavar="FILE", help="write the measured rates, for PHALANX_DEVICE_RATES")
+
+
+def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings | DoctorSettings:
     """Returns the settings of the parsed command."""
+    if flags.command == "doctor":
+        return DoctorSettings(json=flags.json, save=flags.save)
     if flags.command == "convert":
         return ConvertSettings(flags.gguf, flags.folder)
     source = {name: getattr(flags, name) for name in ("model", "revision", "download_dir", "hf_token")}

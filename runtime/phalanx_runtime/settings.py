@@ -16,9 +16,11 @@ from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_runtime.commands import (
     ConvertSettings,
+    DoctorSettings,
     FetchSettings,
     FitSettings,
     add_convert,
+    add_doctor,
     add_fetch,
     add_fit,
     command_settings,
@@ -104,7 +106,7 @@ class ServeSettings:
     http: HttpSettings
 
 
-Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings
+Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings
 
 
 def read_settings(
@@ -174,6 +176,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add_convert(commands)
     add_fetch(commands)
     add_fit(commands)
+    add_doctor(commands)
     return parser
 
 

@@ -76,6 +76,8 @@ class NvmlSource:
         self._handles = list(handles)
         self._uuids = [str(library.nvmlDeviceGetUUID(handle)) for handle in handles]
         self._names = [str(library.nvmlDeviceGetName(handle)) for handle in handles]
+        self.driver = str(library.nvmlSystemGetDriverVersion())
+        """Version."""
         self._events = self._register_events()
 
     def _register_events(self) -> Any | None:

@@ -22,6 +22,7 @@ int nvmlDeviceGetUUID(Device device, char *uuid, unsigned int size) {
     strncpy(uuid, index_of(device) ? "GPU-b" : "GPU-a", size);
     return SUCCESS;
 }
+int nvmlSystemGetDriverVersion(char *version, unsigned int size) { strncpy(version, "580.1", size); return SUCCESS; }
 int nvmlDeviceGetName(Device device, char *name, unsigned int size) { strncpy(name, "Fake", size); return SUCCESS; }
 int nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
     ALIVE(device);
