@@ -21,6 +21,7 @@ from phalanx_runtime.model.attention.paged import (
     write_pages,
 )
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 
 MIN_SPLIT_KEYS = 256
@@ -58,6 +59,8 @@ PREFILL_BLACKWELL: Mapping[int, TileConfig] = {
 """For compute capability 10, where the tile of `PREFILL` spills registers."""
 MIN_ROWS = 16
 """Rows of the smallest tile of tensor cores."""
+MERGE_WARPS = 4
+MAX_SPLITS = 32
 MAX_DIM: Mapping[torch.dtype, int] = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """Largest head dimension by dtype; wider tiles of float32 spill registers."""
 
@@ -77,25 +80,38 @@ def prefill_tiles(capability: int) -> Mapping[int, TileConfig]:
     return PREFILL_BLACKWELL if capability >= 10 else PREFILL
 
 
-def constants_of(
-    config: TileConfig, cache_shape: tuple[int, ...], group: int, *, max_splits: int, has_tree: bool, params: AttentionParams
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Heads of a layer and its pages."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+
+def attention_constants(
+    config: TileConfig, shape: HeadShape, params: AttentionParams, *, has_splits: bool, has_tree: bool
 ) -> dict[str, Any]:
-    """Returns the compile-time arguments of `paged_attention`. cache_shape: [pages, kv_heads, page, head_dim]."""
-    _, kv_heads, page, dim = cache_shape
-    group_rows = triton.next_power_of_2(group)
+    """Returns the compile-time arguments of `paged_attention`. Without a constant group, decodes of float32 spill registers."""
+    group_rows = int(triton.next_power_of_2(shape.group))
     if config.block_queries * group_rows < MIN_ROWS:
         group_rows = MIN_ROWS // config.block_queries
     return {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
+        "GROUP": shape.group,
         "GROUP_ROWS": group_rows,
-        "DIM": dim,
-        "DIM_PADDED": padded_dim(dim),
-        "PAGE": page,
+        "DIM": shape.dim,
+        "DIM_PADDED": padded_dim(shape.dim),
+        "PAGE": shape.page_size,
         "BLOCK_QUERIES": config.block_queries,
         "BLOCK_KEYS": config.block_keys,
-        "MAX_SPLITS": max_splits,
         "SPLIT_KEYS": MIN_SPLIT_KEYS,
+        "HAS_SPLITS": has_splits,
         "HAS_TREE": has_tree,
         "HAS_WINDOW": params.window is not None,
         "HAS_SOFTCAP": params.softcap is not None,
@@ -103,7 +119,11 @@ def constants_of(
     }
 
 
-MAX_SPLITS = 32
+def attention_options(config: TileConfig, itemsize: int) -> dict[str, int]:
+    """Returns the options of the compilation. Wider tiles of float32 fill the shared memory: they have one stage."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages if itemsize == 2 else 1}
+
+
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that a decode launch aims at."""
 DEFAULT_MULTIPROCESSORS = 132
@@ -138,38 +158,72 @@ def _paged_attention(
     softcap: float | None,
 ) -> None:
     """Lists: the arguments of the kernel in its order, an empty `tree`, decodes and splits, the fields of a `TileConfig`."""
-    (num_decodes, max_splits), kv_heads, config = sizes, k_cache.shape[1], TileConfig(*tile)
-    (_, heads, dim), params, shape = q.shape, AttentionParams(window, scale, softcap, sinks), tuple(k_cache.shape)
-    paged_attention[(len(blocks[0]) + num_decodes * (max_splits - 1), kv_heads)](
-        *(q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks, q if sinks is None else sinks),
-        num_decodes=num_decodes,
-        scale=dim**-0.5 if scale is None else scale,
-        softcap=softcap or 0.0,
-        window=window or 0,
-        q_stride=q.stride(0),
-        table_stride=requests[0].stride(0),
-        level_stride=tree[1].stride(0) if tree else 0,
-        **constants_of(config, shape, heads // kv_heads, max_splits=max_splits, has_tree=bool(tree), params=params),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages if q.element_size() == 2 else 1,  # wider tiles fill the shared memory
-    )
+    (num_decodes, max_splits), config = sizes, TileConfig(*tile)
+    (_, kv_heads, page_size, dim), heads = k_cache.shape, q.shape[1]
+    shape, params = HeadShape(heads, kv_heads, dim, page_size), AttentionParams(window, scale, softcap, sinks)
+    tensors = (q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks, q if sinks is None else sinks)
+    arguments = {
+        **dict(zip(paged_attention.arg_names, tensors, strict=False)),
+        **_numbers(shape, params),
+        "num_decodes": num_decodes,
+        "max_splits": max_splits,
+        "q_stride": q.stride(0),
+        "table_stride": requests[0].stride(0),
+        "level_stride": tree[1].stride(0) if tree else 0,
+        **attention_constants(config, shape, params, has_splits=max_splits > 1, has_tree=bool(tree)),
+    }
+    grid = (len(blocks[0]) + num_decodes * (max_splits - 1), kv_heads)
+    launch(paged_attention, grid, arguments, **attention_options(config, q.element_size()))
+
+
+def _numbers(shape: HeadShape, params: AttentionParams) -> dict[str, Any]:
+    return {
+        "kv_heads": shape.kv_heads,
+        "scale": shape.dim**-0.5 if params.scale is None else params.scale,
+        "softcap": params.softcap or 0.0,
+        "window": params.window or 0,
+    }
 
 
 @operator("merge_splits(Tensor(a!) out, Tensor partial, Tensor partial_lse, Tensor lengths, int[] sizes)")
 def _merge_splits(out: Tensor, partial: Tensor, partial_lse: Tensor, lengths: Tensor, sizes: Sequence[int]) -> None:
     """`sizes`: decodes and splits."""
     (num_decodes, max_splits), (_, heads, dim) = sizes, out.shape
-    merge_splits[(num_decodes, heads)](
-        out=out,
-        partial=partial,
-        partial_lse=partial_lse,
-        lengths=lengths,
-        HEADS=heads,
-        DIM=dim,
-        DIM_PADDED=padded_dim(dim),
-        MAX_SPLITS=max_splits,
-        SPLIT_KEYS=MIN_SPLIT_KEYS,
-    )
+    arguments = {"out": out, "partial": partial, "partial_lse": partial_lse, "lengths": lengths, "max_splits": max_splits}
+    launch(merge_splits, (num_decodes, heads), {**arguments, "heads": heads, **merge_constants(dim)}, num_warps=MERGE_WARPS)
+
+
+def merge_constants(dim: int) -> dict[str, int]:
+    """Returns the compile-time arguments of `merge_splits`."""
+    return {"DIM": dim, "DIM_PADDED": padded_dim(dim), "SPLITS": MAX_SPLITS, "SPLIT_KEYS": MIN_SPLIT_KEYS}
+
+
+def attention_variants(
+    shape: HeadShape, params: AttentionParams, dtype: torch.dtype, *, q_stride: int, capability: int, has_trees: bool
+) -> list[KernelVariant]:
+    """Returns all variants of a layer: steps of decodes and others, each with and without splits, others also with trees.
+
+    `q_stride`: elements between the queries of two tokens; `capability`: major compute capability.
+    """
+    if not can_attend(shape.dim, dtype):
+        return []
+    width = padded_dim(shape.dim)
+    prefill = prefill_tiles(capability)[width]
+    forms = [(DECODE[width], False), (prefill, False), *([(prefill, True)] if has_trees else [])]
+    arrays = {**dict.fromkeys(paged_attention.arg_names, torch.int32), **dict.fromkeys(("partial", "partial_lse"), torch.float32)}
+    tensors = arrays | dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks"), dtype)
+    if params.sinks is not None:
+        tensors["sinks"] = params.sinks.dtype
+    numbers = {**_numbers(shape, params), "q_stride": q_stride}
+    numbers |= dict.fromkeys(("num_decodes", "max_splits", "table_stride", "level_stride"), 1)
+    merge = {**tensors, "heads": shape.heads, "max_splits": MAX_SPLITS, **merge_constants(shape.dim)}
+    variants = [variant_of(merge_splits, merge, num_warps=MERGE_WARPS)]
+    for config, has_tree in forms:
+        for has_splits in (False, True):
+            constants = attention_constants(config, shape, params, has_splits=has_splits, has_tree=has_tree)
+            options = attention_options(config, dtype.itemsize)
+            variants.append(variant_of(paged_attention, {**tensors, **numbers, **constants}, **options))
+    return variants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,12 @@ Sources: FlashAttention-2 (Dao 2023) for the online softmax, Flash-Decoding (Dao
 import triton
 import triton.language as tl
 
+REQUESTS = ("tables", "starts", "lengths", "tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets")
+"""Arrays that are read by single words."""
+NUMBERS = ("num_decodes", "max_splits", "kv_heads", "heads", "window", "table_stride", "level_stride")
 
-@triton.jit(do_not_specialize=["num_decodes", "window", "table_stride", "level_stride"])
+
+@triton.jit(do_not_specialize=[*REQUESTS, *NUMBERS])
 def paged_attention(
     q,
     k_cache,
@@ -34,13 +38,14 @@ def paged_attention(
     block_offsets,
     sinks,
     num_decodes,
+    max_splits,
+    kv_heads,
     scale,
     softcap,
     window,
     q_stride,
     table_stride,
     level_stride,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -48,18 +53,21 @@ def paged_attention(
     PAGE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
     HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2."""
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    is_decode = program < num_decodes * MAX_SPLITS
-    block = tl.where(is_decode, program // MAX_SPLITS, program - num_decodes * (MAX_SPLITS - 1))
-    split = tl.where(is_decode, program % MAX_SPLITS, 0)
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    block, split, num_splits = program, 0, 1
+    if HAS_SPLITS:
+        is_decode = program < num_decodes * max_splits
+        block = tl.where(is_decode, program // max_splits, program - num_decodes * (max_splits - 1))
+        split = tl.where(is_decode, program % max_splits, 0)
     request = tl.load(block_requests + block)
     offset = tl.load(block_offsets + block)
     first = tl.load(starts + request)
@@ -69,7 +77,8 @@ def paged_attention(
     if HAS_TREE:
         tree_start = length - tl.load(tree_sizes + request)
         num_keys = tl.where(num_keys > tree_start, length, num_keys)
-    num_splits = tl.where(is_decode, tl.maximum(1, tl.minimum(MAX_SPLITS, tl.cdiv(num_keys, SPLIT_KEYS))), 1)
+    if HAS_SPLITS:
+        num_splits = tl.where(is_decode, tl.maximum(1, tl.minimum(max_splits, tl.cdiv(num_keys, SPLIT_KEYS))), 1)
     if split < num_splits:
         keys_per_split = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS) * BLOCK_KEYS
         low = split * keys_per_split
@@ -111,7 +120,7 @@ def paged_attention(
             key = key_start + tl.arange(0, BLOCK_KEYS)
             is_key = key < high
             page = tl.load(tables + request * table_stride + key // PAGE, mask=is_key, other=0).to(tl.int64)
-            cache_row = ((page * KV_HEADS + kv_head) * PAGE + key % PAGE) * DIM
+            cache_row = ((page * kv_heads + kv_head) * PAGE + key % PAGE) * DIM
             is_loaded = is_key[:, None] & is_dim[None, :]
             k_tile = tl.load(k_cache + cache_row[:, None] + dim[None, :], mask=is_loaded, other=0.0)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
@@ -146,42 +155,43 @@ def paged_attention(
 
         divisor = tl.where(total > 0, total, 1.0)
         attended = weighted / divisor[:, None]
-        out_row = token * KV_HEADS * GROUP + head
+        out_row = token * kv_heads * GROUP + head
         is_stored = is_query[:, None] & is_dim[None, :]
-        if MAX_SPLITS == 1:
+        if not HAS_SPLITS:
             tl.store(out + out_row[:, None] * DIM + dim[None, :], attended.to(out.dtype.element_ty), mask=is_stored)
         else:
             if num_splits == 1:
                 tl.store(out + out_row[:, None] * DIM + dim[None, :], attended.to(out.dtype.element_ty), mask=is_stored)
             else:
-                part = out_row * MAX_SPLITS + split
+                part = out_row * max_splits + split
                 tl.store(partial + part[:, None] * DIM + dim[None, :], attended, mask=is_stored)
                 tl.store(partial_lse + part, tl.where(total > 0, maximum + tl.log2(divisor), float("-inf")), mask=is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*REQUESTS, *NUMBERS])
 def merge_splits(
     out,
     partial,
     partial_lse,
     lengths,
-    HEADS: tl.constexpr,
+    heads,
+    max_splits,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):
-    """Merges the splits of decode request `program_id(0)`, head `program_id(1)`. Reads MAX_SPLITS * DIM floats."""
+    """Merges the splits of decode request `program_id(0)`, head `program_id(1)`: at most SPLITS. Reads DIM floats of each."""
     request = tl.program_id(0)
-    row = request * HEADS + tl.program_id(1)
-    num_splits = tl.minimum(MAX_SPLITS, tl.cdiv(tl.load(lengths + request), SPLIT_KEYS))
+    row = request * heads + tl.program_id(1)
+    num_splits = tl.minimum(max_splits, tl.cdiv(tl.load(lengths + request), SPLIT_KEYS))
     if num_splits > 1:
-        split = tl.arange(0, MAX_SPLITS)
+        split = tl.arange(0, SPLITS)
         dim = tl.arange(0, DIM_PADDED)
         is_split = split < num_splits
-        lse = tl.load(partial_lse + row * MAX_SPLITS + split, mask=is_split, other=float("-inf"))
+        lse = tl.load(partial_lse + row * max_splits + split, mask=is_split, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
-        part = (row * MAX_SPLITS + split)[:, None] * DIM + dim[None, :]
+        part = (row * max_splits + split)[:, None] * DIM + dim[None, :]
         values = tl.load(partial + part, mask=is_split[:, None] & (dim < DIM)[None, :], other=0.0)
         attended = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
         tl.store(out + row * DIM + dim, attended.to(out.dtype.element_ty), mask=dim < DIM)

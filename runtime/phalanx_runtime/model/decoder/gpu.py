@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder import triton_kernels as kernels
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, pointer, variant_of
 from phalanx_runtime.model.layers import HeadNorm, Heads, QkNorm, TorchOps
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.rope import Angles
@@ -19,6 +20,7 @@ MAX_ROW_BYTES = 32768
 """Widest row of a norm, half of it with two norms: a program holds the row in registers."""
 GATE_BLOCK = 2048
 """Columns of a program of `gate`."""
+GATE_WARPS = 4
 HEADS_TILE = 1024
 """Elements of a program of `prepare_heads`."""
 HEADS_WARPS = 2
@@ -29,7 +31,6 @@ MAX_PARTS = 8
 def norm_constants(size: int, *, has_sum: bool, has_after: bool, has_before: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `add_norm`."""
     return {
-        "SIZE": size,
         "SIZE_PADDED": triton.next_power_of_2(size),
         "HAS_SUM": has_sum,
         "HAS_AFTER": has_after,
@@ -44,24 +45,20 @@ def norm_warps(size: int) -> int:
 
 def gate_constants(size: int, activation: Activation) -> dict[str, Any]:
     """Returns the compile-time arguments of `gate`. `size`: columns of its result."""
-    return {"SIZE": size, "BLOCK": min(GATE_BLOCK, triton.next_power_of_2(size)), "IS_SILU": activation == "silu"}
+    return {"BLOCK": min(GATE_BLOCK, triton.next_power_of_2(size)), "IS_SILU": activation == "silu"}
 
 
-def heads_constants(heads: int, kv_heads: int, dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
+def heads_constants(dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `prepare_heads`. `rotated`: dimensions of a head that rotate."""
     half = rotated // 2 if rotated else dim // 2
     padded = int(triton.next_power_of_2(dim))
-    block = max(1, HEADS_TILE // padded)
     return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
         "DIM": dim,
         "DIM_PADDED": padded,
         "HALF": half,
         "HALF_PADDED": triton.next_power_of_2(half),
         "REST_PADDED": triton.next_power_of_2(max(1, dim - 2 * half)),
-        "BLOCK_HEADS": block,
-        "QUERY_BLOCKS": -(-heads // block) if rotated or has_norm else 0,
+        "BLOCK_HEADS": max(1, HEADS_TILE // padded),
         "HAS_ROTARY": rotated > 0,
         "HAS_NORM": has_norm,
     }
@@ -69,19 +66,37 @@ def heads_constants(heads: int, kv_heads: int, dim: int, rotated: int, has_norm:
 
 @operator("add_norm(Tensor(a!) x, Tensor? y, Tensor? after, Tensor? before, Tensor(b!)? out, float eps)")
 def _add_norm(x: Tensor, y: Tensor | None, after: Tensor | None, before: Tensor | None, out: Tensor | None, eps: float) -> None:
-    size = x.shape[1]
-    kernels.add_norm[(x.shape[0],)](
-        x=x,
-        y=x if y is None else y,
-        after=x if after is None else after,
-        before=x if before is None else before,
-        out=x if out is None else out,
-        eps=eps,
-        x_stride=x.stride(0),
-        y_stride=x.stride(0) if y is None else y.stride(0),
+    rows, size = x.shape
+    arguments = {
+        "x": x,
+        "y": x if y is None else y,
+        "after": x if after is None else after,
+        "before": x if before is None else before,
+        "out": x if out is None else out,
+        "eps": eps,
+        "x_stride": x.stride(0),
+        "y_stride": x.stride(0) if y is None else y.stride(0),
+        "size": size,
         **norm_constants(size, has_sum=y is not None, has_after=after is not None, has_before=before is not None),
-        num_warps=norm_warps(size),
-    )
+    }
+    launch(kernels.add_norm, (rows,), arguments, num_warps=norm_warps(size))
+
+
+def norm_variant(
+    size: int, dtype: torch.dtype, weight: torch.dtype, *, has_sum: bool, has_after: bool, has_before: bool
+) -> KernelVariant:
+    """Returns the variant of contiguous rows of `size`. `weight`: dtype of the norms' weights."""
+    arguments = {
+        "x": dtype,
+        "y": dtype,
+        "after": weight if has_after else dtype,
+        "before": weight if has_before else dtype,
+        "out": dtype,
+        "eps": 0.0,
+        **dict.fromkeys(("x_stride", "y_stride", "size"), size),
+        **norm_constants(size, has_sum=has_sum, has_after=has_after, has_before=has_before),
+    }
+    return variant_of(kernels.add_norm, arguments, num_warps=norm_warps(size))
 
 
 def parts_constants(size: int, parts: int, *, has_after: bool, has_before: bool) -> dict[str, Any]:
@@ -100,27 +115,44 @@ def _add_parts_norm(
     x: Tensor, parts: Sequence[Tensor], after: Tensor | None, before: Tensor | None, out: Tensor | None, eps: float
 ) -> None:
     size = x.shape[1]
-    kernels.add_parts_norm[(x.shape[0],)](
-        x,
-        *parts,
-        *[parts[0]] * (MAX_PARTS - len(parts)),
-        after=x if after is None else after,
-        before=x if before is None else before,
-        out=x if out is None else out,
-        eps=eps,
-        x_stride=x.stride(0),
+    padded = [*parts, *[parts[0]] * (MAX_PARTS - len(parts))]
+    arguments = {
+        "x": x,
+        **{f"part_{rank}": part for rank, part in enumerate(padded)},
+        "after": x if after is None else after,
+        "before": x if before is None else before,
+        "out": x if out is None else out,
+        "eps": eps,
+        "x_stride": x.stride(0),
         **parts_constants(size, len(parts), has_after=after is not None, has_before=before is not None),
-        num_warps=norm_warps(size),
-    )
+    }
+    launch(kernels.add_parts_norm, (len(x),), arguments, num_warps=norm_warps(size))
+
+
+def parts_variant(size: int, dtype: torch.dtype, weight: torch.dtype, *, parts: int) -> KernelVariant:
+    """Returns the variant of contiguous rows of `size` and of this number of parts. `weight`: dtype of the norm's weight."""
+    arguments = {
+        **dict.fromkeys(("x", *(f"part_{rank}" for rank in range(MAX_PARTS)), "after", "out"), dtype),
+        "before": weight,
+        "eps": 0.0,
+        "x_stride": size,
+        **parts_constants(size, parts, has_after=False, has_before=True),
+    }
+    return variant_of(kernels.add_parts_norm, arguments, num_warps=norm_warps(size))
 
 
 @operator("gate(Tensor gate_up, Tensor(a!) out, bool is_silu)")
 def _gate(gate_up: Tensor, out: Tensor, is_silu: bool) -> None:
     rows, size = out.shape
     constants = gate_constants(size, "silu" if is_silu else "gelu_tanh")
-    kernels.gate[(rows, triton.cdiv(size, constants["BLOCK"]))](
-        gate_up=gate_up, out=out, row_stride=gate_up.stride(0), **constants, num_warps=4
-    )
+    arguments = {"gate_up": gate_up, "out": out, "row_stride": gate_up.stride(0), "size": size, **constants}
+    launch(kernels.gate, (rows, triton.cdiv(size, constants["BLOCK"])), arguments, num_warps=GATE_WARPS)
+
+
+def gate_variant(size: int, dtype: torch.dtype, activation: Activation) -> KernelVariant:
+    """Returns the variant of contiguous rows. `size`: columns of its result."""
+    arguments = {"gate_up": dtype, "out": dtype, "row_stride": 2 * size, "size": size, **gate_constants(size, activation)}
+    return variant_of(kernels.gate, arguments, num_warps=GATE_WARPS)
 
 
 @operator(
@@ -140,25 +172,51 @@ def _prepare_heads(
     eps: float,
 ) -> None:
     tokens, kv_heads, dim = v.shape
-    rotated = 0 if cos is None else cos.shape[-1]
-    constants = heads_constants(qk.shape[1] - kv_heads, kv_heads, dim, rotated, q_norm is not None)
-    blocks = constants["QUERY_BLOCKS"] + -(-kv_heads // constants["BLOCK_HEADS"])
-    kernels.prepare_heads[(tokens, blocks)](
-        qk=qk,
-        v=v,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        slots=slots,
-        cos=qk if cos is None else cos,
-        sin=qk if sin is None else sin,
-        q_norm=qk if q_norm is None else q_norm,
-        k_norm=qk if k_norm is None else k_norm,
-        eps=eps,
-        qk_stride=qk.stride(0),
-        v_stride=v.stride(0),
+    heads, rotated = qk.shape[1] - kv_heads, 0 if cos is None else cos.shape[-1]
+    constants = heads_constants(dim, rotated, q_norm is not None)
+    block = constants["BLOCK_HEADS"]
+    query_blocks = -(-heads // block) if rotated or q_norm is not None else 0
+    arguments = {
+        "qk": qk,
+        "v": v,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slots": slots,
+        "cos": qk if cos is None else cos,
+        "sin": qk if sin is None else sin,
+        "q_norm": qk if q_norm is None else q_norm,
+        "k_norm": qk if k_norm is None else k_norm,
+        "eps": eps,
+        "qk_stride": qk.stride(0),
+        "v_stride": v.stride(0),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "query_blocks": query_blocks,
         **constants,
-        num_warps=HEADS_WARPS,
-    )
+    }
+    launch(kernels.prepare_heads, (tokens, query_blocks + -(-kv_heads // block)), arguments, num_warps=HEADS_WARPS)
+
+
+def heads_variant(
+    dim: int, dtype: torch.dtype, weight: torch.dtype | None, *, rotated: int, qk_stride: int, v_stride: int, v_offset: int
+) -> KernelVariant:
+    """Returns the variant of a projection whose values start at `v_offset`.
+
+    `weight`: dtype of the norms of heads, if they have norms.
+    """
+    norm = dtype if weight is None else weight
+    arguments = {
+        **dict.fromkeys(("qk", "k_cache", "v_cache", "cos", "sin"), dtype),
+        "v": pointer(dtype, v_offset),
+        **dict.fromkeys(("q_norm", "k_norm"), norm),
+        "slots": torch.int64,
+        "eps": 0.0,
+        "qk_stride": qk_stride,
+        "v_stride": v_stride,
+        **dict.fromkeys(("heads", "kv_heads", "query_blocks"), 1),
+        **heads_constants(dim, rotated, weight is not None),
+    }
+    return variant_of(kernels.prepare_heads, arguments, num_warps=HEADS_WARPS)
 
 
 class TritonOps(TorchOps):

@@ -104,7 +104,7 @@ def add_norm(
     eps,
     x_stride,
     y_stride,
-    SIZE: tl.constexpr,
+    size,
     SIZE_PADDED: tl.constexpr,
     HAS_SUM: tl.constexpr,
     HAS_AFTER: tl.constexpr,
@@ -112,25 +112,25 @@ def add_norm(
 ):
     """Writes x + y (or x + norm(y, after)) to x with HAS_SUM, then norm(x, before) to `out` with HAS_BEFORE.
 
-    x, y: [rows, SIZE] with strides; out: [rows, SIZE]; a row per program. Bytes: up to four rows, in one pass over memory.
+    x, y: [rows, size] with strides; out: [rows, size]; a row per program. Bytes: up to four rows, in one pass over memory.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PADDED)
-    is_column = column < SIZE
+    is_column = column < size
     dtype = x.dtype.element_ty
     values = tl.load(x + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_SUM:
         added = tl.load(y + row * y_stride + column, mask=is_column, other=0.0).to(tl.float32)
         if HAS_AFTER:
-            scale = tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps)
+            scale = tl.rsqrt(tl.sum(added * added, 0) / size + eps)
             added = weighted(added, scale, tl.load(after + column, mask=is_column, other=0.0), dtype).to(tl.float32)
         total = (values + added).to(dtype)
         tl.store(x + row * x_stride + column, total, mask=is_column)
         values = total.to(tl.float32)
     if HAS_BEFORE:
-        scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+        scale = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
         normed = weighted(values, scale, tl.load(before + column, mask=is_column, other=0.0), dtype)
-        tl.store(out + row * SIZE + column, normed, mask=is_column)
+        tl.store(out + row * size + column, normed, mask=is_column)
 
 
 @triton.jit
@@ -138,20 +138,20 @@ def gate(
     gate_up,
     out,
     row_stride,
-    SIZE: tl.constexpr,
+    size,
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
 ):
     """Writes activation(gate) * up: silu, or gelu by tanh.
 
-    gate_up: [rows, 2 * SIZE] with a stride; out: [rows, SIZE]; BLOCK columns of a row per program. Bytes: 3 rows of SIZE.
+    gate_up: [rows, 2 * size] with a stride; out: [rows, size]; BLOCK columns of a row per program. Bytes: 3 rows of `size`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < SIZE
+    is_column = column < size
     dtype = gate_up.dtype.element_ty
     gates = tl.load(gate_up + row * row_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + SIZE + column, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + size + column, mask=is_column, other=0.0).to(tl.float32)
     if IS_SILU:
         exponent = gates
     else:
@@ -159,10 +159,10 @@ def gate(
         exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
     power = tl.exp(-tl.abs(exponent))
     active = gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
-    tl.store(out + row * SIZE + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=is_column)
+    tl.store(out + row * size + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "kv_heads", "query_blocks"])
 def prepare_heads(
     qk,
     v,
@@ -176,37 +176,37 @@ def prepare_heads(
     eps,
     qk_stride,
     v_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    heads,
+    kv_heads,
+    query_blocks,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    QUERY_BLOCKS: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """Writes normalised and rotated queries and keys in place, and keys and values to the rows `slots` of the pages.
 
-    qk: [tokens, HEADS + KV_HEADS, DIM], v: [tokens, KV_HEADS, DIM], with a stride of tokens. cos, sin: [tokens, 2 * HALF].
+    qk: [tokens, heads + kv_heads, DIM], v: [tokens, kv_heads, DIM], with a stride of tokens. cos, sin: [tokens, 2 * HALF].
     Pages: rows of DIM elements. A slot below 0 writes no row: padding of a CUDA graph. BLOCK_HEADS heads of a token per program,
-    first queries (QUERY_BLOCKS programs a token), then keys with their values. A head has HALF pairs (d, d + HALF), then
-    DIM - 2 * HALF dimensions that do not rotate. Bytes per token: 2 * (HEADS + 2 * KV_HEADS) * DIM elements, and the keys again.
+    first queries (`query_blocks` programs a token), then keys with their values. A head has HALF pairs (d, d + HALF), then
+    DIM - 2 * HALF dimensions that do not rotate. Bytes per token: 2 * (heads + 2 * kv_heads) * DIM elements, and the keys again.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    is_query = block < QUERY_BLOCKS
-    member = tl.where(is_query, block, block - QUERY_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    is_head = member < tl.where(is_query, HEADS, KV_HEADS)
+    is_query = block < query_blocks
+    member = tl.where(is_query, block, block - query_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = member < tl.where(is_query, heads, kv_heads)
     dtype = qk.dtype.element_ty
 
     pair = tl.arange(0, HALF_PADDED)
     rest_dim = 2 * HALF + tl.arange(0, REST_PADDED)
     is_pair = is_head[:, None] & (pair < HALF)[None, :]
     is_rest = is_head[:, None] & (rest_dim < DIM)[None, :]
-    row = qk + token * qk_stride + tl.where(is_query, member, HEADS + member)[:, None] * DIM
+    row = qk + token * qk_stride + tl.where(is_query, member, heads + member)[:, None] * DIM
     low = tl.load(row + pair[None, :], mask=is_pair, other=0.0)
     high = tl.load(row + HALF + pair[None, :], mask=is_pair, other=0.0)
     if 2 * HALF < DIM:
@@ -239,8 +239,8 @@ def prepare_heads(
         tl.store(row + pair[None, :], low, mask=is_pair)
         tl.store(row + HALF + pair[None, :], high, mask=is_pair)
 
-    if block >= QUERY_BLOCKS:
-        slot = tl.load(slots + token * KV_HEADS + member, mask=is_head, other=-1).to(tl.int64)
+    if block >= query_blocks:
+        slot = tl.load(slots + token * kv_heads + member, mask=is_head, other=-1).to(tl.int64)
         is_kept = is_head & (slot >= 0)
         page_row = (slot * DIM)[:, None]
         tl.store(k_cache + page_row + pair[None, :], low, mask=is_kept[:, None] & is_pair)

@@ -11,11 +11,15 @@ from torch import Tensor
 from phalanx_runtime.model.experts import triton_kernels as kernels
 from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertList, ExpertWeights, Routing
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.partition import Span
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUTE_WARPS = 1
+WARPS = 4
+MIN_BLOCK_PAIRS = 16
 MAX_BLOCK_PAIRS = 1024
 """Pairs that a program of `sort_pairs` counts at once."""
 COMBINE_BLOCK = 1024
@@ -72,7 +76,7 @@ def sort_constants(num_pairs: int, num_experts: int, block_rows: int) -> dict[st
     return {
         "EXPERTS": num_experts,
         "BINS": triton.next_power_of_2(num_experts + 1),
-        "BLOCK_PAIRS": min(MAX_BLOCK_PAIRS, max(16, triton.next_power_of_2(num_pairs))),
+        "BLOCK_PAIRS": min(MAX_BLOCK_PAIRS, max(MIN_BLOCK_PAIRS, triton.next_power_of_2(num_pairs))),
         "BLOCK_ROWS": block_rows,
     }
 
@@ -102,7 +106,8 @@ def combine_constants(num_experts: int, size: int, per_token: int, adds: bool) -
 @operator("route_experts(Tensor logits, Tensor(a!) experts, Tensor(b!) weights, bool is_normalized)")
 def _route(logits: Tensor, experts: Tensor, weights: Tensor, is_normalized: bool) -> None:
     constants = route_constants(logits.shape[1], experts.shape[1], is_normalized)
-    kernels.route_experts[(len(logits),)](logits, experts, weights, logits.stride(0), **constants, num_warps=1)
+    arguments = {"logits": logits, "experts": experts, "weights": weights, "logits_stride": logits.stride(0), **constants}
+    launch(kernels.route_experts, (len(logits),), arguments, num_warps=ROUTE_WARPS)
 
 
 @operator(
@@ -110,9 +115,9 @@ def _route(logits: Tensor, experts: Tensor, weights: Tensor, is_normalized: bool
 )
 def _sort(experts: Tensor, pairs: Tensor, tile_experts: Tensor, num_tiles: Tensor, first: int, num_experts: int) -> None:
     constants = sort_constants(experts.numel(), num_experts, pairs.shape[1])
-    kernels.sort_pairs[(num_experts,)](
-        *(experts, pairs, tile_experts, num_tiles), num_pairs=experts.numel(), first=first, **constants, num_warps=4
-    )
+    tensors = {"experts": experts, "pairs": pairs, "tile_experts": tile_experts, "num_tiles": num_tiles}
+    arguments = {**tensors, "num_pairs": experts.numel(), "first": first, **constants}
+    launch(kernels.sort_pairs, (num_experts,), arguments, num_warps=WARPS)
 
 
 @operator(
@@ -134,12 +139,10 @@ def _multiply(
     constants = multiply_constants(
         config, x.shape[1], out.shape[1], pairs_per_row=pairs_per_row, has_bias=bias is not None, activation=activation
     )
-    kernels.multiply_experts[(len(tiles[0]), triton.cdiv(out.shape[1], constants["BLOCK_OUTPUTS"]))](
-        *(x, weight, weight if bias is None else bias, out, *tiles, x.stride(0)),
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    values = (x, weight, weight if bias is None else bias, out, *tiles, x.stride(0))
+    arguments = {**dict(zip(kernels.multiply_experts.arg_names, values, strict=False)), **constants}
+    grid = (len(tiles[0]), triton.cdiv(out.shape[1], constants["BLOCK_OUTPUTS"]))
+    launch(kernels.multiply_experts, grid, arguments, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 @operator(
@@ -147,9 +150,65 @@ def _multiply(
 )
 def _combine(outputs: Tensor, experts: Tensor, weights: Tensor, out: Tensor, first: int, num_experts: int, adds: bool) -> None:
     constants = combine_constants(num_experts, out.shape[1], experts.shape[1], adds)
-    kernels.combine_experts[(len(out), triton.cdiv(out.shape[1], constants["BLOCK"]))](
-        *(outputs, experts, weights, out), out_stride=out.stride(0), first=first, **constants, num_warps=4
-    )
+    tensors = {"outputs": outputs, "experts": experts, "weights": weights, "out": out}
+    arguments = {**tensors, "out_stride": out.stride(0), "first": first, **constants}
+    launch(kernels.combine_experts, (len(out), triton.cdiv(out.shape[1], constants["BLOCK"])), arguments, num_warps=WARPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Experts of one layer on one rank."""
+
+    hidden: int
+    inner: int
+    num_experts: int
+    """Of the layer."""
+    num_local: int
+    """Of the rank."""
+    routing: Routing
+    activation: Activation
+    has_bias: bool
+
+
+def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
+    """Returns all variants of a layer with experts: few and many rows, whatever their number."""
+    per_token = shape.routing.per_token
+    configs = [FLOAT32] if dtype == torch.float32 else [FEW_ROWS, MANY_ROWS]
+    route = {"logits": dtype, "experts": torch.int32, "weights": torch.float32, "logits_stride": shape.num_experts}
+    route |= route_constants(shape.num_experts, per_token, shape.routing.is_normalized)
+    variants = [variant_of(kernels.route_experts, route, num_warps=ROUTE_WARPS)]
+    combine = {"outputs": dtype, "experts": torch.int32, "weights": torch.float32, "out": dtype, "first": 1}
+    for adds in (False, True):
+        constants = combine_constants(shape.num_local, shape.hidden, per_token, adds)
+        arguments = {**combine, "out_stride": shape.hidden, **constants}
+        variants.append(variant_of(kernels.combine_experts, arguments, num_warps=WARPS))
+    for config in configs:
+        variants += [_product_variant(shape, dtype, config, is_gated=is_gated) for is_gated in (True, False)]
+        num_pairs = MIN_BLOCK_PAIRS
+        while num_pairs <= MAX_BLOCK_PAIRS:
+            constants = sort_constants(num_pairs, shape.num_local, config.block_rows)
+            sort = {**dict.fromkeys(kernels.sort_pairs.arg_names, torch.int32), "num_pairs": 1, "first": 1, **constants}
+            variants.append(variant_of(kernels.sort_pairs, sort, num_warps=WARPS))
+            num_pairs *= 2
+    return variants
+
+
+def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool) -> KernelVariant:
+    inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
+    arguments = {
+        **dict.fromkeys(("x", "weight", "bias", "out"), dtype),
+        **dict.fromkeys(("pairs", "tile_experts", "num_tiles"), torch.int32),
+        "x_stride": inputs,
+        **multiply_constants(
+            config,
+            inputs,
+            outputs,
+            pairs_per_row=shape.routing.per_token if is_gated else 1,
+            has_bias=shape.has_bias,
+            activation=shape.activation if is_gated else None,
+        ),
+    }
+    return variant_of(kernels.multiply_experts, arguments, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import triton
 from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import Segments, StepBatch
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
-from phalanx_runtime.rank.device.device_rows import DeviceRows
+from phalanx_runtime.rank.device.device_rows import DeviceRows, table_block
 from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 
 
@@ -32,22 +33,37 @@ def _build(
     block: int,
 ) -> None:
     kv_heads = len(slots) // len(tokens)
-    build_decode_inputs[(len(tokens),)](
-        batch_rows=batch_rows,
-        tables=tables,
-        lengths=lengths,
-        last_tokens=last_tokens,
-        tokens=tokens,
-        positions=positions,
-        slots=slots,
-        batch_lengths=batch_lengths,
-        batch_tables=batch_tables,
-        KV_HEADS=kv_heads,
-        KV_HEADS_PADDED=triton.next_power_of_2(kv_heads),
-        PAGE=page_size,
-        TABLE_PAGES=tables.shape[1],
-        BLOCK=block,
-    )
+    arguments = {
+        "batch_rows": batch_rows,
+        "tables": tables,
+        "lengths": lengths,
+        "last_tokens": last_tokens,
+        "tokens": tokens,
+        "positions": positions,
+        "slots": slots,
+        "batch_lengths": batch_lengths,
+        "batch_tables": batch_tables,
+        "kv_heads": kv_heads,
+        "page_size": page_size,
+        "table_pages": tables.shape[1],
+        "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
+        "BLOCK": block,
+    }
+    launch(build_decode_inputs, (len(tokens),), arguments)
+
+
+def input_variant(kv_heads: int, max_pages: int) -> KernelVariant:
+    """Returns the variant of `DecodeInputs` with at most `max_pages` per row."""
+    block = table_block(max_pages)
+    arguments = {
+        **dict.fromkeys(build_decode_inputs.arg_names, torch.int32),
+        **dict.fromkeys(("tokens", "positions", "slots"), torch.int64),
+        **dict.fromkeys(("kv_heads", "page_size"), 1),
+        "table_pages": block,
+        "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
+        "BLOCK": block,
+    }
+    return variant_of(build_decode_inputs, arguments)
 
 
 class DecodeInputs:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
 
@@ -112,25 +113,35 @@ def _update(
     batch_indices: Tensor,
     block: int,
 ) -> None:
-    update_rows[(len(batch_rows),)](
-        update=update,
-        tables=tables,
-        held=held,
-        lengths=lengths,
-        last_tokens=last_tokens,
-        batch_rows=batch_rows,
-        batch_indices=batch_indices,
-        TABLE_PAGES=tables.shape[1],
-        BLOCK=block,
-    )
+    arguments = {
+        "update": update,
+        "tables": tables,
+        "held": held,
+        "lengths": lengths,
+        "last_tokens": last_tokens,
+        "batch_rows": batch_rows,
+        "batch_indices": batch_indices,
+        "table_pages": tables.shape[1],
+        "BLOCK": block,
+    }
+    launch(update_rows, (len(batch_rows),), arguments)
 
 
 @operator("record_tokens(Tensor sampled, Tensor batch_rows, Tensor(a!) last_tokens)")
 def _record(sampled: Tensor, batch_rows: Tensor, last_tokens: Tensor) -> None:
     num_rows = len(sampled)
-    record_tokens[(triton.cdiv(num_rows, RECORD_BLOCK),)](
-        sampled=sampled, batch_rows=batch_rows, last_tokens=last_tokens, num_rows=num_rows, BLOCK=RECORD_BLOCK
-    )
+    arguments = {"sampled": sampled, "batch_rows": batch_rows, "last_tokens": last_tokens, "num_rows": num_rows}
+    launch(record_tokens, (triton.cdiv(num_rows, RECORD_BLOCK),), {**arguments, "BLOCK": RECORD_BLOCK})
+
+
+def row_variants(max_pages: int) -> list[KernelVariant]:
+    """Returns the variants of `DeviceRows` with at most `max_pages` per row. Tokens of the host are int32."""
+    block = table_block(max_pages)
+    tensors = dict.fromkeys((*update_rows.arg_names, *record_tokens.arg_names), torch.int32)
+    return [
+        variant_of(update_rows, {**tensors, "table_pages": block, "BLOCK": block}),
+        variant_of(record_tokens, {**tensors, "num_rows": 1, "BLOCK": RECORD_BLOCK}),
+    ]
 
 
 class DeviceRows:

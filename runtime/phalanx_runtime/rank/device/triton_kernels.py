@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["update"])
 def update_rows(
     update,
     tables,
@@ -16,12 +16,12 @@ def update_rows(
     last_tokens,
     batch_rows,
     batch_indices,
-    TABLE_PAGES: tl.constexpr,
+    table_pages,
     BLOCK: tl.constexpr,
 ):
     """Applies entry `program_id(0)` of an update, layout as in `device_rows`; programs beyond the batch rows write padding.
 
-    update: [words]; tables: [rows, TABLE_PAGES]; held, lengths, last_tokens: [rows]; batch_rows, batch_indices: [programs].
+    update: [words]; tables: [rows, table_pages]; held, lengths, last_tokens: [rows]; batch_rows, batch_indices: [programs].
     Writes the appended pages, and one word of each other array. Bytes moved: 56 per entry, 8 per page.
     """
     entry = tl.program_id(0)
@@ -37,18 +37,18 @@ def update_rows(
         token = tl.load(columns + 5 * num_entries)
         tl.store(batch_indices + entry, tl.load(columns + 6 * num_entries))
         held_before = tl.where(kept < 0, tl.load(held + row), kept)
-        table = tables + row.to(tl.int64) * TABLE_PAGES
+        table = tables + row.to(tl.int64) * table_pages
         for first in range(0, num_pages, BLOCK):
             index = first + tl.arange(0, BLOCK)
             is_page = index < num_pages
             page = tl.load(update + first_page + index, mask=is_page, other=0)
-            tl.store(table + held_before + index, page, mask=is_page & (held_before + index < TABLE_PAGES))
+            tl.store(table + held_before + index, page, mask=is_page & (held_before + index < table_pages))
         tl.store(held + row, held_before + num_pages)
         tl.store(lengths + row, tl.load(columns + 4 * num_entries))
         tl.store(last_tokens + row, token, mask=token >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "page_size"])
 def build_decode_inputs(
     batch_rows,
     tables,
@@ -59,17 +59,17 @@ def build_decode_inputs(
     slots,
     batch_lengths,
     batch_tables,
-    KV_HEADS: tl.constexpr,
+    kv_heads,
+    page_size,
+    table_pages,
     KV_HEADS_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    TABLE_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
 
-    tokens, positions, batch_lengths: [batch]; slots: [batch * KV_HEADS]; batch_tables: [batch, TABLE_PAGES], in blocks of BLOCK
+    tokens, positions, batch_lengths: [batch]; slots: [batch * kv_heads]; batch_tables: [batch, table_pages], in blocks of BLOCK
     pages up to the row's length: what follows is not written. Padding rows have token, position and length 0, and
-    slots of -1, which no kernel writes. Bytes moved per row: 32 + 8 * KV_HEADS, and 8 per page.
+    slots of -1, which no kernel writes. Bytes moved per row: 32 + 8 * kv_heads, and 8 per page.
     """
     batch = tl.program_id(0)
     row = tl.load(batch_rows + batch)
@@ -81,19 +81,19 @@ def build_decode_inputs(
     tl.store(positions + batch, position.to(tl.int64))
     tl.store(batch_lengths + batch, length)
 
-    table = tables + row.to(tl.int64) * TABLE_PAGES
-    page = tl.load(table + position // PAGE, mask=is_row, other=0).to(tl.int64)
+    table = tables + row.to(tl.int64) * table_pages
+    page = tl.load(table + position // page_size, mask=is_row, other=0).to(tl.int64)
     head = tl.arange(0, KV_HEADS_PADDED)
-    slot = (page * KV_HEADS + head) * PAGE + position % PAGE
-    tl.store(slots + batch * KV_HEADS + head, tl.where(is_row, slot, -1), mask=head < KV_HEADS)
+    slot = (page * kv_heads + head) * page_size + position % page_size
+    tl.store(slots + batch * kv_heads + head, tl.where(is_row, slot, -1), mask=head < kv_heads)
 
-    batch_table = batch_tables + batch.to(tl.int64) * TABLE_PAGES
-    for first in range(0, tl.cdiv(length, PAGE), BLOCK):
+    batch_table = batch_tables + batch.to(tl.int64) * table_pages
+    for first in range(0, tl.cdiv(length, page_size), BLOCK):
         index = first + tl.arange(0, BLOCK)
         tl.store(batch_table + index, tl.load(table + index))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def record_tokens(
     sampled,
     batch_rows,

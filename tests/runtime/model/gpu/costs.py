@@ -7,12 +7,11 @@ import json
 import sys
 from dataclasses import asdict
 
-from tests.runtime.model.gpu.ahead import TARGETS, attention_variants, compile_variant, decoder_variants, row_variants
-from tests.runtime.model.gpu.expert_variants import expert_variants
-from tests.runtime.model.gpu.sampling_variants import sampling_variants
+from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, decoder_costs, row_costs
+from tests.runtime.model.gpu.expert_costs import expert_costs
+from tests.runtime.model.gpu.sampling_costs import sampling_costs
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
-    variants = [*attention_variants(target), *decoder_variants(), *row_variants(), *sampling_variants(), *expert_variants()]
-    costs = {variant.name: asdict(compile_variant(variant, target)) | {"warps": variant.num_warps} for variant in variants}
-    print(json.dumps(costs))
+    variants = [*attention_costs(target), *decoder_costs(), *row_costs(), *sampling_costs(), *expert_costs()]
+    print(json.dumps({name: asdict(compile_variant(variant, target)) for name, variant in variants}))

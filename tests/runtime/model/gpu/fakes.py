@@ -38,8 +38,8 @@ class FakeRanks:
         return tensor
 
 
-def empty(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=DTYPE, device=CUDA)
+def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=CUDA)
 
 
 def fake_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
@@ -55,11 +55,12 @@ def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
     heads = shard.heads.size * dim
     mixture = config.mixture
     gate_up = DenseLinear(empty(2 * shard.mlp.size, hidden), None)
-    norms = [None if name is None else empty(hidden) for name in NORM_NAMES[config.norms]]
+    weight = torch.float32 if config.norm_offset else DTYPE  # as `load` adds the offset
+    norms = [None if name is None else empty(hidden, dtype=weight) for name in NORM_NAMES[config.norms]]
     return Layer(
         attention_in=norms[0],
         qkv=DenseLinear(empty(heads + 2 * shard.kv_heads.size * dim, hidden), None),
-        qk_norm=HeadNorm(empty(dim), empty(dim), 1e-6) if config.qk_norm == "head" else None,
+        qk_norm=HeadNorm(empty(dim, dtype=weight), empty(dim, dtype=weight), 1e-6) if config.qk_norm == "head" else None,
         rope=config.ropes[index],
         params=AttentionParams(config.windows[index], config.scale, config.softcap),
         o=DenseLinear(empty(hidden, heads), None),
@@ -74,9 +75,9 @@ def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
 def fake_decoder(config: ModelConfig, world_size: int = 1) -> Decoder:
     """Rank 0 of a decoder without embedding and head."""
     shard = partition(config, world_size)[0]
-    rope = config.ropes[0]
-    assert rope is not None
-    ropes = {rope: RopeTable(rope, config.head_dim, config.max_position, DTYPE, CUDA)}
+    ropes = {
+        rope: RopeTable(rope, config.head_dim, config.max_position, DTYPE, CUDA) for rope in set(config.ropes) if rope is not None
+    }
     collective: Any = FakeRanks(world_size)
     decoder = Decoder(
         config, shard, collective=collective, ropes=ropes, attention=TritonAttention(), ops=TritonOps(), stage=Stage(1, 3)

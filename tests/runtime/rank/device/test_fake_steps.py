@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, StepPlan
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.loader import make_runner
@@ -29,6 +29,7 @@ from tests.runtime.rank.device.fake_decoders import (
     QWEN3_600M,
     make_decoder,
 )
+from tests.runtime.rank.device.fake_plans import decode, mixed, speculative
 from tests.runtime.rank.device.fake_rank import PAGE, POOL, SAMPLING, FakeRank
 from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, record
 
@@ -45,49 +46,6 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys()
 def fake_tensors() -> Iterator[None]:
     with FakeTensorMode():
         yield
-
-
-def decode(step: int) -> StepPlan:
-    at = 38 + step
-    return StepPlan(
-        step=step,
-        admitted=[],
-        rows=[0, 1],
-        starts=[at, at],
-        counts=[1, 1],
-        pages=[[], []],
-        tokens=[LAST_SAMPLED] * 2,
-        draws=[(0, step - 1), (1, step - 1)],
-    )
-
-
-def mixed(step: int) -> StepPlan:
-    """Two decodes, and the first chunk of a prompt."""
-    return StepPlan(
-        step=step,
-        admitted=[NewRow(2, SAMPLING)],
-        rows=[0, 1, 2],
-        starts=[40, 40, 0],
-        counts=[1, 1, 200],
-        pages=[[], [], list(range(10, 23))],
-        tokens=[LAST_SAMPLED] * 2 + [9] * 200,
-        draws=[(0, 1), (1, 1)],
-    )
-
-
-def speculative(step: int) -> StepPlan:
-    """A chain of draft tokens and a tree."""
-    return StepPlan(
-        step=step,
-        admitted=[NewRow(2, SAMPLING)],
-        rows=[0, 2],
-        starts=[40, 0],
-        counts=[4, 5],
-        pages=[[], [30]],
-        tokens=[9, 3, 4, 5, 9, 6, 7, 8, 8],
-        draws=[(0, 1), (1, 0)],
-        paths=[DraftPath(request=0, depth=3), DraftPath(request=1, depth=4, parents=[-1, 0, 0, 1])],
-    )
 
 
 @configs

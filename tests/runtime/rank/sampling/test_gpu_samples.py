@@ -45,13 +45,13 @@ def _store_scaled(  # type: ignore[no-untyped-def]
     masks,
     index,
     scaled,
-    VOCAB: tl.constexpr,
+    vocab_size,
     FEATURES: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     token = tl.arange(0, COUNT)
     state = (floats, integers, counts, bias, masks)
-    tl.store(scaled + token, scaled_logits(logits, state, 0, index, token, VOCAB=VOCAB, FEATURES=FEATURES))
+    tl.store(scaled + token, scaled_logits(logits, state, 0, index, token, vocab_size=vocab_size, FEATURES=FEATURES))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -216,7 +216,7 @@ def test_processed_logits_equal_the_reference(
         *wide,
         index,
         scaled,
-        VOCAB=vocab_size,
+        vocab_size=vocab_size,
         FEATURES=features,
         COUNT=count,
     )

@@ -9,7 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
+from phalanx_runtime.rank.sampling.gpu.sample import padded_blocks
 from phalanx_runtime.rank.sampling.gpu.triton_results import accept_drafts, merge_logprobs, tally_logprobs
 
 BLOCK = 2048
@@ -107,17 +109,32 @@ def _token_logprobs(
     block: int,
 ) -> None:
     draws, blocks = maxima.shape
-    shared = {"logits": logits, "tokens": tokens, "maxima": maxima, "sums": sums, "ranks": ranks, "stride": logits.stride(0)}
-    tally_logprobs[(draws, blocks)](**shared, VOCAB=logits.shape[1], BLOCK=block, BLOCKS=blocks)
-    merge_logprobs[(draws,)](
-        **shared,
-        normalizers=normalizers,
-        logprobs=logprobs,
-        token_ranks=token_ranks,
-        BLOCKS=blocks,
-        BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        num_warps=1,
-    )
+    vocab_size = logits.shape[1]
+    tensors = {"logits": logits, "tokens": tokens, "maxima": maxima, "sums": sums, "ranks": ranks}
+    shared = {**tensors, "stride": logits.stride(0), "num_blocks": blocks}
+    launch(tally_logprobs, (draws, blocks), {**shared, "vocab_size": vocab_size, "BLOCK": block})
+    results = {"normalizers": normalizers, "logprobs": logprobs, "token_ranks": token_ranks}
+    padded = padded_blocks(vocab_size, block)
+    launch(merge_logprobs, (draws,), {**shared, **results, "BLOCKS_PADDED": padded}, num_warps=1)
+
+
+def result_variants(vocab_size: int, dtype: torch.dtype) -> list[KernelVariant]:
+    """Returns the variants of `token_logprobs` for logits of this dtype, and of `verify_drafts` with and without parents."""
+    tensors = {
+        **dict.fromkeys(("maxima", "sums", "normalizers", "logprobs"), torch.float32),
+        **dict.fromkeys(("ranks", "token_ranks", "parents", "rows", "accepted", "num_tokens", "last_tokens"), torch.int32),
+        **dict.fromkeys(("tokens", "drafts", "sampled", "output"), torch.int64),
+        "logits": dtype,
+        **dict.fromkeys(("stride", "vocab_size"), vocab_size),
+        **dict.fromkeys(("num_blocks", "num_draws", "num_nodes"), 1),
+    }
+    chains = {**tensors, "parents": torch.int64, "HAS_PARENTS": False, "BLOCK": DRAWS_PER_PROGRAM}
+    return [
+        variant_of(tally_logprobs, {**tensors, "BLOCK": BLOCK}),
+        variant_of(merge_logprobs, {**tensors, "BLOCKS_PADDED": padded_blocks(vocab_size, BLOCK)}, num_warps=1),
+        variant_of(accept_drafts, chains, num_warps=1),
+        variant_of(accept_drafts, {**tensors, "HAS_PARENTS": True, "BLOCK": DRAWS_PER_PROGRAM}, num_warps=1),
+    ]
 
 
 @operator(
@@ -136,18 +153,18 @@ def _accept_drafts(
     has_parents: bool,
 ) -> None:
     draws, nodes = drafts.shape
-    accept_drafts[(triton.cdiv(draws, DRAWS_PER_PROGRAM),)](
-        drafts=drafts,
-        parents=parents,
-        sampled=sampled,
-        rows=rows,
-        accepted=accepted,
-        output=output,
-        num_tokens=num_tokens,
-        last_tokens=last_tokens,
-        num_draws=draws,
-        NODES=nodes,
-        HAS_PARENTS=has_parents,
-        BLOCK=DRAWS_PER_PROGRAM,
-        num_warps=1,
-    )
+    arguments = {
+        "drafts": drafts,
+        "parents": parents,
+        "sampled": sampled,
+        "rows": rows,
+        "accepted": accepted,
+        "output": output,
+        "num_tokens": num_tokens,
+        "last_tokens": last_tokens,
+        "num_draws": draws,
+        "num_nodes": nodes,
+        "HAS_PARENTS": has_parents,
+        "BLOCK": DRAWS_PER_PROGRAM,
+    }
+    launch(accept_drafts, (triton.cdiv(draws, DRAWS_PER_PROGRAM),), arguments, num_warps=1)

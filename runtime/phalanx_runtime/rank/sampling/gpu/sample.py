@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature, RowState
 from phalanx_runtime.rank.sampling.gpu.triton_kernels import sample_kept, scan_logits, select_tokens
@@ -21,6 +22,8 @@ BLOCK = 2048
 """Tokens per program."""
 CANDIDATES = 16384
 """Room for candidates of each draw. With more of them, `find_threshold` reads the logits in each pass."""
+MIN_BLOCKS_PADDED = 128
+"""A row's blocks are reduced in one tile; vocabularies of up to 262,144 tokens share a size."""
 WARPS = {scan_logits: 4, sample_kept: 4, narrow_cut: 4, gather_candidates: 4, find_threshold: 8, select_tokens: 1}
 
 
@@ -36,6 +39,11 @@ class SamplingWorkspace:
     tallies: Tensor
     candidates: Tensor
     thresholds: Tensor
+
+
+def padded_blocks(vocab_size: int, block: int) -> int:
+    """Returns the size of the tile that holds one value per block of a row."""
+    return max(MIN_BLOCKS_PADDED, int(triton.next_power_of_2(triton.cdiv(vocab_size, block))))
 
 
 def make_workspace(
@@ -98,18 +106,35 @@ def sample_rows(
     )
 
 
-def constants_of(vocab_size: int, block: int, capacity: int, features: RowFeature, is_final: bool) -> dict[str, Any]:
+def constants_of(vocab_size: int, block: int, features: RowFeature, is_final: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of all kernels, but `ROUND` of `narrow_cut`."""
-    blocks = triton.cdiv(vocab_size, block)
     return {
-        "VOCAB": vocab_size,
         "BLOCK": block,
-        "BLOCKS": blocks,
-        "BLOCKS_PADDED": triton.next_power_of_2(blocks),
-        "CAPACITY": capacity,
+        "BLOCKS_PADDED": padded_blocks(vocab_size, block),
         "FEATURES": int(features),
         "IS_FINAL": is_final,
     }
+
+
+def sampling_variants(vocab_size: int, dtype: torch.dtype, features: RowFeature) -> list[KernelVariant]:
+    """Returns the variants of `sample_rows` with a workspace of default sizes, for logits of this dtype."""
+    tensors = {
+        **dict.fromkeys(("floats", "bias", "maxima", "best_values", "candidates", "thresholds"), torch.float32),
+        **dict.fromkeys(("rows", "indices", "integers", "counts", "masks", "best_tokens", "last_tokens"), torch.int32),
+        **dict.fromkeys(("seeds", "tallies", "tokens"), torch.int64),
+        "logits": dtype,
+        **dict.fromkeys(("stride", "vocab_size"), vocab_size),
+        "num_blocks": 1,
+        "capacity": min(CANDIDATES, vocab_size),
+    }
+    kernels = list(WARPS) if features & RowFeature.FILTERS else [scan_logits, select_tokens]
+    variants = []
+    for kernel in kernels:
+        for number in range(2 if kernel is narrow_cut else 1):
+            for is_final in (True, False) if kernel is select_tokens else (True,):
+                constants = {**constants_of(vocab_size, BLOCK, features, is_final), "ROUND": number}
+                variants.append(variant_of(kernel, {**tensors, **constants}, num_warps=WARPS[kernel]))
+    return variants
 
 
 @operator(
@@ -141,9 +166,11 @@ def _sample_rows(
     is_final: bool,
 ) -> None:
     tensors = dict(locals())
-    constants = constants_of(logits.shape[1], block, candidates.shape[1], RowFeature(features), is_final)
-    arguments = {**tensors, **constants, "stride": logits.stride(0)}
-    blocks = (len(rows), constants["BLOCKS"])
+    vocab_size = logits.shape[1]
+    sizes = {"vocab_size": vocab_size, "num_blocks": triton.cdiv(vocab_size, block), "capacity": candidates.shape[1]}
+    constants = constants_of(vocab_size, block, RowFeature(features), is_final)
+    arguments = {**tensors, **constants, **sizes, "stride": logits.stride(0)}
+    blocks = (len(rows), sizes["num_blocks"])
     _launch(scan_logits, blocks, arguments)
     if features & RowFeature.FILTERS:
         for number in range(2):
@@ -156,4 +183,4 @@ def _sample_rows(
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """Launches a kernel with those arguments that it has."""
-    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, num_warps=WARPS[kernel])
+    launch(kernel, grid, {name: arguments[name] for name in kernel.arg_names}, num_warps=WARPS[kernel])

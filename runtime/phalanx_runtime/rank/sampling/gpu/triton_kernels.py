@@ -34,7 +34,7 @@ def _store_winner(values, first, best_values, best_tokens, place):
     tl.store(best_tokens + place, first + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def scan_logits(
     logits,
     rows,
@@ -50,19 +50,19 @@ def scan_logits(
     best_values,
     best_tokens,
     stride,
-    VOCAB: tl.constexpr,
+    vocab_size,
+    num_blocks,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """Writes the winner of block `program_id(1)` of draw `program_id(0)`, with filters its maximum, and clears `tallies`.
 
-    logits: [draws, vocabulary], read once. rows, indices: [draws]. best_values, best_tokens, maxima: [draws, BLOCKS].
+    logits: [draws, vocabulary], read once. rows, indices: [draws]. best_values, best_tokens, maxima: [draws, num_blocks].
     """
     draw = tl.program_id(0)
     block = tl.program_id(1)
     row = tl.load(rows + draw)
-    place = draw * BLOCKS + block
+    place = draw * num_blocks + block
     first = block * BLOCK
     if row < 0:
         tl.store(best_values + place, -INFINITY)
@@ -71,10 +71,10 @@ def scan_logits(
         state = (floats, integers, counts, bias, masks)
         token = first + tl.arange(0, BLOCK)
         logits += draw.to(tl.int64) * stride
-        values = scaled_logits(logits, state, row, index, token, VOCAB=VOCAB, FEATURES=FEATURES)
+        values = scaled_logits(logits, state, row, index, token, vocab_size=vocab_size, FEATURES=FEATURES)
         has_filters = False
         if FILTERS & FEATURES:
-            has_filters = is_filtered(floats, integers, row, VOCAB)
+            has_filters = is_filtered(floats, integers, row, vocab_size)
             tl.store(maxima + place, tl.max(values, 0))
             if block == 0:
                 lane = tl.arange(0, 128)
@@ -83,7 +83,7 @@ def scan_logits(
             _store_winner(values + row_noise(floats, seeds, row, index, token), first, best_values, best_tokens, place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def sample_kept(
     logits,
     rows,
@@ -99,9 +99,9 @@ def sample_kept(
     best_values,
     best_tokens,
     stride,
-    VOCAB: tl.constexpr,
+    vocab_size,
+    num_blocks,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """Writes the winner of the block's kept tokens, in rows with filters. Reads the logits of blocks with a kept token."""
@@ -109,15 +109,15 @@ def sample_kept(
     block = tl.program_id(1)
     row = tl.load(rows + draw)
     if row >= 0:
-        if is_filtered(floats, integers, row, VOCAB):
-            place = draw * BLOCKS + block
+        if is_filtered(floats, integers, row, vocab_size):
+            place = draw * num_blocks + block
             threshold = tl.load(thresholds + draw)
             if tl.load(maxima + place) >= threshold:
                 index = tl.load(indices + draw)
                 state = (floats, integers, counts, bias, masks)
                 token = block * BLOCK + tl.arange(0, BLOCK)
                 logits += draw.to(tl.int64) * stride
-                values = scaled_logits(logits, state, row, index, token, VOCAB=VOCAB, FEATURES=FEATURES)
+                values = scaled_logits(logits, state, row, index, token, vocab_size=vocab_size, FEATURES=FEATURES)
                 values = tl.where(values >= threshold, values, -INFINITY)
                 values += row_noise(floats, seeds, row, index, token)
                 _store_winner(values, block * BLOCK, best_values, best_tokens, place)
@@ -125,7 +125,7 @@ def sample_kept(
                 tl.store(best_values + place, -INFINITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def select_tokens(
     rows,
     integers,
@@ -134,23 +134,23 @@ def select_tokens(
     best_tokens,
     tokens,
     last_tokens,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    vocab_size,
+    num_blocks,
     BLOCKS_PADDED: tl.constexpr,
     FEATURES: tl.constexpr,
     IS_FINAL: tl.constexpr,
 ):
-    """Writes the token of draw `program_id(0)`: the lowest with the highest value, -1 without one. Reads 8 * BLOCKS bytes.
+    """Writes the token of draw `program_id(0)`: the lowest with the highest value, -1 without one. Reads 8 * num_blocks bytes.
 
     `IS_FINAL`: also writes the row's entry of `last_tokens` and counts the token.
     """
     draw = tl.program_id(0)
     block = tl.arange(0, BLOCKS_PADDED)
-    is_block = block < BLOCKS
-    values = tl.load(best_values + draw * BLOCKS + block, mask=is_block, other=-INFINITY)
-    candidates = tl.load(best_tokens + draw * BLOCKS + block, mask=is_block, other=VOCAB)
+    is_block = block < num_blocks
+    values = tl.load(best_values + draw * num_blocks + block, mask=is_block, other=-INFINITY)
+    candidates = tl.load(best_tokens + draw * num_blocks + block, mask=is_block, other=vocab_size)
     best = tl.max(values, 0)
-    token = tl.min(tl.where(values == best, candidates, VOCAB), 0)
+    token = tl.min(tl.where(values == best, candidates, vocab_size), 0)
     token = tl.where(best > -INFINITY, token, -1)
     tl.store(tokens + draw, token.to(tokens.dtype.element_ty))
     row = tl.load(rows + draw)
@@ -158,4 +158,4 @@ def select_tokens(
         if row >= 0:
             tl.store(last_tokens + row, tl.maximum(token, 0).to(last_tokens.dtype.element_ty))
             if PENALTIES & FEATURES:
-                add_output_token(counts, integers, row, token, VOCAB)
+                add_output_token(counts, integers, row, token, vocab_size)

@@ -35,16 +35,16 @@ def scaled_logits(
     row,
     index,
     token,
-    VOCAB: tl.constexpr,
+    vocab_size,
     FEATURES: tl.constexpr,
 ):
     """Returns logits / T of a block in float32 after masks, bias and penalties; minus infinity past the vocabulary.
 
-    logits: of the draw. state: floats and integers of the rows; counts and bias, [slots, VOCAB]; masks, one bit per token,
-    [slots, cdiv(VOCAB, 32)].
+    logits: of the draw. state: floats and integers of the rows; counts and bias, [slots, vocab_size]; masks, one bit per token,
+    [slots, cdiv(vocab_size, 32)].
     """
     floats, integers, counts, bias, masks = state
-    is_token = token < VOCAB
+    is_token = token < vocab_size
     zeros = tl.zeros_like(token)
     values = tl.load(logits + token, mask=is_token, other=float("-inf")).to(tl.float32)
     floats += row * FLOATS
@@ -52,15 +52,15 @@ def scaled_logits(
     if MASKS & FEATURES:
         is_early = index < tl.load(integers + MIN_TOKENS)
         slot = tl.load(integers + tl.where(is_early, EARLY_MASK_SLOT, MASK_SLOT)).to(tl.int64)
-        words: tl.constexpr = (VOCAB + 31) // 32
+        words = (vocab_size + 31) // 32
         word = tl.load(masks + slot * words + (token >> 5), mask=is_token & (slot + zeros >= 0), other=-1)
         values = tl.where(((word >> (token & 31)) & 1) == 1, values, float("-inf"))
     if BIAS & FEATURES:
         slot = tl.load(integers + BIAS_SLOT).to(tl.int64)
-        values += tl.load(bias + slot * VOCAB + token, mask=is_token & (slot + zeros >= 0), other=0.0)
+        values += tl.load(bias + slot * vocab_size + token, mask=is_token & (slot + zeros >= 0), other=0.0)
     if PENALTIES & FEATURES:
         slot = tl.load(integers + COUNT_SLOT).to(tl.int64)
-        count = tl.load(counts + slot * VOCAB + token, mask=is_token & (slot + zeros >= 0), other=0)
+        count = tl.load(counts + slot * vocab_size + token, mask=is_token & (slot + zeros >= 0), other=0)
         repetition = tl.load(floats + REPETITION) + tl.zeros_like(values)
         own = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
         own = own - tl.load(floats + FREQUENCY) * (count >> 1).to(tl.float32)
@@ -71,11 +71,11 @@ def scaled_logits(
 
 
 @triton.jit
-def add_output_token(counts, integers, row, token, VOCAB: tl.constexpr):
+def add_output_token(counts, integers, row, token, vocab_size):
     """Counts an output token of a row with penalties. A count is twice the number in the output, plus 1 if in the prompt."""
     slot = tl.load(integers + row * INTEGERS + COUNT_SLOT).to(tl.int64)
     if (slot >= 0) & (token >= 0):
-        place = counts + slot * VOCAB + token
+        place = counts + slot * vocab_size + token
         tl.store(place, tl.load(place) + 2)
 
 
@@ -115,10 +115,10 @@ def gumbel_noise(bits):
 
 
 @triton.jit
-def is_filtered(floats, integers, row, VOCAB: tl.constexpr):
+def is_filtered(floats, integers, row, vocab_size):
     """Returns whether top-k, top-p or min-p may exclude tokens of a row."""
     has_min_p = tl.load(floats + row * FLOATS + LOG_MIN_P) > float("-inf")
-    return has_min_p | (tl.load(floats + row * FLOATS + TOP_P) < 1.0) | (tl.load(integers + row * INTEGERS + TOP_K) < VOCAB)
+    return has_min_p | (tl.load(floats + row * FLOATS + TOP_P) < 1.0) | (tl.load(integers + row * INTEGERS + TOP_K) < vocab_size)
 
 
 @triton.jit

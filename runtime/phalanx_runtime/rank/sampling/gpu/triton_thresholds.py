@@ -26,9 +26,9 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _row_maximum(maxima, draw, BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr):
+def _row_maximum(maxima, draw, num_blocks, BLOCKS_PADDED: tl.constexpr):
     block = tl.arange(0, BLOCKS_PADDED)
-    return tl.max(tl.load(maxima + draw * BLOCKS + block, mask=block < BLOCKS, other=-INFINITY), 0)
+    return tl.max(tl.load(maxima + draw * num_blocks + block, mask=block < num_blocks, other=-INFINITY), 0)
 
 
 @triton.jit
@@ -61,9 +61,9 @@ def _edge_distances(interval, lane, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _first_reached(tallies, top_k, top_p, ROUND: tl.constexpr, VOCAB: tl.constexpr):
+def _first_reached(tallies, top_k, top_p, ROUND: tl.constexpr, vocab_size):
     """Returns the first edge of a round at which the count reaches top-k, or without top-k the mass reaches top-p."""
-    is_by_count = top_k < VOCAB
+    is_by_count = top_k < vocab_size
     lane = tl.arange(0, EDGES)
     sums = tl.load(tallies + ROUND * 2 * EDGES + tl.where(is_by_count, 0, EDGES) + lane)
     target = tl.where(is_by_count, top_k.to(tl.int64), _mass_target(tl.load(tallies + 2 * EDGES - 1), top_p))
@@ -71,18 +71,18 @@ def _first_reached(tallies, top_k, top_p, ROUND: tl.constexpr, VOCAB: tl.constex
 
 
 @triton.jit
-def _cut_interval(tallies, top, top_k, top_p, VOCAB: tl.constexpr):
+def _cut_interval(tallies, top, top_k, top_p, vocab_size):
     """Returns the interval [low, high) of the cut, and the count and mass of the values from `high` on.
 
     With top-k and top-p `high` is infinite: the mass of top-p is over the values that top-k keeps.
     """
-    first = _first_reached(tallies, top_k, top_p, 0, VOCAB)
-    second = _first_reached(tallies, top_k, top_p, 1, VOCAB)
+    first = _first_reached(tallies, top_k, top_p, 0, vocab_size)
+    second = _first_reached(tallies, top_k, top_p, 1, vocab_size)
     is_inner = second > 0
     low = top - _edge_distances(first, second, 1)
     high = top - tl.where(is_inner, _edge_distances(first, second - 1, 1), _edge_distances(first, first - 1, 0))
     above = tallies + tl.where(is_inner, 2 * EDGES + second - 1, tl.maximum(first - 1, 0))
-    is_open = ((top_k < VOCAB) & (top_p < 1.0)) | (first == 0)
+    is_open = ((top_k < vocab_size) & (top_p < 1.0)) | (first == 0)
     low = tl.where(first == 0, top, low)
     return low, tl.where(is_open, INFINITY, high), tl.load(above), tl.load(above + EDGES)
 
@@ -99,7 +99,7 @@ def _keyed_float(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def narrow_cut(
     logits,
     rows,
@@ -112,9 +112,9 @@ def narrow_cut(
     maxima,
     tallies,
     stride,
-    VOCAB: tl.constexpr,
+    vocab_size,
+    num_blocks,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     ROUND: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -129,30 +129,30 @@ def narrow_cut(
     if row >= 0:
         top_k = tl.load(integers + row * INTEGERS + TOP_K)
         top_p = tl.load(floats + row * FLOATS + TOP_P)
-        if (top_k < VOCAB) | (top_p < 1.0):
-            top = _row_maximum(maxima, draw, BLOCKS, BLOCKS_PADDED)
+        if (top_k < vocab_size) | (top_p < 1.0):
+            top = _row_maximum(maxima, draw, num_blocks, BLOCKS_PADDED)
             tally = tallies + draw * TALLIES
             interval = 1
             lowest = -INFINITY
             if ROUND == 1:
-                interval = _first_reached(tally, top_k, top_p, 0, VOCAB)
+                interval = _first_reached(tally, top_k, top_p, 0, vocab_size)
                 lowest = top - _edge_distances(0, interval, 0)
-            if (top > -INFINITY) & (interval > 0) & (tl.load(maxima + draw * BLOCKS + block) >= lowest):
+            if (top > -INFINITY) & (interval > 0) & (tl.load(maxima + draw * num_blocks + block) >= lowest):
                 index = tl.load(indices + draw)
                 state = (floats, integers, counts, bias, masks)
                 token = block * BLOCK + tl.arange(0, BLOCK)
                 logits += draw.to(tl.int64) * stride
-                values = scaled_logits(logits, state, row, index, token, VOCAB=VOCAB, FEATURES=FEATURES)
+                values = scaled_logits(logits, state, row, index, token, vocab_size=vocab_size, FEATURES=FEATURES)
                 masses = tl.exp(values - top)
                 tally += ROUND * 2 * EDGES
                 for edge in range(0, EDGES):
-                    is_above = (values >= top - _edge_distances(interval, edge, ROUND)) & (token < VOCAB)
+                    is_above = (values >= top - _edge_distances(interval, edge, ROUND)) & (token < vocab_size)
                     mass = tl.sum(tl.where(is_above, masses, 0.0), 0)
                     tl.atomic_add(tally + edge, tl.sum(is_above.to(tl.int32), 0).to(tl.int64), sem="relaxed")
                     tl.atomic_add(tally + EDGES + edge, (mass * UNIT).to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def gather_candidates(
     logits,
     rows,
@@ -166,14 +166,14 @@ def gather_candidates(
     tallies,
     candidates,
     stride,
-    VOCAB: tl.constexpr,
+    vocab_size,
+    num_blocks,
+    capacity,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Appends the block's values in the interval of the cut to `candidates` and counts them. candidates: [draws, CAPACITY].
+    """Appends the block's values in the interval of the cut to `candidates` and counts them. candidates: [draws, capacity].
 
     Values that find no room are counted only. Reads the logits of blocks that reach the interval, writes 4 bytes per candidate.
     """
@@ -183,26 +183,26 @@ def gather_candidates(
     if row >= 0:
         top_k = tl.load(integers + row * INTEGERS + TOP_K)
         top_p = tl.load(floats + row * FLOATS + TOP_P)
-        highest = tl.load(maxima + draw * BLOCKS + block)
-        if ((top_k < VOCAB) | (top_p < 1.0)) & (highest > -INFINITY):
-            top = _row_maximum(maxima, draw, BLOCKS, BLOCKS_PADDED)
+        highest = tl.load(maxima + draw * num_blocks + block)
+        if ((top_k < vocab_size) | (top_p < 1.0)) & (highest > -INFINITY):
+            top = _row_maximum(maxima, draw, num_blocks, BLOCKS_PADDED)
             tally = tallies + draw * TALLIES
-            low, high, _, _ = _cut_interval(tally, top, top_k, top_p, VOCAB)
+            low, high, _, _ = _cut_interval(tally, top, top_k, top_p, vocab_size)
             if highest >= low:
                 index = tl.load(indices + draw)
                 state = (floats, integers, counts, bias, masks)
                 token = block * BLOCK + tl.arange(0, BLOCK)
                 logits += draw.to(tl.int64) * stride
-                values = scaled_logits(logits, state, row, index, token, VOCAB=VOCAB, FEATURES=FEATURES)
+                values = scaled_logits(logits, state, row, index, token, vocab_size=vocab_size, FEATURES=FEATURES)
                 is_candidate = (values >= low) & (values < high) & (values > -INFINITY)  # excluded tokens have no mass
                 number = is_candidate.to(tl.int32)
                 before = tl.atomic_add(tally + GATHERED, tl.sum(number, 0).to(tl.int64), sem="relaxed")
-                slot = tl.minimum(before, VOCAB).to(tl.int32) + tl.cumsum(number, 0) - number
-                tl.store(candidates + draw.to(tl.int64) * CAPACITY + slot, values, mask=is_candidate & (slot < CAPACITY))
+                slot = tl.minimum(before, vocab_size).to(tl.int32) + tl.cumsum(number, 0) - number
+                tl.store(candidates + draw.to(tl.int64) * capacity + slot, values, mask=is_candidate & (slot < capacity))
 
 
 @triton.jit
-def _sum_from(edge, top, size, source, draw_state, VOCAB: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr):
+def _sum_from(edge, top, size, source, draw_state, vocab_size, BLOCK: tl.constexpr, FEATURES: tl.constexpr):
     """Returns the count and mass of the values from `edge` on.
 
     source: whether the candidates are all listed, these, and the logits, which are read if not. draw_state: state, row, index.
@@ -216,14 +216,14 @@ def _sum_from(edge, top, size, source, draw_state, VOCAB: tl.constexpr, BLOCK: t
         if is_listed:
             values = tl.load(candidates + place, mask=place < size, other=-INFINITY)
         else:
-            values = scaled_logits(logits, state, row, index, place, VOCAB=VOCAB, FEATURES=FEATURES)
+            values = scaled_logits(logits, state, row, index, place, vocab_size=vocab_size, FEATURES=FEATURES)
         is_above = values >= edge
         number += is_above.to(tl.int32)
         mass += tl.where(is_above, _unit_mass(values, top), 0)
     return tl.sum(number, 0).to(tl.int64), tl.sum(mass, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def find_threshold(
     logits,
     rows,
@@ -238,11 +238,11 @@ def find_threshold(
     candidates,
     thresholds,
     stride,
-    VOCAB: tl.constexpr,
+    vocab_size,
+    num_blocks,
+    capacity,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     """Writes the lowest value that the filters of draw `program_id(0)` keep. thresholds: [draws].
@@ -253,38 +253,42 @@ def find_threshold(
     draw = tl.program_id(0)
     row = tl.load(rows + draw)
     if row >= 0:
-        top = _row_maximum(maxima, draw, BLOCKS, BLOCKS_PADDED)
+        top = _row_maximum(maxima, draw, num_blocks, BLOCKS_PADDED)
         top_k = tl.load(integers + row * INTEGERS + TOP_K)
         top_p = tl.load(floats + row * FLOATS + TOP_P)
         threshold = top + tl.load(floats + row * FLOATS + LOG_MIN_P)
-        if ((top_k < VOCAB) | (top_p < 1.0)) & (top > -INFINITY):
+        if ((top_k < vocab_size) | (top_p < 1.0)) & (top > -INFINITY):
             draw_state = ((floats, integers, counts, bias, masks), row, tl.load(indices + draw))
             tally = tallies + draw * TALLIES
-            low, high, above_count, above_mass = _cut_interval(tally, top, top_k, top_p, VOCAB)
+            low, high, above_count, above_mass = _cut_interval(tally, top, top_k, top_p, vocab_size)
             gathered = tl.load(tally + GATHERED)
-            is_listed = gathered <= CAPACITY
+            is_listed = gathered <= capacity
             place = draw.to(tl.int64)
-            source = (is_listed, candidates + place * CAPACITY, logits + place * stride)
-            size = tl.where(is_listed, gathered, VOCAB).to(tl.int32)
+            source = (is_listed, candidates + place * capacity, logits + place * stride)
+            size = tl.where(is_listed, gathered, vocab_size).to(tl.int32)
             is_partial = is_listed & (high < INFINITY)
             above_count = tl.where(is_partial, above_count, 0)
             above_mass = tl.where(is_partial, above_mass, 0)
-            by_mass = top_k >= VOCAB
+            by_mass = top_k >= vocab_size
             target = tl.where(by_mass, _mass_target(tl.load(tally + 2 * EDGES - 1), top_p), top_k.to(tl.int64))
             cut = _ordered_key(low)
             end = tl.where(high < INFINITY, _ordered_key(high), _ordered_key(top) + 1)
-            num_cuts = 1 + ((top_k < VOCAB) & (top_p < 1.0)).to(tl.int32)
+            num_cuts = 1 + ((top_k < vocab_size) & (top_p < 1.0)).to(tl.int32)
             for phase in range(num_cuts):
                 while cut + 1 < end:
                     middle = (cut & end) + ((cut ^ end) >> 1)
                     edge = _keyed_float(middle)
-                    number, mass = _sum_from(edge, top, size, source, draw_state, VOCAB=VOCAB, BLOCK=BLOCK, FEATURES=FEATURES)
+                    number, mass = _sum_from(
+                        edge, top, size, source, draw_state, vocab_size=vocab_size, BLOCK=BLOCK, FEATURES=FEATURES
+                    )
                     is_reached = tl.where(by_mass, mass + above_mass, number + above_count) >= target
                     cut = tl.where(is_reached, middle, cut)
                     end = tl.where(is_reached, end, middle)
                 if phase + 1 < num_cuts:
                     edge = _keyed_float(cut + 1)
-                    number, mass = _sum_from(edge, top, size, source, draw_state, VOCAB=VOCAB, BLOCK=BLOCK, FEATURES=FEATURES)
+                    number, mass = _sum_from(
+                        edge, top, size, source, draw_state, vocab_size=vocab_size, BLOCK=BLOCK, FEATURES=FEATURES
+                    )
                     total = mass + (top_k - number) * _unit_mass(_keyed_float(cut), top)
                     target = _mass_target(total, top_p)
                     by_mass = by_mass | (phase == 0)

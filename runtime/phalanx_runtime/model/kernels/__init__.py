@@ -1,0 +1,1 @@
+"""Triton kernels as a finite list: variants, launches, and the cache of an image."""

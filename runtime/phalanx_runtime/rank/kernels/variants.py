@@ -1,0 +1,110 @@
+"""The variants of all kernels that a model launches, as pure functions of its shape. Each list is next to its launch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants
+from phalanx_runtime.model.attention.paged import AttentionParams
+from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.decoder.gpu import DTYPES, HEADS_TILE, can_hold, gate_variant, heads_variant, norm_variant
+from phalanx_runtime.model.decoder.load import NORM_NAMES
+from phalanx_runtime.model.kernels.variant import KernelVariant
+from phalanx_runtime.model.partition import Shard
+from phalanx_runtime.rank.device.decode_inputs import input_variant
+from phalanx_runtime.rank.device.device_rows import row_variants
+from phalanx_runtime.rank.sampling.gpu.results import result_variants
+from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature
+from phalanx_runtime.rank.sampling.gpu.sample import sampling_variants
+
+ALL_FEATURES = RowFeature.FILTERS | RowFeature.PENALTIES | RowFeature.BIAS | RowFeature.MASKS
+"""Of rows on a device that allocates all slots at start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOptions:
+    """What a rank's kernels depend on beside the model."""
+
+    dtype: torch.dtype
+    page_size: int
+    capability: int
+    """Major compute capability."""
+    world_size: int
+    """Ranks that share a layer."""
+    has_trees: bool
+    """Whether steps may have trees of draft tokens."""
+
+
+def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
+    """Returns the variants of a fused decoder: attention and the operations between linears."""
+    if options.dtype not in DTYPES:
+        return []
+    gate = gate_variant(shard.mlp.size, options.dtype, config.activation)
+    return _unique([*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options), gate])
+
+
+def step_variants(kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int) -> list[KernelVariant]:
+    """Returns the variants of steps on the device: rows, inputs, sampling. `max_pages`: of a request; `dtype`: of logits."""
+    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages)]
+    return _unique([*rows, *sampling_variants(vocab_size, dtype, ALL_FEATURES), *result_variants(vocab_size, dtype)])
+
+
+def _unique(variants: Iterable[KernelVariant]) -> list[KernelVariant]:
+    return list(dict.fromkeys(variants))
+
+
+def _weight_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of norm weights: `load` adds an offset in float32."""
+    return torch.float32 if config.norm_offset else dtype
+
+
+def _projected_heads(config: ModelConfig, shard: Shard) -> tuple[int, int]:
+    """Returns the heads between two tokens of queries with keys, and of values."""
+    rows = shard.heads.size + shard.kv_heads.size
+    projected = rows + shard.kv_heads.size
+    return rows if config.qk_norm == "whole" else projected, projected
+
+
+def _attention(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
+    shape = HeadShape(shard.heads.size, shard.kv_heads.size, config.head_dim, options.page_size)
+    q_heads, _ = _projected_heads(config, shard)
+    for window in sorted(set(config.windows), key=lambda size: size or 0):
+        yield from attention_variants(
+            shape,
+            AttentionParams(window, config.scale, config.softcap),
+            options.dtype,
+            q_stride=q_heads * config.head_dim,
+            capability=options.capability,
+            has_trees=options.has_trees,
+        )
+
+
+def _norms(config: ModelConfig, options: KernelOptions) -> Iterable[KernelVariant]:
+    """One rank adds the result of a linear in the linear, unless a norm comes between."""
+    attention_in, attention_out, mlp_in, mlp_out = (name is not None for name in NORM_NAMES[config.norms])
+    sums = ((attention_out, mlp_in), (mlp_out, attention_in), (mlp_out, False))
+    forms = [(False, False, True), *((True, *form) for form in sums if form[0] or options.world_size > 1)]
+    weight, size, dtype = _weight_dtype(config, options.dtype), config.hidden_size, options.dtype
+    for has_sum, has_after, has_before in forms:
+        if can_hold(size, dtype, has_after):
+            yield norm_variant(size, dtype, weight, has_sum=has_sum, has_after=has_after, has_before=has_before)
+
+
+def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
+    dim, dtype = config.head_dim, options.dtype
+    if dim > HEADS_TILE:
+        return
+    qk_heads, projected = _projected_heads(config, shard)
+    weight = _weight_dtype(config, dtype) if config.qk_norm == "head" else None
+    for share in sorted({0.0 if rope is None else rope.share for rope in config.ropes}):
+        rotated = 2 * len(range(0, int(dim * share), 2))
+        yield heads_variant(
+            dim,
+            dtype,
+            weight,
+            rotated=rotated,
+            qk_stride=qk_heads * dim,
+            v_stride=projected * dim,
+            v_offset=(shard.heads.size + shard.kv_heads.size) * dim,
+        )

@@ -1,0 +1,58 @@
+"""Kernels of mixtures of experts for the compile gate."""
+
+from collections.abc import Iterator
+
+import torch
+
+from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
+from phalanx_runtime.model.experts.sparse import Routing
+from tests.runtime.model.gpu.ahead import Named
+
+MIXTRAL = ExpertShape(
+    hidden=4096,
+    inner=14336,
+    num_experts=8,
+    num_local=8,
+    routing=Routing(per_token=2, is_normalized=True),
+    activation="silu",
+    has_bias=False,
+)
+QWEN3_30B = ExpertShape(
+    hidden=2048,
+    inner=768,
+    num_experts=128,
+    num_local=128,
+    routing=Routing(per_token=8, is_normalized=True),
+    activation="silu",
+    has_bias=False,
+)
+GPT_OSS_20B = ExpertShape(
+    hidden=2880,
+    inner=2880,
+    num_experts=32,
+    num_local=32,
+    routing=Routing(per_token=4, is_normalized=True),
+    activation="swigluoai",
+    has_bias=True,
+)
+
+
+def expert_costs() -> Iterator[Named]:
+    """Yields the products of each model, and the other kernels of the one with the most experts; `sort_pairs` once."""
+    for name, shape in (("mixtral", MIXTRAL), ("gpt-oss", GPT_OSS_20B)):
+        for variant in expert_variants(shape, torch.bfloat16):
+            if variant.name == "multiply_experts":
+                yield f"experts {_form(variant.arguments)} {name}", variant
+    for dtype in (torch.bfloat16, torch.float32):
+        prefix, sorts = "float32 " if dtype == torch.float32 else "", 0
+        for number, variant in enumerate(expert_variants(QWEN3_30B, dtype)):
+            sorts += variant.name == "sort_pairs"
+            if variant.name == "multiply_experts":
+                yield f"{prefix}experts {_form(variant.arguments)}", variant
+            elif dtype == torch.bfloat16 and (variant.name != "sort_pairs" or sorts == 1):
+                yield f"{variant.name.partition('_')[0]} {number}", variant
+
+
+def _form(arguments: object) -> str:
+    constants = dict(arguments)  # type: ignore[call-overload]
+    return f"{'many' if constants['BLOCK_ROWS'] == 64 else 'few'} {'gated' if constants['ACTIVATION'] else 'down'}"

@@ -1,0 +1,105 @@
+"""Steps launch listed kernel variants only, on fake tensors: of each family, and of whole steps with sampling."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx_runtime.core.step_plan import StepResult
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.config import ModelConfig, parse_config
+from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
+from phalanx_runtime.model.partition import partition
+from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
+from tests.runtime.collective.fake_groups import fake_group
+from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.rank.device.fake_decoders import ALONE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M
+from tests.runtime.rank.device.fake_plans import decode, mixed, speculative, with_logprobs
+from tests.runtime.rank.device.fake_rank import FakeRank
+
+BASE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1024,
+    "sliding_window": 256,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"num_key_value_heads": 2},
+    "Qwen2ForCausalLM": {"head_dim": 128},
+    "Qwen3ForCausalLM": {"head_dim": 128, "num_attention_heads": 8},
+    "Phi3ForCausalLM": {"head_dim": 96, "partial_rotary_factor": 0.75},
+    "SmolLM3ForCausalLM": {"hidden_size": 576, "num_hidden_layers": 4},
+    "Gemma2ForCausalLM": {"head_dim": 256, "intermediate_size": 1000},
+    "Gemma3ForCausalLM": {"head_dim": 256, "num_attention_heads": 4, "num_hidden_layers": 7},
+}
+DECODES = [(300, 1), (20, 1), (700, 1)]
+STEPS = {"decode": DECODES, "many": [(40, 1)] * 300, "mixed": [*DECODES, (0, 200), (256, 90)], "chunks": [(0, 200), (7, 5)]}
+
+
+@pytest.fixture(autouse=True)
+def fake_tensors() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+def listed(config: ModelConfig, world_size: int = 1) -> list[KernelVariant]:
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, has_trees=True)
+    return model_variants(config, partition(config, world_size)[0], options)
+
+
+def surplus(found: list[KernelVariant], expected: list[KernelVariant]) -> list[str]:
+    """Returns what was launched and is not listed."""
+    return [f"{variant.name} {variant.arguments}" for variant in set(found).difference(expected)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("architecture", CHANGES)
+def test_layers_of_each_family_launch_listed_variants(architecture: str, world_size: int) -> None:
+    config = parse_config({**BASE, **CHANGES[architecture], "architectures": [architecture]})
+    expected = listed(config, world_size)
+    with observed_launches() as found:
+        decoder = fake_decoder(config, world_size)
+        kv_heads = decoder.shard.kv_heads.size
+        caches = [LayerCache(*(empty(64, kv_heads, PAGE, config.head_dim) for _ in range(2))) for _ in decoder.layers]
+        for runs in STEPS.values():
+            batch = fake_batch(runs, kv_heads)
+            decoder.hidden(batch, caches, empty(len(batch.tokens), config.hidden_size))
+    assert surplus(found, expected) == []
+    assert {variant.name for variant in found} == {variant.name for variant in expected}
+    assert len(expected) == len(set(expected)) <= 20
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 8b", "qwen3 0.6b"])
+def test_whole_steps_launch_listed_variants(config: ModelConfig, world_size: int) -> None:
+    """Captured and eager steps with filters, penalties, logprobs and draft trees, and a step that the host sampled."""
+    kv_heads = config.num_kv_heads // world_size
+    steps = step_variants(kv_heads, config.vocab_size, DTYPE, -(-POSITIONS // PAGE))
+    with observed_launches() as found:
+        rank = FakeRank(config, ALONE if world_size == 1 else fake_group(world_size)[0])
+        for make_plan in (decode, mixed, speculative, with_logprobs):
+            rank.run(make_plan(2))
+        rank.step.record(decode(3), StepResult(step=3, tokens=[5, 6]))
+    assert surplus(found, [*listed(config, world_size), *steps]) == []
+    assert {variant.name for variant in found} >= {variant.name for variant in steps}
+
+
+def test_shapes_of_models_share_variants() -> None:
+    """Only attention depends on the number of heads; vocabularies and widths differ in alignment and powers of two."""
+    first, second = (step_variants(8, config.vocab_size, DTYPE, 512) for config in (LLAMA_8B, QWEN3_600M))
+    assert first == second
+    narrow, wide = (listed(LLAMA_8B, world_size) for world_size in (2, 4))
+    assert narrow == wide
+
+
+def test_float64_has_no_kernels() -> None:
+    options = KernelOptions(dtype=torch.float64, page_size=PAGE, capability=9, world_size=1, has_trees=False)
+    assert model_variants(LLAMA_8B, partition(LLAMA_8B, 1)[0], options) == []
