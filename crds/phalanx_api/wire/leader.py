@@ -218,6 +218,9 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int  # usable by the rank
     graphs_bytes: int = 0  # of captured decode steps
     graphs_s: float = 0.0  # time of their captures
+    kernels: int = 0  # variants that were loaded before the first step
+    kernels_compiled: int = 0  # those that no cache had
+    kernels_s: float = 0.0  # time of both
 
 
 _encode = msgspec.msgpack.Encoder().encode

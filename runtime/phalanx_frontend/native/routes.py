@@ -213,6 +213,9 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "kv_pool_bytes": account.kv_pool_bytes,
                 "graphs_bytes": account.graphs_bytes,
                 "graphs_s": account.graphs_s,
+                "kernels": account.kernels,
+                "kernels_compiled": account.kernels_compiled,
+                "kernels_s": account.kernels_s,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

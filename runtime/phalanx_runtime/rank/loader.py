@@ -23,6 +23,7 @@ from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
+from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
@@ -82,11 +83,13 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
     options = _choose_load_options(spec, source, pipeline, device, system)
-    dtype = options.dtype
+    dtype, page_size = options.dtype, spec.engine.page_size
+    kernels = open_kernels(device, dtype, page_size)
     profiler = make_memory_profiler(device)
     bytes_before = profiler.allocated_bytes()
     model = _load_model(spec, source, pipeline, options)
     drafting = load_drafting(spec, model, pipeline, dtype, device)
+    kernels.load_models(model, pipeline.peers.world_size, draft=drafting.model)
     budget = capture_budget(spec, model, pipeline, dtype, device)
     keep_freed_memory()
     measure = partial(
@@ -104,7 +107,6 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     if spec.engine.speculative_method == "draft" and not sizing.holds(spec, source.max_position):
         drafting = without_drafting(f"with the draft model {sizing.lack}")
         sizing = measure(drafting=drafting)
-    page_size = spec.engine.page_size
     max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device)
     pool = PoolShape(sizing.num_pages, page_size)
@@ -113,12 +115,13 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     if pipeline.stage.is_first:
         proposer = make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
+    kernels.load_steps(model, 0 if limits is None else -(-max_model_len // page_size))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits
     )
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
-    account = _memory_account(spec, sizing, weights_bytes, runner.device_step)
-    log.info("memory measured", extra=msgspec.structs.asdict(account))
+    account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels)
+    kernels.start_serving()
     served = _served(spec, dtype, model.kv, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
         num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
@@ -137,8 +140,11 @@ def _load_model(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, options
     return model
 
 
-def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None) -> MemoryAccount:
-    return MemoryAccount(
+def _memory_account(
+    spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None, kernels: KernelLoader
+) -> MemoryAccount:
+    """Returns and logs the account."""
+    account = MemoryAccount(
         rank=spec.rank,
         weights_bytes=weights_bytes,
         activations_bytes=sizing.needs.activations,
@@ -148,7 +154,12 @@ def _memory_account(spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: 
         total_bytes=sizing.usable_bytes,
         graphs_bytes=0 if step is None else step.account.num_bytes,
         graphs_s=0.0 if step is None else step.account.seconds,
+        kernels=kernels.account.num_variants,
+        kernels_compiled=kernels.account.num_compiled,
+        kernels_s=kernels.account.seconds,
     )
+    log.info("memory measured", extra=msgspec.structs.asdict(account))
+    return account
 
 
 def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: int) -> Served:

@@ -199,9 +199,10 @@ def merge_constants(dim: int) -> dict[str, int]:
 
 
 def attention_variants(
-    shape: HeadShape, params: AttentionParams, dtype: torch.dtype, *, q_stride: int, capability: int, has_trees: bool
+    shape: HeadShape, params: AttentionParams, dtype: torch.dtype, *, q_stride: int, capability: int
 ) -> list[KernelVariant]:
-    """Returns all variants of a layer: steps of decodes and others, each with and without splits, others also with trees.
+    """Returns all variants of a layer: steps of decodes and others, each with and without splits, others also with trees,
+    which any request may ask for.
 
     `q_stride`: elements between the queries of two tokens; `capability`: major compute capability.
     """
@@ -209,7 +210,7 @@ def attention_variants(
         return []
     width = padded_dim(shape.dim)
     prefill = prefill_tiles(capability)[width]
-    forms = [(DECODE[width], False), (prefill, False), *([(prefill, True)] if has_trees else [])]
+    forms = [(DECODE[width], False), (prefill, False), (prefill, True)]
     arrays = {**dict.fromkeys(paged_attention.arg_names, torch.int32), **dict.fromkeys(("partial", "partial_lse"), torch.float32)}
     tensors = arrays | dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks"), dtype)
     if params.sinks is not None:

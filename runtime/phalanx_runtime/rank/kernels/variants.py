@@ -32,8 +32,6 @@ class KernelOptions:
     """Major compute capability."""
     world_size: int
     """Ranks that share a layer."""
-    has_trees: bool
-    """Whether steps may have trees of draft tokens."""
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -76,7 +74,6 @@ def _attention(config: ModelConfig, shard: Shard, options: KernelOptions) -> Ite
             options.dtype,
             q_stride=q_heads * config.head_dim,
             capability=options.capability,
-            has_trees=options.has_trees,
         )
 
 

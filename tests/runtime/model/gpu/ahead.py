@@ -58,14 +58,12 @@ def attention_costs(target: GPUTarget) -> Iterator[Named]:
         shape = HeadShape(8 * group, 8, dim, 16)
         for params in (PLAIN, WINDOWED):
             for variant in attention_variants(
-                shape, params, torch.bfloat16, q_stride=8 * (group + 2) * dim, capability=capability, has_trees=True
+                shape, params, torch.bfloat16, q_stride=8 * (group + 2) * dim, capability=capability
             ):
                 name = _attention_name(variant)
                 if name in FORMS[params.window is not None]:
                     yield f"{name} {dim}{' window' if params.window else ''}", variant
-        wide = attention_variants(
-            shape, PLAIN, torch.float32, q_stride=8 * (group + 2) * dim, capability=capability, has_trees=False
-        )
+        wide = attention_variants(shape, PLAIN, torch.float32, q_stride=8 * (group + 2) * dim, capability=capability)
         yield from ((f"float32 {dim}", variant) for variant in wide if _attention_name(variant) == "decode split")
     sinks = attention_variants(
         HeadShape(64, 8, 64, 16), WITH_SINKS, torch.bfloat16, q_stride=80 * 64, capability=capability, has_trees=False

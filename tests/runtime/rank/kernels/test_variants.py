@@ -51,7 +51,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def listed(config: ModelConfig, world_size: int = 1) -> list[KernelVariant]:
-    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, has_trees=True)
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size)
     return model_variants(config, partition(config, world_size)[0], options)
 
 
@@ -101,5 +101,5 @@ def test_shapes_of_models_share_variants() -> None:
 
 
 def test_float64_has_no_kernels() -> None:
-    options = KernelOptions(dtype=torch.float64, page_size=PAGE, capability=9, world_size=1, has_trees=False)
+    options = KernelOptions(dtype=torch.float64, page_size=PAGE, capability=9, world_size=1)
     assert model_variants(LLAMA_8B, partition(LLAMA_8B, 1)[0], options) == []

@@ -1,0 +1,105 @@
+"""Compiles or loads the kernels of a rank before it serves, and reports each kernel that a step still waits for."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import triton
+
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.kernels.variant import KernelVariant
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
+from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
+
+log = logging.getLogger(__name__)
+
+MAX_THREADS = 16
+"""Triton compiles outside Python's lock for the most part."""
+
+
+class CompileWatch:
+    """Listener of Triton's compiler: counts compilations, and warns of those that a step waits for."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.late: list[str] = []
+        """Kernels that were compiled, or read from a cache, after `start_serving`."""
+        self._is_serving = False
+
+    def install(self) -> None:
+        """Listens to all compilations of this process from now on."""
+        triton.knobs.compilation.listener = self
+
+    def start_serving(self) -> None:
+        """From now on every compilation delays a step."""
+        self._is_serving = True
+
+    def __call__(self, *, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        """Called by Triton after each compilation, and after each read of its cache."""
+        self.num_compiled += not cache_hit
+        if self._is_serving:
+            self.late.append(str(src.name))
+            how = "read from the cache" if cache_hit else "compiled"
+            log.warning("a step waited for a kernel that the warm-up does not list", extra={"kernel": src.name, "how": how})
+
+
+def warm_up(
+    variants: Sequence[KernelVariant], watch: CompileWatch, *, has_device: bool, clock: Callable[[], float] = time.perf_counter
+) -> WarmupAccount:
+    """Compiles the variants in threads, for Triton's current target. `has_device`: also loads them into it.
+
+    With a device a variant that fails is logged, because the model may not need it; without one it raises.
+    """
+    start, before = clock(), watch.num_compiled
+    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads, ignore_errors=has_device):
+        for variant in variants:
+            variant.compile()
+    for variant in variants if has_device else ():
+        try:
+            variant.compile()[(1, 1, 1)]  # loads the machine code, and launches nothing
+        except Exception as error:
+            log.warning("a kernel cannot be loaded", extra={"kernel": variant.name, "why": str(error)})
+    return WarmupAccount(num_variants=len(variants), num_compiled=watch.num_compiled - before, seconds=round(clock() - start, 3))
+
+
+class RankKernels:
+    """`KernelLoader` of one rank and device."""
+
+    def __init__(self, dtype: torch.dtype, page_size: int, capability: int, *, has_device: bool = True) -> None:
+        """`capability`: major compute capability of the device."""
+        self.account = NO_WARMUP
+        self.watch = CompileWatch()
+        self.watch.install()
+        self._dtype, self._page_size, self._capability = dtype, page_size, capability
+        self._has_device = has_device
+
+    def load_models(self, target: Model, world_size: int, draft: Model | None) -> None:
+        """See `KernelLoader`. Models of `transformers` have no list: their kernels compile in their first steps."""
+        for model, size in ((target, world_size), (draft, 1)):
+            if isinstance(model, Decoder):
+                options = KernelOptions(
+                    dtype=self._dtype, page_size=self._page_size, capability=self._capability, world_size=size
+                )
+                self._load(model_variants(model.config, model.shard, options))
+
+    def load_steps(self, model: Model, max_pages: int) -> None:
+        """See `KernelLoader`."""
+        if max_pages:
+            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages))
+
+    def start_serving(self) -> None:
+        """See `KernelLoader`."""
+        account = self.account
+        log.info(
+            "kernels loaded", extra={"kernels": account.num_variants, "compiled": account.num_compiled, "s": account.seconds}
+        )
+        self.watch.start_serving()
+
+    def _load(self, variants: Sequence[KernelVariant]) -> None:
+        self.account += warm_up(variants, self.watch, has_device=self._has_device)
