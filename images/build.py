@@ -4,10 +4,11 @@
     python3 -m images.build requirements PROGRAM BASE FOLDER
     python3 -m images.build kernels PROGRAM BASE FOLDER
     python3 -m images.build packages PROGRAM BASE FOLDER
+    python3 -m images.build gpu-kernels PROGRAM BASE REQUIREMENTS FOLDER
     python3 -m images.build archive FILE
 
-The first four fill a folder that a Dockerfile copies to `/`; BASE is the folder that the first one filled. The last one writes
-an OCI archive of all three images as the test cluster has them: the runtime image without torch.
+The first five fill a folder that a Dockerfile copies to `/`; BASE and REQUIREMENTS are folders that the first two filled. The
+last one writes an OCI archive of all three images as the test cluster has them: the runtime image without torch and GPU kernels.
 """
 
 import ast
@@ -213,6 +214,8 @@ def main(words: list[str]) -> int:
             steps.fill_kernels(Path(on), PROGRAMS[name], Path(folder))
         case ["packages", name, on, folder] if name in PROGRAMS:
             steps.fill_packages(Path(on), PROGRAMS[name], Path(folder))
+        case ["gpu-kernels", name, on, requirements, folder] if name in PROGRAMS and PROGRAMS[name].gpu_kernels:
+            steps.fill_gpu_kernels(Path(on), Path(requirements), PROGRAMS[name], Path(folder))
         case ["archive", out]:
             write_full_archive(Path(out))
         case _:

@@ -37,6 +37,8 @@ class Program:
     ports: tuple[int, ...]
     native: str = ""
     """Folder with C++ that an image build compiles into its own layer."""
+    gpu_kernels: str = ""
+    """Package whose folder `built` has the compiled Triton kernels, in a layer of their own."""
 
     @property
     def command(self) -> str:
@@ -62,12 +64,15 @@ class Program:
 API = "crds/phalanx_api"
 FRONTEND = "runtime/phalanx_frontend"
 KERNELS = "runtime/phalanx_runtime/model/native"
+GPU_KERNELS = "runtime/phalanx_runtime/model/kernels"
 PROGRAMS = {
     program.name: program
     for program in (
         Program("operator", (API, "operator/phalanx_operator"), "requirements/operator.txt", (8080,)),
         Program("router", (API, FRONTEND, "runtime/phalanx_router"), "requirements/router.txt", (8000,)),
-        Program("runtime", (API, FRONTEND, "runtime/phalanx_runtime"), "requirements/runtime.txt", (8000, 8100), KERNELS),
+        Program(
+            "runtime", (API, FRONTEND, "runtime/phalanx_runtime"), "requirements/runtime.txt", (8000, 8100), KERNELS, GPU_KERNELS
+        ),
     )
 }
 TEST_REQUIREMENTS = {**{name: program.requirements for name, program in PROGRAMS.items()}, "runtime": "requirements/router.txt"}

@@ -2,7 +2,7 @@
 #   docker build -f images/runtime.Dockerfile -t REGISTRY/phalanx-runtime:dev .
 # images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
 FROM debian:12-slim AS build
-RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-venv
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-dev python3-venv
 WORKDIR /src
 COPY tools tools
 COPY images images
@@ -16,6 +16,7 @@ COPY crds/phalanx_api crds/phalanx_api
 COPY runtime/phalanx_frontend runtime/phalanx_frontend
 COPY runtime/phalanx_runtime runtime/phalanx_runtime
 RUN python3 -m images.build packages runtime /layers/base /layers/packages
+RUN python3 -m images.build gpu-kernels runtime /layers/base /layers/requirements /layers/gpu-kernels
 
 # Only an init, Python, its libraries and our packages: no shell, no package manager.
 FROM scratch
@@ -23,6 +24,7 @@ COPY --from=build /layers/base /
 COPY --from=build /layers/requirements /
 COPY --from=build /layers/kernels /
 COPY --from=build /layers/packages /
+COPY --from=build /layers/gpu-kernels /
 ENV HOME=/tmp LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 USER 65532:65532
 WORKDIR /

@@ -127,6 +127,27 @@ def fill_kernels(base: Path, program: Program, root: Path) -> None:
     say(f"the image of the {program.name} has kernels for: {levels.strip() or 'no processor (unknown architecture)'}")
 
 
+def fill_gpu_kernels(base: Path, requirements: Path, program: Program, root: Path) -> None:
+    """Fills `root` with the program's Triton kernels; empty without gcc or the headers of the image's Python.
+
+    The image's own Python compiles them with the requirements of its layer: the keys of Triton's cache depend on both.
+    """
+    target = packages_folder(base, root) / Path(program.gpu_kernels).relative_to("runtime") / "built"
+    include = Path("/usr/include") / python_version(base)
+    if shutil.which("gcc") is None or not (include / "Python.h").exists():
+        target.parent.mkdir(parents=True)
+        say(f"no gcc or no {include}/Python.h: pods of the {program.name} on GPUs compute with torch only")
+        return
+    command, env = python(base)
+    paths = (packages_folder(base, requirements), *(ROOT / package.partition("/")[0] for package in program.packages))
+    module = ("-W", "ignore", "-m", "phalanx_runtime.rank.kernels.ahead", target, include)
+    log = root.parent / f"{root.name}.log"
+    env |= {"PYTHONPATH": ":".join(map(str, dict.fromkeys(paths))), "PYTHONDONTWRITEBYTECODE": "1"}
+    logged(f"compiling the GPU kernels of the {program.name}", *command, *module, log=log, env=env)
+    say(log.read_text().splitlines()[-1])
+    log.unlink()
+
+
 def fill_packages(base: Path, program: Program, root: Path, change: Callable[[Path], None] | None = None) -> None:
     """Fills `root` with our compiled packages, the console command, and metadata for `importlib.metadata`.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from images import archive, layout, steps
+from images import archive, build, layout, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [pytest.param(program, id=program.name) for program in layout.PROGRAMS.values()]
@@ -52,9 +52,12 @@ def test_layers_and_archives_use_the_same_steps(program: layout.Program) -> None
         f"requirements {program.name}",
         *([f"kernels {program.name}"] if program.native else []),
         f"packages {program.name}",
+        *([f"gpu-kernels {program.name}"] if program.gpu_kernels else []),
     ]
     layers = [f"/layers/{step.split()[0]}" for step in made]
     on = [layers[0] + " " if at else "" for at in range(len(made))]
+    if program.gpu_kernels:
+        on[-1] += layers[1] + " "
     assert [line for line in values(build, "RUN") if "images.build" in line] == [
         f"python3 -m images.build {step} {below}{layer}" for step, below, layer in zip(made, on, layers, strict=True)
     ]
@@ -73,6 +76,7 @@ def test_kernel_build_image_has_a_compiler() -> None:
     for program in layout.PROGRAMS.values():
         installed = values(stages(program)["build"], "RUN")[0].split()
         assert ("g++" in installed) == bool(program.native)
+        assert ("python3-dev" in installed) == bool(program.gpu_kernels)
 
 
 def test_image_without_compiler_reports_missing_kernels(
@@ -84,6 +88,19 @@ def test_image_without_compiler_reports_missing_kernels(
     steps.fill_kernels(tmp_path / "base", layout.PROGRAMS["runtime"], tmp_path / "root")
     assert "no g++: the image of the runtime has no compiled kernels" in capsys.readouterr().err
     assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
+
+
+def test_image_without_headers_reports_missing_gpu_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base/usr/bin").mkdir(parents=True)
+    (tmp_path / "base/usr/bin/python3").symlink_to("python3.11")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = [str(tmp_path / name) for name in ("base", "requirements", "root")]
+    assert build.main(["gpu-kernels", "runtime", *words]) == 0
+    assert "on GPUs compute with torch only" in capsys.readouterr().err
+    assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
+    assert build.main(["gpu-kernels", "router", *words]) == 2
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

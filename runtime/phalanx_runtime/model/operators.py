@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
+from phalanx_runtime.model.kernels.folder import usable_folder
 from phalanx_runtime.model.kernels.variant import is_observed
 
 _LIBRARY = torch.library.Library("phalanx", "DEF")  # type: ignore[no-untyped-call]
@@ -22,12 +23,14 @@ Launch = Callable[..., None]
 
 @cache
 def launch_obstacle() -> str | None:
-    """Returns why Triton cannot launch kernels on this machine's GPU, if there is one."""
-    return compiler_obstacle(os.environ, Path(sysconfig.get_paths()["include"])) if torch.cuda.is_available() else None
+    """Returns why Triton cannot launch kernels on this machine's GPU, if there is one. An image may have all that gcc makes."""
+    if not torch.cuda.is_available() or usable_folder() is not None:
+        return None
+    return compiler_obstacle(os.environ, Path(sysconfig.get_paths()["include"]))
 
 
 def compiler_obstacle(environment: Mapping[str, str], include: Path) -> str | None:
-    """Returns what is missing for the compilation of launchers: Triton compiles a C module for each kernel."""
+    """Returns what is missing for Triton's C modules: its access to the driver, before 3.7 also a launcher for each kernel."""
     path = environment.get("PATH")
     if "CC" not in environment and shutil.which("gcc", path=path) is None and shutil.which("clang", path=path) is None:
         return "Triton finds no C compiler: install gcc or set CC"

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from phalanx_runtime.model.kernels.folder import usable_folder
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
@@ -49,6 +50,10 @@ def open_kernels(device: torch.device, dtype: torch.dtype, page_size: int) -> Ke
     """Opens the kernels of a device, before the first launch."""
     if device.type == "cpu" or launch_obstacle() is not None:
         return NoKernels()
-    from phalanx_runtime.rank.kernels.warmup import RankKernels  # imports Triton
+    from phalanx_runtime.model.kernels.cache import open_folder  # imports Triton
+    from phalanx_runtime.rank.kernels.warmup import RankKernels
 
+    folder = usable_folder()
+    if folder is not None:
+        open_folder(folder)
     return RankKernels(dtype, page_size, torch.cuda.get_device_properties(device).major)
