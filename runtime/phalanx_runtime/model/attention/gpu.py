@@ -161,7 +161,17 @@ def _paged_attention(
     (num_decodes, max_splits), config = sizes, TileConfig(*tile)
     (_, kv_heads, page_size, dim), heads = k_cache.shape, q.shape[1]
     shape, params = HeadShape(heads, kv_heads, dim, page_size), AttentionParams(window, scale, softcap, sinks)
-    tensors = (q, k_cache, v_cache, out, *partial, *requests, *(tree or [requests[0]] * 3), *blocks, q if sinks is None else sinks)
+    tensors = (
+        q,
+        k_cache,
+        v_cache,
+        out,
+        *partial,
+        *requests,
+        *(tree or [requests[0]] * 3),
+        *blocks,
+        q if sinks is None else sinks,
+    )
     arguments = {
         **dict(zip(paged_attention.arg_names, tensors, strict=False)),
         **_numbers(shape, params),

@@ -20,6 +20,14 @@ REQUESTS = ("tables", "starts", "lengths", "tree_sizes", "tree_levels", "ancesto
 NUMBERS = ("num_decodes", "max_splits", "kv_heads", "heads", "window", "table_stride", "level_stride")
 
 
+@triton.jit
+def softcapped(logits, softcap):
+    """Returns softcap * tanh(logits / softcap)."""
+    ratio = logits / softcap
+    power = tl.exp(-2.0 * tl.abs(ratio))
+    return softcap * tl.where(ratio < 0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)
+
+
 @triton.jit(do_not_specialize=[*REQUESTS, *NUMBERS])
 def paged_attention(
     q,
@@ -61,15 +69,13 @@ def paged_attention(
     HAS_SINKS: tl.constexpr,
 ):
     """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2."""
-    program = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    program, kv_head = tl.program_id(0), tl.program_id(1)
     block, split, num_splits = program, 0, 1
     if HAS_SPLITS:
         is_decode = program < num_decodes * max_splits
         block = tl.where(is_decode, program // max_splits, program - num_decodes * (max_splits - 1))
         split = tl.where(is_decode, program % max_splits, 0)
-    request = tl.load(block_requests + block)
-    offset = tl.load(block_offsets + block)
+    request, offset = tl.load(block_requests + block), tl.load(block_offsets + block)
     first = tl.load(starts + request)
     count = tl.load(starts + request + 1) - first
     length = tl.load(lengths + request)
@@ -125,9 +131,7 @@ def paged_attention(
             k_tile = tl.load(k_cache + cache_row[:, None] + dim[None, :], mask=is_loaded, other=0.0)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
             if HAS_SOFTCAP:
-                ratio = logits / softcap
-                power = tl.exp(-2.0 * tl.abs(ratio))
-                logits = softcap * tl.where(ratio < 0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)
+                logits = softcapped(logits, softcap)
             logits = logits * 1.4426950408889634
             if HAS_TREE:
                 node = key - tree_start

@@ -21,7 +21,7 @@ from phalanx_runtime.model.kernels.target import TARGETS, compiling_for
 from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
 from phalanx_runtime.rank.kernels.shapes import SHAPES, CommonShape
-from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
+from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants, sum_variants
 from phalanx_runtime.rank.kernels.warmup import CompileWatch, warm_up
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def common_variants(capability: int, shapes: Iterable[CommonShape] = SHAPES.valu
             for world_size, shard in shape.shards():
                 for page_size in PAGE_SIZES:
                     options = KernelOptions(dtype=dtype, page_size=page_size, capability=capability, world_size=world_size)
-                    found |= dict.fromkeys(model_variants(config, shard, options))
+                    found |= dict.fromkeys([*model_variants(config, shard, options), *sum_variants(config, options)])
             for max_pages in MAX_PAGES:
                 found |= dict.fromkeys(step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages))
     return list(found)

@@ -8,8 +8,19 @@ import torch
 from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.decoder.gpu import DTYPES, HEADS_TILE, can_hold, gate_variant, heads_variant, norm_variant
+from phalanx_runtime.model.decoder.gpu import (
+    DTYPES,
+    HEADS_TILE,
+    MAX_PARTS,
+    can_hold,
+    gate_variant,
+    heads_variant,
+    norm_variant,
+    parts_variant,
+)
 from phalanx_runtime.model.decoder.load import NORM_NAMES
+from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
+from phalanx_runtime.model.experts.sparse import Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.model.partition import Shard
 from phalanx_runtime.rank.device.decode_inputs import input_variant
@@ -38,8 +49,18 @@ def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) ->
     """Returns the variants of a fused decoder: attention and the operations between linears."""
     if options.dtype not in DTYPES:
         return []
-    gate = gate_variant(shard.mlp.size, options.dtype, config.activation)
-    return _unique([*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options), gate])
+    variants = [*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options)]
+    if config.mixture is None or not all(config.mixture.layers):
+        variants.append(gate_variant(shard.mlp.size, options.dtype, config.activation))
+    return _unique([*variants, *_experts(config, shard, options.dtype)])
+
+
+def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVariant]:
+    """Returns the variants of sums over ranks in one kernel, which `sum_choice` compiles where it measures them."""
+    size, dtype = config.hidden_size, options.dtype
+    if not 1 < options.world_size <= MAX_PARTS or not can_hold(size, dtype, True):
+        return []
+    return [parts_variant(size, dtype, _weight_dtype(config, dtype), parts=options.world_size)]
 
 
 def step_variants(kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int) -> list[KernelVariant]:
@@ -67,10 +88,11 @@ def _projected_heads(config: ModelConfig, shard: Shard) -> tuple[int, int]:
 def _attention(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
     shape = HeadShape(shard.heads.size, shard.kv_heads.size, config.head_dim, options.page_size)
     q_heads, _ = _projected_heads(config, shard)
+    sinks = torch.empty(0, dtype=options.dtype) if config.has_sinks else None
     for window in sorted(set(config.windows), key=lambda size: size or 0):
         yield from attention_variants(
             shape,
-            AttentionParams(window, config.scale, config.softcap),
+            AttentionParams(window, config.scale, config.softcap, sinks),
             options.dtype,
             q_stride=q_heads * config.head_dim,
             capability=options.capability,
@@ -86,6 +108,22 @@ def _norms(config: ModelConfig, options: KernelOptions) -> Iterable[KernelVarian
     for has_sum, has_after, has_before in forms:
         if can_hold(size, dtype, has_after):
             yield norm_variant(size, dtype, weight, has_sum=has_sum, has_after=has_after, has_before=has_before)
+
+
+def _experts(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> list[KernelVariant]:
+    mixture = config.mixture
+    if mixture is None or not shard.experts.size:
+        return []
+    shape = ExpertShape(
+        hidden=config.hidden_size,
+        inner=shard.expert_mlp.size,
+        num_experts=mixture.num_experts,
+        num_local=shard.experts.size,
+        routing=Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized),
+        activation=config.activation,
+        has_bias=config.mlp_bias,
+    )
+    return expert_variants(shape, dtype)
 
 
 def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:

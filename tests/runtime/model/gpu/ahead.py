@@ -65,9 +65,7 @@ def attention_costs(target: GPUTarget) -> Iterator[Named]:
                     yield f"{name} {dim}{' window' if params.window else ''}", variant
         wide = attention_variants(shape, PLAIN, torch.float32, q_stride=8 * (group + 2) * dim, capability=capability)
         yield from ((f"float32 {dim}", variant) for variant in wide if _attention_name(variant) == "decode split")
-    sinks = attention_variants(
-        HeadShape(64, 8, 64, 16), WITH_SINKS, torch.bfloat16, q_stride=80 * 64, capability=capability, has_trees=False
-    )
+    sinks = attention_variants(HeadShape(64, 8, 64, 16), WITH_SINKS, torch.bfloat16, q_stride=80 * 64, capability=capability)
     named = ((_attention_name(variant), variant) for variant in sinks)
     yield from ((f"{name} 64 sinks", variant) for name, variant in named if name in ("decode split", "mixed split"))
 
