@@ -91,8 +91,7 @@ def paged_attention(
         high = tl.minimum(low + keys_per_split, num_keys)
 
         row = tl.arange(0, BLOCK_QUERIES * GROUP_ROWS)
-        query = offset + row // GROUP_ROWS
-        member = row % GROUP_ROWS
+        query, member = offset + row // GROUP_ROWS, row % GROUP_ROWS
         is_query = (query < count) & (member < GROUP)
         head = kv_head * GROUP + member
         token = first + query
