@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 
 from bench.engine.step_grid import EngineLimits, Point, fit, make_grid, report
 from bench.frame.one_rank import load_alone
 from phalanx_api import wire
+from phalanx_api.engine_config import Quantization
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.rank_spec import RankReady
 
@@ -146,8 +147,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--output", type=Path, help="file for the fit as JSON")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--quantization", choices=("int8",))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=1 << 30)

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, METHOD_OF, SHAPE_OF, Method, TreeShape
 
-DType = Literal["auto", "float32", "bfloat16", "float64"]
-Quantization = Literal["int8"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Quantization = Literal["int8", "int4", "fp8"]
 ModelImpl = Literal["auto", "fused", "transformers"]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
@@ -114,7 +114,9 @@ def _setting(default: Default, help: str, manifest: str | None = None, **declare
 class EngineConfig:
     """Settings of the engine, named as vLLM's. The operator renders flags in this order."""
 
-    dtype: DType = _setting("auto", "dtype of weights and KV cache; auto: the fastest of the device", "spec.engine.dtype")
+    dtype: DType = _setting(
+        "auto", "dtype of weights and KV cache; float16: on GPUs only; auto: the fastest of the device", "spec.engine.dtype"
+    )
     max_model_len: int | None = _setting(
         None,
         "maximum prompt plus output tokens of a request; default: the smaller of the model's limit and the page pool",
@@ -222,7 +224,11 @@ class EngineConfig:
         None, "maximum uncomputed tokens in the queue; further requests get 429; default: no limit", ge=1, metavar="N"
     )
     quantization: Quantization | None = _setting(
-        None, "round weights of linear layers to int8 with a scale per output channel; default: off", short="-q"
+        None,
+        "round weights of linear layers: int8 or fp8 (e4m3) with a scale per output channel, int4 with a scale and an offset per "
+        "128 inputs; default: off",
+        "spec.engine.quantization",
+        short="-q",
     )
     batch_invariant: bool = _setting(False, "compute a request's tokens independently of the other requests in its steps; slower")
     model_impl: ModelImpl = _setting(

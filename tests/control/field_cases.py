@@ -116,6 +116,7 @@ _ENGINE = [
     change("engine.asyncScheduling", True),
     change("engine.enforceEager", True),
     change("engine.enableExpertParallel", True),
+    change("engine.quantization", "int4"),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

@@ -102,8 +102,8 @@ class _DeclaredEngine(Record):
 
     image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
     """Image of the runtime. Default: the operator's setting."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and KV cache; auto: the fastest of the device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and KV cache; float16: on GPUs only; auto: the fastest of the device."""
     speculative: Speculative | None = None
     """Speculative decoding. Default: off."""
     extra_args: ExtraArgs = ()

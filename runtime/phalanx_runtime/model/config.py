@@ -8,6 +8,7 @@ from pathlib import Path
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
 from phalanx_runtime.model.mixture import Mixture, read_mixture
+from phalanx_runtime.model.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, read_ropes
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -55,6 +56,8 @@ class ModelConfig:
     mixture: Mixture | None = None
     """Experts, in some or all layers."""
     dtype: str
+    quantization: Fp8Scheme | None = None
+    """Of the checkpoint."""
 
 
 def read_json(folder: Path) -> Json:
@@ -68,10 +71,6 @@ def read_json(folder: Path) -> Json:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object")
-    if raw.get("quantization_config"):
-        raise ModelError(
-            "quantization_config: quantised safetensors are not supported; use an unquantised checkpoint or a GGUF file"
-        )
     return raw
 
 
@@ -120,6 +119,7 @@ def parse_config(raw: Json) -> ModelConfig:
         has_sinks=family.has_sinks,
         mixture=None if family.experts is None else read_mixture(raw, family.experts, layers),
         dtype=stored_dtype(raw),
+        quantization=parse_quantization(raw),
     )
 
 

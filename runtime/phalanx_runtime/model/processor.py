@@ -20,15 +20,18 @@ class Processor:
 
 
 def choose_dtype(requested: str, stored: str, device: torch.device, cpu: Processor) -> torch.dtype:
-    """Returns the compute dtype: by default the stored one, but fp32 on a CPU without bf16. Raises ModelError."""
+    """Returns the compute dtype: by default the stored one, but fp32 on a CPU without bf16 or for fp16. Raises ModelError."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if device.type == "cuda":
+        names["float16"] = torch.float16
+    elif requested == "float16":
+        raise ModelError("dtype float16 is for GPUs: use float32 or bfloat16")
     if requested != "auto":
         if requested not in names:
             raise ModelError(f"dtype {requested!r} is not supported: use auto, {', '.join(names)}")
         return names[requested]
     if device.type == "cpu" and not cpu.flags & BF16_FLAGS:
         return torch.float32
-    # fp16 becomes bf16, with the same range, or fp32.
     return names.get(stored, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 

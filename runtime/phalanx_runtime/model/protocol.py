@@ -23,6 +23,8 @@ class LoadOptions:
     """Maximum request length."""
     has_exit: bool = False
     """The first stage loads norm and head too, for self-drafts."""
+    num_readers: int = 1
+    """Files to read at once; each mapped file counts as memory on a CPU."""
     is_batch_invariant: bool = False
     """See `invariant`."""
 

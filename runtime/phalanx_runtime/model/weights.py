@@ -13,12 +13,18 @@ from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.staging import open_staging
 
 INDEX = "model.safetensors.index.json"
 
 
+FP8 = "F8_E4M3"
+"""The stored dtype of e4m3."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
 class Checkpoint:
-    """An open checkpoint. Reads return new tensors in `dtype` on `device`."""
+    """An open checkpoint. Reads return new tensors on `device`: in `dtype`, or in another one that the caller names."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -27,6 +33,7 @@ class Checkpoint:
         self._files = _tensor_files(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
+        self._staging = open_staging(device)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -41,6 +48,10 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Returns all tensor names."""
         return list(self._files)
+
+    def stored_dtype(self, name: str) -> str:
+        """Returns a stored dtype as in the file: BF16, F8_E4M3."""
+        return str(self._handle(name).get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a stored shape."""
@@ -60,32 +71,38 @@ class Checkpoint:
         part = span or Span(0, size)
         return self._copy(self._slice(name, (size,))[part.start : part.stop])
 
-    def rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+    def rows(self, name: str, shape: tuple[int, int], span: Span, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows of a matrix of `shape`."""
-        return self._copy(self._slice(name, shape)[span.start : span.stop])
+        return self._copy(self._slice(name, shape, dtype)[span.start : span.stop], dtype)
 
-    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+    def columns(self, name: str, shape: tuple[int, int], span: Span, dtype: torch.dtype | None = None) -> Tensor:
         """Returns columns of a matrix of `shape`."""
-        return self._copy(self._slice(name, shape)[:, span.start : span.stop])
+        return self._copy(self._slice(name, shape, dtype)[:, span.start : span.stop], dtype)
 
     def block(self, name: str, shape: tuple[int, ...], spans: Sequence[Span]) -> Tensor:
         """Returns the part of a tensor of `shape` within a span of each dimension."""
         return self._copy(self._slice(name, shape)[tuple(slice(span.start, span.stop) for span in spans)])
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # The slice may be a view of a file that closes after loading.
-        return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)
+        target = torch.empty(tensor.shape, dtype=dtype or self.dtype, device=self.device)
+        if self._staging is None:
+            return target.copy_(tensor)
+        self._staging.copy(tensor, target)
+        return target
 
     def _close(self) -> None:
         """Closes the open file; only one is mapped at a time, to save memory."""
         self._open.clear()
         self._stack.close()
 
-    def _slice(self, name: str, shape: tuple[int, ...]) -> Any:
+    def _slice(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         lazy = self._handle(name).get_slice(name)
         path = self._files[name]
         if tuple(lazy.get_shape()) != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}; config.json implies {list(shape)}")
+        if dtype is None and lazy.get_dtype() not in FLOATS:
+            raise ModelError(f"{path}: tensor {name} is stored as {lazy.get_dtype()}: its quantisation is not supported")
         return lazy
 
     def _handle(self, name: str) -> Any:

@@ -20,6 +20,7 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.staging import GPU_READERS
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
@@ -192,6 +193,7 @@ def _choose_load_options(
         device=device,
         kernels=kernels,
         positions=positions,
+        num_readers=GPU_READERS if device.type == "cuda" else 1,
         has_exit=spec.engine.speculative_method == "self_draft",
         is_batch_invariant=spec.engine.batch_invariant,
     )

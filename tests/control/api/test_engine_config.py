@@ -44,6 +44,7 @@ def test_rendered_flags_give_the_settings_of_the_manifest() -> None:
     engine = make_service(
         engine={
             "dtype": "bfloat16",
+            "quantization": "int4",
             "maxNumSeqs": 9,
             "kvCacheMemory": "1Ki",
             "gpuMemoryUtilization": "0.50",
@@ -54,6 +55,7 @@ def test_rendered_flags_give_the_settings_of_the_manifest() -> None:
     ).spec.engine
     assert engine_of(*flag_words(engine)) == EngineConfig(
         dtype="bfloat16",
+        quantization="int4",
         max_num_seqs=9,
         kv_cache_memory_bytes=1024,
         gpu_memory_utilization=0.5,
@@ -69,7 +71,8 @@ def test_rendered_flags_give_the_settings_of_the_manifest() -> None:
 
 def test_a_flag_with_a_manifest_field_is_reserved() -> None:
     assert {"--page-size", "--enable-prefix-caching", "--no-enable-prefix-caching"} <= set(RESERVED)
-    assert not {"--itl-target-ms", "--quantization", "-q"} & set(RESERVED)
+    assert {"--quantization", "-q"} <= set(RESERVED)
+    assert not {"--itl-target-ms", "--batch-invariant"} & set(RESERVED)
 
 
 @pytest.mark.parametrize(

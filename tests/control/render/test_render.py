@@ -122,6 +122,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "asyncScheduling": True,
         "enforceEager": True,
         "enableExpertParallel": True,
+        "quantization": "int8",
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},
@@ -131,18 +132,18 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     args = container(engine=everything, model=cached, parallelism=wide)["args"]
     args += container(engine={"prefixCaching": True, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
-    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "--api-key", "--api-keys-file"}, (
+    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "-q", "--api-key", "--api-keys-file"}, (
         "flags that the operator never sets on groups"
     )
 
 
 def test_extra_flags_come_last_and_the_runtime_accepts_them() -> None:
-    more = ["--itl-target-ms", "25", "--long-prefill-token-threshold", "64", "--quantization", "int8"]
+    more = ["--itl-target-ms", "25", "--long-prefill-token-threshold", "64", "--prefix-eviction-policy", "lru"]
     args = container(engine={"extraArgs": more, "schedulingPolicy": "deadline", "prefixCaching": False})["args"]
     assert args[-len(more) :] == more
     words = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
     parsed = make_parser().parse_args(words)
-    assert (parsed.itl_target_ms, parsed.quantization, parsed.scheduling_policy) == (25.0, "int8", "deadline")
+    assert (parsed.itl_target_ms, parsed.prefix_eviction_policy, parsed.scheduling_policy) == (25.0, "lru", "deadline")
     assert parsed.enable_prefix_caching is False
 
 

@@ -137,12 +137,6 @@ def test_invalid_config_file_is_refused(tmp_path: Path, text: str | None, reason
         read_json(tmp_path)
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**BASE, "quantization_config": {"bits": 4}}))
-    with pytest.raises(ModelError, match="quantization_config"):
-        read_json(tmp_path)
-
-
 def test_gemma_3_turns_its_sliding_layers_otherwise() -> None:
     old = parsed(architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2, rope_theta=5e5)
     assert old.ropes == (Rope(theta=10000.0), Rope(theta=5e5), Rope(theta=10000.0))

@@ -121,7 +121,9 @@ def test_layouts() -> None:
 def test_second_layout_exists_only_where_it_helps_and_fits() -> None:
     intel, other = Processor(True), Processor()
     assert choose_kernels(torch.float64, CPU, intel, 100, 10) == Kernels()
-    assert choose_kernels(torch.float32, torch.device("cuda"), intel, 100, 10) == Kernels()
+    gpu = torch.device("cuda")
+    assert choose_kernels(torch.float64, gpu, intel, 100, 10, "int4") == Kernels(precision="int4")
+    assert choose_kernels(torch.float16, gpu, intel, 100, 10, "int4") == Kernels(precision="int4", triton=True)
     packed, compiled = can_pack(torch.float32), library() is not None
     assert choose_kernels(torch.float32, CPU, intel, 100, 10) == Kernels(packed, packed, compiled)
     assert choose_kernels(torch.float32, CPU, intel, 9, 10) == Kernels(packed, False, compiled)
@@ -136,7 +138,9 @@ DTYPES = {
     "bf16 here": ("auto", "bfloat16", CPU, NEW, torch.bfloat16),
     "fp32 stays": ("auto", "float32", CPU, NEW, torch.float32),
     "fp16 on CPU": ("auto", "float16", CPU, NEW, torch.float32),
-    "fp16 on GPU": ("auto", "float16", torch.device("cuda"), OLD, torch.bfloat16),
+    "fp16 on GPU": ("auto", "float16", torch.device("cuda"), OLD, torch.float16),
+    "fp16 requested on GPU": ("float16", "bfloat16", torch.device("cuda"), OLD, torch.float16),
+    "another dtype on GPU": ("auto", "float8_e4m3fn", torch.device("cuda"), OLD, torch.bfloat16),
     "bf16 on GPU": ("auto", "bfloat16", torch.device("cuda"), OLD, torch.bfloat16),
 }
 
@@ -149,6 +153,8 @@ def test_dtype_by_capability(requested: str, stored: str, device: torch.device, 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ModelError, match="int3"):
         choose_dtype("int3", "float32", CPU, OLD)
+    with pytest.raises(ModelError, match="float16 is for GPUs"):
+        choose_dtype("float16", "float16", CPU, NEW)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,20 @@ from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
+from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
+from phalanx_runtime.model.linear.packed import Fp8Weight
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
-from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, partition
+from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
 from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.quantization import Fp8Scheme
 from phalanx_runtime.model.rope import RopeTable
+from phalanx_runtime.model.staging import read_in_threads
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -70,6 +74,8 @@ def load(
             f"longrope: --max-model-len must be at most {config.max_position}, not {options.positions}: "
             "longer requests need other rotary factors for all keys"
         )
+    if config.quantization is not None:
+        _check_quantization(config.quantization, config, options)
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, options.dtype, options.device
     ropes = {rope: RopeTable(rope, size, options.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
@@ -82,15 +88,44 @@ def load(
         has_head = stage.is_last or (stage.is_first and options.has_exit)
         if stage.is_first or (has_head and config.tied):
             embedding = loader.vocab(EMBEDDING)
-        model.layers = [loader.layer(index) for index in range(layers.start, layers.stop)]
+        if options.num_readers == 1:
+            model.layers = [loader.layer(index) for index in range(layers.start, layers.stop)]
+        else:
+            model.layers = _read_layers(loader, folder, layers, options)
         if has_head:
             model.norm = loader.norm("model.norm.weight", config.hidden_size)
-            model.head = make_linear(embedding if config.tied else loader.vocab("lm_head.weight"), None, options.kernels)
+            model.head = loader.head(embedding if config.tied else None)
         if stage.is_first:
             table = _row_table(embedding, model.head) if config.tied and has_head else embedding
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     return model
+
+
+def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOptions) -> list[Layer]:
+    """Reads distant layers at once, in threads: they are in several files. Adds their bytes to those of `loader`."""
+    device = options.device
+    cuts = [Span(layers.start + cut.start, layers.start + cut.stop) for cut in cut_evenly(layers.size, options.num_readers)]
+
+    def read(cut: Span) -> tuple[list[Layer], int]:
+        with Checkpoint(folder, options.dtype, device) as checkpoint:
+            own = loader.reopened(checkpoint)
+            return [own.layer(index) for index in range(cut.start, cut.stop)], own.num_bytes
+
+    parts = read_in_threads([cut for cut in cuts if cut.size], read, device)
+    loader.num_bytes += sum(num_bytes for _, num_bytes in parts)
+    return [layer for part, _ in parts for layer in part]
+
+
+def _check_quantization(scheme: Fp8Scheme, config: ModelConfig, options: LoadOptions) -> None:
+    if config.mixture is not None:
+        raise ModelError(
+            f"quantization_config: {scheme.name} is not supported for mixtures of experts; use an unquantised checkpoint"
+        )
+    if options.kernels.precision not in ("bf16", "fp8"):
+        raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")
+    weights = "fp8" if options.kernels.triton else str(options.dtype)
+    log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 
 
 def _row_table(embedding: Tensor, head: Linear) -> RowTable:
@@ -115,14 +150,31 @@ class _Loader:
         self._config = config
         self._shard = shard
         self._checkpoint = checkpoint
+        self._matrices = MatrixReader(checkpoint, config.quantization)
+        self._options = options
         self._kernels = options.kernels
         self._collective = collective
         self._gate = gate
         # Only rank 0 adds the bias of a sum over ranks.
         self._is_first = collective.rank == 0
 
+    def reopened(self, checkpoint: Checkpoint) -> "_Loader":
+        """Returns a loader that reads another open checkpoint, for another thread."""
+        return _Loader(self._config, self._shard, checkpoint, self._options, self._collective, gate=self._gate)
+
     def vocab(self, name: str) -> Tensor:
         return self._count(self._checkpoint.rows(name, (self._config.vocab_size, self._config.hidden_size), self._shard.vocab))
+
+    def head(self, tied: Tensor | None) -> Linear:
+        """Reads the head. `tied`: the embedding, which a quantised head copies."""
+        config = self._config
+        weight = (
+            self._matrices.rows([("lm_head", config.vocab_size, self._shard.vocab)], config.hidden_size) if tied is None else tied
+        )
+        head = make_linear(weight, None, self._kernels)
+        if tied is None or self._kernels.precision != "bf16":
+            self.num_bytes += head.num_bytes
+        return head
 
     def norm(self, name: str, size: int, span: Span | None = None) -> Tensor:
         """Adds the norm offset in at least fp32."""
@@ -203,21 +255,23 @@ class _Loader:
     def _dims(self, heads: Span) -> Span:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
-    def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Tensor, Tensor | None]:
+    def _rows(
+        self, names: list[str], sizes: list[int], spans: list[Span], biased: bool
+    ) -> tuple[Tensor | Fp8Weight, Tensor | None]:
         """Reads rows and biases of stacked linears; a single name means joined storage."""
         parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
         checkpoint, hidden = self._checkpoint, self._config.hidden_size
-        weight = torch.cat([checkpoint.rows(name + ".weight", (size, hidden), span) for name, size, span in parts])
+        weight = self._matrices.rows(parts, hidden)
         bias = torch.cat([checkpoint.vector(name + ".bias", size, span) for name, size, span in parts]) if biased else None
         return weight, bias
 
     def _row_parallel(self, name: str, size: int, span: Span, biased: bool) -> Linear:
         """Reads input columns; the outputs are summed over the ranks."""
-        weight = self._checkpoint.columns(name + ".weight", (self._config.hidden_size, size), span)
+        weight = self._matrices.columns(name, (self._config.hidden_size, size), span)
         bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._is_first else None
         return self._linear(weight, bias)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Tensor | Fp8Weight, bias: Tensor | None) -> Linear:
         linear = make_linear(weight, bias, self._kernels)
         self.num_bytes += linear.num_bytes
         return linear

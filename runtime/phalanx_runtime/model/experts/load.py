@@ -47,8 +47,8 @@ class ExpertReader:
         span, activation = self._shard.experts, self._config.activation
         routing = Routing(per_token=self._mixture.per_token, is_normalized=self._mixture.is_normalized)
         if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:
-            if kernels.precision == "int8":
-                raise ModelError("--quantization int8: the experts of a model have no int8 kernel on a GPU")
+            if kernels.precision != "bf16":
+                raise ModelError(f"--quantization {kernels.precision}: experts have no kernel of quantised weights on a GPU")
             from phalanx_runtime.model.experts.gpu import GroupedExperts, stack  # imports Triton
 
             return GroupedExperts(stack(weights, span.size), span, routing, activation)

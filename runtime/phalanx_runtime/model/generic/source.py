@@ -44,8 +44,8 @@ class GenericFolder:
         """See `ModelFolder`. Checks the model on a few tokens."""
         if options.positions > self.max_position:
             raise ModelError(f"max_model_len {options.positions} is more than the {self.max_position} positions of the model")
-        if options.kernels.precision == "int8":
-            raise ModelError("quantization int8 is for models of the fused decoder only")
+        if options.kernels.precision != "bf16":
+            raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
         register()
         model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
         text = self.config.get_text_config()
@@ -110,6 +110,8 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         import transformers
     except ImportError as error:
         raise ModelError(f"this architecture needs transformers, which cannot be imported: {error}") from error
+    if raw.get("quantization_config"):
+        raise Unsupported("quantization_config: only the fused decoder loads quantised checkpoints")
     if raw.get("auto_map"):
         raise Unsupported("the checkpoint has code (auto_map), which is never run")
     auto: Any = transformers.AutoConfig

@@ -1,6 +1,6 @@
 """The layout of linear layers. A new backend is one module and one branch of `choose_kernels`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from phalanx_runtime.model.linear.linear import (
     TwofoldLinear,
     can_pack,
 )
+from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, pack, quantize_fp8
 from phalanx_runtime.model.native.library import library
+from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.processor import Processor
 
 
@@ -33,12 +35,27 @@ class Kernels:
     """With a transposed copy for single rows, at twice the memory."""
     compiled: bool = False
     """C++ kernels for supported weights."""
-    precision: Precision = "bf16"
-    """int8 rounds all linears; bf16 compiles those that it represents exactly."""
+    precision: Precision | Format = "bf16"
+    """A quantisation rounds all linears; bf16 compiles those that it represents exactly."""
+    triton: bool = False
+    """Triton kernels for quantised weights."""
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Creates a linear layer. weight: [out, in]; bias: [out]."""
+def make_linear(weight: Tensor | Fp8Weight, bias: Tensor | None, kernels: Kernels) -> Linear:
+    """Creates a linear layer; fp8 without a kernel is dequantised to its compute dtype. weight: [out, in]; bias: [out]."""
+    if isinstance(weight, Fp8Weight):
+        if not kernels.triton or not weight.can_pack:
+            return make_linear(weight.dequantize(weight.dtype), bias, replace(kernels, precision="bf16"))
+        kernels = replace(kernels, precision="fp8")
+    if kernels.precision != "bf16" and kernels.triton:
+        from phalanx_runtime.model.linear.scaled import make_triton_linear  # imports Triton
+
+        return make_triton_linear(weight, bias, kernels.precision)
+    assert isinstance(weight, Tensor)
+    if kernels.precision == "int4":
+        return DequantizedLinear(pack(weight, "int4"), bias)
+    if kernels.precision == "fp8":
+        return make_linear(quantize_fp8(weight), bias, kernels)
     compiled = library() if kernels.compiled and _has_kernel(weight, kernels.precision) else None
     if compiled is not None:
         return NativeLinear(compiled, weight, bias, kernels.precision)
@@ -49,11 +66,16 @@ def make_linear(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Linear
     return DenseLinear(weight, bias)
 
 
-def make_gated(weight: Tensor, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
+def make_gated(
+    weight: Tensor | Fp8Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate
+) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
-    compiled = library() if kernels.compiled and activation == "silu" and _has_kernel(weight, kernels.precision) else None
-    if compiled is not None:
-        return NativeGated(compiled, weight, bias, kernels.precision)
+    if isinstance(weight, Fp8Weight) and not kernels.triton:
+        weight = weight.dequantize(weight.dtype)
+    if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and kernels.compiled and activation == "silu":
+        compiled = library() if _has_kernel(weight, kernels.precision) else None
+        if compiled is not None:
+            return NativeGated(compiled, weight, bias, kernels.precision)
     return PlainGated(make_linear(weight, bias, kernels), activation, gate)
 
 
@@ -65,9 +87,16 @@ def _has_kernel(weight: Tensor, precision: Precision) -> bool:
 
 
 def choose_kernels(
-    dtype: torch.dtype, device: torch.device, cpu: Processor, spare_bytes: int, num_bytes: int, precision: Precision = "bf16"
+    dtype: torch.dtype,
+    device: torch.device,
+    cpu: Processor,
+    spare_bytes: int,
+    num_bytes: int,
+    precision: Precision | Format = "bf16",
 ) -> Kernels:
     """Returns the fastest layout, with a second copy of `num_bytes` if it fits `spare_bytes`."""
+    if device.type == "cuda" and dtype != torch.float64:
+        return Kernels(precision=precision, triton=launch_obstacle() is None)
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return Kernels(precision=precision)
     packed = can_pack(dtype)

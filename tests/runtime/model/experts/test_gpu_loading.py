@@ -23,10 +23,10 @@ from tests.runtime.tiny import save_tiny
 class ShapesOnly(Checkpoint):
     """A checkpoint whose reads return tensors without memory."""
 
-    def rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+    def rows(self, name: str, shape: tuple[int, int], span: Span, dtype: torch.dtype | None = None) -> Tensor:
         return self.block(name, shape, (span, Span(0, shape[1])))
 
-    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor:
+    def columns(self, name: str, shape: tuple[int, int], span: Span, dtype: torch.dtype | None = None) -> Tensor:
         return self.block(name, shape, (Span(0, shape[0]), span))
 
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:

@@ -9,9 +9,17 @@ from dataclasses import asdict
 
 from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, decoder_costs, row_costs
 from tests.runtime.model.gpu.expert_costs import expert_costs
+from tests.runtime.model.gpu.linear_costs import linear_costs
 from tests.runtime.model.gpu.sampling_costs import sampling_costs
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
-    variants = [*attention_costs(target), *decoder_costs(), *row_costs(), *sampling_costs(), *expert_costs()]
+    variants = [
+        *attention_costs(target),
+        *decoder_costs(),
+        *row_costs(),
+        *sampling_costs(),
+        *expert_costs(),
+        *linear_costs(target),
+    ]
     print(json.dumps({name: asdict(compile_variant(variant, target)) for name, variant in variants}))

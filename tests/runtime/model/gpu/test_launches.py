@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.model.config import parse_config
+from phalanx_runtime.model.config import ModelConfig, parse_config
+from phalanx_runtime.model.decoder.decoder import Layer
+from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.linear.gpu import PackedTritonLinear
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.linear.packed import Format, pack
 from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
 from tests.runtime.model.gpu.launches import NoWaits, launches_of
 
@@ -57,12 +63,16 @@ CHUNKS = [(0, 200), (256, 90)]
 STEPS = {"decode": DECODES, "mixed": [*DECODES, *CHUNKS], "prefill": CHUNKS}
 
 
-def layer_launches(raw: dict[str, Any], runs: list[tuple[int, int]], world_size: int) -> Counter[str]:
+def layer_launches(
+    raw: dict[str, Any], runs: list[tuple[int, int]], world_size: int, quantized: Format | None = None
+) -> Counter[str]:
     """Launches of three layers less those of two."""
     config = parse_config(raw)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         decoder = fake_decoder(config, world_size)
         layers, kv_heads = decoder.layers, decoder.shard.kv_heads.size
+        if quantized is not None:
+            layers = [quantized_layer(layer, config, 2 * decoder.shard.mlp.size, quantized) for layer in layers]
         batch = fake_batch(runs, kv_heads)
         caches = [LayerCache(*(empty(64, kv_heads, PAGE, config.head_dim) for _ in range(2))) for _ in range(3)]
 
@@ -73,6 +83,26 @@ def layer_launches(raw: dict[str, Any], runs: list[tuple[int, int]], world_size:
 
         run(1)  # makes what the layers of a batch share
         return run(3) - run(2)
+
+
+def quantized_layer(layer: Layer, config: ModelConfig, gate_up: int, kind: Format) -> Layer:
+    """Returns the layer with linears of the same shapes."""
+
+    def linear(weight: torch.Tensor) -> PackedTritonLinear:
+        return PackedTritonLinear(pack(weight, kind), None)
+
+    qkv, o, down = (linear(known.weight) for known in (layer.qkv, layer.o, layer.down) if isinstance(known, DenseLinear))
+    gated = PlainGated(linear(empty(gate_up, config.hidden_size)), config.activation, TritonOps().gate)
+    return replace(layer, qkv=qkv, o=o, down=down, gate_up=gated)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+def test_a_quantised_linear_is_one_launch(kind: Format, step: str) -> None:
+    found = layer_launches({**LLAMA_8B, "hidden_size": 1024, "intermediate_size": 2048}, STEPS[step], 1, kind)
+    assert found["phalanx::multiply_packed"] == 4
+    assert not {name for name in found if name.startswith("aten::")}
+    assert found.total() <= 10
 
 
 @pytest.mark.parametrize("step", STEPS)

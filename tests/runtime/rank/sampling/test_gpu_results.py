@@ -22,7 +22,7 @@ TOP = 5
 @settings(max_examples=20)
 @given(
     st.sampled_from([(100, 64), (127, 1024), (3000, 1024)]),
-    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     st.integers(1, 3),
     st.integers(0, 99),
 )

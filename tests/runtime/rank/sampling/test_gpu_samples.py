@@ -138,7 +138,7 @@ logits_of = st.builds(
     seed=st.integers(0, 99),
     scale=st.sampled_from([0.05, 0.5, 3.0]),
     step=st.sampled_from([0.0, 0.0, 0.25, 4.0]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 shapes = st.sampled_from([(100, 64), (127, 1024), (1000, 1024), (3000, 1024)])
 rooms = st.sampled_from([16, 1 << 14])

@@ -1,0 +1,84 @@
+"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, or in fp8 with its scales."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
+from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.quantization import Fp8Scheme
+from phalanx_runtime.model.weights import FP8 as STORED_FP8
+from phalanx_runtime.model.weights import Checkpoint
+
+Part = tuple[str, int, Span]
+"""Name of a linear, its outputs, and the outputs to read."""
+
+
+class MatrixReader:
+    """Weights are fp8 where the checkpoint stores them so: lists of exceptions in its config are not read."""
+
+    def __init__(self, checkpoint: Checkpoint, scheme: Fp8Scheme | None) -> None:
+        self._checkpoint = checkpoint
+        self._scheme = scheme
+
+    def rows(self, parts: Sequence[Part], inputs: int) -> Tensor | Fp8Weight:
+        """Returns the outputs of several linears, one above the other. Raises ModelError."""
+        return _stack([self._rows(name, (outputs, inputs), span) for name, outputs, span in parts])
+
+    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight:
+        """Returns inputs of a linear. Blocks that `span` cuts become smaller groups with equal scales. Raises ModelError."""
+        scheme = self._scheme_of(name)
+        if scheme is None:
+            return self._checkpoint.columns(name + ".weight", shape, span)
+        values = self._checkpoint.columns(name + ".weight", shape, span, FP8)
+        scales, group = self._scales(name, shape, scheme), shape[1]
+        if scheme.block is not None:
+            size = scheme.block[1]
+            group = math.gcd(size, span.start)
+            scales = scales[:, torch.arange(span.start, span.stop, group, device=scales.device) // size]
+        return self._weight(values, scales, group)
+
+    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight:
+        scheme = self._scheme_of(name)
+        if scheme is None:
+            return self._checkpoint.rows(name + ".weight", shape, span)
+        values = self._checkpoint.rows(name + ".weight", shape, span, FP8)
+        group = shape[1] if scheme.block is None else scheme.block[1]
+        return self._weight(values, self._scales(name, shape, scheme)[span.start : span.stop], group)
+
+    def _scheme_of(self, name: str) -> Fp8Scheme | None:
+        if self._scheme is None or self._checkpoint.stored_dtype(name + ".weight") != STORED_FP8:
+            return None
+        return self._scheme
+
+    def _weight(self, values: Tensor, scales: Tensor, group: int) -> Fp8Weight:
+        return Fp8Weight(values=values, scales=scales.contiguous(), group=group, dtype=self._checkpoint.dtype)
+
+    def _scales(self, name: str, shape: tuple[int, int], scheme: Fp8Scheme) -> Tensor:
+        """Returns fp32 scales of the whole weight, [outputs, blocks of inputs]."""
+        names = [f"{name}.{suffix}" for suffix in scheme.scale_names]
+        found = next((full for full in names if self._checkpoint.has(full)), None)
+        if found is None:
+            raise ModelError(f"tensor {' or '.join(names)} is missing: {name}.weight is stored in fp8")
+        scales = self._checkpoint.part(found, None).to(self._checkpoint.device, torch.float32, copy=True)
+        (outputs, inputs), block = shape, scheme.block
+        if block is None and scales.numel() in (1, outputs):
+            return scales.reshape(-1, 1).expand(outputs, 1)
+        if block is not None and scales.shape == (-(-outputs // block[0]), -(-inputs // block[1])):
+            return scales.repeat_interleave(block[0], 0)[:outputs]
+        raise ModelError(f"tensor {found} has shape {list(scales.shape)}, which does not fit {scheme.name} of {list(shape)}")
+
+
+def _stack(parts: Sequence[Tensor | Fp8Weight]) -> Tensor | Fp8Weight:
+    """Joins along the outputs; a mix is dequantised."""
+    quantised = [part for part in parts if isinstance(part, Fp8Weight)]
+    if len(quantised) < len(parts):
+        return torch.cat([part.dequantize(part.dtype) if isinstance(part, Fp8Weight) else part for part in parts])
+    first = quantised[0]
+    values, scales = (
+        torch.cat(tensors) for tensors in ([part.values for part in quantised], [part.scales for part in quantised])
+    )
+    return Fp8Weight(values=values, scales=scales, group=first.group, dtype=first.dtype)

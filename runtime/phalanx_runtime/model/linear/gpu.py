@@ -1,0 +1,201 @@
+"""Linears with quantised weights by Triton kernels: tiles, launches and the backend. Reference: `DequantizedLinear`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx_runtime.model.linear import triton_kernels as kernels
+from phalanx_runtime.model.linear.packed import Format, PackedWeight
+from phalanx_runtime.model.operators import operator
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS: Mapping[Format, int] = {"int4": 4, "int8": 8, "fp8": 9}
+"""The kernels' constant by format."""
+MAX_ROWS: Mapping[Format, int] = {"int4": 2, "int8": 4, "fp8": 4}
+"""Rows that are multiplied without tensor cores."""
+ROW_OUTPUTS = 4
+ROW_WORDS = 256
+"""Words of each output that a program of `multiply_rows` loads at once."""
+MAX_SPLITS = 8
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Programs that splits of the inputs aim at."""
+DEFAULT_MULTIPROCESSORS = 132
+"""Of an H100, where no device is present."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """Tile of `multiply_tiles` and its compilation."""
+
+    block_outputs: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    """Stages of the load pipeline."""
+
+
+SMALL, MEDIUM = LinearTile(32, 16, 4, 4), LinearTile(64, 32, 4, 3)
+TILES: Mapping[int, Mapping[int, LinearTile]] = {
+    8: {16: SMALL, 32: MEDIUM, 1 << 30: LinearTile(64, 64, 4, 3)},
+    9: {16: SMALL, 32: MEDIUM, 1 << 30: LinearTile(128, 64, 4, 3)},
+    10: {16: SMALL, 32: MEDIUM, 1 << 30: LinearTile(128, 64, 4, 3)},
+}
+"""By major compute capability, then by the largest number of rows."""
+
+
+def tile_of(num_rows: int, capability: int) -> LinearTile:
+    """Returns the tile. `capability`: major compute capability; unknown ones get the nearest older one's."""
+    by_rows = TILES[max((known for known in TILES if known <= capability), default=min(TILES))]
+    return next(tile for most, tile in by_rows.items() if num_rows <= most)
+
+
+def num_splits(tile: LinearTile, num_rows: int, weight: PackedWeight, num_multiprocessors: int) -> int:
+    """Returns the splits of the inputs that fill the device, a power of two. Nothing else decides, as CUDA graphs require."""
+    programs = -(-num_rows // tile.block_rows) * -(-weight.outputs // tile.block_outputs)
+    wanted = min(MAX_SPLITS, num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, programs))
+    most = min(wanted, -(-weight.inputs // weight.span) // tile.num_stages)
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def constants_of(weight: PackedWeight, *, has_bias: bool, add: bool) -> dict[str, Any]:
+    """Returns the compile-time arguments that both kernels have."""
+    return {
+        "WIDTH": weight.width,
+        "FORMAT": FORMATS[weight.format],
+        "GROUP": weight.group if weight.scales.shape[1] > 1 or weight.format == "int4" else 0,
+        "HAS_BIAS": has_bias,
+        "ADD": add,
+    }
+
+
+def row_constants(num_rows: int, width: int) -> dict[str, Any]:
+    """Returns the other compile-time arguments of `multiply_rows`."""
+    return {"ROWS": triton.next_power_of_2(num_rows), "BLOCK_OUTPUTS": ROW_OUTPUTS, "BLOCK_SPANS": ROW_WORDS // width}
+
+
+def tile_constants(tile: LinearTile, splits: int) -> dict[str, Any]:
+    """Returns the other compile-time arguments of `multiply_tiles`."""
+    return {"BLOCK_ROWS": tile.block_rows, "BLOCK_OUTPUTS": tile.block_outputs, "SPLITS": splits}
+
+
+def _stages(tile: LinearTile, x: Tensor) -> int:
+    return tile.num_stages if x.element_size() == 2 else 1  # wider tiles fill the shared memory
+
+
+@operator(
+    "multiply_packed(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor(a!) y, Tensor(b!)[] partial, str format, "
+    "int[] layout, int[] tile, bool add)"
+)
+def _multiply_packed(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    partial: Sequence[Tensor],
+    format: Format,
+    layout: Sequence[int],
+    tile: Sequence[int],
+    add: bool,
+) -> None:
+    """`partial`: sums and arrivals of splits. `layout`: group, width. `tile`: a `LinearTile` and splits; empty: few rows."""
+    (rows, inputs), (outputs, word_stride), (group, width) = x.shape, words.shape, layout
+    weight = PackedWeight(words=words, scales=scales, format=format, group=group, width=width, outputs=outputs, inputs=inputs)
+    tensors = {"x": x, "words": words, "scales": scales, "bias": x if bias is None else bias, "y": y}
+    sizes = {"num_rows": rows, "outputs": outputs, "inputs": inputs, "num_groups": scales.shape[1]}
+    strides = {"x_stride": x.stride(0), "word_stride": word_stride, "y_stride": y.stride(0)}
+    constants = constants_of(weight, has_bias=bias is not None, add=add)
+    if not tile:
+        grid = (triton.cdiv(outputs, ROW_OUTPUTS),)
+        kernels.multiply_rows[grid](**tensors, **sizes, **strides, **constants, **row_constants(rows, width), num_warps=4)
+        return
+    config, splits = LinearTile(*tile[:-1]), tile[-1]
+    sums, arrivals = partial or (x, x)
+    kernels.multiply_tiles[(triton.cdiv(outputs, config.block_outputs), triton.cdiv(rows, config.block_rows), splits)](
+        **tensors,
+        partial=sums,
+        arrivals=arrivals,
+        **sizes,
+        **strides,
+        **constants,
+        **tile_constants(config, splits),
+        num_warps=config.num_warps,
+        num_stages=_stages(config, x),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShape:
+    """What launches depend on."""
+
+    num_multiprocessors: int = DEFAULT_MULTIPROCESSORS
+    capability: int = 9
+    """Major compute capability."""
+    has_fp8: bool = True
+    """Whether its tensor cores multiply e4m3."""
+
+
+@cache
+def read_gpu_shape() -> GpuShape:
+    """Reads the current device; an H100 without one."""
+    if not torch.cuda.is_available():
+        return GpuShape()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    has_fp8 = torch.version.hip is None and (properties.major, properties.minor) >= (8, 9)
+    return GpuShape(properties.multi_processor_count, properties.major, has_fp8)
+
+
+class PackedTritonLinear:
+    """`Linear` by the kernels, in one launch: few rows without tensor cores, more by tiles; few tiles split the inputs."""
+
+    __slots__ = ("_arrivals", "_gpu", "bias", "num_bytes", "weight")
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, gpu: GpuShape | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._gpu = gpu or read_gpu_shape()
+        most = self._gpu.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // 2
+        self._arrivals = torch.zeros(most, dtype=torch.int32, device=weight.words.device)
+        self.num_bytes = weight.num_bytes + self._arrivals.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        y = torch.empty((x.shape[0], self.weight.outputs), dtype=x.dtype, device=x.device)
+        self._multiply(x, y, add=False)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`. Rounds once."""
+        self._multiply(x, residual, add=True)
+
+    def _multiply(self, x: Tensor, y: Tensor, *, add: bool) -> None:
+        weight, rows = self.weight, x.shape[0]
+        if rows == 0:
+            return
+        x = x if x.stride(1) == 1 else x.contiguous()
+        tile: tuple[int, ...] = ()
+        partial: list[Tensor] = []
+        if rows > MAX_ROWS[weight.format]:
+            config = tile_of(rows, self._gpu.capability)
+            splits = num_splits(config, rows, weight, self._gpu.num_multiprocessors)
+            tile = (*astuple(config), splits)
+            if splits > 1:
+                outputs, padded = (-(-size // block) * block for size, block in ((weight.outputs, tile[0]), (rows, tile[1])))
+                partial = [torch.empty(splits * outputs * padded, dtype=torch.float32, device=x.device), self._arrivals]
+        _multiply_packed(
+            x=x,
+            words=weight.words,
+            scales=weight.scales,
+            bias=self.bias,
+            y=y,
+            partial=partial,
+            format=weight.format,
+            layout=(weight.group, weight.width),
+            tile=tile,
+            add=add,
+        )

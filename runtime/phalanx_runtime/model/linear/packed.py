@@ -1,0 +1,165 @@
+"""Quantised weights in 32-bit words, as the GPU kernels read them; packing, unpacking and the torch reference.
+
+Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and `GROUP` inputs;
+`fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx_runtime.model.linear.cpu import quantize
+
+Format = Literal["int4", "int8", "fp8"]
+GROUP = 128
+"""Inputs with a common scale and offset in int4."""
+WIDTHS = (32, 16)
+"""Words of a span, the preferred one first."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """A weight in e4m3: values * scales."""
+
+    values: Tensor
+    """float8_e4m3fn [outputs, inputs]."""
+    scales: Tensor
+    """fp32 [outputs, groups]."""
+    group: int
+    """Inputs with a common scale; the last group may be smaller."""
+    dtype: torch.dtype
+    """Compute dtype."""
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether `pack` supports its groups."""
+        return self.scales.shape[1] == 1 or self.group % WIDTHS[-1] == 0
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        scales = self.scales.to(wide).repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return (self.values.to(wide) * scales).to(dtype)
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """Returns e4m3 values with a scale per output. weight: [outputs, inputs]."""
+    dtype, weight = weight.dtype, weight.float()
+    scales = weight.abs().amax(1, keepdim=True).clamp_min_(1e-30) / FP8_MAX
+    values = (weight / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return Fp8Weight(values=values, scales=scales, group=weight.shape[1], dtype=dtype)
+
+
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values 0 to 15 [outputs, inputs] and bfloat16 scales and offsets [outputs, groups]: value * scale + offset."""
+    outputs, inputs = weight.shape
+    weight = weight.float()
+    padded = torch.cat((weight, weight[:, -1:].expand(-1, -inputs % GROUP)), 1).view(outputs, -1, GROUP)
+    offsets = padded.amin(2).bfloat16()
+    scales = ((padded.amax(2) - offsets.float()) / 15).clamp_min_(1e-30).bfloat16()
+    values = (padded - offsets.float()[:, :, None]).div_(scales.float()[:, :, None]).round_().clamp_(0, 15)
+    return values.to(torch.uint8).view(outputs, -1)[:, :inputs], scales, offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A quantised weight. A span of inputs is `width` words: field j of word c is input j * width + c of the span."""
+
+    words: Tensor
+    """int32 [outputs, spans * width], padded to whole spans."""
+    scales: Tensor
+    """fp32 [outputs, groups]; int4: int32, the bits of the scale below those of the offset."""
+    format: Format
+    group: int
+    """Inputs with a common scale; a multiple of `width`."""
+    width: int
+    outputs: int
+    inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return self.words.nbytes + self.scales.nbytes
+
+    @property
+    def bits(self) -> int:
+        """Bits of a field."""
+        return 4 if self.format == "int4" else 8
+
+    @property
+    def span(self) -> int:
+        """Inputs of a span."""
+        return 32 // self.bits * self.width
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        fields = unpack(self.words, self.bits, self.width)[:, : self.inputs]
+        if self.format == "fp8":
+            return Fp8Weight(values=fields.view(FP8), scales=self.scales, group=self.group, dtype=dtype).dequantize(dtype)
+        if self.format == "int8":
+            return ((fields.to(wide) - 128) * self.scales.to(wide)).to(dtype)
+        pairs = self.scales.view(torch.bfloat16).view(self.outputs, -1, 2).to(wide).repeat_interleave(self.group, 1)
+        scales, offsets = pairs[:, : self.inputs].unbind(2)
+        return (fields.to(wide) * scales + offsets).to(dtype)
+
+
+def pack(weight: Tensor | Fp8Weight, kind: Format) -> PackedWeight:
+    """Quantises to `kind`, or packs what is quantised. A group must be a multiple of 16. weight: [outputs, inputs]."""
+    if isinstance(weight, Fp8Weight) or kind == "fp8":
+        fp8 = weight if isinstance(weight, Fp8Weight) else quantize_fp8(weight)
+        is_whole = fp8.scales.shape[1] == 1
+        width = next(width for width in WIDTHS if is_whole or fp8.group % width == 0)
+        group = -(-fp8.group // width) * width if is_whole else fp8.group
+        return _packed(fp8.values.contiguous().view(torch.uint8), fp8.scales.contiguous(), "fp8", group=group, width=width)
+    inputs = weight.shape[1]
+    if kind == "int8":
+        values, scales = quantize(weight)
+        fields = (values.to(torch.int16) + 128).to(torch.uint8)
+        return _packed(fields, scales[:, None].contiguous(), kind, group=-(-inputs // WIDTHS[0]) * WIDTHS[0], width=WIDTHS[0])
+    fields, scale, offset = quantize_int4(weight)
+    return _packed(fields, torch.stack((scale, offset), 2).view(torch.int32)[:, :, 0].contiguous(), kind, group=GROUP, width=16)
+
+
+def _packed(fields: Tensor, scales: Tensor, kind: Format, *, group: int, width: int) -> PackedWeight:
+    outputs, inputs = fields.shape
+    bits = 4 if kind == "int4" else 8
+    num_fields = 32 // bits
+    spans = F.pad(fields, (0, -inputs % (num_fields * width))).view(outputs, -1, num_fields, width)
+    words = spans[:, :, 0].to(torch.int32)
+    for field in range(1, num_fields):
+        words |= spans[:, :, field].to(torch.int32) << bits * field
+    return PackedWeight(
+        words=words.view(outputs, -1), scales=scales, format=kind, group=group, width=width, outputs=outputs, inputs=inputs
+    )
+
+
+def unpack(words: Tensor, bits: int, width: int) -> Tensor:
+    """Returns the fields in the order of the inputs, uint8 [outputs, padded inputs]. words: as in `PackedWeight`."""
+    spans = words.view(words.shape[0], -1, width)
+    fields = [(spans >> bits * field & (1 << bits) - 1).to(torch.uint8) for field in range(32 // bits)]
+    return torch.stack(fields, 2).view(words.shape[0], -1)
+
+
+class DequantizedLinear:
+    """`Linear` that dequantises its weight to the dtype of x in each call: the reference of the GPU kernels."""
+
+    __slots__ = ("bias", "num_bytes", "weight")
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return F.linear(x, self.weight.dequantize(x.dtype), self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`."""
+        residual.add_(self(x))

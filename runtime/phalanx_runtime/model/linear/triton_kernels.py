@@ -1,0 +1,283 @@
+"""Triton kernels of linears with quantised weights. Reference: `DequantizedLinear`.
+
+Weights are read once, as words of `PackedWeight`, and dequantised in registers. Products have fp32 sums; each result is rounded
+once. Every kernel writes y, or adds to it with ADD.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dequantized(words, field: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns field `field` of int32 words in fp32, before its scale; of int4 plus 16. FORMAT: 4 (int4), 8 (int8), 9 (fp8 e4m3).
+
+    Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate.
+    e4m3 bits are shifted into an fp32 with an exponent that is 120 too small, exact for subnormal values too.
+    """
+    if FORMAT == 4:
+        bits = ((words >> (4 * field)) & 0xF) << 19 | 0x41800000
+        values = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == 8:
+        bits = ((words >> (8 * field)) & 0xFF) << 15 | 0x43800000
+        values = bits.to(tl.float32, bitcast=True) - 384.0
+    else:
+        byte = (words >> (8 * field)) & 0xFF
+        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+        values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return values
+
+
+@triton.jit
+def split_pair(pairs):
+    """Returns scale and offset in fp32 of int32 words with two bfloat16; the offset for values plus 16."""
+    scale = (pairs << 16).to(tl.float32, bitcast=True)
+    return scale, (pairs & -65536).to(tl.float32, bitcast=True) - 16.0 * scale
+
+
+@triton.jit
+def multiply_rows(
+    x,
+    words,
+    scales,
+    bias,
+    y,
+    num_rows,
+    outputs,
+    inputs,
+    num_groups,
+    x_stride,
+    word_stride,
+    y_stride,
+    ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_SPANS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Multiplies up to ROWS rows without tensor cores: a program has BLOCK_OUTPUTS outputs and all inputs.
+
+    x: [num_rows, inputs], y: [num_rows, outputs], with strides; words: [outputs, word_stride], a multiple of WIDTH. GROUP: inputs
+    with a common scale, a multiple of WIDTH; 0: one scale per output. Bytes: the weight once, x from the cache.
+    """
+    FIELDS: tl.constexpr = 32 // min(FORMAT, 8)
+    SPAN: tl.constexpr = FIELDS * WIDTH
+    row = tl.arange(0, ROWS)[:, None, None, None]
+    output = (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :, None, None]
+    word = tl.arange(0, WIDTH)[None, None, None, :]
+    is_row, is_output = row < num_rows, output < outputs
+    weight_row = words + output.to(tl.int64) * word_stride
+    scale_row = scales + output.to(tl.int64) * num_groups
+    total = tl.zeros([ROWS, BLOCK_OUTPUTS, BLOCK_SPANS, WIDTH], tl.float32)
+    for start in range(0, word_stride // WIDTH, BLOCK_SPANS):
+        span = (start + tl.arange(0, BLOCK_SPANS))[None, None, :, None]
+        is_span = span < word_stride // WIDTH
+        is_scale = is_output & is_span
+        tile = tl.load(weight_row + span * WIDTH + word, mask=is_scale, other=0)
+        if GROUP > 0 and GROUP % SPAN == 0:
+            scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_scale, other=0)
+            if FORMAT == 4:
+                scale, offset = split_pair(scale)
+        for field in tl.static_range(FIELDS):
+            column = span * SPAN + field * WIDTH + word
+            values = tl.load(x + row * x_stride + column, mask=is_row & (column < inputs), other=0.0).to(tl.float32)
+            weights = dequantized(tile, field, FORMAT)
+            if GROUP > 0:
+                if GROUP % SPAN != 0:
+                    scale_at = tl.minimum(span * SPAN + field * WIDTH, inputs - 1) // GROUP
+                    scale = tl.load(scale_row + scale_at, mask=is_scale, other=0)
+                weights = weights * scale
+                if FORMAT == 4:
+                    weights = weights + offset
+            total += weights * values
+    sums = tl.sum(tl.sum(total, 3), 2)
+    row, output = tl.arange(0, ROWS)[:, None], (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :]
+    finish(
+        sums,
+        row=row,
+        output=output,
+        num_rows=num_rows,
+        outputs=outputs,
+        scales=scales,
+        bias=bias,
+        y=y,
+        y_stride=y_stride,
+        GROUP=GROUP,
+        HAS_BIAS=HAS_BIAS,
+        ADD=ADD,
+    )
+
+
+@triton.jit
+def finish(
+    sums,
+    row,
+    output,
+    num_rows,
+    outputs,
+    scales,
+    bias,
+    y,
+    y_stride,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Scales sums of whole outputs (GROUP 0), adds bias and residual, and writes them. row, output: broadcast to sums."""
+    is_stored = (row < num_rows) & (output < outputs)
+    if GROUP == 0:
+        sums = sums * tl.load(scales + output, mask=output < outputs, other=0.0)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
+    target = y + row.to(tl.int64) * y_stride + output
+    if ADD:
+        sums += tl.load(target, mask=is_stored, other=0.0).to(tl.float32)
+    tl.store(target, sums.to(y.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def multiply_tiles(
+    x,
+    words,
+    scales,
+    bias,
+    y,
+    partial,
+    arrivals,
+    num_rows,
+    outputs,
+    inputs,
+    num_groups,
+    x_stride,
+    word_stride,
+    y_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Multiplies tiles on tensor cores, with the weights as the left operand, which stays in registers.
+
+    Arguments as in `multiply_rows`. A program has BLOCK_OUTPUTS outputs of BLOCK_ROWS rows and a split of the inputs. The last
+    split of a tile to arrive sums all of them in their order. partial: fp32 [SPLITS, tiles, BLOCK_OUTPUTS, BLOCK_ROWS];
+    arrivals: int32, 0 for each tile, and again afterwards. Scales of groups round the weights to the dtype of x; one scale per
+    output multiplies the sums. Bytes: the weight once for each BLOCK_ROWS rows.
+    """
+    FIELDS: tl.constexpr = 32 // min(FORMAT, 8)
+    SPAN: tl.constexpr = FIELDS * WIDTH
+    dtype = x.dtype.element_ty
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    word = tl.arange(0, WIDTH)
+    is_row, is_output = row < num_rows, output < outputs
+    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    weight_row = words + output.to(tl.int64)[:, None] * word_stride
+    scale_row = scales + output.to(tl.int64) * num_groups
+    sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
+    spans = word_stride // WIDTH
+    per_split = tl.cdiv(spans, SPLITS)
+    first_span = tl.program_id(2) * per_split
+    for span in range(first_span, tl.minimum(first_span + per_split, spans)):
+        tile = tl.load(weight_row + span * WIDTH + word[None, :], mask=is_output[:, None], other=0)
+        if GROUP > 0 and GROUP % SPAN == 0:
+            scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_output, other=0)
+            if FORMAT == 4:
+                scale, offset = split_pair(scale)
+        for field in tl.static_range(FIELDS):
+            first = span * SPAN + field * WIDTH
+            column = first + word
+            values = tl.load(x_row + column[None, :], mask=is_row[:, None] & (column < inputs)[None, :], other=0.0)
+            weights = dequantized(tile, field, FORMAT)
+            if GROUP > 0:
+                if GROUP % SPAN != 0:
+                    scale = tl.load(scale_row + tl.minimum(first, inputs - 1) // GROUP, mask=is_output, other=0)
+                weights = weights * scale[:, None]
+                if FORMAT == 4:
+                    weights = weights + offset[:, None]
+            sums += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
+    if SPLITS > 1:
+        tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        num_tiles = tl.num_programs(0) * tl.num_programs(1)
+        cell = tl.arange(0, BLOCK_OUTPUTS)[:, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+        own = partial + tile_index.to(tl.int64) * (BLOCK_OUTPUTS * BLOCK_ROWS) + cell
+        split_stride = num_tiles.to(tl.int64) * (BLOCK_OUTPUTS * BLOCK_ROWS)
+        tl.store(own + tl.program_id(2) * split_stride, sums)
+        tl.debug_barrier()  # all stores of the program precede its arrival
+        if tl.atomic_add(arrivals + tile_index, 1) == SPLITS - 1:
+            tl.store(arrivals + tile_index, 0)
+            sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
+            for split in range(SPLITS):
+                sums += tl.load(own + split * split_stride, cache_modifier=".cg")
+            finish(
+                sums,
+                row=row[None, :],
+                output=output[:, None],
+                num_rows=num_rows,
+                outputs=outputs,
+                scales=scales,
+                bias=bias,
+                y=y,
+                y_stride=y_stride,
+                GROUP=GROUP,
+                HAS_BIAS=HAS_BIAS,
+                ADD=ADD,
+            )
+    else:
+        finish(
+            sums,
+            row=row[None, :],
+            output=output[:, None],
+            num_rows=num_rows,
+            outputs=outputs,
+            scales=scales,
+            bias=bias,
+            y=y,
+            y_stride=y_stride,
+            GROUP=GROUP,
+            HAS_BIAS=HAS_BIAS,
+            ADD=ADD,
+        )
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    words,
+    scales,
+    inputs,
+    x_stride,
+    word_stride,
+    WIDTH: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """Rounds each row to e4m3 with its own scale, to nearest even: maximum / 448.
+
+    x: [rows, inputs] with a stride; words: int32 [rows, word_stride] in the order of `PackedWeight`; scales: fp32 [rows]. A row
+    per program. Bytes: the row twice, the second time from the cache, and a byte per input.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    maximum = tl.zeros([2 * BLOCK_WORDS], tl.float32)
+    for start in range(0, inputs, 2 * BLOCK_WORDS):
+        column = start + tl.arange(0, 2 * BLOCK_WORDS)
+        values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
+        maximum = tl.maximum(maximum, tl.abs(values))
+    scale = tl.maximum(tl.max(maximum, 0), 1e-30) / 448.0
+    tl.store(scales + row, scale)
+    for start in range(0, word_stride, BLOCK_WORDS):
+        word = start + tl.arange(0, BLOCK_WORDS)
+        packed = tl.zeros([BLOCK_WORDS], tl.int32)
+        for field in tl.static_range(4):
+            column = word // WIDTH * (4 * WIDTH) + field * WIDTH + word % WIDTH
+            values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32) / scale
+            # The inverse of `dequantized`: e4m3 values have the leading bits of fp32 with an exponent that is 120 smaller.
+            bits = (tl.minimum(tl.abs(values), 448.0) * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+            magnitude = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+            packed = packed | ((magnitude | tl.where(values < 0, 0x80, 0)) << (8 * field))
+        tl.store(words + row * word_stride + word, packed, mask=word < word_stride)

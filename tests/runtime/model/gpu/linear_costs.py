@@ -1,0 +1,78 @@
+"""Variants of the kernels of quantised linears for the compile gate: tuned tiles of an architecture, and few rows."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from phalanx_runtime.model.kernels.variant import ALIGNMENT, variant_of
+from phalanx_runtime.model.linear.gpu import TILES, LinearTile, constants_of, row_constants, tile_constants
+from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack
+from phalanx_runtime.model.linear.scaled import BLOCK_WORDS
+from phalanx_runtime.model.linear.triton_kernels import multiply_rows, multiply_tiles, quantize_rows
+from tests.runtime.model.gpu.ahead import Named
+
+_TYPES = {
+    **{"x": "*bf16", "words": "*i32", "scales": "*fp32", "bias": "*bf16", "y": "*bf16"},
+    **dict.fromkeys(("num_rows", "outputs", "inputs", "num_groups", "x_stride", "word_stride", "y_stride"), "i32"),
+}
+ALIGNED = ("x_stride", "word_stride", "y_stride", "inputs")
+_PARTIAL = {"partial": "*fp32", "arrivals": "*i32"}
+
+
+def linear_costs(target: GPUTarget) -> Iterator[Named]:
+    """Yields `multiply_rows` and `multiply_tiles`. Formats: int4, int8, and fp8 in blocks of 128 inputs."""
+    tiles = TILES[int(target.arch) // 10 if target.backend == "cuda" else 9]
+    small, *larger = tiles.values()
+    weights = _weights()
+    for name, most in (("int4", 1), ("int4", 2), ("int8", 1), ("int8", 4), ("fp8", 4)):
+        weight = weights[name]
+        yield _variant(f"linear row {name} {most}", multiply_rows, weight, row_constants(most, weight.width), num_warps=4)
+    for name in ("int4", "fp8"):
+        for tile in tiles.values():
+            yield _tile(name, weights[name], tile, splits=1 if tile == larger[-1] else 4)
+    yield _tile("int8", weights["int8"], larger[-1], splits=1)
+    yield _tile("int8", weights["int8"], small, splits=1, dtype="fp32")
+    types = {"x": "*bf16", "words": "*i32", "scales": "*fp32", **dict.fromkeys(("inputs", "x_stride", "word_stride"), "i32")}
+    constants = {"WIDTH": weights["fp8"].width, "BLOCK_WORDS": BLOCK_WORDS}
+    yield "linear quantize", variant_of(quantize_rows, {**_arguments(types), **constants}, num_warps=8)
+
+
+def _arguments(types: Mapping[str, str]) -> dict[str, torch.dtype | int]:
+    """Returns an argument of each type; `ALIGNED` integers are multiples of 16 in each supported model."""
+    dtypes = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*i32": torch.int32}
+    return {name: dtypes.get(kind, ALIGNMENT if name in ALIGNED else ALIGNMENT + 1) for name, kind in types.items()}
+
+
+def _weights() -> Mapping[str, PackedWeight]:
+    weight = torch.zeros(1, 256)
+    blocks = Fp8Weight(values=weight.to(torch.float8_e4m3fn), scales=torch.ones(1, 2), group=128, dtype=torch.bfloat16)
+    return {"int4": pack(weight, "int4"), "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8")}
+
+
+def _tile(name: str, weight: PackedWeight, tile: LinearTile, *, splits: int, dtype: str = "bf16") -> Named:
+    label = f"linear tile {name} {tile.block_outputs}x{tile.block_rows}"
+    if dtype == "fp32":
+        return _variant(f"linear {dtype} {name}", multiply_tiles, weight, tile_constants(tile, splits), num_warps=4, dtype=dtype)
+    constants = tile_constants(tile, splits)
+    return _variant(label, multiply_tiles, weight, constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def _variant(
+    name: str,
+    kernel: Any,
+    weight: PackedWeight,
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    dtype: str = "bf16",
+) -> Named:
+    types = dict(_TYPES)
+    if kernel is multiply_tiles:  # before the sizes, as in the kernel
+        types = {key: types[key] for key in ("x", "words", "scales", "bias", "y")} | _PARTIAL | types
+    types |= {key: f"*{dtype}" for key in ("x", "bias", "y")}
+    types["scales"] = "*i32" if weight.format == "int4" else "*fp32"
+    arguments = {**_arguments(types), **constants, **constants_of(weight, has_bias=True, add=True)}
+    return name, variant_of(kernel, arguments, num_warps=num_warps, num_stages=num_stages)

@@ -1,0 +1,208 @@
+"""Checkpoints in fp8 give the tokens of their dequantised weights, at each tensor-parallel size; others are refused by name."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.decoder.matrices import MatrixReader
+from phalanx_runtime.model.linear.gpu import PackedTritonLinear
+from phalanx_runtime.model.linear.linear import DenseLinear
+from phalanx_runtime.model.linear.packed import Fp8Weight
+from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from phalanx_runtime.model.linear.scaled import ScaledLinear
+from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.quantization import Fp8Scheme, parse_quantization
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.weights import Checkpoint
+from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
+from tests.runtime.tiny import Family, save_tiny
+
+CPU = torch.device("cpu")
+SHAPE = (70, 150)
+PLAIN = Kernels()
+REQUESTS = [DriverRequest([3, 5, 8, 13]), DriverRequest([7])]
+
+
+def tokens(folder: Path, ranks: int, kernels: Kernels = PLAIN) -> list[list[int]]:
+    return on_ranks(folder, [1] * ranks, Build(kernels=kernels), lambda runner: Driver(runner).generate(REQUESTS, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3", "phi3"], ids=["separate", "joined"])
+def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, family: Family, kind: Kind) -> None:
+    folder, exact = tmp_path / "fp8", tmp_path / "exact"
+    save_fp8(save_tiny(tmp_path / "model", family), folder, exact, kind)
+    expected = tokens(exact, 1)
+    for ranks in (1, 2, 3):  # 3 ranks cut blocks
+        assert tokens(folder, ranks) == expected
+
+
+def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "fp8"
+    save_fp8(save_tiny(tmp_path / "model", num_hidden_layers=1), folder, tmp_path / "exact", "block")
+    with caplog.at_level(logging.INFO, "phalanx_runtime.model.decoder.load"):
+        tokens(folder, 1)
+    found = [vars(record) for record in caplog.records if record.message == "quantised checkpoint"]
+    assert [(record["scheme"], record["loaded_as"]) for record in found] == [("fp8 in blocks of 32 x 32", "torch.float32")]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fp8Scheme, torch.Tensor]:
+    """A folder with the weight `w`, its scheme, and the dequantised weight."""
+    folder, kind = tmp_path_factory.mktemp("weights"), request.param
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    scales, wide = scales_of(weight, kind)
+    values = (weight / wide).to(torch.float8_e4m3fn)
+    scheme = parse_quantization({"quantization_config": CONFIGS[kind]})
+    assert scheme is not None
+    save_file({"w.weight": values, f"w.{scheme.scale_names[-1]}": scales}, folder / "model.safetensors")
+    return folder, scheme, values.float() * wide
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_part_is_exact(stored: tuple[Path, Fp8Scheme, torch.Tensor], data: st.DataObject) -> None:
+    folder, scheme, exact = stored
+    axis = data.draw(st.sampled_from([0, 1]))
+    start = data.draw(st.integers(0, SHAPE[axis] - 1) | st.integers(0, SHAPE[axis] // 16 - 1).map(lambda unit: 16 * unit))
+    span = Span(start, data.draw(st.integers(start + 1, SHAPE[axis])))
+    with Checkpoint(folder, torch.float32, CPU) as checkpoint:
+        reader = MatrixReader(checkpoint, scheme)
+        part = reader.columns("w", SHAPE, span) if axis else reader.rows([("w", SHAPE[0], span)] * 2, SHAPE[1])
+    expected = exact[:, span.start : span.stop] if axis else torch.cat([exact[span.start : span.stop]] * 2)
+    assert isinstance(part, Fp8Weight)
+    assert torch.equal(part.dequantize(torch.float32), expected)
+    linear, x = make_linear(part, None, Kernels(triton=True)), torch.randn(1, expected.shape[1])
+    assert isinstance(linear, ScaledLinear | PackedTritonLinear) or (scheme.block is not None and span.start % 16)
+    assert isinstance(make_linear(part, None, Kernels()), DenseLinear)
+    if part.values.numel() < 2000:
+        torch.testing.assert_close(linear(x), x @ expected.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mix_of_fp8_and_other_weights_is_dequantised(stored: tuple[Path, Fp8Scheme, torch.Tensor], tmp_path: Path) -> None:
+    folder, scheme, exact = stored
+    other = torch.randn(6, SHAPE[1])
+    save_file({**load_file(folder / "model.safetensors"), "v.weight": other}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        mixed = MatrixReader(checkpoint, scheme).rows([("w", 70, Span(0, 70)), ("v", 6, Span(2, 6))], SHAPE[1])
+    assert isinstance(mixed, torch.Tensor) and torch.equal(mixed, torch.cat([exact, other[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({}, "w.weight_scale_inv or w.weight_scale is missing"),
+        ({"w.weight_scale_inv": torch.ones(2, 5)}, r"has shape \[2, 5\].*fp8 in blocks of 32 x 32"),
+    ],
+    ids=["missing", "other shape"],
+)
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path, tensors: Mapping[str, torch.Tensor], reason: str) -> None:
+    save_file({"w.weight": torch.zeros(SHAPE, dtype=torch.float8_e4m3fn), **tensors}, tmp_path / "model.safetensors")
+    scheme = parse_quantization({"quantization_config": CONFIGS["block"]})
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint, pytest.raises(ModelError, match=reason):
+        MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, 150))
+
+
+def test_fp8_without_a_config_is_refused(tmp_path: Path) -> None:
+    save_file({"w.weight": torch.zeros(SHAPE, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint, pytest.raises(ModelError, match="stored as F8_E4M3"):
+        MatrixReader(checkpoint, None).columns("w", SHAPE, Span(0, 150))
+
+
+COMPRESSED: dict[str, Any] = CONFIGS["tensor"]
+
+
+def weights(**changes: Any) -> dict[str, Any]:
+    group = COMPRESSED["config_groups"]["group_0"]
+    return {**COMPRESSED, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **changes}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq is not supported"),
+        ({"quant_method": "awq"}, "awq is not supported"),
+        ({"bits": 4}, "without quant_method"),
+        ([4], "expected an object"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 e5m2 is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"block size \[128\] is not supported"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "compressed-tensors pack-quantized is not supported"),
+        ({**COMPRESSED, "config_groups": {}}, "config_groups without weights"),
+        ({**COMPRESSED, "config_groups": {"group_0": {"weights": None}}}, "config_groups without weights"),
+        (weights(num_bits=4), r"4 bits \(float\) by tensor are not supported"),
+        (weights(type="int"), r"8 bits \(int\) by tensor are not supported"),
+        (weights(strategy="group"), "by group are not supported"),
+    ],
+)
+def test_another_scheme_is_refused_by_name(tmp_path: Path, config: Any, reason: str) -> None:
+    raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    raw |= {"intermediate_size": 96, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    with pytest.raises(ModelError, match=reason):
+        open_model(tmp_path)
+
+
+def test_groups_of_several_block_sizes_are_refused() -> None:
+    mixed = {**COMPRESSED["config_groups"], **CONFIGS["compressed block"]["config_groups"]}
+    groups = {"a": mixed["group_0"], "b": COMPRESSED["config_groups"]["group_0"]}
+    with pytest.raises(ModelError, match="several block sizes"):
+        parse_quantization({"quantization_config": {**COMPRESSED, "config_groups": groups}})
+
+
+def test_a_quantised_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
+    save_fp8(save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "fp8", tmp_path / "exact", "channel")
+    with pytest.raises(ModelError, match="int4: the checkpoint is quantised already"):
+        tokens(tmp_path / "fp8", 1, Kernels(precision="int4"))
+
+
+def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
+    save_fp8(save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "fp8", tmp_path / "exact", "channel")
+    with pytest.raises(ModelError, match="only the fused decoder loads quantised checkpoints"):
+        open_model(tmp_path / "fp8", "transformers")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_account_counts_every_weight_once(tmp_path: Path, precision: Literal["bf16", "fp8"], tied: bool) -> None:
+    """With `fp8` the head is rounded too, and a tied embedding stays beside it."""
+    folder = tmp_path / "fp8"
+    save_fp8(save_tiny(tmp_path / "model", tie_word_embeddings=tied), folder, tmp_path / "exact", "block")
+    options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(precision=precision, triton=True), positions=64)
+    model = open_model(folder).load(SoloCollective(), options)
+    assert isinstance(model, Decoder) and isinstance(model.embedding.weight, torch.Tensor)
+    linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    expected = sum(linear.num_bytes for linear in linears if linear is not None) + (2 * len(model.layers) + 1) * 64 * 4
+    expected += model.embedding.weight.nbytes + (0 if tied and precision == "bf16" else model.head.num_bytes)
+    assert model.num_bytes == expected
+    dense = open_model(tmp_path / "exact").load(SoloCollective(), replace(options, kernels=PLAIN))
+    assert model.num_bytes < dense.num_bytes
+
+
+def test_a_gated_layer_of_fp8_is_exact() -> None:
+    values = torch.randn(32, 16).to(torch.float8_e4m3fn)
+    weight = Fp8Weight(values=values, scales=torch.rand(32, 1), group=16, dtype=torch.float32)
+    x, expected = torch.randn(1, 16), weight.dequantize(torch.float32)
+    gates, ups = (x @ expected.t()).chunk(2, 1)
+    for kernels in (Kernels(), Kernels(compiled=True), Kernels(triton=True)):
+        gated = make_gated(weight, None, "silu", kernels)
+        torch.testing.assert_close(gated(x), torch.nn.functional.silu(gates) * ups, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_have_the_size_of_the_config() -> None:
+    scheme = parse_quantization({"quantization_config": CONFIGS["block"]})
+    assert scheme is not None and scheme.block == BLOCK and scheme.name == "fp8 in blocks of 32 x 32"
+    assert parse_quantization({"quantization_config": None}) is None
