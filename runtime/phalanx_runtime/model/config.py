@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
 from phalanx_runtime.model.mixture import Mixture, read_mixture
-from phalanx_runtime.model.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, read_ropes
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.model.staging import open_staging
 
 INDEX = "model.safetensors.index.json"
 

@@ -15,12 +15,12 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.copies.staging import GPU_READERS
 from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.model.staging import GPU_READERS
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer

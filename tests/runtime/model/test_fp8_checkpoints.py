@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
@@ -24,7 +25,6 @@ from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_line
 from phalanx_runtime.model.linear.scaled import ScaledLinear
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
-from phalanx_runtime.model.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.copies.staging import StagingRing, open_staging, read_in_threads
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.model.staging import StagingRing, open_staging, read_in_threads
 from tests.runtime.tiny import save_tiny
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.uploads import upload
+from phalanx_runtime.model.copies.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
 """Mask by sliding window, by default causal."""

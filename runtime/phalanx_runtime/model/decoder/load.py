@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.model.copies.staging import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.matrices import MatrixReader
@@ -25,9 +27,7 @@ from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
 from phalanx_runtime.model.protocol import LoadOptions
-from phalanx_runtime.model.quantization import Fp8Scheme
 from phalanx_runtime.model.rope import RopeTable
-from phalanx_runtime.model.staging import read_in_threads
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.model.quantization import Fp8Scheme
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
 

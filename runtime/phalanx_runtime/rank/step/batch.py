@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
-from phalanx_runtime.model.uploads import Array, upload
+from phalanx_runtime.model.copies.uploads import Array, upload
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
