@@ -47,7 +47,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The machine has /dev/nvidiactl."""
     nccl: str = ""
     can_compile: bool = True
-    """Triton, a C compiler and Python's headers exist."""
+    """Triton exists, with the image's compiled kernels or with a C compiler and Python's headers."""
     devices: list[Device] = []
     separated: list[tuple[int, int]] = []
     """Pairs of devices without peer access."""

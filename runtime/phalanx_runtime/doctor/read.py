@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from phalanx_runtime.doctor.machine import Device, Machine
+from phalanx_runtime.model.kernels.folder import usable_folder
 from phalanx_runtime.model.processor import BF16_FLAGS, choose_dtype, read_processor
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.server.devices.nvml import open_devices
@@ -107,7 +108,7 @@ def _shm_bytes(folder: Path) -> int:
 def _can_compile() -> bool:
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return find_spec("triton") is not None and bool(compiler) and headers.exists()
+    return find_spec("triton") is not None and (usable_folder() is not None or (bool(compiler) and headers.exists()))
 
 
 def _nccl_version() -> str:
