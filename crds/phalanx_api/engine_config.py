@@ -19,6 +19,7 @@ from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, METHOD_OF, SHAPE_OF, M
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Quantization = Literal["int8", "int4", "fp8"]
 ModelImpl = Literal["auto", "fused", "transformers"]
+KvCacheDtype = Literal["auto", "fp8", "int8", "int4"]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
 SpeculativeControl = Literal["adaptive", "fixed"]
@@ -151,6 +152,12 @@ class EngineConfig:
         ge=1,
         metavar="B",
         is_quantity=True,
+    )
+    kv_cache_dtype: KvCacheDtype = _setting(
+        "auto",
+        "store keys and values as fp8 (e4m3) or int8 with a scale per token and head, or as int4 with a scale and an offset per "
+        "64 dimensions; auto: in the dtype of the weights",
+        "spec.engine.kvCacheDtype",
     )
     gpu_memory_utilization: float = _setting(
         0.9,

@@ -50,8 +50,8 @@ class ModelShape:
     head_dim: int
     intermediate: int
     vocab: int
-    bytes_per_number: int = 2
-    """Of activations and KV."""
+    bytes_per_number: float = 2
+    """Of keys and values."""
     bytes_per_weight: int = 2
 
     @property
@@ -66,12 +66,12 @@ class ModelShape:
         return self.layer_weights + self.vocab * self.hidden
 
     @property
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self) -> float:
         """Bytes of one token in the KV cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
 
 
-def shape_of(config: Mapping[str, Any], bytes_per_number: int = 2, bytes_per_weight: int = 2) -> ModelShape:
+def shape_of(config: Mapping[str, Any], bytes_per_number: float = 2, bytes_per_weight: int = 2) -> ModelShape:
     """Returns the shape in a config.json. Raises KeyError if it is of another kind, such as a mixture of experts."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(key):

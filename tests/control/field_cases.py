@@ -117,6 +117,7 @@ _ENGINE = [
     change("engine.enforceEager", True),
     change("engine.enableExpertParallel", True),
     change("engine.quantization", "int4"),
+    change("engine.kvCacheDtype", "int8"),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx_api import wire
+from phalanx_api.engine_config import KvCacheDtype
 from phalanx_runtime.collective.connect import RankPlace, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.request import needs_history
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.model.attention.gpu import TritonAttention
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import Attention, LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
@@ -122,6 +124,7 @@ class Build:
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
     stages: int = 1
+    kv_cache_dtype: KvCacheDtype = "auto"
     grammars: type[RankGrammars] = RankGrammars
     proposer: Proposer = NO_PROPOSER
     """Proposer of every rank of the first stage."""
@@ -159,13 +162,15 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         has_exit=bool(build.speculative or build.make_proposer),
     )
     model = source.load(pipeline.peers, form, attention, pipeline.stage)
-    caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device)
+    format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
+    caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
     pool, proposer = PoolShape(build.num_pages, PAGE_SIZE), build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)
     if build.speculative:
-        spec = with_settings(make_spec(folder, collective.rank, collective.world_size), **build.speculative)
+        settings = {"kv_cache_dtype": build.kv_cache_dtype, **build.speculative}
+        spec = with_settings(make_spec(folder, collective.rank, collective.world_size), **settings)
         drafting = load_drafting(spec, model, pipeline, build.dtype, device)
         if pipeline.stage.is_first:
             proposer = make_proposer(spec, drafting, model, caches, pool, pipeline.peers)

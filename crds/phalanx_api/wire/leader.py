@@ -177,6 +177,12 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     layout: str = ""  # KV layout: ranks, stages, dtype, page size; equal for KV transfer
     page_bytes: int = 0  # over all ranks; 0: unknown
     version: str = ""  # hub commit or manifest digest, if downloaded
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def page_model(self) -> str:
+        """The model in page keys: pages of different KV dtypes have different keys."""
+        return self.model_hash if self.kv_cache_dtype == "auto" else f"{self.model_hash} {self.kv_cache_dtype}"
 
 
 class DeviceProblem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -44,7 +44,7 @@ class FleetView:
 
     def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Updates the prefix index."""
-        space = KeySpace(link.group_report.served.model_hash, link.group_report.page_size)
+        space = KeySpace(link.group_report.served.page_model, link.group_report.page_size)
         self.prefixes.apply(link.endpoint.key, space, changes)
 
     def link_removed(self, link: LeaderLink) -> None:

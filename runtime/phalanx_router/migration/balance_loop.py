@@ -201,5 +201,5 @@ def _view_of(session: StreamSession, view: GroupView | None = None) -> StreamVie
 
 def _has_hot_prefix(session: StreamSession, view: GroupView) -> bool:
     prefix = view.load.hot_prefix
-    keys = session.keys.keys(KeySpace(view.model_hash, view.capacity.page_size)) if prefix.key else ()
+    keys = session.keys.keys(KeySpace(view.page_model, view.capacity.page_size)) if prefix.key else ()
     return 0 < prefix.pages <= len(keys) and keys[prefix.pages - 1] == prefix.key

@@ -17,7 +17,8 @@ MAX_KEYS = 1 << 20
 class KeySpace(NamedTuple):
     """Groups with equal values use equal keys for equal content."""
 
-    model_hash: str
+    page_model: str
+    """Weights and KV dtype."""
     page_size: int
 
 
@@ -85,7 +86,7 @@ class PromptKeys:
         """Keys of the full pages, in order."""
         keys = self._by_space.get(space)
         if keys is None:
-            root = root_key(space.model_hash, "", self._tenant, self._cache_salt)
+            root = root_key(space.page_model, "", self._tenant, self._cache_salt)
             keys = self._by_space[space] = PrefixKeys(root, space.page_size).extend(self._tokens)
         return keys
 

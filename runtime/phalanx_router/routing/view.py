@@ -69,6 +69,7 @@ class GroupView:
     group: str = ""
     revision: str = ""
     model_hash: str = ""
+    page_model: str = ""  # in page keys
     layout: str = ""  # pages move only between equal ones
 
     state: Freshness = "fresh"

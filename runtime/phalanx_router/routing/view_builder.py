@@ -247,6 +247,7 @@ def make_view(
         group=report.group,
         revision=report.revision,
         model_hash=report.served.model_hash,
+        page_model=report.served.page_model,
         layout=report.served.layout,
         state=state,
         is_draining=report.is_draining,

@@ -108,12 +108,12 @@ def _run_engine(
             runner,
             Limits.of(spec.engine, ready.max_model_len),
             channel,
-            config=SchedulerConfig.of(spec.engine, ready.served.model_hash, runner.draft_failure),
+            config=SchedulerConfig.of(spec.engine, ready.served.page_model, runner.draft_failure),
             watcher=watcher,
             grammars=runner.grammars(),
             transport=transport,
             fitting=runner.fitting,
-            roofline=find_roofline(spec, runner.caches[0].k.device, runner.caches[0].k.dtype),
+            roofline=find_roofline(spec, runner.caches[0].k.device, runner.dtype),
         ).run()
 
 

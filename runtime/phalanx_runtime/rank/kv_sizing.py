@@ -6,6 +6,7 @@ import torch
 
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.errors import DraftLost, ModelError
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting
 from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes
@@ -59,7 +60,8 @@ def measure_kv_sizing(
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
-    size = page_bytes(model.kv, spec.engine.page_size, dtype) + drafting.page_bytes(spec.engine.page_size, dtype)
+    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims, device)
+    size = page_bytes(model.kv, spec.engine.page_size, dtype, format) + drafting.page_bytes(spec.engine.page_size)
     usable = _usable_bytes(spec, device, system)
     taken = held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)

@@ -14,6 +14,7 @@ from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.copies.staging import GPU_READERS
 from phalanx_runtime.model.invariant import invariance_obstacle
@@ -109,7 +110,8 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         drafting = without_drafting(f"with the draft model {sizing.lack}")
         sizing = measure(drafting=drafting)
     max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
-    caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device)
+    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
+    caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
     pool = PoolShape(sizing.num_pages, page_size)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer: Proposer = NO_PROPOSER
@@ -166,10 +168,17 @@ def _memory_account(
 def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: int) -> Served:
     """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
     name = str(dtype).removeprefix("torch.")
-    stages = spec.pipeline_parallel_size
+    stages, kv_dtype = spec.pipeline_parallel_size, spec.engine.kv_cache_dtype
+    pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
-    layout = f"tp{spec.world_size // stages} pp{stages} {name} page{spec.engine.page_size} heads{heads}"
-    return Served(model_hash(Path(spec.model_dir), name, spec.engine.quantization), layout, group_page_bytes, spec.model_version)
+    layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} heads{heads}"
+    return Served(
+        model_hash(Path(spec.model_dir), name, spec.engine.quantization),
+        layout,
+        group_page_bytes,
+        spec.model_version,
+        kv_dtype,
+    )
 
 
 def _choose_load_options(
@@ -211,7 +220,7 @@ def make_runner(
     device_limits: DeviceLimits | None = None,
 ) -> ModelRunner:
     """Makes a runner over these pages. `device_limits`: of the device path, which it opens."""
-    layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype) // len(model.kv.head_dims)
+    layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
     sampler = choose_sampler(device, model.vocab_size, grammars)
     device_step: StepQueue | None = None

@@ -17,6 +17,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import KvLayout, Model
@@ -82,10 +83,10 @@ def _measure(
     longest = max(tokens, longest)
     length = longest if device.type != "cpu" else min(longest, _max_cpu_context(model, tokens, spec.engine.page_size, dtype))
     plan, num_pages = _largest_plan(spec, tokens, length)
-    caches = make_caches(model.kv, num_pages, spec.engine.page_size, dtype, device)
-    for cache in caches:  # allocate before measuring: pages are no activations
-        cache.k.zero_()
-        cache.v.zero_()
+    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
+    caches = make_caches(model.kv, num_pages, spec.engine.page_size, dtype, device, format=format)
+    for tensor in (tensor for cache in caches for tensor in cache.tensors):
+        tensor.zero_()  # allocate before measuring: pages are no activations
     builder = BatchBuilder(CacheShape(spec.engine.page_size, model.kv.kv_heads, 1), dtype, device)
     hidden: list[Tensor] = []
 

@@ -13,16 +13,19 @@ from phalanx_runtime.rank_spec import RankSpec
 
 ENV_RATES = "PHALANX_DEVICE_RATES"
 """File with rates that `phalanx-runtime doctor --save` measured; it precedes the table of products."""
+KV_BYTES = {"fp8": 1, "int8": 1, "int4": 0.5}
+"""Bytes of a number in the KV cache, without scales."""
 
 
-def find_roofline(spec: RankSpec, device: torch.device, kv_dtype: torch.dtype) -> Roofline | None:
+def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> Roofline | None:
     """Returns the limit, if the rates of the device and the sizes of the model are known."""
     rates = read_rates(os.environ.get(ENV_RATES))
     if rates is None and device.type == "cuda":
         rates = product_rates(torch.cuda.get_device_name(device))
-    size = kv_dtype.itemsize
+    size, engine = dtype.itemsize, spec.engine
+    kv_size = KV_BYTES.get(engine.kv_cache_dtype, size)
     try:
-        shape = shape_of(read_json(Path(spec.model_dir)), size, 1 if spec.engine.quantization == "int8" else size)
+        shape = shape_of(read_json(Path(spec.model_dir)), kv_size, 1 if engine.quantization == "int8" else size)
     except (KeyError, ModelError):
         return None
     return None if rates is None else Roofline(shape=shape, rates=rates, num_devices=spec.world_size)

@@ -119,6 +119,11 @@ class ModelRunner:
         """This rank's pages of the target."""
         return self._caches
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._builder.dtype
+
     def page_access(self) -> PageAccess:
         """This rank's pages for KV transfer, from any thread."""
         return PageAccess(
@@ -274,13 +279,13 @@ class ModelRunner:
         """Copies pages and strays, updates page tables."""
         for source, target in plan.copies:
             for cache in self._all_caches:
-                cache.k[target].copy_(cache.k[source])
-                cache.v[target].copy_(cache.v[source])
+                for tensor in cache.tensors:
+                    tensor[target].copy_(tensor[source])
         self._builder.update(plan)
         if plan.relocations:
             sources, targets = self._builder.stray_slots(plan)
             for cache in self._caches:
-                for tensor in (cache.k, cache.v):
+                for tensor in cache.tensors:
                     slots = tensor.view(-1, tensor.shape[-1])
                     slots.index_copy_(0, targets, slots.index_select(0, sources))
 

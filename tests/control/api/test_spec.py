@@ -385,7 +385,7 @@ def test_every_default_has_the_required_fields() -> None:
     assert incomplete({"required": ["name"], "default": {"key": "keys"}, "properties": {}}) == ["spec"]
 
 
-@pytest.mark.parametrize(("parent", "field"), [("model", "adapters"), ("engine", "kvCache"), ("engine", "kvCacheDtype")])
+@pytest.mark.parametrize(("parent", "field"), [("model", "adapters"), ("engine", "kvCache")])
 def test_every_field_has_an_effect(parent: str, field: str) -> None:
     """The API server refuses unknown fields (tests/cluster/test_rules.py), and so does the builder of tests."""
     node = schema()["properties"]["spec"]["properties"][parent]

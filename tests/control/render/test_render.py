@@ -123,6 +123,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "enforceEager": True,
         "enableExpertParallel": True,
         "quantization": "int8",
+        "kvCacheDtype": "int8",
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},

@@ -135,7 +135,7 @@ SPACE = KeySpace("hash", 4)
 
 
 def keys_of(tokens: list[int], space: KeySpace = SPACE) -> list[bytes]:
-    return PrefixKeys(root_key(space.model_hash), space.page_size).extend(tokens)
+    return PrefixKeys(root_key(space.page_model), space.page_size).extend(tokens)
 
 
 def test_hits_are_the_prompts_pages_in_a_group() -> None:

@@ -15,24 +15,19 @@ from phalanx_api import wire
 from phalanx_api.speculation import Method, Speculation, Tree, TreeShape
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
-from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import ModelImpl
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.equality.groups import GROUPS
 from tests.runtime.equality.oracle import Oracle
 from tests.runtime.equality.requests import FIELDS, REPEATING, ROOMY, assert_equal, repeating, requests
+from tests.runtime.equality.trees import LIMITS, make_config
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
 
 REPLAYED = 9
 """Tokens delivered before."""
-LIMITS: dict[str, tuple[Limits, int]] = {
-    "together": (ROOMY, 200),
-    "chunks of 7": (Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=26), 200),
-    "preempted": (Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64), 11),
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +55,6 @@ def proposers(folder: Path, plain: list[Served]) -> dict[str, dict[str, Any]]:
         "twin": {"speculative": {"speculative_method": "draft", "draft_dir": str(twin)}},
         "self_draft": {"speculative": {"speculative_method": "self_draft", "draft_exit": str(exit)}},
     }
-
-
-def make_config(
-    method: Method, shape: TreeShape = "best_first", widths: tuple[int, ...] = (3, 2), most: int = 8
-) -> SchedulerConfig:
-    tree = Tree(list(widths), shape)
-    return SchedulerConfig(
-        speculation=SpeculationConfig(
-            method=method, num_tokens=most, is_adaptive=False, draft_methods=frozenset({method}), tree=tree
-        )
-    )
 
 
 def run(

@@ -24,6 +24,7 @@ V3 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v3").f
 V4 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v4").flags
 CHOICES = {
     "bf16": ("x86_64", V4 | {"avx512_bf16", "amx_bf16"}, "x86-64-v4-bf16"),
+    "VBMI": ("x86_64", V4 | {"avx512_bf16", "avx512vbmi"}, "x86-64-v4-vbmi"),
     "AVX-512": ("x86_64", V4 | {"avx512_vnni"}, "x86-64-v4"),
     "AVX2": ("x86_64", V3, "x86-64-v3"),
     "AVX-512 in part": ("x86_64", V4 - {"avx512vl"}, "x86-64-v3"),
@@ -47,7 +48,7 @@ def test_missing_kernel_file_is_not_loaded(tmp_path: Path) -> None:
     assert find_prebuilt(tmp_path, "x86_64", V4) is None
     (tmp_path / "x86-64-v4-0123456789abcdef.so").touch()
     assert find_prebuilt(tmp_path, "x86_64", V4) is None, "it has other sources"
-    v3 = prebuilt_path(tmp_path, INSTRUCTION_SETS[2])
+    v3 = prebuilt_path(tmp_path, INSTRUCTION_SETS[3])
     v3.touch()
     assert find_prebuilt(tmp_path, "x86_64", V4) == v3
 
@@ -74,9 +75,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("compiler")
 def test_an_image_is_given_every_level_of_its_architecture(tmp_path: Path) -> None:
     folder = tmp_path / "built"
-    assert prebuild(folder, "x86_64") == ["x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
-    assert sorted(folder.iterdir()) == sorted(prebuilt_path(folder, target) for target in INSTRUCTION_SETS[:3])
-    for target in INSTRUCTION_SETS[:3]:
+    assert prebuild(folder, "x86_64") == ["x86-64-v4-vbmi", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3"]
+    assert sorted(folder.iterdir()) == sorted(prebuilt_path(folder, target) for target in INSTRUCTION_SETS[:4])
+    for target in INSTRUCTION_SETS[:4]:
         assert all(option in prebuilt_path(folder, target).read_text() for option in target.options)
     assert prebuild(folder, "riscv64") == []
 
@@ -96,7 +97,7 @@ def test_failed_compilation_leaves_no_file_and_fails_the_build(tmp_path: Path) -
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
 def test_prebuilt_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the lowest instruction set, which every test machine has."""
-    target = INSTRUCTION_SETS[2]
+    target = INSTRUCTION_SETS[3]
     compile_to(prebuilt_path(tmp_path, target), target.options)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PHALANX_CACHE", str(tmp_path / "cache"))

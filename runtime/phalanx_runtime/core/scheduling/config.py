@@ -21,7 +21,7 @@ class SchedulerConfig:
     eviction_policy: EvictionPolicy = "adaptive"
     prefix_caching: bool = True
     model: str = ""
-    """The model's hash, part of every page key."""
+    """The model's hash and the KV dtype, part of every page key."""
     speculation: SpeculationConfig = NO_SPECULATION
 
     @staticmethod

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, turned_dims
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionChunk,
@@ -26,11 +27,19 @@ MAX_GROUP = 64
 _AttendSizes = ctypes.c_int64 * 7
 _DecodeSizes = ctypes.c_int64 * 8
 _WriteSizes = ctypes.c_int64 * 5
+_TurnSizes = ctypes.c_int64 * 5
+_Pages = ctypes.c_int64 * 5
+_FORMATS = {None: 0, FORMATS["int8"]: 1, FORMATS["fp8"]: 2, FORMATS["int4"]: 3}
+"""The kernels' number of each page format."""
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def can_decode(library: Library, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+def can_decode(
+    library: Library, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, format: PageFormat | None = None
+) -> bool:
     """Whether the decode kernel supports the shape."""
-    lanes = {torch.float32: library.lanes, torch.bfloat16: 2 * library.lanes}.get(dtype)
+    wide = library.lanes if format is not None else 2 * library.lanes
+    lanes = {torch.float32: library.lanes, torch.bfloat16: wide}.get(dtype)
     return lanes is not None and head_dim % lanes == 0 and heads // kv_heads <= MAX_GROUP
 
 
@@ -104,22 +113,22 @@ class NativeAttention(PagedAttention):
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        kv_heads, page, dim = cache.k.shape[1:]
+        (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
         is_supported = params.sinks is None and can_attend(self._library, page, dim, q.dtype)
-        if not is_supported or q.stride(1) != dim or q.stride(2) != 1:
+        if not is_supported or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if self._batch is not batch:  # shared by the layers
             self._batch, self._runs = batch, make_runs(batch)
         if params.window is not None and params.window < self._runs.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
+        q, k = self._turn(q, k, cache)
         if not is_written:
             self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
             *(
                 q.data_ptr(),
-                cache.k.data_ptr(),
-                cache.v.data_ptr(),
+                _pages(cache),
                 self._runs.runs.data_ptr(),
                 len(self._runs.runs),
                 out.data_ptr(),
@@ -133,17 +142,35 @@ class NativeAttention(PagedAttention):
         self.num_prefilled += q.shape[0] - decoded
         return out
 
+    def _turn(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        if cache.format is None or q.dtype not in _DTYPES:
+            return super()._turn(q, k, cache)
+        if not _is_packed(q) or not _is_packed(k):
+            return super()._turn(q, k, cache)
+        return self._turned(q), self._turned(k)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        sizes = _TurnSizes(*x.shape, turned_dims(x.shape[2]), x.stride(0))
+        self._library.functions.phalanx_turn(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
+        return out
+
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         size, dim = k.element_size(), k.shape[2]
-        if any(part.stride(2) != 1 or part.stride(1) != dim for part in (k, v)):
+        if not _is_packed(k) or not _is_packed(v) or (cache.format is not None and k.dtype not in _DTYPES):
             return super()._write(k, v, cache, slots)
+        if cache.format is not None:
+            sizes = _WriteSizes(k.shape[0], k.shape[1], dim, k.stride(0), v.stride(0))
+            is_bf16 = k.dtype == torch.bfloat16
+            self._library.functions.phalanx_encode(*(is_bf16, k.data_ptr(), v.data_ptr(), _pages(cache), slots.data_ptr(), sizes))
+            return
         sizes = _WriteSizes(k.shape[0], k.shape[1], dim * size, k.stride(0) * size, v.stride(0) * size)
         addresses = (part.data_ptr() for part in (k, v, cache.k, cache.v, slots))
         self._library.functions.phalanx_write(*addresses, sizes)
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
-        kv_heads, page, dim = cache.k.shape[1:]
-        if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype):
+        (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
+        if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
         sinks = None if params.sinks is None else params.sinks.float()
@@ -152,8 +179,7 @@ class NativeAttention(PagedAttention):
             *(
                 q.dtype == torch.bfloat16,
                 q.data_ptr() + band.start * q.stride(0) * q.element_size(),
-                cache.k.data_ptr(),
-                cache.v.data_ptr(),
+                _pages(cache),
                 band.tables.data_ptr(),
                 band.device_lengths.data_ptr(),
                 out.data_ptr() + band.start * out.stride(0) * out.element_size(),
@@ -163,6 +189,18 @@ class NativeAttention(PagedAttention):
                 None if sinks is None else sinks.data_ptr(),
             ),
         )
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether the heads of a token are contiguous."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _pages(cache: LayerCache) -> ctypes.Array[ctypes.c_int64]:
+    """Returns the layer's format and addresses: keys, values, their scales."""
+    scales = (cache.k_scales, cache.v_scales)
+    addresses = (0 if part is None else part.data_ptr() for part in scales)
+    return _Pages(_FORMATS[cache.format], cache.k.data_ptr(), cache.v.data_ptr(), *addresses)
 
 
 def open_cpu_attention(is_batch_invariant: bool) -> Attention:

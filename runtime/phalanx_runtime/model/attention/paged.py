@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx_runtime.model.attention.page_format import PageFormat, turned
 from phalanx_runtime.model.copies.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
@@ -41,10 +42,34 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, [pages, kv_heads, page, head_dim] each."""
+    """One layer's keys and values, [pages, kv_heads, page, head_dim] each; codes of a format have its `code_dim` instead."""
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    """[pages, kv_heads, page, num_scales], bf16, with a format."""
+    v_scales: Tensor | None = None
+    format: PageFormat | None = field(default=None, kw_only=True)
+    """Default: keys and values in the dtype of the weights."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a page holds; the first dimension of each is the page."""
+        scales = (self.k_scales, self.v_scales)
+        return (self.k, self.v, *(tensor for tensor in scales if tensor is not None))
+
+    def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns keys and values, [rows, page, head_dim]. `rows`: of the cache as [pages * kv_heads, ...]."""
+        keys, values = (part.flatten(0, 1).index_select(0, rows) for part in (self.k, self.v))
+        if self.format is None:
+            return keys, values
+        assert self.k_scales is not None and self.v_scales is not None, "a format has scales"
+        k_scales, v_scales = (part.flatten(0, 1).index_select(0, rows) for part in (self.k_scales, self.v_scales))
+        return self.format.decode(keys, k_scales, dtype), self.format.decode(values, v_scales, dtype)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Returns keys, as written, or values, as attention reads them back."""
+        return x if self.format is None else self.format.decode(*self.format.encode(x), x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +188,20 @@ class Attention(Protocol):
         ...
 
 
+def turn(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys as the cache's format stores keys."""
+    return (turned(q), turned(k)) if cache.format is not None else (q, k)
+
+
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes k and v, [tokens, kv_heads, dim] each."""
-    dim = k.shape[-1]
-    cache.k.view(-1, dim).index_copy_(0, slots, k.reshape(-1, dim))
-    cache.v.view(-1, dim).index_copy_(0, slots, v.reshape(-1, dim))
+    parts: tuple[Tensor, ...] = (k, v)
+    if cache.format is not None:
+        (k_codes, k_scales), (v_codes, v_scales) = cache.format.encode(k), cache.format.encode(v)
+        parts = (k_codes, v_codes, k_scales, v_scales)
+    for target, part in zip(cache.tensors, parts, strict=True):
+        dim = target.shape[-1]
+        target.view(-1, dim).index_copy_(0, slots, part.reshape(-1, dim))
 
 
 class PagedAttention:
@@ -192,6 +226,7 @@ class PagedAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
+        q, k = self._turn(q, k, cache)
         if not is_written:
             self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -201,17 +236,20 @@ class PagedAttention:
             self._prefill(q, k, v=v, cache=cache, chunk=chunk, params=params, out=out)
         return out.view(q.shape[0], -1)
 
+    def _turn(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        return turn(q, k, cache)
+
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         write_pages(k, v, cache, slots)
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
-        kv_heads, page, dim = cache.k.shape[1:]
+        (kv_heads, page), dim = cache.k.shape[1:3], q.shape[-1]
         cache_rows, mask = band.cache_rows.view(band.size, -1), band.masks[params.window]
         assert mask is not None, "a band is padded"
-        size = max(1, self._gather_bytes // (2 * cache_rows.shape[1] * page * dim * cache.k.element_size()))
+        size = max(1, self._gather_bytes // (2 * cache_rows.shape[1] * page * dim * q.element_size()))
         for first in range(0, band.size, size):
             part = slice(first, first + size)
-            keys, values = self._gather(cache, cache_rows[part].reshape(-1))
+            keys, values = self._gather(cache, cache_rows[part].reshape(-1), q.dtype)
             shape = (len(cache_rows[part]), kv_heads, -1, dim)
             rows = slice(band.start + first, band.start + first + shape[0])
             sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1, 1)
@@ -221,13 +259,14 @@ class PagedAttention:
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: AttentionChunk, params: AttentionParams, out: Tensor
     ) -> None:
-        kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
+        kv_heads, dim = cache.k.shape[1], q.shape[-1]
         group = q.shape[1] // kv_heads
         rows = slice(chunk.start, chunk.start + chunk.size)
         if chunk.cache_rows is None:
-            keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+            keys, values = (cache.rounded(part[rows]).transpose(0, 1) for part in (k, v))
         else:
-            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in self._gather(cache, chunk.cache_rows))
+            gathered = self._gather(cache, chunk.cache_rows, q.dtype)
+            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in gathered)
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, chunk.length, dim)
@@ -236,7 +275,9 @@ class PagedAttention:
         attended = attend(queries, keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape), mask, params, sinks=sinks)
         out[rows].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
 
-    def _gather(self, cache: LayerCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if cache.format is not None:
+            return cache.read(rows, dtype)
         size = cache.k.shape[2] * cache.k.shape[3]
         needed = rows.numel() * size
         if self._k.numel() < needed or self._k.dtype != cache.k.dtype:
@@ -305,6 +346,7 @@ class DenseAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
+        q, k = turn(q, k, cache)
         if not is_written:
             write_pages(k, v, cache, batch.slots)
         rows = [
@@ -331,9 +373,12 @@ def _visible_slots(chunk: AttentionChunk, i: int) -> Sequence[int]:
 def _attend(q: Tensor, cache: LayerCache, table: Tensor, visible: Sequence[int], params: AttentionParams) -> Tensor:
     """q: [heads, dim]. `visible`: slots."""
     slots = torch.tensor(visible if params.window is None else visible[-params.window :])
-    kv_heads, dim = cache.k.shape[1], cache.k.shape[3]
-    keys = cache.k[table].transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
-    values = cache.v[table].transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
+    kv_heads, dim = cache.k.shape[1], q.shape[-1]
+    cache_rows = (table[:, None] * kv_heads + torch.arange(kv_heads)).flatten()
+    keys, values = (
+        part.view(-1, kv_heads, *part.shape[1:]).transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
+        for part in cache.read(cache_rows, q.dtype)
+    )
     group = q.shape[0] // kv_heads
     logits = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * _scale(params, dim)
     if params.softcap is not None:

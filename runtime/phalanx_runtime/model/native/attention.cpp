@@ -3,9 +3,10 @@
 // A work item is (row, split, KV head). Splits have a fixed number of tokens, so results do not depend on the batch; rows with
 // several splits are merged at the end.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "codes.h"
 
 namespace {
 
@@ -85,20 +86,37 @@ inline void weigh(const float* weights, const bf16* const* values, int64_t dim, 
     }
 }
 
+// Key and value of a slot: in place, or expanded into the tile.
+template <typename K>
+inline void read(const Pages& pages, int64_t slot, int64_t dim, float* tile, const K*& key, const K*& value) {
+    if constexpr (std::is_same_v<K, float>) {
+        if (pages.format != PLAIN) {
+            const int64_t bytes = code_bytes(pages.format, dim), scales = num_scales(pages.format, dim);
+            expand(pages.format, pages.k + slot * bytes, pages.k_scales + slot * scales, dim, tile);
+            expand(pages.format, pages.v + slot * bytes, pages.v_scales + slot * scales, dim, tile + dim);
+            key = tile;
+            value = tile + dim;
+            return;
+        }
+    }
+    key = reinterpret_cast<const K*>(pages.k) + slot * dim;
+    value = reinterpret_cast<const K*>(pages.v) + slot * dim;
+}
+
 // Scratch of one thread: queries, sums, and per query head the maximum logit and the sum of weights.
 struct Scratch {
-    std::vector<float> q, out;
+    std::vector<float> q, out, tile;
     float top[MAX_GROUP], mass[MAX_GROUP];
     vf part[MAX_GROUP][W];
     alignas(64) float weights[MAX_GROUP * W];
 };
 
-template <typename T>
-void attend(const Task& task, const Item& item, const T* q, const T* k, const T* v, const int64_t* table, Scratch& s) {
+// K: type of keys and values in the cache, or of numbers expanded from codes.
+template <typename K, typename T>
+void attend(const Task& task, const Item& item, const T* q, const Pages& pages, const int64_t* table, Scratch& s) {
     const int64_t dim = task.dim, group = task.heads / task.kv_heads;
-    const int64_t lump = task.page * dim, page_step = task.kv_heads * lump;
     for (int64_t g = 0; g < group; g++) {
-        for (int64_t d = 0; d < dim; d++) s.q[g * dim + Order<T>::at(d, dim)] = widen(q[g * dim + d]) * task.scale;
+        for (int64_t d = 0; d < dim; d++) s.q[g * dim + Order<K>::at(d, dim)] = widen(q[g * dim + d]) * task.scale;
         const bool has_sink = task.sinks && item.has_sink;
         s.top[g] = has_sink ? task.sinks[item.head * group + g] : -INFINITY;
         s.mass[g] = has_sink ? 1.0f : 0.0f;
@@ -107,13 +125,12 @@ void attend(const Task& task, const Item& item, const T* q, const T* k, const T*
     vi lanes;
     for (int i = 0; i < W; i++) lanes[i] = i;
     for (int64_t at = item.first; at < item.last; at += W) {
-        const T *keys[W], *values[W];
+        const K *keys[W], *values[W];
         const int count = static_cast<int>(std::min<int64_t>(W, item.last - at));
         for (int i = 0; i < W; i++) {
             const int64_t token = at + std::min(i, count - 1);
-            const int64_t from = table[token / task.page] * page_step + item.head * lump + token % task.page * dim;
-            keys[i] = k + from;
-            values[i] = v + from;
+            const int64_t slot = (table[token / task.page] * task.kv_heads + item.head) * task.page + token % task.page;
+            read(pages, slot, dim, &s.tile[2 * i * dim], keys[i], values[i]);
         }
         scores(s.q.data(), keys, dim, static_cast<int>(group), s.part);
         for (int64_t g = 0; g < group; g++) {
@@ -140,9 +157,9 @@ void attend(const Task& task, const Item& item, const T* q, const T* k, const T*
     }
 }
 
-template <typename T>
+template <typename K, typename T>
 void write(const float* sums, float mass, int64_t dim, T* out) {
-    for (int64_t d = 0; d < dim; d++) narrow(sums[Order<T>::at(d, dim)] / mass, out + d);
+    for (int64_t d = 0; d < dim; d++) narrow(sums[Order<K>::at(d, dim)] / mass, out + d);
 }
 
 // Stores the partial result of an item: per query head the sums, the maximum logit, the sum of weights.
@@ -154,7 +171,7 @@ void keep(const Scratch& s, int64_t group, int64_t dim, float* part) {
     }
 }
 
-template <typename T>
+template <typename K, typename T>
 void merge(const float* parts, int64_t splits, int64_t group, int64_t dim, T* out) {
     std::vector<float> sums(dim);
     const int64_t step = group * (dim + 2);
@@ -167,12 +184,12 @@ void merge(const float* parts, int64_t splits, int64_t group, int64_t dim, T* ou
             mass += share * parts[i * step + dim + 1];
             for (int64_t d = 0; d < dim; d++) sums[d] += share * parts[i * step + d];
         }
-        write(sums.data(), mass, dim, out);
+        write<K>(sums.data(), mass, dim, out);
     }
 }
 
-template <typename T>
-void decode(const Task& task, const T* q, const T* k, const T* v, const int64_t* tables, const int64_t* lengths, T* out) {
+template <typename K, typename T>
+void decode(const Task& task, const T* q, const Pages& pages, const int64_t* tables, const int64_t* lengths, T* out) {
     const int64_t dim = task.dim, group = task.heads / task.kv_heads;
     std::vector<Item> items;
     std::vector<int64_t> merged;
@@ -192,22 +209,23 @@ void decode(const Task& task, const T* q, const T* k, const T* v, const int64_t*
         Scratch scratch;
         scratch.q.resize(group * dim);
         scratch.out.resize(group * dim);
+        scratch.tile.resize(2 * W * dim);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; i++) {
             const Item& item = items[i];
             const int64_t head = item.head * group * dim;
-            attend(task, item, q + item.row * task.q_stride + head, k, v, tables + item.row * task.table_width, scratch);
+            attend<K>(task, item, q + item.row * task.q_stride + head, pages, tables + item.row * task.table_width, scratch);
             if (item.slot) {
                 keep(scratch, group, dim, &parts[i * part]);
                 continue;
             }
             T* to = out + item.row * task.heads * dim + head;
-            for (int64_t g = 0; g < group; g++) write(&scratch.out[g * dim], scratch.mass[g], dim, to + g * dim);
+            for (int64_t g = 0; g < group; g++) write<K>(&scratch.out[g * dim], scratch.mass[g], dim, to + g * dim);
         }
     }
     for (int64_t i : merged) {
         const Item& item = items[i];
-        merge(&parts[i * part], item.slot, group, dim, out + (item.row * task.heads + item.head * group) * dim);
+        merge<K>(&parts[i * part], item.slot, group, dim, out + (item.row * task.heads + item.head * group) * dim);
     }
 }
 
@@ -217,18 +235,19 @@ extern "C" {
 
 int64_t phalanx_lanes() { return W; }
 
-// q: [rows, heads, dim] with q_stride between rows. k, v: [pages, kv_heads, page, dim]. tables: [rows, table_width].
-// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks: [heads], or null. is_bf16: dtype of q, k, v and out. dim is a multiple of the
-// lanes, in bf16 of twice the lanes. At most 64 query heads per KV head.
-void phalanx_decode(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* tables, const int64_t* lengths,
-                    void* out, const int64_t* sizes, double scale, double softcap, const float* sinks) {
+// q: [rows, heads, dim] with q_stride between rows. pages: [pages, kv_heads, page, ...]. tables: [rows, table_width].
+// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks: [heads], or null. is_bf16: dtype of q and out, and of
+// pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 64 query heads per KV
+// head.
+void phalanx_decode(int64_t is_bf16, const void* q, const Pages* pages, const int64_t* tables, const int64_t* lengths, void* out,
+                    const int64_t* sizes, double scale, double softcap, const float* sinks) {
     const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
                     static_cast<float>(scale), static_cast<float>(softcap), sinks};
-    if (is_bf16)
-        decode(task, static_cast<const bf16*>(q), static_cast<const bf16*>(k), static_cast<const bf16*>(v), tables, lengths,
-               static_cast<bf16*>(out));
+    if (!is_bf16)
+        decode<float>(task, static_cast<const float*>(q), *pages, tables, lengths, static_cast<float*>(out));
+    else if (pages->format == PLAIN)
+        decode<bf16>(task, static_cast<const bf16*>(q), *pages, tables, lengths, static_cast<bf16*>(out));
     else
-        decode(task, static_cast<const float*>(q), static_cast<const float*>(k), static_cast<const float*>(v), tables, lengths,
-               static_cast<float*>(out));
+        decode<float>(task, static_cast<const bf16*>(q), *pages, tables, lengths, static_cast<bf16*>(out));
 }
 }

@@ -31,6 +31,9 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (
+    InstructionSet(
+        "x86-64-v4-vbmi", "x86_64", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"), _V4 | {"avx512_bf16", "avx512vbmi"}
+    ),
     InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),

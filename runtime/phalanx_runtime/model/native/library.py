@@ -69,10 +69,10 @@ def _open(path: Path) -> Library:
     functions = ctypes.CDLL(str(path))
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     functions.phalanx_lanes.restype = count
-    functions.phalanx_decode.argtypes = [count, *[pointer] * 7, number, number, pointer]
+    functions.phalanx_decode.argtypes = [count, *[pointer] * 6, number, number, pointer]
     functions.phalanx_decode.restype = None
     functions.phalanx_attends.restype = count
-    functions.phalanx_attend.argtypes = [*[pointer] * 4, count, *[pointer] * 2, number, number]
+    functions.phalanx_attend.argtypes = [*[pointer] * 3, count, *[pointer] * 2, number, number]
     functions.phalanx_attend.restype = None
     functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
     functions.phalanx_linear.restype = None
@@ -82,4 +82,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_rotate.restype = None
     functions.phalanx_write.argtypes = [pointer] * 6
     functions.phalanx_write.restype = None
+    functions.phalanx_encode.argtypes = [count, *[pointer] * 5]
+    functions.phalanx_encode.restype = None
+    functions.phalanx_turn.argtypes = [count, *[pointer] * 3]
+    functions.phalanx_turn.restype = None
     return Library(path.stem, functions, int(functions.phalanx_lanes()), bool(functions.phalanx_attends()))

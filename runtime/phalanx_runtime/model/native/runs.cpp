@@ -3,12 +3,13 @@
 // A run is the last tokens of a request's context. A work item is (run, tile of its tokens, KV head): it processes the context in
 // blocks of 64 reordered keys with an online softmax. Blocks start at multiples of 64, so results do not depend on the chunks of a
 // prompt. A single token with a long context is split, and merged at the end; for batch invariance it is computed like several.
+// Codes of compressed pages are expanded block by block, exactly; their scales multiply scores and weights.
 #include <omp.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "codes.h"
 
 #if defined(__AVX512BF16__)
 namespace {
@@ -45,6 +46,9 @@ struct Scratch {
     std::vector<int64_t> position, slot, line;
     std::vector<__m512> mass;
     std::vector<uint32_t> keys, values;
+    std::vector<bf16> key_tile, value_tile;  // expanded codes of a block
+    alignas(64) float key_scales[BLOCK], value_scales[BLOCK];
+    bool has_scales = false;
     int64_t base = NO_TREE;
 
     void reserve(int64_t rows, int64_t dim) {
@@ -57,6 +61,8 @@ struct Scratch {
         mass.resize(rows);
         keys.resize(BLOCK * dim / 2);
         values.resize(BLOCK * dim / 2);
+        key_tile.resize(BLOCK * dim);
+        value_tile.resize(BLOCK * dim);
     }
 };
 
@@ -172,6 +178,7 @@ inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool 
         __m512 best = _mm512_set1_ps(LOWEST);
         for (int v = 0; v < vectors; v++) {
             __m512 x = score[r][v] * task.scale;
+            if (s.has_scales) x *= _mm512_load_ps(&s.key_scales[PAGE * v]);
             if (task.softcap > 0) x = capped(x, task.softcap) * LOG2_E;
             if (masked)
                 x = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(task, s, row + r, key + PAGE * v), x);
@@ -183,8 +190,9 @@ inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool 
         s.top[row + r] = top;
         __m512 mass = s.mass[row + r] * shrink[r];
         for (int v = 0; v < vectors; v++) {
-            const __m512 weight = power_of_two(score[r][v] - top);
+            __m512 weight = power_of_two(score[r][v] - top);
             mass += weight;
+            if (s.has_scales) weight *= _mm512_load_ps(&s.value_scales[PAGE * v]);
             _mm256_store_si256(reinterpret_cast<__m256i*>(&weights[r][PAGE * v]), (__m256i)_mm512_cvtneps_pbh(weight));
         }
         s.mass[row + r] = mass;
@@ -247,9 +255,89 @@ void meet_block(const Task& task, Scratch& s, int64_t rows, int64_t key, int64_t
     }
 }
 
-// Offset of 16 tokens of a KV head; pages are a multiple of 16 tokens.
+// Slot of 16 tokens of a KV head; pages are a multiple of 16 tokens.
 inline int64_t place(const Task& task, const Item& item, int64_t token) {
-    return ((item.run->table[token / task.page] * task.kv_heads + item.head) * task.page + token % task.page) * task.dim;
+    return (item.run->table[token / task.page] * task.kv_heads + item.head) * task.page + token % task.page;
+}
+
+// Expands codes of fp8 or int8 without their scales, which is exact. `size` is a multiple of 64.
+struct Expansion {
+    alignas(64) uint8_t low[128], high[128];  // bytes of the bf16 number by magnitude
+    uint8_t magnitude_mask;
+
+    explicit Expansion(int64_t format) : magnitude_mask(format == FP8 ? 0x7f : 0) {
+        for (int code = 0; code < 128; code++) {
+            bf16 number;
+            narrow(format == FP8 ? from_fp8(static_cast<uint8_t>(code)) : static_cast<float>(code), &number);
+            low[code] = static_cast<uint8_t>(number.bits);
+            high[code] = static_cast<uint8_t>(number.bits >> 8);
+        }
+    }
+
+    void operator()(const uint8_t* codes, int64_t size, bf16* out) const {
+#if defined(__AVX512VBMI__)
+        const __m512i low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
+        const __m512i high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
+        const __m512i sign_bit = _mm512_set1_epi8(static_cast<char>(0x80));
+        alignas(64) uint8_t order[128];
+        for (int i = 0; i < 64; i++) order[2 * i] = static_cast<uint8_t>(i), order[2 * i + 1] = static_cast<uint8_t>(64 + i);
+        const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 64);
+        for (int64_t at = 0; at < size; at += 64) {
+            const __m512i code = _mm512_loadu_si512(codes + at), sign = _mm512_and_si512(code, sign_bit);
+            const __m512i magnitude = magnitude_mask ? _mm512_andnot_si512(sign_bit, code) : _mm512_abs_epi8(code);
+            const __m512i lows = _mm512_permutex2var_epi8(low0, magnitude, low1);
+            const __m512i highs = _mm512_or_si512(_mm512_permutex2var_epi8(high0, magnitude, high1), sign);
+            _mm512_storeu_si512(out + at, _mm512_permutex2var_epi8(lows, first, highs));
+            _mm512_storeu_si512(out + at + 32, _mm512_permutex2var_epi8(lows, second, highs));
+        }
+#else
+        if (magnitude_mask)
+            for (int64_t at = 0; at < size; at++) narrow(from_fp8(codes[at]), out + at);
+        else
+            for (int64_t at = 0; at < size; at++) narrow(static_cast<float>(static_cast<int8_t>(codes[at])), out + at);
+#endif
+    }
+};
+const Expansion EXPAND_INT8(INT8), EXPAND_FP8(FP8);
+
+// The numbers of a token and head in int4, rounded to bf16.
+inline void expand_int4(const uint8_t* codes, const bf16* scales, int64_t dim, bf16* out) {
+    const int64_t groups = num_groups(dim), size = dim / groups, half = dim / 2;
+    if (size % 16) return expand(INT4, codes, scales, dim, out);
+    for (int64_t at = 0; at < half; at += 16) {
+        const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at)));
+        const __m512i parts[] = {_mm512_and_si512(both, _mm512_set1_epi32(15)), _mm512_srli_epi32(both, 4)};
+        for (int part = 0; part < 2; part++) {
+            const int64_t first = at + part * half, group = first / size;
+            const __m512 scale = _mm512_set1_ps(widen(scales[group])), offset = _mm512_set1_ps(widen(scales[groups + group]));
+            narrowed(_mm512_fmadd_ps(_mm512_cvtepi32_ps(parts[part]), scale, offset), out + first);
+        }
+    }
+}
+
+// Expands 16 tokens from `slot` on into block vector `at`; scales of values are zero from `count` on. int4 has its scales applied.
+void expand_lump(const Pages& pages, int64_t slot, int64_t dim, int64_t count, int at, Scratch& s) {
+    const int64_t bytes = code_bytes(pages.format, dim), scales = num_scales(pages.format, dim);
+    const uint8_t *k = pages.k + slot * bytes, *v = pages.v + slot * bytes;
+    const bf16 *k_scales = pages.k_scales + slot * scales, *v_scales = pages.v_scales + slot * scales;
+    bf16 *keys = &s.key_tile[at * PAGE * dim], *values = &s.value_tile[at * PAGE * dim];
+    if (pages.format == INT4) {
+        for (int64_t token = 0; token < std::min<int64_t>(count, PAGE); token++) {
+            expand_int4(k + token * bytes, k_scales + token * scales, dim, keys + token * dim);
+            expand_int4(v + token * bytes, v_scales + token * scales, dim, values + token * dim);
+        }
+        return;
+    }
+    const Expansion& expansion = pages.format == INT8 ? EXPAND_INT8 : EXPAND_FP8;
+    expansion(k, PAGE * dim, keys);
+    expansion(v, PAGE * dim, values);
+    const __mmask16 known = static_cast<__mmask16>((1u << std::clamp<int64_t>(count, 0, PAGE)) - 1);
+    _mm512_store_ps(&s.key_scales[at * PAGE], widened(k_scales));
+    _mm512_store_ps(&s.value_scales[at * PAGE], _mm512_maskz_mov_ps(known, widened(v_scales)));
+}
+
+void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T1);
 }
 
 // Adds lanes at `distance`: lanes with this bit in their index come from b, the others from a.
@@ -344,39 +432,65 @@ void meet_pages_any(int64_t count, const Task& task, Scratch& s, const bf16* con
     }
 }
 
+// Like `attend_few`, with a format.
+void attend_few_codes(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
+    const int64_t lump = PAGE * code_bytes(pages.format, task.dim);
+    for (int64_t key = item.from; key < item.to; key += BLOCK) {
+        const int64_t end = std::min(item.to, key + BLOCK);
+        const bf16 *keys[VECTORS], *values[VECTORS];
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t at = key + i * PAGE, other = after.from + i * PAGE;
+            if (at < end) expand_lump(pages, place(task, item, at), task.dim, end - at, i, s);
+            keys[i] = &s.key_tile[i * PAGE * task.dim], values[i] = &s.value_tile[i * PAGE * task.dim];
+            const bool is_last = key + BLOCK >= item.to;
+            if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
+            const int64_t next = (is_last ? place(task, after, other) : place(task, item, at + BLOCK)) * lump / PAGE;
+            prefetch(pages.k + next, lump);
+            prefetch(pages.v + next, lump);
+        }
+        meet_pages_any<STRIP>(rows, task, s, keys, values, keys, values, key, end);
+    }
+}
+
 // Attention of one token. Prefetches the first block of `after`, a later item.
-void attend_few(const Task& task, const Item& item, const Item& after, const bf16* k, const bf16* v, Scratch& s, int64_t rows) {
+void attend_few(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
+    if (pages.format != PLAIN) return attend_few_codes(task, item, after, pages, s, rows);
+    const auto *k = reinterpret_cast<const bf16*>(pages.k), *v = reinterpret_cast<const bf16*>(pages.v);
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
         const int64_t end = std::min(item.to, key + BLOCK);
         const bf16 *keys[VECTORS], *values[VECTORS], *next_keys[VECTORS], *next_values[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = key + i * PAGE, here = place(task, item, at < end ? at : key);
+            const int64_t at = key + i * PAGE, here = place(task, item, at < end ? at : key) * task.dim;
             const int64_t other = after.from + i * PAGE;
-            const int64_t next = key + BLOCK < item.to ? (at + BLOCK < item.to ? place(task, item, at + BLOCK) : here)
-                                                       : (other < after.to ? place(task, after, other) : here);
+            const int64_t next = key + BLOCK < item.to ? (at + BLOCK < item.to ? place(task, item, at + BLOCK) * task.dim : here)
+                                                       : (other < after.to ? place(task, after, other) * task.dim : here);
             keys[i] = k + here, values[i] = v + here, next_keys[i] = k + next, next_values[i] = v + next;
         }
         meet_pages_any<STRIP>(rows, task, s, keys, values, next_keys, next_values, key, end);
     }
 }
 
-void attend_many(const Task& task, const Item& item, const bf16* k, const bf16* v, Scratch& s, int64_t rows) {
+void attend_many(const Task& task, const Item& item, const Pages& pages, Scratch& s, int64_t rows) {
+    const auto *k = reinterpret_cast<const bf16*>(pages.k), *v = reinterpret_cast<const bf16*>(pages.v);
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
         const int64_t end = std::min(item.to, key + BLOCK);
         for (int64_t at = key; at < end; at += PAGE) {
-            const int64_t from = place(task, item, at);
-            pack_keys(k + from, task.dim, &s.keys[(at - key) / 2 * task.dim]);
-            pack_values(v + from, task.dim, item.to - at, &s.values[(at - key) / 2 * 16]);
+            const int64_t slot = place(task, item, at), from = (at - key) * task.dim;
+            if (pages.format != PLAIN) expand_lump(pages, slot, task.dim, item.to - at, static_cast<int>((at - key) / PAGE), s);
+            pack_keys(pages.format == PLAIN ? k + slot * task.dim : &s.key_tile[from], task.dim, &s.keys[from / 2]);
+            const bf16* values = pages.format == PLAIN ? v + slot * task.dim : &s.value_tile[from];
+            pack_values(values, task.dim, item.to - at, &s.values[(at - key) / 2 * 16]);
         }
         meet_block(task, s, rows, key, end);
     }
 }
 
-void attend(const Task& task, const Item& item, const Item& after, const bf16* q, const bf16* k, const bf16* v, Scratch& s) {
+void attend(const Task& task, const Item& item, const Item& after, const bf16* q, const Pages& pages, Scratch& s) {
     const int64_t *lines = item.run->lines, dim = task.dim, group = task.group(), rows = item.count * group;
     const int64_t start = item.run->start + item.first, slot = item.run->length - item.run->size + item.first;
     s.reserve(rows, dim);
     s.base = lines ? item.run->base : NO_TREE;
+    s.has_scales = pages.format == INT8 || pages.format == FP8;
     for (int64_t row = 0; row < rows; row++) {
         const bf16* from = q + (start + row / group) * task.q_stride + (item.head * group + row % group) * dim;
         memcpy(&s.q[row * dim], from, dim * sizeof(bf16));
@@ -388,9 +502,9 @@ void attend(const Task& task, const Item& item, const Item& after, const bf16* q
     }
     std::fill(s.sums.begin(), s.sums.end(), 0.0f);
     if (item.count == 1 && rows <= STRIP && !lines && !task.fixed)
-        attend_few(task, item, after, k, v, s, rows);
+        attend_few(task, item, after, pages, s, rows);
     else
-        attend_many(task, item, k, v, s, rows);
+        attend_many(task, item, pages, s, rows);
 }
 
 inline void write(const float* sums, float mass, int64_t dim, bf16* out) {
@@ -439,7 +553,7 @@ void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
     }
 }
 
-void attend_all(const Task& task, const Run* runs, int64_t num_runs, const bf16* q, const bf16* k, const bf16* v, bf16* out) {
+void attend_all(const Task& task, const Run* runs, int64_t num_runs, const bf16* q, const Pages& pages, bf16* out) {
     const int64_t dim = task.dim, group = task.group(), part = group * (dim + 2);
     std::vector<Item> items;
     for (int64_t i = num_runs - 1; i >= 0; i--) add_items(task, runs[i], items);
@@ -455,7 +569,7 @@ void attend_all(const Task& task, const Run* runs, int64_t num_runs, const bf16*
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; i++) {
             const Item& item = items[i];
-            attend(task, item, items[std::min(i + omp_get_num_threads(), count - 1)], q, k, v, scratch);
+            attend(task, item, items[std::min(i + omp_get_num_threads(), count - 1)], q, pages, scratch);
             if (item.merged)
                 keep(scratch, group, dim, &parts[i * part]);
             else
@@ -480,17 +594,17 @@ int64_t phalanx_attends() {
 #endif
 }
 
-// Requires phalanx_attends(). q: [tokens, heads, dim], bf16, with q_stride between rows. k, v: [pages, kv_heads, page, dim].
+// Requires phalanx_attends(). q: [tokens, heads, dim], bf16, with q_stride between rows. pages: [pages, kv_heads, page, ...].
 // runs: [num_runs, 6]: start, size, length, page table, lines and base of a tree. out: [tokens, heads * dim]. sizes: heads,
 // kv_heads, dim (a multiple of 32), page (a multiple of 16), q_stride, window (0: all tokens; else larger than any tree),
 // batch invariance. softcap 0: disabled.
-void phalanx_attend(const void* q, const void* k, const void* v, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
+void phalanx_attend(const void* q, const Pages* pages, const void* runs, int64_t num_runs, void* out, const int64_t* sizes,
                     double scale, double softcap) {
 #if defined(__AVX512BF16__)
     const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
                     static_cast<float>(softcap > 0 ? scale : scale * LOG2_E), static_cast<float>(softcap)};
-    attend_all(task, static_cast<const Run*>(runs), num_runs, static_cast<const bf16*>(q), static_cast<const bf16*>(k),
-               static_cast<const bf16*>(v), static_cast<bf16*>(out));
+    attend_all(task, static_cast<const Run*>(runs), num_runs, static_cast<const bf16*>(q), *pages,
+               static_cast<bf16*>(out));
 #endif
 }
 }

@@ -1,5 +1,7 @@
 // Operations between linears, in one pass each: norm, rotation in place, writes of keys and values to pages.
-#include "vectors.h"
+#include <vector>
+
+#include "codes.h"
 
 namespace {
 
@@ -48,6 +50,54 @@ void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64
     }
 }
 
+template <typename T>
+void encode_all(const T* k, const T* v, const Pages& pages, const int64_t* slots, const int64_t* sizes) {
+    const int64_t heads = sizes[1], dim = sizes[2], bytes = code_bytes(pages.format, dim), scales = num_scales(pages.format, dim);
+#pragma omp parallel if (sizes[0] * heads * dim > FEW)
+    {
+        std::vector<float> wide(dim);
+#pragma omp for
+        for (int64_t row = 0; row < sizes[0]; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const int64_t to = slots[row * heads + head];
+                const T* from[] = {k + row * sizes[3] + head * dim, v + row * sizes[4] + head * dim};
+                uint8_t* codes[] = {pages.k + to * bytes, pages.v + to * bytes};
+                bf16* factors[] = {pages.k_scales + to * scales, pages.v_scales + to * scales};
+                for (int part = 0; part < 2; part++) {
+                    for (int64_t d = 0; d < dim; d++) wide[d] = widen(from[part][d]);
+                    encode(pages.format, wide.data(), dim, codes[part], factors[part]);
+                }
+            }
+    }
+}
+
+// Fast Walsh-Hadamard transform of blocks of `size` numbers.
+template <typename T>
+void turn(const T* x, T* out, int64_t rows, int64_t heads, int64_t dim, int64_t size, int64_t x_stride) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+#pragma omp parallel if (rows * heads * dim > FEW)
+    {
+        std::vector<float> wide(dim);
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const T* from = x + row * x_stride + head * dim;
+                T* to = out + (row * heads + head) * dim;
+                for (int64_t d = 0; d < dim; d++) wide[d] = widen(from[d]) * scale;
+                for (int64_t half = 1; half < size; half *= 2)
+                    for (int64_t block = 0; block < dim; block += 2 * half) {
+                        float *low = &wide[block], *high = low + half;
+                        for (int64_t i = 0; i < half; i++) {
+                            const float a = low[i], b = high[i];
+                            low[i] = a + b;
+                            high[i] = a - b;
+                        }
+                    }
+                for (int64_t d = 0; d < dim; d++) narrow(wide[d], to + d);
+            }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -72,6 +122,23 @@ void phalanx_rotate(int64_t is_bf16, void* x, const void* cos, const void* sin, 
     else
         rotate(static_cast<float*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin), sizes[0], sizes[1], sizes[2],
                sizes[3], sizes[4]);
+}
+
+// Writes codes and scales. k, v: [rows, kv_heads, dim] with strides. pages, slots: as [slots, ...].
+// sizes: rows, kv_heads, dim, strides of k and v.
+void phalanx_encode(int64_t is_bf16, const void* k, const void* v, const Pages* pages, const int64_t* slots, const int64_t* sizes) {
+    if (is_bf16)
+        encode_all(static_cast<const bf16*>(k), static_cast<const bf16*>(v), *pages, slots, sizes);
+    else
+        encode_all(static_cast<const float*>(k), static_cast<const float*>(v), *pages, slots, sizes);
+}
+
+// out = x times the Hadamard matrix of `size` numbers, [rows, heads, dim]. sizes: rows, heads, dim, size, stride of x.
+void phalanx_turn(int64_t is_bf16, const void* x, void* out, const int64_t* sizes) {
+    if (is_bf16)
+        turn(static_cast<const bf16*>(x), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+    else
+        turn(static_cast<const float*>(x), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
 }
 
 // k, v: [rows, kv_heads, dim] with strides. slots: [rows * kv_heads], rows of the pages as [slots, dim].

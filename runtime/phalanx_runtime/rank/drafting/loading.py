@@ -17,6 +17,7 @@ from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.commands import RATIO
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.page_format import PageFormat, choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, exit_layers, read_exit
@@ -47,11 +48,15 @@ class Drafting:
     failure: str = ""
     """Why a configured draft is missing."""
     name: bytes = b""
-    """Identifies weights and dtype of the draft model."""
+    """Identifies weights, dtype and page format of the draft model."""
+    dtype: torch.dtype = torch.float32
+    """Of the draft model."""
+    format: PageFormat | None = None
+    """Of its pages: the target's."""
 
-    def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(self, page_size: int) -> int:
         """Bytes of a page in the draft model's layers."""
-        return 0 if self.model is None else page_bytes(self.model.kv, page_size, dtype)
+        return 0 if self.model is None else page_bytes(self.model.kv, page_size, self.dtype, self.format)
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +96,9 @@ def make_proposer(
         return SelfDraft(target, caches, peers, drafting.num_layers, drafting.exit or no_exit)
     if drafting.model is None:
         return RemoteDraft(peers)
-    dtype, device = caches[0].k.dtype, caches[0].k.device
-    draft_caches = make_caches(drafting.model.kv, pool.num_pages, pool.page_size, dtype, device)
-    layer_bytes = page_bytes(drafting.model.kv, pool.page_size, dtype) // len(drafting.model.kv.head_dims)
+    dtype, device = drafting.dtype, caches[0].k.device
+    draft_caches = make_caches(drafting.model.kv, pool.num_pages, pool.page_size, dtype, device, format=drafting.format)
+    layer_bytes = drafting.page_bytes(pool.page_size) // len(drafting.model.kv.head_dims)
     shape = CacheShape(pool.page_size, drafting.model.kv.kv_heads, layer_bytes)
     builder = BatchBuilder(shape, dtype, device)
     return DraftModel(
@@ -119,12 +124,13 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         )
         options = LoadOptions(dtype=dtype, device=device, kernels=kernels, positions=target.positions)
         model = None if differs else source.load(SoloCollective(), options)
-        name = model_hash(folder, str(dtype), spec.engine.quantization)
+        format = None if model is None else choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
+        name = f"{model_hash(folder, str(dtype), spec.engine.quantization)} {spec.engine.kv_cache_dtype}"
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return without_drafting(f"draft model {folder} cannot be loaded: {error}")
     if differs:
         raise ModelError(f"draft model {folder} has another vocabulary than the model: {differs}")
-    return Drafting(model=model, name=name.encode())
+    return Drafting(model=model, name=name.encode(), dtype=dtype, format=format)
 
 
 def _self_draft(spec: RankSpec, target: Model, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> Drafting:

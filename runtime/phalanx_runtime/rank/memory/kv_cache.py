@@ -1,11 +1,15 @@
 """Size and memory of a rank's page pool."""
 
+import itertools
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import KvLayout
 
@@ -13,6 +17,8 @@ MAX_CPU_POOL_BYTES = 4 << 30
 """Maximum default pool of a pod."""
 MAX_CPU_POOL_SHARE = 0.3
 """Maximum share of its memory limit."""
+CACHE_LINE = 64
+"""Alignment of each layer's keys, values and scales."""
 
 
 def cpu_pool_bytes(memory_limit: int, local_world_size: int) -> int:
@@ -30,9 +36,21 @@ def pool_bytes(usable: int, taken: int, limit: int, remedy: str) -> int:
     return min(limit, usable - taken)
 
 
-def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype) -> int:
+def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes of one page over all layers."""
-    return 2 * kv.kv_heads * page_size * sum(kv.head_dims) * dtype.itemsize
+    return kv.kv_heads * page_size * sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
+
+
+def head_bytes(head_dim: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
+    """Returns the bytes of one token's key and value of a KV head."""
+    return 2 * sum(size * part.itemsize for size, part in _parts(head_dim, dtype, format))
+
+
+def _parts(head_dim: int, dtype: torch.dtype, format: PageFormat | None) -> list[tuple[int, torch.dtype]]:
+    """Returns sizes and dtypes that store a key or a value: numbers, or codes and scales."""
+    if format is None:
+        return [(head_dim, dtype)]
+    return [(format.code_dim(head_dim), format.dtype), (format.num_scales(head_dim), torch.bfloat16)]
 
 
 def resolve_max_model_len(max_model_len: int | None, max_position: int, num_pages: int, page_size: int) -> int:
@@ -47,13 +65,35 @@ def resolve_max_model_len(max_model_len: int | None, max_position: int, num_page
     return max_model_len if max_model_len is not None else min(max_position, capacity)
 
 
-def make_caches(kv: KvLayout, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+def make_caches(
+    kv: KvLayout,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: PageFormat | None = None,
+) -> list[LayerCache]:
     """Returns zeroed pages for each layer; on CPU, memory is allocated at first use."""
-    shapes = [(num_pages, kv.kv_heads, page_size, head_dim) for head_dim in kv.head_dims]
-    if device.type != "cpu":
-        return [LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))) for shape in shapes]
-    counts = [math.prod(shape) for shape in shapes]
-    memory = mmap.mmap(-1, 2 * sum(counts) * dtype.itemsize)
-    flat = torch.frombuffer(memory, dtype=dtype)
-    parts = torch.split(flat, [count for count in counts for _ in range(2)])
-    return [LayerCache(parts[2 * layer].view(shape), parts[2 * layer + 1].view(shape)) for layer, shape in enumerate(shapes)]
+    shapes = [
+        ((num_pages, kv.kv_heads, page_size, size), part)
+        for head_dim in kv.head_dims
+        for size, part in _parts(head_dim, dtype, format)
+        for _ in range(2)
+    ]
+    if device.type == "cpu":
+        tensors = _lazily_zeroed(shapes)
+    else:
+        tensors = [torch.zeros(shape, dtype=part, device=device) for shape, part in shapes]
+    size = len(tensors) // len(kv.head_dims)
+    layers = [tensors[first : first + size] for first in range(0, len(tensors), size)]
+    return [LayerCache(*layer, format=format) for layer in layers]
+
+
+def _lazily_zeroed(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    starts = list(itertools.accumulate((-(-size // CACHE_LINE) * CACHE_LINE for size in sizes), initial=0))
+    flat = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)
+    return [
+        flat[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
+    ]

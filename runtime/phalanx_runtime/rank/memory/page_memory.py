@@ -1,4 +1,4 @@
-"""Pages as bytes: keys, then values of each layer."""
+"""Pages as bytes: keys, values, and their scales with a page format, of each layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def open_pages(
 
 def _rows(caches: list[LayerCache]) -> list[Tensor]:
     """Views as bytes, one row per page."""
-    tensors = [tensor for cache in caches for tensor in (cache.k, cache.v)]
+    tensors = [tensor for cache in caches for tensor in cache.tensors]
     return [tensor.view(torch.uint8).view(tensor.shape[0], -1) for tensor in tensors]
 
 

@@ -153,7 +153,8 @@ class BatchBuilder:
         self.last_tokens: Tensor | None = None
         """[rows], on the device: the tokens that LAST_SAMPLED names, if plans have it."""
         self._shape = shape
-        self._dtype = dtype
+        self.dtype = dtype
+        """Of activations."""
         self._device = device
         self._tables: Ints = np.zeros((8, 8), np.int64)
         self._held: Ints = np.zeros(8, np.int64)
@@ -264,7 +265,7 @@ class BatchBuilder:
 
     def empty_hidden(self, num_tokens: int, width: int) -> Tensor:
         """Returns memory for hidden states, [num_tokens, width]."""
-        return torch.empty((num_tokens, width), dtype=self._dtype, device=self._device)
+        return torch.empty((num_tokens, width), dtype=self.dtype, device=self._device)
 
     def update(self, plan: StepPlan) -> None:
         """Applies the plan to rows and page tables."""
@@ -361,7 +362,7 @@ class BatchBuilder:
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
         """Additive: 0 where visible, else minus infinity."""
         (keep,) = self._upload(visible)
-        return torch.zeros(visible.shape, dtype=self._dtype, device=self._device).masked_fill_(~keep, float("-inf"))
+        return torch.zeros(visible.shape, dtype=self.dtype, device=self._device).masked_fill_(~keep, float("-inf"))
 
     def _tensor(self, values: Ints) -> Tensor:
         return self._upload(values)[0]

@@ -1,0 +1,103 @@
+"""Times decode steps over compressed pages beside pages in the dtype of the weights, in turn.
+
+    python -m bench.kv_cache.speed [--contexts 2000,16000] [--requests 16] [--pairs 7] [--kv-cache-dtypes int8,fp8,int4]
+
+One rank in this process with its own kernels; pages have random content, each request its own. The model has the shape of
+SmolLM2-135M, random weights and more positions. With `--threads 1`, times are CPU times of the thread. A ratio over 1 means that
+compressed pages are faster; intervals are of 95 %.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.engine.step_fit import Stepper
+from bench.engine.step_grid import Point
+from bench.frame.figures import mean_ratio, percentile
+from bench.frame.one_rank import load_alone
+from bench.peers.checkpoint import checkpoint
+from phalanx_runtime.rank.runner import ModelRunner
+
+PAGE = 16
+MARGIN_TOKENS = 64
+_KV_BYTES = 30 * 3 * 2 * 64 * 2
+"""Bytes of a token in bf16."""
+
+
+def longer(folder: Path, source: Path, positions: int) -> Path:
+    """Returns `folder` as the checkpoint `source` with more positions."""
+    for path in source.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    return folder
+
+
+def fill(runner: ModelRunner) -> None:
+    """Writes random numbers or codes to all pages, with small scales."""
+    for cache in runner.caches:
+        for part in (cache.k, cache.v):
+            for page in torch.split(part, 4096):
+                if part.dtype.is_floating_point:
+                    page.normal_()
+                else:
+                    page.random_(0, 120)
+        for scales in cache.tensors[2:]:
+            scales.fill_(0.01)
+
+
+def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, threads: int | None) -> Stepper:
+    """Returns a stepper over a pool for these requests."""
+    runner, _, _ = load_alone(
+        folder,
+        threads,
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        page_size=PAGE,
+        max_num_seqs=requests,
+        kv_cache_memory_bytes=requests * (context + MARGIN_TOKENS) * _KV_BYTES,
+    )
+    fill(runner)
+    return Stepper(runner, PAGE, time.thread_time if threads == 1 else time.perf_counter)
+
+
+def compare(folder: Path, kv_cache_dtype: str, context: int, args: argparse.Namespace) -> str:
+    """Returns a row: medians of step times in milliseconds, and the ratio of pairs in turn."""
+    steppers = [open_runner(folder, name, args.requests, context, args.threads) for name in ("auto", kv_cache_dtype)]
+    times: list[list[float]] = [[], []]
+    for turn in range(args.pairs + 1):
+        for which in ((0, 1), (1, 0))[turn % 2]:
+            seconds = steppers[which].time(Point(args.requests, context, 0, 0), float("inf"))
+            assert seconds is not None, "there is no limit"
+            if turn:
+                times[which].append(seconds)
+    ratio = mean_ratio(*times)
+    middles = " | ".join(f"{1000 * percentile(some, 50):.1f}" for some in times)
+    return f"| {kv_cache_dtype} | {context} | {middles} | {ratio.middle:.2f} | {ratio.low:.2f} to {ratio.high:.2f} |"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", default="2000,16000")
+    parser.add_argument("--kv-cache-dtypes", default="int8,fp8,int4")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    contexts = [int(context) for context in args.contexts.split(",")]
+    print("| KV dtype | context | bf16 step, ms | step, ms | ratio | interval |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = longer(Path(scratch), checkpoint(), max(contexts) + MARGIN_TOKENS)
+        for context in contexts:
+            for kv_cache_dtype in args.kv_cache_dtypes.split(","):
+                print(compare(folder, kv_cache_dtype, context, args), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Compressed pages: how keys and values are rounded as they are written.
+
+    fp8     e4m3 with a scale per token and head
+    int8    -127 to 127 with a scale per token and head
+    int4    0 to 15 with a scale and an offset per token, head and group of at most 64 dimensions; the two halves of a head are in
+            the low and the high bits of each byte
+
+Keys and queries are rotated by a Hadamard matrix, which leaves their products and evens out dimensions with large values.
+
+Scales and offsets are bf16, rounded before the codes are computed, so that reading has no other error than the codes'.
+
+Sources: KVQuant (Hooper et al. 2024) and KIVI (Liu et al. 2024) for groups, QuaRot (Ashkboos et al. 2024) for rotated keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx_runtime.errors import ModelError
+
+CPU = torch.device("cpu")
+GROUP_DIMS = 64
+"""Maximum dimensions of an int4 group."""
+INT4_LEVELS = 15
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+
+
+class PageFormat(Protocol):
+    """Codes and scales of compressed keys or values."""
+
+    @property
+    def name(self) -> str:
+        """Value of `--kv-cache-dtype`."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        ...
+
+    def code_dim(self, head_dim: int) -> int:
+        """Returns the codes' size of a head."""
+        ...
+
+    def num_scales(self, head_dim: int) -> int:
+        """Returns the bf16 scales and offsets of a head."""
+        ...
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns codes, [..., code_dim], and scales, [..., num_scales], of [..., head_dim]."""
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns [..., head_dim] in `dtype`, computed in float32 or wider."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFormat:
+    """One code per number and one scale per token and head: fp8 and int8."""
+
+    name: str
+    number: torch.dtype
+    """What a code is."""
+    maximum: float
+    """Largest code."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Codes of fp8 are bytes, because torch indexes no fp8."""
+        return torch.uint8 if self.number.is_floating_point else self.number
+
+    def code_dim(self, head_dim: int) -> int:
+        """See `PageFormat`."""
+        return head_dim
+
+    def num_scales(self, head_dim: int) -> int:
+        """See `PageFormat`."""
+        return 1
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PageFormat`."""
+        wide = x.float()
+        scales = (wide.abs().amax(-1, keepdim=True) / self.maximum).bfloat16()
+        codes = (wide / _divisor(scales)).clamp(-self.maximum, self.maximum)
+        return (codes if self.number.is_floating_point else codes.round()).to(self.number).view(self.dtype), scales
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PageFormat`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (codes.view(self.number).to(wide) * scales.to(wide)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFormat:
+    """Two codes per byte, and a scale and an offset per group: int4."""
+
+    name: str = "int4"
+    dtype: torch.dtype = torch.uint8
+
+    def code_dim(self, head_dim: int) -> int:
+        """See `PageFormat`."""
+        return head_dim // 2
+
+    def num_scales(self, head_dim: int) -> int:
+        """See `PageFormat`."""
+        return 2 * num_groups(head_dim)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PageFormat`. Scales of all groups, then offsets."""
+        groups = x.float().reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
+        offsets = _rounded_down(groups.amin(-1, keepdim=True))
+        scales = ((groups.amax(-1, keepdim=True) - offsets.float()) / INT4_LEVELS).bfloat16()
+        codes = ((groups - offsets.float()) / _divisor(scales)).clamp(0, INT4_LEVELS).round().to(torch.uint8).flatten(-2)
+        low, high = codes.chunk(2, -1)
+        return low | high << 4, torch.cat((scales, offsets), -2).squeeze(-1)
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PageFormat`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        factors, offsets = scales.to(wide).unsqueeze(-1).chunk(2, -2)
+        numbers = torch.cat((codes & 15, codes >> 4), -1).view(*codes.shape[:-1], factors.shape[-2], -1)
+        return (numbers.to(wide) * factors + offsets).flatten(-2).to(dtype)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Returns [..., head_dim] times the Hadamard matrix of the largest power of two that divides it; twice it is x again."""
+    size = turned_dims(x.shape[-1])
+    return torch.matmul(x.reshape(*x.shape[:-1], -1, size), hadamard(size).to(x)).flatten(-2)
+
+
+def turned_dims(head_dim: int) -> int:
+    """Returns the largest power of two that divides the head dimension."""
+    return head_dim & -head_dim
+
+
+def num_groups(head_dim: int) -> int:
+    """Returns the int4 groups of a head."""
+    return -(-head_dim // GROUP_DIMS)
+
+
+@cache
+def hadamard(size: int) -> Tensor:
+    """Returns the orthonormal Hadamard matrix of a power of two, symmetric, [size, size], float32 (Sylvester 1867)."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix.div_(size**0.5)
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """Zeros become 1: their codes are zeros."""
+    return torch.where(scales == 0, 1.0, scales.float())
+
+
+def _rounded_down(x: Tensor) -> Tensor:
+    """Returns the largest bf16 numbers up to float32 x: a larger offset would cut the smallest number off."""
+    bits = x.view(torch.int32)
+    down = torch.where(bits < 0, (bits + 0xFFFF) >> 16, bits >> 16)
+    return down.to(torch.int16).view(torch.bfloat16)
+
+
+FORMATS: Mapping[str, PageFormat] = {
+    "fp8": ScaledFormat("fp8", torch.float8_e4m3fn, FP8_MAX),
+    "int8": ScaledFormat("int8", torch.int8, INT8_MAX),
+    "int4": GroupedFormat(),
+}
+"""By `--kv-cache-dtype`."""
+
+
+def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...], device: torch.device = CPU) -> PageFormat | None:
+    """Returns the format; no value for `auto`: pages in the dtype of the weights.
+
+    Raises ModelError for an unsupported head dimension or device.
+    """
+    if kv_cache_dtype == "auto":
+        return None
+    if device.type != "cpu":
+        raise ModelError(f"kv-cache-dtype {kv_cache_dtype} is for CPU: GPUs have pages in the dtype of the weights, auto")
+    for dim in head_dims if kv_cache_dtype == "int4" else ():
+        if dim % (2 * num_groups(dim)):
+            raise ModelError(f"kv-cache-dtype int4 needs an even head dimension in groups of at most {GROUP_DIMS}, not {dim}")
+    return FORMATS[kv_cache_dtype]

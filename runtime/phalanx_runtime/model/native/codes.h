@@ -1,0 +1,110 @@
+// Codes of compressed pages. Formats, and their reference implementation: model/attention/page_format.py.
+#pragma once
+#include <algorithm>
+
+#include "vectors.h"
+
+enum Format : int64_t { PLAIN = 0, INT8 = 1, FP8 = 2, INT4 = 3 };
+
+// Layout of the caller. With a format, k and v are codes, and each token and head has num_scales numbers.
+struct Pages {
+    int64_t format;
+    uint8_t *k, *v;
+    bf16 *k_scales, *v_scales;
+};
+
+constexpr int64_t GROUP_DIMS = 64;
+constexpr float INT8_MAX_CODE = 127, FP8_MAX_CODE = 448, INT4_LEVELS = 15;
+
+inline int64_t num_groups(int64_t dim) { return (dim + GROUP_DIMS - 1) / GROUP_DIMS; }
+inline int64_t code_bytes(int64_t format, int64_t dim) { return format == INT4 ? dim / 2 : dim; }
+inline int64_t num_scales(int64_t format, int64_t dim) { return format == INT4 ? 2 * num_groups(dim) : 1; }
+
+inline float bits_to_float(uint32_t bits) {
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+inline uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+// Exact, also for subnormals: the exponent's bias differs by 120.
+inline float from_fp8(uint8_t code) { return bits_to_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * 0x1p120f; }
+// Rounds |x| <= 448 to nearest, ties to even.
+inline uint8_t to_fp8(float x) {
+    const uint32_t bits = float_to_bits(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) * 512.0f + 12582912.0f) & 0xf;
+    return static_cast<uint8_t>(sign | (magnitude < 0x3c800000 ? subnormal : normal));  // below 2^-6
+}
+inline float rounded(float x) { return x + 12582912.0f - 12582912.0f; }  // |x| < 2^22, ties to even
+
+// Calls work(first, last, shift, group) for each range of dimensions with one group and one half of the bytes.
+template <typename Work>
+inline void each_int4_range(int64_t dim, Work work) {
+    const int64_t size = dim / num_groups(dim), half = dim / 2;
+    for (int64_t first = 0; first < dim;) {
+        const int64_t last = std::min((first / size + 1) * size, first < half ? half : dim);
+        work(first, last, first < half ? 0 : 4, first / size);
+        first = last;
+    }
+}
+
+// The numbers of a token and head.
+template <typename T>
+inline void expand(int64_t format, const uint8_t* codes, const bf16* scales, int64_t dim, T* out) {
+    if (format == INT8) {
+        const float scale = widen(scales[0]);
+        const auto* numbers = reinterpret_cast<const int8_t*>(codes);
+        for (int64_t d = 0; d < dim; d++) narrow(static_cast<float>(numbers[d]) * scale, out + d);
+    } else if (format == FP8) {
+        const float scale = widen(scales[0]);
+        for (int64_t d = 0; d < dim; d++) narrow(from_fp8(codes[d]) * scale, out + d);
+    } else {
+        each_int4_range(dim, [&](int64_t first, int64_t last, int shift, int64_t group) {
+            const float scale = widen(scales[group]), offset = widen(scales[num_groups(dim) + group]);
+            const uint8_t* from = codes + first - (shift ? dim / 2 : 0);
+            for (int64_t d = 0; d < last - first; d++)
+                narrow(static_cast<float>(from[d] >> shift & 15) * scale + offset, out + first + d);
+        });
+    }
+}
+
+inline float divisor(bf16 scale) { return scale.bits ? widen(scale) : 1.0f; }
+
+// Codes and scales of a token and head.
+inline void encode(int64_t format, const float* x, int64_t dim, uint8_t* codes, bf16* scales) {
+    if (format == INT4) {
+        std::fill(codes, codes + dim / 2, uint8_t{0});
+        each_int4_range(dim, [&](int64_t first, int64_t last, int shift, int64_t group) {
+            const int64_t size = dim / num_groups(dim), start = group * size;
+            const float lowest = *std::min_element(x + start, x + start + size);
+            const float highest = *std::max_element(x + start, x + start + size);
+            const auto bits = static_cast<int32_t>(float_to_bits(lowest));
+            bf16& offset = scales[num_groups(dim) + group];
+            offset.bits = static_cast<uint16_t>((bits < 0 ? bits + 0xffff : bits) >> 16);  // rounded down
+            narrow((highest - widen(offset)) / INT4_LEVELS, &scales[group]);
+            const float low = widen(offset), step = divisor(scales[group]);
+            uint8_t* to = codes + first - (shift ? dim / 2 : 0);
+            for (int64_t d = 0; d < last - first; d++) {
+                const float code = rounded(std::min(std::max((x[first + d] - low) / step, 0.0f), INT4_LEVELS));
+                to[d] |= static_cast<uint8_t>(static_cast<int32_t>(code) << shift);
+            }
+        });
+        return;
+    }
+    const float limit = format == INT8 ? INT8_MAX_CODE : FP8_MAX_CODE;
+    float highest = 0;
+    for (int64_t d = 0; d < dim; d++) highest = std::max(highest, std::fabs(x[d]));
+    narrow(highest / limit, scales);
+    const float step = divisor(scales[0]);
+    if (format == INT8)
+        for (int64_t d = 0; d < dim; d++) {
+            const float code = rounded(std::min(std::max(x[d] / step, -limit), limit));
+            codes[d] = static_cast<uint8_t>(static_cast<int32_t>(code));
+        }
+    else
+        for (int64_t d = 0; d < dim; d++) codes[d] = to_fp8(std::min(std::max(x[d] / step, -limit), limit));
+}

@@ -1,0 +1,131 @@
+"""Compressed pages: bounds of the rounding, and the kernels against the reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.cpu import NativeAttention
+from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, turned
+from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, turn, write_pages
+from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches, page_bytes
+from tests.runtime.model.compressed import compress, copied, same_pages
+from tests.runtime.model.decode_cases import TOLERANCE, case
+from tests.runtime.model.targets import TARGETS, compiled
+
+DIMS = [16, 32, 64, 80, 96, 128, 256]
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def numbers(dim: int, spread: float, seed: int, rows: int = 20) -> torch.Tensor:
+    """Rows whose dimensions differ in size by powers of `spread`; one row is zero."""
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 2, dim, generator=chance) * spread ** torch.randn(dim, generator=chance)
+    x[3] = 0
+    return x
+
+
+@formats
+@given(dim=st.sampled_from(DIMS), spread=st.floats(1, 8), seed=st.integers(0, 1 << 20))
+@settings(max_examples=40, deadline=None)
+def test_errors_are_within_half_a_code(name: str, dim: int, spread: float, seed: int) -> None:
+    x, format = numbers(dim, spread, seed), FORMATS[name]
+    codes, scales = format.encode(x)
+    assert codes.shape == (*x.shape[:-1], format.code_dim(dim)) and codes.dtype == format.dtype
+    assert scales.shape == (*x.shape[:-1], format.num_scales(dim)) and scales.dtype == torch.bfloat16
+    error = (format.decode(codes, scales, torch.float32) - x).abs()
+    largest = x.abs().amax(-1, keepdim=True)
+    step = {"int8": largest / 127, "fp8": x.abs() / 8 + largest / 448 / 512, "int4": 2.0 * largest / 15}[name]
+    assert (error <= 0.51 * step * (1 + 2**-7)).all()
+    assert (error[3] == 0).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_turning_keeps_products_and_is_its_own_inverse(dim: int) -> None:
+    q, k = numbers(dim, 2.0, 1).double(), numbers(dim, 2.0, 2).double()
+    torch.testing.assert_close((turned(q) * turned(k)).sum(-1), (q * k).sum(-1))
+    torch.testing.assert_close(turned(turned(q)), q)
+
+
+def test_offsets_far_from_zero_lose_no_number() -> None:
+    x = 100 + torch.rand(4, 1, 64, generator=torch.Generator().manual_seed(0))
+    format = FORMATS["int4"]
+    assert (format.decode(*format.encode(x), torch.float32) - x).abs().max() < 2 * 0.5 / 15 + 0.04
+    negative = format.decode(*format.encode(-x), torch.float32)
+    assert (negative + x).abs().max() < 2 * 0.5 / 15 + 0.04
+
+
+@pytest.mark.parametrize(("name", "least"), [("int8", 1.9), ("fp8", 1.9), ("int4", 3.4)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages_hold_more_tokens_than_bf16(name: str, least: float, dim: int) -> None:
+    kv, cpu = KvLayout(2, (dim, dim), frozenset()), torch.device("cpu")
+    (plain, small) = (make_caches(kv, 10, 16, torch.bfloat16, cpu, format) for format in (None, FORMATS[name]))
+    sizes = [sum(part.nbytes for cache in caches for part in cache.tensors) for caches in (plain, small)]
+    assert sizes == [10 * page_bytes(kv, 16, torch.bfloat16, format) for format in (None, FORMATS[name])]
+    assert sizes[0] / sizes[1] >= least
+    assert sizes[0] / sizes[1] == head_bytes(dim, torch.bfloat16) / head_bytes(dim, torch.bfloat16, FORMATS[name])
+
+
+def test_unsupported_heads_are_refused() -> None:
+    assert choose_format("auto", (7,)) is None
+    assert choose_format("int8", (7,)) is FORMATS["int8"]
+    with pytest.raises(ModelError, match="even head dimension"):
+        choose_format("int4", (64, 7))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_kernels_write_the_codes_of_the_reference(target: str, name: str, dtype: torch.dtype) -> None:
+    library = compiled(target)
+    for dim in DIMS:
+        one = case([1, 5, 16, 40], 16, 6, 2, dim, dtype)
+        one.cache = compress(one.cache, name)
+        expected, k, v = copied(one.cache), numbers(dim, 3.0, dim, 4).to(dtype), numbers(dim, 3.0, dim + 1, 4).to(dtype)
+        _, k_turned = turn(k, k, one.cache)
+        native = NativeAttention(library)
+        native(one.q.contiguous(), k, v, one.cache, one.batch, AttentionParams())
+        assert native.num_decoded == 4 or dim % library.lanes, "the kernel was not used"
+        wide = LayerCache(*(part.clone() for part in expected.tensors), format=expected.format)
+        write_pages(k_turned, v, wide, one.batch.slots)
+        assert torch.equal(one.cache.v, wide.v)
+        assert torch.equal(one.cache.v_scales.view(torch.int16), wide.v_scales.view(torch.int16))  # type: ignore[union-attr]
+        is_same = (one.cache.k == wide.k).float().mean()
+        assert is_same > 0.99, "turned keys differ in their last bit, which seldom changes a code"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("window", [None, 33])
+def test_decodes_equal_attention_over_expanded_pages(target: str, name: str, dtype: torch.dtype, window: int | None) -> None:
+    for dim in (32, 64, 96, 128, 256):
+        one = case([1, 5, 16, 17, 300, 700, 1300], 16, 6, 2, dim, dtype)
+        one.cache = compress(one.cache, name)
+        native = NativeAttention(compiled(target))
+        actual = one.attended(native, AttentionParams(window=window))
+        assert native.num_decoded == len(one.q), "the kernel was not used"
+        expected = DenseAttention()(
+            one.q.float(),
+            one.k.float(),
+            v=-one.k.float(),
+            cache=one.cache,
+            batch=one.batch,
+            params=AttentionParams(window=window),
+            is_written=True,
+        )
+        torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2 * TOLERANCE[dtype])
+
+
+@formats
+def test_zeroed_page_changes_the_result(name: str) -> None:
+    one = case([40], 16, 6, 2, 64, torch.float32)
+    one.cache = compress(one.cache, name)
+    before = one.attended(DenseAttention(), AttentionParams())
+    kept = copied(one.cache)
+    for part in one.cache.tensors:
+        part[one.batch.bands[0].tables[0, 0]] = 0
+    assert not same_pages(kept, one.cache)
+    assert (one.attended(DenseAttention(), AttentionParams()) - before).abs().max() > 0.01
