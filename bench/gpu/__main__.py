@@ -3,9 +3,10 @@
     python -m bench.gpu [--only PART ...] [--json FILE] [--seconds 480]
     python -m bench.gpu --device cpu
 
-Random weights of published shapes; nothing is downloaded. Prints a table and one line of JSON. Exits with 1 if a bound is missed
-or a part fails, with 2 without a device. `--device cpu` runs the same code with tiny models in Triton's interpreter, without
-bounds: a test of the benchmark, no measurement.
+Random weights of published shapes; nothing is downloaded. Prints a table and one line of JSON. Exits with 1 if a part fails or a
+bound is missed, with 2 without a device. A bound that is missed while a router, the group's HTTP server or a client uses a whole
+core is `limited` and does not count. `--device cpu` runs the same code with tiny models in Triton's interpreter, without bounds:
+a test of the benchmark, no measurement.
 
     large      decode and prefill of Llama-3.1-8B's shape: shares of the copy and matmul rates, gap between steps, busy share
     small      decode of Qwen3-0.6B's shape at batch 1; graphs and eager steps, lag 0 and 1
