@@ -6,7 +6,7 @@
 Random weights of published shapes; nothing is downloaded. Prints a table and one line of JSON. Exits with 1 if a part fails or a
 bound is missed, with 2 without a device. A bound that is missed while a router, the group's HTTP server or a client uses a whole
 core is `limited` and does not count. `--device cpu` runs the same code with tiny models in Triton's interpreter, without bounds:
-a test of the benchmark, no measurement.
+a test of the benchmark, no measurement; `trace` and `router` run there only if `--only` names them.
 
     large      decode and prefill of Llama-3.1-8B's shape: shares of the copy and matmul rates, gap between steps, busy share
     small      decode of Qwen3-0.6B's shape at batch 1; graphs and eager steps, lag 0 and 1

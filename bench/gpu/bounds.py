@@ -31,7 +31,7 @@ class Figure:
     is_least: bool = True
     """Whether the bound is the least value; else the largest."""
     predicted: float | None = None
-    """By `bench.gpu.roofline` with the measured rates."""
+    """With the measured rates: by `bench.gpu.roofline` for decode and prefill, from bytes or FLOPs for a kernel alone."""
     limit: str = ""
     """What limits the value, if the measurement names it: the missed bound is then explained."""
 
