@@ -23,9 +23,11 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,13 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("bench.gpu: no CUDA device; --device cpu runs the same code with tiny models, without bounds", file=sys.stderr)
         return 2
+    started_s = time.monotonic()
     bench, rates = open_bench(args.device)
     scale = 1.0 if bench.sizes.is_bounded else 0.0
     names = args.only or [name for name in PARTS if bench.sizes.is_bounded or name not in ("trace", "router")]
-    parts = [Part("rates", 0.0, lambda: iter(rates))]
-    parts += [Part(name, scale * PARTS[name][0], partial(_measure, PARTS[name][1], bench)) for name in PARTS if name in names]
+    parts = [Part(name, scale * PARTS[name][0], partial(_measure, PARTS[name][1], bench)) for name in PARTS if name in names]
+    first = Outcome(part="rates", figures=rates, seconds=time.monotonic() - started_s)
     outcomes = list[Outcome]()
-    for outcome in run_parts(parts, args.seconds):
+    for outcome in chain([first], run_parts(parts, args.seconds, started_s=started_s)):
         print(f"{outcome.part}: {outcome.failed or outcome.skipped or f'{outcome.seconds:.0f} s'}", file=sys.stderr, flush=True)
         outcomes.append(outcome)
         if args.json is not None:  # after each part, so that a killed run leaves what it has
@@ -81,7 +84,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny models in the interpreter, no bounds"
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="measure only these parts")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="time of all parts (default %(default)g)")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="time of rates and parts (default %(default)g)")
     parser.add_argument("--json", type=Path, help="file for the figures as JSON, written after each part")
     return parser.parse_args(argv)
 

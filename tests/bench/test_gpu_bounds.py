@@ -164,6 +164,11 @@ def test_parts_run_within_the_budget_and_keep_their_figures() -> None:
     assert to_json(outcomes, {"device": "none"})["exit"] == 1
 
 
+def test_time_before_the_parts_is_spent_too() -> None:
+    [outcome] = run_parts([Part("a", 60, lambda: figures("x"))], 100, lambda: 50.0, started_s=0.0)
+    assert outcome.skipped == "50 s of 100 s are spent, and it takes about 60 s"
+
+
 def endless() -> Iterator[Figure]:
     yield Figure(name="before", value=1.0)
     while True:
