@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.interpreter import quicken_interpreter
+
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
 
@@ -25,3 +27,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+    quicken_interpreter()
