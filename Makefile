@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV = $$(python3 tools/bootstrap.py dev)
-UNIT = -m "not cluster and not gpu and not slow and not system" -n 2
+UNIT = -m "not cluster and not gpu and not slow and not system" -n 2 --dist worksteal
 export PYTHONPATH := crds:operator:runtime:.
 # Bytecode is in the cache, not in the checkout: the environments have none, and a process that compiles torch starts twice as long.
 unexport PYTHONDONTWRITEBYTECODE
