@@ -169,7 +169,7 @@ async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operat
     assert lease["leaseDurationSeconds"] == Settings(runtime_image="r", router_image="o").lease_seconds
 
 
-@pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["endless lease"], indirect=True)
+@pytest.mark.parametrize("operators", [("--lease-seconds", "64")], ids=["lease longer than the limit"], indirect=True)
 async def test_terminated_leader_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)
