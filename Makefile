@@ -6,9 +6,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV = $$(python3 tools/bootstrap.py dev)
-UNIT = -m "not cluster and not gpu and not slow and not system" -n 2
+UNIT = -m "not cluster and not gpu and not slow and not system" -n 2 --dist worksteal
 export PYTHONPATH := crds:operator:runtime:.
-export PYTHONDONTWRITEBYTECODE := 1
+CACHE := $(or $(PHALANX_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/phalanx)
+# Bytecode is in the cache, not in the checkout: the environments have none, and a process that compiles torch starts twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CACHE)/bytecode
+export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'

@@ -73,10 +73,10 @@ def python_version(base: Path) -> str:
 
 
 def python(base: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns command and environment that run the base layer's Python from outside, without chroot."""
+    """Returns command and environment that run the base layer's Python from outside: no chroot, bytecode beside modules."""
     (loader,) = (base / "usr/lib").glob("*-linux-gnu/ld-linux-*.so.*")
     command = (str(loader), "--library-path", str(loader.parent), str(base / "usr/bin" / python_version(base)))
-    return command, {"PYTHONHOME": str(base / "usr"), "PYTHONHASHSEED": "0", "PYTHONPATH": ""}
+    return command, {"PYTHONHOME": str(base / "usr"), "PYTHONHASHSEED": "0", "PYTHONPATH": "", "PYTHONPYCACHEPREFIX": ""}
 
 
 def _compile(base: Path, folder: Path, root: Path) -> None:

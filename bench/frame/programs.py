@@ -1,6 +1,7 @@
 """Starts programs, waits until they are ready, measures their CPU and ends them."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,10 @@ from pathlib import Path
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _EXIT_TIMEOUT_S = 20.0
 _LOG_TAIL = 30
+_PORTS = range(20_000, 30_000)
+"""Below Linux's ports of outgoing connections (from 32,768) and the node ports of Kubernetes."""
+_given = set[int]()
+"""Ports that this process returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,18 @@ class Program:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Returns a port that no program listens on, another one at each call.
+
+    It is below those of outgoing connections, one of which could take a port of theirs before the program binds it.
+    """
+    ports = [port for port in _PORTS if port not in _given]
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
+    raise RuntimeError(f"every port of {_PORTS} is in use")
 
 
 @contextmanager

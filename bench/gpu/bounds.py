@@ -31,13 +31,13 @@ class Figure:
     is_least: bool = True
     """Whether the bound is the least value; else the largest."""
     predicted: float | None = None
-    """By `bench.gpu.roofline` with the measured rates."""
+    """With the measured rates: by `bench.gpu.roofline` for decode and prefill, from bytes or FLOPs for a kernel alone."""
     limit: str = ""
     """What limits the value, if the measurement names it: the missed bound is then explained."""
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the bound holds; empty without one. NaN misses every bound."""
+        """Whether the bound holds; empty without one; `limited` if it is missed and `limit` is set. NaN misses every bound."""
         if self.bound is None:
             return ""
         if self.value >= self.bound if self.is_least else self.value <= self.bound:
@@ -59,12 +59,12 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether the part ended and no bound was missed."""
+        """Whether the part did not fail and no verdict is NO."""
         return not self.failed and all(figure.verdict != "NO" for figure in self.figures)
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Returns 1 if a part failed or a bound was missed. A skipped part does not count: the report shows it."""
+    """Returns 1 if a part failed or a bound was missed with the verdict NO. Skipped parts and limited figures do not count."""
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 
 
@@ -81,14 +81,12 @@ def skip_reason(spent_s: float, needed_s: float, budget_s: float) -> str:
 
 
 def limit_of(cpu_shares: Mapping[str, float]) -> str:
-    """Returns the program that uses its whole core, if any. `cpu_shares`: CPU seconds per second by program.
+    """Returns the busiest program that uses its whole core, if any. `cpu_shares`: CPU seconds per second by program.
 
-    A rank waits for its device in a loop and is always busy, so it is named only if no other program is.
+    Never a rank: it waits for its device in a loop, so its CPU time explains no missed bound.
     """
-    busy = {name: share for name, share in cpu_shares.items() if share >= SATURATED}
-    others = {name: share for name, share in busy.items() if not name.startswith("rank")}
-    chosen = others or busy
-    if not chosen:
+    busy = {name: share for name, share in cpu_shares.items() if share >= SATURATED and not name.startswith("rank")}
+    if not busy:
         return ""
-    name = max(chosen, key=lambda one: chosen[one])
-    return f"{name}: {chosen[name]:.2f} CPU s/s"
+    name = max(busy, key=lambda one: busy[one])
+    return f"{name}: {busy[name]:.2f} CPU s/s"

@@ -28,11 +28,16 @@ class Part:
     measure: Callable[[], Iterator[Figure]]
 
 
-def run_parts(parts: Sequence[Part], budget_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Outcome]:
-    """Runs each part that fits the rest of the budget. A part that raises, or runs when the budget ends, keeps its figures."""
-    started = clock()
+def run_parts(
+    parts: Sequence[Part], budget_s: float, clock: Callable[[], float] = time.monotonic, *, started_s: float | None = None
+) -> Iterator[Outcome]:
+    """Runs each part that fits the rest of the budget. A part that raises, or runs when the budget ends, keeps its figures.
+
+    `started_s`: time of the clock at which the budget began; None: now.
+    """
+    started_s = clock() if started_s is None else started_s
     for part in parts:
-        spent_s = clock() - started
+        spent_s = clock() - started_s
         reason = skip_reason(spent_s, part.needed_s, budget_s)
         if reason:
             yield Outcome(part=part.name, skipped=reason)
@@ -47,7 +52,7 @@ def run_parts(parts: Sequence[Part], budget_s: float, clock: Callable[[], float]
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             failed = f"{type(error).__name__}: {error}"[:2000]
-        seconds = clock() - started - spent_s
+        seconds = clock() - started_s - spent_s
         yield Outcome(part=part.name, figures=figures, seconds=seconds, skipped=skipped, failed=failed)
 
 

@@ -53,10 +53,10 @@ def large_model(bench: Bench) -> Iterator[Figure]:
     runner = open_runner(model, "graphs", rows)
     yield from _captures(runner)
     for batch in sizes.batches:
-        yield from decode_figures(bench, runner, shape_of(sizes.large), batch, DECODE_SHARES.get(batch, 0.0))
+        yield from large_decode(bench, runner, batch)
     if sizes.compares_large:
         yield from _compared(bench, model, runner, sizes.compared_batch)
-    yield from prefill_figures(bench, runner)
+    yield from large_prefill(bench, runner)
 
 
 def small_model(bench: Bench) -> Iterator[Figure]:
@@ -101,9 +101,9 @@ def graph_s(bench: Bench, runner: ModelRunner, batch: int) -> float:
         return bench.clock.queued_s(lambda: step.graphs.run(batch), bench.sizes.replays)
 
 
-def decode_figures(bench: Bench, runner: ModelRunner, shape: ModelShape, batch: int, bound: float) -> Iterator[Figure]:
+def large_decode(bench: Bench, runner: ModelRunner, batch: int) -> Iterator[Figure]:
     """Rate, share of the copy rate, gap and busy share of graphs with lag 1."""
-    rates, sizes = bench.rates, bench.sizes
+    rates, sizes, shape = bench.rates, bench.sizes, shape_of(bench.sizes.large)
     window = _window(runner, sizes, batch)
     work_s = graph_s(bench, runner, batch)
     predicted = predict_decode(shape, rates, batch, round(window.context / batch))
@@ -114,7 +114,7 @@ def decode_figures(bench: Bench, runner: ModelRunner, shape: ModelShape, batch: 
         name=f"decode {batch}, of the copy rate",
         value=ideal_s / window.period_s,
         unit="share",
-        bound=sizes.bound(bound),
+        bound=sizes.bound(DECODE_SHARES.get(batch, 0.0)),
         predicted=predicted.share,
     )
     yield Figure(name=f"decode {batch}, kernels alone, of the copy rate", value=ideal_s / work_s, unit="share")
@@ -161,7 +161,7 @@ def _profiled(bench: Bench, runner: ModelRunner, batch: int) -> float:
     return share
 
 
-def prefill_figures(bench: Bench, runner: ModelRunner) -> Iterator[Figure]:
+def large_prefill(bench: Bench, runner: ModelRunner) -> Iterator[Figure]:
     """Prompts one after another: the fastest step of a whole prompt, from its start to its first token."""
     sizes, shape, rates = bench.sizes, shape_of(bench.sizes.large), bench.rates
     steps = list[Step]()

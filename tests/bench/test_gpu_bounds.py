@@ -69,7 +69,7 @@ def test_a_part_starts_if_it_fits(spent: float, needed: float, skips: bool) -> N
         ({"router 0": 0.5, "client": 0.89}, ""),
         ({"router 0": 0.95, "client": 0.91}, "router 0: 0.95 CPU s/s"),
         ({"router 0": 0.95, "rank: engine loop and device": 1.2}, "router 0: 0.95 CPU s/s"),
-        ({"router 0": 0.5, "rank: engine loop and device": 1.2}, "rank: engine loop and device: 1.20 CPU s/s"),
+        ({"router 0": 0.5, "rank: engine loop and device": 1.2}, ""),
     ],
 )
 def test_limit_is_the_saturated_program(shares: dict[str, float], expected: str) -> None:
@@ -162,6 +162,11 @@ def test_parts_run_within_the_budget_and_keep_their_figures() -> None:
     assert "a: x misses its bound" in text
     assert "c: skipped: 50 s of 100 s are spent, and it takes about 60 s" in text
     assert to_json(outcomes, {"device": "none"})["exit"] == 1
+
+
+def test_time_before_the_parts_is_spent_too() -> None:
+    [outcome] = run_parts([Part("a", 60, lambda: figures("x"))], 100, lambda: 50.0, started_s=0.0)
+    assert outcome.skipped == "50 s of 100 s are spent, and it takes about 60 s"
 
 
 def endless() -> Iterator[Figure]:

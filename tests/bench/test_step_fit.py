@@ -2,11 +2,9 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.engine.step_fit import Stepper, main, measure
 from bench.engine.step_grid import EngineLimits, Point, fit, folds, make_grid, read_model
@@ -63,15 +61,6 @@ def test_slow_point_is_dropped_others_run_each_round() -> None:
     assert {point: len(walls) for point, walls in times_s.items()} == {points[0]: 3, points[2]: 3}
 
 
-@pytest.fixture
-def own_threads() -> Iterator[None]:
-    """Restores the threads of this process, which the command sets."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("own_threads")
 def test_fit_of_a_real_engine_round_trips_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_tiny(tmp_path / "model")
     output = tmp_path / "fit.json"

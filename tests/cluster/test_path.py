@@ -27,7 +27,7 @@ from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 MAX_TOKENS = 40
-LONG = 240
+LONG = 160
 
 
 @pytest.fixture(scope="module")

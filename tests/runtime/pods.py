@@ -24,7 +24,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int = 1) -> RankSpec:
-    """Makes a spec with defaults."""
+    """Makes a spec with defaults, for one thread."""
     return RankSpec(
         rank=rank,
         world_size=world_size,
@@ -35,6 +35,7 @@ def make_spec(folder: Path, rank: int = 0, world_size: int = 1, incarnation: int
         base_port=0,
         token="00",
         model_dir=str(folder),
+        num_threads=1,
     )
 
 

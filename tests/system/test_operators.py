@@ -17,7 +17,7 @@ from bench.frame.programs import free_port
 from phalanx_operator.settings import Settings
 from tests.control.builders import make_body
 from tests.control.fake_api import FakeApi
-from tests.polling import until
+from tests.polling import LIMIT_S, until
 
 pytestmark = pytest.mark.system
 ROOT = pathlib.Path(__file__).parents[2]
@@ -133,7 +133,7 @@ async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, o
     await until(lambda: len(server.of("statefulsets")) == 2)
     assert holder(server) == "second" and existing < set(server.of("statefulsets"))
     assert server.of("leases")[LEASE]["spec"]["leaseTransitions"] == 2
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while (acting := await second.metrics())["phalanx_operator_status_writes_total"] < 1:  # after the group is created
             await asyncio.sleep(0.05)
     assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_actions_total"] >= 1
@@ -144,7 +144,7 @@ async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, o
 async def test_watch_age_grows_only_while_its_kind_is_silent(server: FakeApi, operators: list[Operator]) -> None:
     leader = operators[0]
     before = await leader.watch_age("pods")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (silent := await leader.watch_age("pods")) <= before + 1:
             await asyncio.sleep(0.05)
         server.put("pods", {"metadata": {"name": "p", "namespace": "team", "labels": {}}, "spec": {}, "status": {}})
@@ -169,7 +169,7 @@ async def test_killed_leader_is_replaced_after_its_lease(server: FakeApi, operat
     assert lease["leaseDurationSeconds"] == Settings(runtime_image="r", router_image="o").lease_seconds
 
 
-@pytest.mark.parametrize("operators", [("--lease-seconds", "120")], ids=["endless lease"], indirect=True)
+@pytest.mark.parametrize("operators", [("--lease-seconds", "64")], ids=["lease longer than the limit"], indirect=True)
 async def test_terminated_leader_hands_over_at_once(server: FakeApi, operators: list[Operator]) -> None:
     first = operators[0]
     await until(lambda: len(server.of("statefulsets")) == 1)

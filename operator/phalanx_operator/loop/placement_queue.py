@@ -250,7 +250,9 @@ class PlacementGate:
 
 
 def _device(service: InferenceService) -> str:
-    """Services compete for devices of one extended resource, or of the same claims."""
+    """Returns the extended resource that services compete for; `claims` for all that have only claims.
+
+    Templates of any namespace may select the same devices, and the operator does not read templates.
+    """
     resources = service.spec.resources
-    sources = [claim.resource_claim_template_name or claim.resource_claim_name for claim in resources.claims]
-    return resources.accelerator.resource_name or " ".join(f"{service.namespace}/{source}" for source in sources)
+    return resources.accelerator.resource_name or ("claims" if resources.claims else "")

@@ -111,11 +111,15 @@ class EngineMoves:
             self._free(move)
 
     def step_committed(self, step: int, wall_s: float, ended: Sequence[int], now: float) -> None:
-        """Records a step and the requests that ended in it; requests rescues before preemptions."""
+        """Records a step and the requests that ended in it, freezes those that leave; requests rescues before preemptions.
+
+        The engine may block after this step, so a freeze cannot wait for the next turn.
+        """
         self._step = step
         self._step_s += STEP_SMOOTHING * (wall_s - self._step_s)
         for handle in ended:
             self._end_move(handle, "it finished", now)
+        self._check_copies(now)
         if self._num_ranks:
             self._request_rescues(now)
 
@@ -132,14 +136,18 @@ class EngineMoves:
         """Handles reports and timeouts."""
         for rank, report in self._transport.reports():
             self._handle_report(rank, report, now)
+        self._check_copies(now)
+        self._execute(self.source.tick(now), now)
+        self._execute(self.target.tick(now), now)
+
+    def _check_copies(self, now: float) -> None:
+        """Freezes requests that no step has, and ends moves of those that lost their pages."""
         for move, copy in list(self._copies.items()):
             running = self._scheduler.running_request(copy.handle)
             if running is None or running.num_preemptions != copy.num_preemptions:
                 self._execute(self.source.ended(copy.handle, "preempted", "it lost its pages"), now)
             elif running.is_settled:
                 self._execute(self.source.stopped(move, running.num_output, self._progress(running), now), now)
-        self._execute(self.source.tick(now), now)
-        self._execute(self.target.tick(now), now)
 
     def _request_rescues(self, now: float) -> None:
         pressure = self._scheduler.pressure(self._pages_per_s)

@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import find_condition
+from phalanx_api.status import Status
 from phalanx_operator.decide.groups import admission
+from phalanx_operator.decide.state.actions import CreateGroup, Plan
 from phalanx_operator.decide.state.snapshot import ObservedGroup
 from phalanx_operator.kube.client import EVENTS, PODS, Denied
 from phalanx_operator.loop.placement_queue import MAX_PAUSE_S, REPORT_AFTER_S, TURN_TIMEOUT_S
-from tests.control.builders import NOW, make_group
+from phalanx_operator.render.gangs import NoGang
+from tests.control.builders import NOW, make_group, make_service
 from tests.control.loop.scenes import make_unschedulable
 from tests.control.worlds import World
 
-ONE, OTHER = ("team", "one"), ("team", "other")
 GPU = "nvidia.com/gpu"
 EARLIER = "2026-01-02T02:34:05Z"
 
@@ -38,18 +40,36 @@ async def test_waiting_service_is_woken_when_the_turn_is_free() -> None:
     assert world.woken == [other, other]
 
 
+def resources_of(accelerator: str, template: str) -> dict[str, Any]:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": template}] if template else []
+    return {"accelerator": {"resourceName": accelerator}, "claims": claims}
+
+
 @pytest.mark.parametrize(
-    ("device", "accelerator"),
-    [("nvidia.com/gpu", "nvidia.com/gpu"), ("team/two-gpus", "")],
-    ids=["extended resource", "claims alone"],
+    ("ours", "theirs", "waits"),
+    [
+        ((GPU, ""), (GPU, ""), True),
+        ((GPU, ""), ("amd.com/gpu", ""), False),
+        ((GPU, "nic"), (GPU, ""), True),
+        (("", "two-gpus"), ("", "two-gpus"), True),
+        (("", "two-gpus"), ("", "four-gpus"), True),
+        (("", "two-gpus"), (GPU, "nic"), False),
+    ],
+    ids=[
+        *("same resource", "other resource", "same resource and a claim", "same template name", "other template"),
+        "claim beside a resource",
+    ],
 )
-async def test_services_wait_for_the_devices_that_they_share(device: str, accelerator: str) -> None:
-    claims = [{"name": "gpus", "resourceClaimTemplateName": "two-gpus"}]
-    resources = {"accelerator": {"resourceName": accelerator}, "claims": claims}
-    world = World(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, resources=resources)
-    world.queue.take(device, OTHER, "other-g-a", world.clock)
+async def test_services_of_all_namespaces_wait_for_shared_devices(
+    ours: tuple[str, str], theirs: tuple[str, str], waits: bool
+) -> None:
+    spec: dict[str, Any] = {"replicas": 1, "parallelism": {"tensor": 2, "gpusPerPod": 1}}
+    world = World(**spec, resources=resources_of(*ours))
+    other = make_service(namespace="elsewhere", **spec, resources=resources_of(*theirs))
+    todo = Plan(actions=(CreateGroup(name="other-g-a", why="too few"),), status=Status(), poll_s=1.0)
+    world.reconciler.placement.apply(("elsewhere", "other"), other, NoGang("Fallback"), todo)
     await world.reconcile()
-    assert world.groups == set()
+    assert len(world.groups) == (0 if waits else 1)
 
 
 def incomplete(since: str, gang: str = "Fallback") -> ObservedGroup:

@@ -1,7 +1,7 @@
 """An engine with explicit turns, over a transport that only records its orders."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from phalanx_api import moves, wire
@@ -90,12 +90,14 @@ class SteppedEngine:
     depth: int = 1
     now: float = 0.0
     grammars: SlowCompiler | None = None
+    is_async: bool = False
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.num_pages, 4, self.depth)
+        self.runner = FakeRunner(self.num_pages, 4, self.depth, runs_ahead=self.is_async)
         self.transport, self.inbox = FakeTransport(), Inbox()
         grammars = NO_GRAMMARS if self.grammars is None else ThreadedGrammars(self.grammars)
-        self.loop = EngineLoop(self.runner, LIMITS, self.inbox, lambda: self.now, grammars=grammars, transport=self.transport)
+        limits = replace(LIMITS, async_scheduling=self.is_async)
+        self.loop = EngineLoop(self.runner, limits, self.inbox, lambda: self.now, grammars=grammars, transport=self.transport)
 
     def turn(self, *frames: wire.ToEngine, times: int = 1, reports: Sequence[tuple[int, page_orders.Report]] = ()) -> None:
         self.inbox.messages += [wire.encode(frame) for frame in frames]

@@ -34,6 +34,20 @@ def test_stopped_request_freezes_after_its_step_and_is_released(depth: int) -> N
     assert (load.running, load.free_pages, load.leaks) == (0, 40, 0)
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["lag 0", "lag 1"])
+def test_engine_reports_the_freeze_before_it_blocks(is_async: bool) -> None:
+    """With lag 1 a step has the request when its move starts, and nothing else wakes the engine after that step."""
+    engine = SteppedEngine(is_async=is_async)
+    engine.turn(wire.Submit(1, request := make_request(10, 30)), times=4)
+    before = len(engine.inbox.timeouts)
+    engine.turn(out())
+    while not engine.of(moves.Frozen):
+        engine.turn()
+    assert len(engine.inbox.timeouts) == before
+    assert engine.of(moves.Frozen)[0].num_output == len(engine.tokens(1))
+    assert engine.tokens(1) == expected_output(request)[: len(engine.tokens(1))]
+
+
 def test_idle_engine_reports_a_refused_page_connection_at_once() -> None:
     engine = SteppedEngine()
     engine.turn(times=2)
@@ -46,12 +60,10 @@ def test_pages_are_sent_after_plans_that_may_write_them() -> None:
     engine = SteppedEngine(depth=2)
     engine.turn(wire.Submit(1, make_request(30, 30)), wire.Submit(2, make_request(30, 30)), times=4)
     engine.turn(out())
-    num_run = 0
     while not engine.transport.sent_after:
-        num_run = len(engine.runner.plans)
         engine.turn()
     assert engine.runner.most_in_flight == 2
-    assert engine.transport.sent_after == [num_run + 1], "a plan in flight contains the other request"
+    assert engine.transport.sent_after == [len(engine.runner.plans) + 1], "a plan in flight contains the other request"
 
 
 @pytest.mark.parametrize("end", ["thaw", "lease", "failed"])

@@ -26,6 +26,7 @@ def tokens(folder: Path, build: Build) -> list[list[int]]:
 HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -43,6 +43,7 @@ def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]
     return st.tuples(moves, decodes.filter(bool))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=60)
 @given(case=runs_with_decodes())
 def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]]) -> None:

@@ -91,6 +91,7 @@ def check(
     return steps
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])  # the interpreter takes its time
 def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -> None:
     """Prompts in chunks are eager steps, decodes are graphs; one has a row of padding."""
@@ -100,12 +101,14 @@ def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -
     assert not steps.obstacles
 
 
+@pytest.mark.no_cover
 def test_logprobs_of_the_device_are_those_of_the_host(folder: Path) -> None:
     with lagging(1):
         steps = check(folder, chosen(ON_DEVICE, logprobs=2, num_tokens=4))
     assert steps.launched > 3 and not steps.graphs and not steps.obstacles
 
 
+@pytest.mark.no_cover
 def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     """A row with penalties stays on the host after its first step there, also when the other rows have ended."""
     submitted = [limited(one, size) for one, size in zip(chosen(["grammar", "penalties", "seeded"]), (2, 6, 6), strict=True)]
@@ -114,6 +117,7 @@ def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     assert steps.obstacles["host rows"] >= 5
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("config", [pytest.param(NGRAMS, marks=pytest.mark.slow), NGRAM_TREES], ids=["chains", "trees"])
 def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
@@ -122,6 +126,7 @@ def test_draft_tokens_are_verified_on_the_device(folder: Path, config: Scheduler
     assert steps.accepted > 2
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("pods", [[2], pytest.param([1, 1, 1], marks=pytest.mark.slow)], ids=str)
 def test_several_ranks_sample_on_their_devices(folder: Path, pods: list[int]) -> None:
     """Three ranks have uneven heads and vocabularies. A row with a grammar ends first: the ranks get its tokens from rank 0."""
@@ -132,6 +137,7 @@ def test_several_ranks_sample_on_their_devices(folder: Path, pods: list[int]) ->
     assert steps.obstacles["host rows"] > 0 and steps.graphs > 1 and steps.launched > steps.graphs
 
 
+@pytest.mark.no_cover
 @pytest.mark.slow
 def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]

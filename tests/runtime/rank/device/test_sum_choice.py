@@ -95,6 +95,7 @@ def answers(folder: Path, shared: SharedBuffers, times: Callable[[int], list[int
     return with_group([2], rank)
 
 
+@pytest.mark.no_cover
 def test_the_slowest_rank_decides_for_all(folder: Path) -> None:
     """The second rank measures one shot as slower from 32 rows on."""
     fast, slow = [9] * len(ROWS) + [3] * len(ROWS), [9] * len(ROWS) + [3, 3, 10, 3, 3]

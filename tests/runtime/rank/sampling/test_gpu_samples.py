@@ -144,6 +144,7 @@ shapes = st.sampled_from([(100, 64), (127, 1024), (1000, 1024), (3000, 1024)])
 rooms = st.sampled_from([16, 1 << 14])
 
 
+@pytest.mark.no_cover
 @settings(max_examples=30, deadline=None)
 @given(st.lists(samplings, min_size=2, max_size=3), shapes, rooms, logits_of)
 def test_samples_equal_the_reference(
@@ -161,6 +162,7 @@ def test_samples_equal_the_reference(
         assert [int(rows.state.last_tokens[row]) for row in order] == tokens
 
 
+@pytest.mark.no_cover
 @settings(max_examples=60, deadline=None)
 @given(chances, cuts, shapes, rooms, logits_of)
 def test_thresholds_keep_the_tokens_of_the_definition(
