@@ -168,6 +168,8 @@ class ExpertShape:
     routing: Routing
     activation: Activation
     has_bias: bool
+    is_split: bool = False
+    """Ranks have columns of the same experts: one of them adds the bias of the down product."""
 
 
 def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
@@ -183,7 +185,9 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
         arguments = {**combine, "out_stride": shape.hidden, **constants}
         variants.append(variant_of(kernels.combine_experts, arguments, num_warps=WARPS))
     for config in configs:
-        variants += [_product_variant(shape, dtype, config, is_gated=is_gated) for is_gated in (True, False)]
+        variants.append(_product_variant(shape, dtype, config, is_gated=True, has_bias=shape.has_bias))
+        down_biases = (True, False) if shape.has_bias and shape.is_split else (shape.has_bias,)
+        variants += [_product_variant(shape, dtype, config, is_gated=False, has_bias=has_bias) for has_bias in down_biases]
         num_pairs = MIN_BLOCK_PAIRS
         while num_pairs <= MAX_BLOCK_PAIRS:
             constants = sort_constants(num_pairs, shape.num_local, config.block_rows)
@@ -193,7 +197,9 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
     return variants
 
 
-def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool) -> KernelVariant:
+def _product_variant(
+    shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool, has_bias: bool
+) -> KernelVariant:
     inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
     arguments = {
         **dict.fromkeys(("x", "weight", "bias", "out"), dtype),
@@ -204,7 +210,7 @@ def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: ProductTile
             inputs,
             outputs,
             pairs_per_row=shape.routing.per_token if is_gated else 1,
-            has_bias=shape.has_bias,
+            has_bias=has_bias,
             activation=shape.activation if is_gated else None,
         ),
     }
