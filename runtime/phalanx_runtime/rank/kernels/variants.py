@@ -119,7 +119,7 @@ def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[
         inner=shard.expert_mlp.size,
         num_experts=mixture.num_experts,
         num_local=shard.experts.size,
-        routing=Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized),
+        routing=Routing(per_token=mixture.per_token, norm_topk_prob=mixture.norm_topk_prob),
         activation=config.activation,
         has_bias=mixture.tensors.is_interleaved,
         is_split=options.world_size > 1 and not mixture.is_parallel,

@@ -106,7 +106,7 @@ def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_si
         gate_up_bias=empty(count, 2 * inner),
         down_bias=empty(count, hidden) if adds_bias else None,
     )
-    experts = GroupedExperts(weights, shard.experts, Routing(per_token=4, is_normalized=True), config.activation)
+    experts = GroupedExperts(weights, shard.experts, Routing(per_token=4, norm_topk_prob=True), config.activation)
     with observed_launches() as found:
         for tokens in (1, 300):
             experts(empty(tokens, hidden), empty(tokens, 16))
