@@ -220,7 +220,7 @@ class EngineConfig:
     )
     enable_expert_parallel: bool = _setting(
         False,
-        "give each rank whole experts of a mixture of experts; default: each rank has columns of all experts",
+        "give each rank whole experts of a mixture of experts, not columns of all experts",
         "spec.engine.enableExpertParallel",
     )
     itl_target_ms: float | None = _setting(

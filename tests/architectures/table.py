@@ -16,13 +16,15 @@ three requests of different lengths in one batch, prompts in chunks of 7 tokens,
 those of `transformers`. **refused**: the runtime does not load the model, for this reason. **not tried**: no tiny model could
 be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
 
-{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too, also where
-the trial is refused; the model code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them
-in these trials.
+{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too;
+*fused only*: the trial is refused. The model code of `transformers` with paged attention (`--model-impl`) computes the others,
+and all of them in these trials.
 
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|
 """
+FUSED_ONLY = "fused only"
+"""Refused in the trial, and computed by the fused decoder."""
 LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| (.*) \|$", re.M)
 
 
@@ -64,18 +66,25 @@ def render(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         outcome = row.outcome
-        fused = ", fused" if row.class_name in FAMILIES else ""
         staged = "" if outcome.stages is None else STATUS[outcome.stages]
         reason = outcome.reason.replace("|", "/")
-        lines.append(f"| `{row.class_name}` | {row.model_type} | {STATUS[outcome.status]}{fused} | {staged} | {reason} |")
+        lines.append(
+            f"| `{row.class_name}` | {row.model_type} | {_status(outcome, row.class_name in FAMILIES)} | {staged} | {reason} |"
+        )
     works, staged_too = summary(rows)
     head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=staged_too)
     return head + "\n".join(lines) + "\n"
 
 
+def _status(outcome: Outcome, is_fused: bool) -> str:
+    if is_fused and outcome.status == "refused":
+        return FUSED_ONLY
+    return STATUS[outcome.status] + (", fused" if is_fused else "")
+
+
 def read(page: str) -> dict[str, Row]:
     """Parses a rendered page to rows by class."""
-    status = {word: key for key, word in STATUS.items()}
+    status: dict[str, Status] = {word: key for key, word in STATUS.items()} | {FUSED_ONLY: "refused"}
     return {
         name: Row(name, model_type, Outcome(status[outcome], reason.strip(), status[staged] if staged else None))
         for name, model_type, outcome, staged, reason in LINE.findall(page)

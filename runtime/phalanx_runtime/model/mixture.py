@@ -18,7 +18,7 @@ class Mixture:
     per_token: int
     intermediate_size: int
     """Of each expert."""
-    is_normalized: bool
+    norm_topk_prob: bool
     """The weights of a token's experts sum to 1; otherwise they are their shares of the softmax over all experts."""
     layers: tuple[bool, ...]
     """By layer: whether it has experts instead of an MLP."""
@@ -41,7 +41,7 @@ def read_mixture(raw: Json, tensors: ExpertTensors, layers: int) -> Mixture:
         num_experts=num_experts,
         per_token=per_token,
         intermediate_size=integer(raw, "moe_intermediate_size" if has_own_size else "intermediate_size"),
-        is_normalized=bool(raw.get("norm_topk_prob", not has_own_size)),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", not has_own_size)),
         layers=_sparse_layers(raw, layers),
         tensors=tensors,
     )

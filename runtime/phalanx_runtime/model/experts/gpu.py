@@ -44,7 +44,7 @@ MANY_ROWS = ProductTile(block_rows=64, block_weights=128, block_inputs=64, num_w
 """Prefill: the tensor cores bound it."""
 FLOAT32 = ProductTile(block_rows=16, block_weights=64, block_inputs=32, num_warps=4, num_stages=1)
 """Wider tiles fill the registers."""
-MANY = 24
+MIN_ROWS_PER_EXPERT = 24
 """Rows per expert from which `MANY_ROWS` wastes fewer tiles than it saves loads."""
 
 
@@ -52,7 +52,7 @@ def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Product
     """Returns the tile. It depends on the number of rows alone, as CUDA graphs require."""
     if dtype == torch.float32:
         return FLOAT32
-    return MANY_ROWS if num_pairs >= MANY * num_experts else FEW_ROWS
+    return MANY_ROWS if num_pairs >= MIN_ROWS_PER_EXPERT * num_experts else FEW_ROWS
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
@@ -60,14 +60,14 @@ def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return (num_pairs + min(num_experts, num_pairs) * (block_rows - 1)) // block_rows
 
 
-def route_constants(num_experts: int, per_token: int, is_normalized: bool) -> dict[str, Any]:
+def route_constants(num_experts: int, per_token: int, norm_topk_prob: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `route_experts`."""
     return {
         "EXPERTS": num_experts,
         "EXPERTS_PADDED": triton.next_power_of_2(num_experts),
         "PER_TOKEN": per_token,
         "PER_TOKEN_PADDED": triton.next_power_of_2(per_token),
-        "IS_NORMALIZED": is_normalized,
+        "NORM_TOPK_PROB": norm_topk_prob,
     }
 
 
@@ -103,9 +103,9 @@ def combine_constants(num_experts: int, size: int, per_token: int, adds: bool) -
     return {"EXPERTS": num_experts, "SIZE": size, "BLOCK": block, "PER_TOKEN": per_token, "ADDS": adds}
 
 
-@operator("route_experts(Tensor logits, Tensor(a!) experts, Tensor(b!) weights, bool is_normalized)")
-def _route(logits: Tensor, experts: Tensor, weights: Tensor, is_normalized: bool) -> None:
-    constants = route_constants(logits.shape[1], experts.shape[1], is_normalized)
+@operator("route_experts(Tensor logits, Tensor(a!) experts, Tensor(b!) weights, bool norm_topk_prob)")
+def _route(logits: Tensor, experts: Tensor, weights: Tensor, norm_topk_prob: bool) -> None:
+    constants = route_constants(logits.shape[1], experts.shape[1], norm_topk_prob)
     arguments = {"logits": logits, "experts": experts, "weights": weights, "logits_stride": logits.stride(0), **constants}
     launch(kernels.route_experts, (len(logits),), arguments, num_warps=ROUTE_WARPS)
 
@@ -168,6 +168,8 @@ class ExpertShape:
     routing: Routing
     activation: Activation
     has_bias: bool
+    is_split: bool = False
+    """Ranks have columns of the same experts: one of them adds the bias of the down product."""
 
 
 def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
@@ -175,7 +177,7 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
     per_token = shape.routing.per_token
     configs = [FLOAT32] if dtype == torch.float32 else [FEW_ROWS, MANY_ROWS]
     route = {"logits": dtype, "experts": torch.int32, "weights": torch.float32, "logits_stride": shape.num_experts}
-    route |= route_constants(shape.num_experts, per_token, shape.routing.is_normalized)
+    route |= route_constants(shape.num_experts, per_token, shape.routing.norm_topk_prob)
     variants = [variant_of(kernels.route_experts, route, num_warps=ROUTE_WARPS)]
     combine = {"outputs": dtype, "experts": torch.int32, "weights": torch.float32, "out": dtype, "first": 1}
     for adds in (False, True):
@@ -183,7 +185,9 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
         arguments = {**combine, "out_stride": shape.hidden, **constants}
         variants.append(variant_of(kernels.combine_experts, arguments, num_warps=WARPS))
     for config in configs:
-        variants += [_product_variant(shape, dtype, config, is_gated=is_gated) for is_gated in (True, False)]
+        variants.append(_product_variant(shape, dtype, config, is_gated=True, has_bias=shape.has_bias))
+        down_biases = (True, False) if shape.has_bias and shape.is_split else (shape.has_bias,)
+        variants += [_product_variant(shape, dtype, config, is_gated=False, has_bias=has_bias) for has_bias in down_biases]
         num_pairs = MIN_BLOCK_PAIRS
         while num_pairs <= MAX_BLOCK_PAIRS:
             constants = sort_constants(num_pairs, shape.num_local, config.block_rows)
@@ -193,7 +197,9 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
     return variants
 
 
-def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool) -> KernelVariant:
+def _product_variant(
+    shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool, has_bias: bool
+) -> KernelVariant:
     inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
     arguments = {
         **dict.fromkeys(("x", "weight", "bias", "out"), dtype),
@@ -204,7 +210,7 @@ def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: ProductTile
             inputs,
             outputs,
             pairs_per_row=shape.routing.per_token if is_gated else 1,
-            has_bias=shape.has_bias,
+            has_bias=has_bias,
             activation=shape.activation if is_gated else None,
         ),
     }
@@ -228,7 +234,7 @@ def route(logits: Tensor, routing: Routing) -> ChosenExperts:
     shape = (len(logits), routing.per_token)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    _route(logits=logits, experts=experts, weights=weights, is_normalized=routing.is_normalized)
+    _route(logits=logits, experts=experts, weights=weights, norm_topk_prob=routing.norm_topk_prob)
     return ChosenExperts(experts, weights)
 
 

@@ -45,7 +45,7 @@ class ExpertReader:
 
     def _make(self, weights: Iterator[ExpertWeights], kernels: Kernels, gate: Gate) -> Experts:
         span, activation = self._shard.experts, self._config.activation
-        routing = Routing(per_token=self._mixture.per_token, is_normalized=self._mixture.is_normalized)
+        routing = Routing(per_token=self._mixture.per_token, norm_topk_prob=self._mixture.norm_topk_prob)
         if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:
             if kernels.precision != "bf16":
                 raise ModelError(f"--quantization {kernels.precision}: experts have no kernel of quantised weights on a GPU")

@@ -19,7 +19,7 @@ class Routing:
     """How router logits choose experts: see `Mixture`."""
 
     per_token: int
-    is_normalized: bool
+    norm_topk_prob: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> ChosenExperts:
     """Returns the experts with the largest logits and their weights. logits: [tokens, experts]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     weights, experts = wide.softmax(-1).topk(routing.per_token, -1)
-    return ChosenExperts(experts, weights / weights.sum(-1, keepdim=True) if routing.is_normalized else weights)
+    return ChosenExperts(experts, weights / weights.sum(-1, keepdim=True) if routing.norm_topk_prob else weights)
 
 
 class Experts(Protocol):

@@ -21,7 +21,7 @@ def route_experts(
     EXPERTS_PADDED: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     PER_TOKEN_PADDED: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
+    NORM_TOPK_PROB: tl.constexpr,
 ):
     """Writes the experts with the largest logits of token `program_id(0)` and their weights; the lower number wins a tie.
 
@@ -42,7 +42,7 @@ def route_experts(
         chosen = tl.where(place == i, expert, chosen)
         shares = tl.where(place == i, tl.exp(best - largest), shares)
         left = tl.where(number == expert, float("-inf"), left)
-    if IS_NORMALIZED:
+    if NORM_TOPK_PROB:
         divisor = tl.sum(shares, 0)
     is_place = place < PER_TOKEN
     tl.store(experts + token * PER_TOKEN + place, chosen, mask=is_place)

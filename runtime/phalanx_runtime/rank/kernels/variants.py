@@ -52,7 +52,7 @@ def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) ->
     variants = [*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options)]
     if config.mixture is None or not all(config.mixture.layers):
         variants.append(gate_variant(shard.mlp.size, options.dtype, config.activation))
-    return _unique([*variants, *_experts(config, shard, options.dtype)])
+    return _unique([*variants, *_experts(config, shard, options)])
 
 
 def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVariant]:
@@ -110,7 +110,7 @@ def _norms(config: ModelConfig, options: KernelOptions) -> Iterable[KernelVarian
             yield norm_variant(size, dtype, weight, has_sum=has_sum, has_after=has_after, has_before=has_before)
 
 
-def _experts(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> list[KernelVariant]:
+def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
     mixture = config.mixture
     if mixture is None or not shard.experts.size:
         return []
@@ -119,11 +119,12 @@ def _experts(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> list[Kern
         inner=shard.expert_mlp.size,
         num_experts=mixture.num_experts,
         num_local=shard.experts.size,
-        routing=Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized),
+        routing=Routing(per_token=mixture.per_token, norm_topk_prob=mixture.norm_topk_prob),
         activation=config.activation,
-        has_bias=config.mlp_bias,
+        has_bias=mixture.tensors.is_interleaved,
+        is_split=options.world_size > 1 and not mixture.is_parallel,
     )
-    return expert_variants(shape, dtype)
+    return expert_variants(shape, options.dtype)
 
 
 def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:

@@ -72,7 +72,7 @@ def distinct_logits(seed: int, tokens: int, count: int, dtype: torch.dtype) -> t
     hidden=st.sampled_from([16, 48, 96]),
     inner=st.sampled_from([16, 21, 72]),
     dtype=st.sampled_from([*TOLERANCE]),
-    is_normalized=st.booleans(),
+    norm_topk_prob=st.booleans(),
     has_bias=st.booleans(),
     adds=st.booleans(),
     activation=st.sampled_from(["silu", "gelu_tanh", "swigluoai"]),
@@ -85,7 +85,7 @@ def test_grouped_experts_equal_the_reference(
     hidden: int,
     inner: int,
     dtype: torch.dtype,
-    is_normalized: bool,
+    norm_topk_prob: bool,
     has_bias: bool,
     adds: bool,
     activation: Activation,
@@ -93,7 +93,7 @@ def test_grouped_experts_equal_the_reference(
 ) -> None:
     noise, start = Noise(seed), data.draw(st.integers(0, count - 1))
     span = Span(start, data.draw(st.integers(start + 1, count)))
-    routing = Routing(per_token=data.draw(st.integers(1, count)), is_normalized=is_normalized)
+    routing = Routing(per_token=data.draw(st.integers(1, count)), norm_topk_prob=norm_topk_prob)
     weights = stacked(noise, span.size, hidden, inner, dtype, has_bias=has_bias)
     x, logits = noise(tokens, hidden + 16, dtype=dtype)[:, :hidden], distinct_logits(seed, tokens, count, dtype)
     residual = noise(tokens, hidden, dtype=dtype)
@@ -107,7 +107,7 @@ def test_grouped_experts_equal_the_reference(
 
 
 def test_unsupported_steps_use_the_reference() -> None:
-    routing, noise = Routing(per_token=2, is_normalized=True), Noise(0)
+    routing, noise = Routing(per_token=2, norm_topk_prob=True), Noise(0)
     wide = stacked(noise, 3, 16, 16, torch.float64, has_bias=True)
     x, logits = noise(4, 16, dtype=torch.float64), distinct_logits(0, 4, 3, torch.float64)
     experts = GroupedExperts(wide, Span(0, 3), routing, "silu")
@@ -149,13 +149,13 @@ def test_bound_of_tiles_is_the_worst_routing() -> None:
     assert max_tiles(0, 4, 16) == 0
 
 
-@pytest.mark.parametrize("is_normalized", [False, True])
-def test_routing_prefers_lower_numbers_of_equal_logits(is_normalized: bool) -> None:
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_routing_prefers_lower_numbers_of_equal_logits(norm_topk_prob: bool) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 1.0, -2.0]], device=DEVICE).bfloat16()
-    chosen = route(logits, Routing(per_token=3, is_normalized=is_normalized))
+    chosen = route(logits, Routing(per_token=3, norm_topk_prob=norm_topk_prob))
     assert chosen.experts.tolist() == [[1, 2, 0]]
     shares = torch.softmax(logits.float(), -1)[0, [1, 2, 0]]
-    torch.testing.assert_close(chosen.weights[0], shares / shares.sum() if is_normalized else shares)
+    torch.testing.assert_close(chosen.weights[0], shares / shares.sum() if norm_topk_prob else shares)
 
 
 def test_decoder_with_grouped_experts_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_decoder_with_grouped_experts_gives_the_tokens_of_transformers(tmp_path:
         for index, layer in enumerate(runner.model.layers):
             if isinstance(layer.down, SparseMlp):
                 weights = stack((stored(index, number) for number in range(4)), 4)
-                grouped.append(GroupedExperts(weights, Span(0, 4), Routing(per_token=2, is_normalized=True), "silu"))
+                grouped.append(GroupedExperts(weights, Span(0, 4), Routing(per_token=2, norm_topk_prob=True), "silu"))
                 assert grouped[-1].num_bytes == layer.down.experts.num_bytes
                 layer.down.experts = grouped[-1]
         requests = [DriverRequest(prompt) for prompt in prompts()[:2]]

@@ -57,7 +57,7 @@ def expected_sum(x: Tensor, logits: Tensor, span: Span, routing: Routing) -> Ten
     for token, row in zip(x, logits, strict=True):
         shares = torch.softmax(row, -1)
         chosen = sorted(range(len(row)), key=lambda i: -float(shares[i]))[: routing.per_token]
-        divisor = sum(float(shares[i]) for i in chosen) if routing.is_normalized else 1.0
+        divisor = sum(float(shares[i]) for i in chosen) if routing.norm_topk_prob else 1.0
         total = torch.zeros(HIDDEN, dtype=torch.float64)
         for i in chosen:
             if span.start <= i < span.stop:
@@ -68,11 +68,11 @@ def expected_sum(x: Tensor, logits: Tensor, span: Span, routing: Routing) -> Ten
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.data(), count=st.integers(1, 9), tokens=st.integers(1, 12), is_normalized=st.booleans(), seed=st.integers(0, 99))
-def test_experts_equal_plain_loops(data: st.DataObject, count: int, tokens: int, is_normalized: bool, seed: int) -> None:
+@given(data=st.data(), count=st.integers(1, 9), tokens=st.integers(1, 12), norm_topk_prob=st.booleans(), seed=st.integers(0, 99))
+def test_experts_equal_plain_loops(data: st.DataObject, count: int, tokens: int, norm_topk_prob: bool, seed: int) -> None:
     start = data.draw(st.integers(0, count))
     span = Span(start, data.draw(st.integers(start, count)))
-    routing = Routing(per_token=data.draw(st.integers(1, count)), is_normalized=is_normalized)
+    routing = Routing(per_token=data.draw(st.integers(1, count)), norm_topk_prob=norm_topk_prob)
     experts, _ = make_experts(count, span, routing)
     x, logits = noise(tokens, HIDDEN, seed=seed), noise(tokens, count, seed=seed + 1)
     expected = expected_sum(x, logits, span, routing)
@@ -84,14 +84,14 @@ def test_experts_equal_plain_loops(data: st.DataObject, count: int, tokens: int,
 
 
 def test_rank_without_experts_adds_nothing() -> None:
-    experts, _ = make_experts(4, Span(4, 4), Routing(per_token=2, is_normalized=True))
+    experts, _ = make_experts(4, Span(4, 4), Routing(per_token=2, norm_topk_prob=True))
     residual = noise(3, HIDDEN)
     experts.add_to(residual, noise(3, HIDDEN, seed=1), noise(3, 4))
     assert torch.equal(residual, noise(3, HIDDEN))
 
 
 def test_only_experts_with_rows_compute() -> None:
-    experts, downs = make_experts(6, Span(0, 6), Routing(per_token=2, is_normalized=True))
+    experts, downs = make_experts(6, Span(0, 6), Routing(per_token=2, norm_topk_prob=True))
     logits = torch.full((3, 6), -9.0, dtype=torch.float64)
     logits[0, [1, 4]], logits[1, [1, 2]], logits[2, [4, 1]] = (torch.tensor([2.0, 1.0], dtype=torch.float64) for _ in range(3))
     experts(noise(3, HIDDEN), logits)
@@ -101,11 +101,13 @@ def test_only_experts_with_rows_compute() -> None:
 def test_weights_are_shares_or_sum_to_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     shares = torch.softmax(logits, -1)[0, [1, 3]]
-    plain = choose_experts(logits, Routing(per_token=2, is_normalized=False))
+    plain = choose_experts(logits, Routing(per_token=2, norm_topk_prob=False))
     assert plain.experts.tolist() == [[1, 3]]
     torch.testing.assert_close(plain.weights[0], shares)
-    torch.testing.assert_close(choose_experts(logits, Routing(per_token=2, is_normalized=True)).weights[0], shares / shares.sum())
-    assert choose_experts(logits.bfloat16(), Routing(per_token=2, is_normalized=True)).weights.dtype == torch.float32
+    torch.testing.assert_close(
+        choose_experts(logits, Routing(per_token=2, norm_topk_prob=True)).weights[0], shares / shares.sum()
+    )
+    assert choose_experts(logits.bfloat16(), Routing(per_token=2, norm_topk_prob=True)).weights.dtype == torch.float32
 
 
 def mlps(folder: Path, build: Build) -> list[Any]:

@@ -13,7 +13,7 @@ MIXTRAL = ExpertShape(
     inner=14336,
     num_experts=8,
     num_local=8,
-    routing=Routing(per_token=2, is_normalized=True),
+    routing=Routing(per_token=2, norm_topk_prob=True),
     activation="silu",
     has_bias=False,
 )
@@ -22,7 +22,7 @@ QWEN3_30B = ExpertShape(
     inner=768,
     num_experts=128,
     num_local=128,
-    routing=Routing(per_token=8, is_normalized=True),
+    routing=Routing(per_token=8, norm_topk_prob=True),
     activation="silu",
     has_bias=False,
 )
@@ -31,7 +31,7 @@ GPT_OSS_20B = ExpertShape(
     inner=2880,
     num_experts=32,
     num_local=32,
-    routing=Routing(per_token=4, is_normalized=True),
+    routing=Routing(per_token=4, norm_topk_prob=True),
     activation="swigluoai",
     has_bias=True,
 )

@@ -45,7 +45,7 @@ def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 def fake_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
     span, inner, hidden = shard.experts, shard.expert_mlp.size, config.hidden_size
     weights = ExpertWeights(gate_up=empty(span.size, 2 * inner, hidden), down=empty(span.size, hidden, inner))
-    routing = Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized)
+    routing = Routing(per_token=mixture.per_token, norm_topk_prob=mixture.norm_topk_prob)
     router = DenseLinear(empty(mixture.num_experts, hidden), None)
     return SparseMlp(router, GroupedExperts(weights, span, routing, config.activation))
 

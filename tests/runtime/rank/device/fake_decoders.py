@@ -136,7 +136,7 @@ def _experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
         gate_up_bias=_empty(count, 2 * inner) if has_bias else None,
         down_bias=_empty(count, hidden) if has_bias else None,
     )
-    routing = Routing(per_token=mixture.per_token, is_normalized=mixture.is_normalized)
+    routing = Routing(per_token=mixture.per_token, norm_topk_prob=mixture.norm_topk_prob)
     return SparseMlp(_linear(mixture.num_experts, hidden), GroupedExperts(weights, shard.experts, routing, config.activation))
 
 

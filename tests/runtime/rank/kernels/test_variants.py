@@ -1,6 +1,7 @@
 """Steps launch listed kernel variants only, on fake tensors: of each family, and of whole steps with sampling."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx_runtime.core.step_plan import StepResult
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.config import ModelConfig, parse_config
+from phalanx_runtime.model.experts.gpu import GroupedExperts
+from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
 from phalanx_runtime.model.partition import partition
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
@@ -41,6 +44,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"head_dim": 256, "num_attention_heads": 4, "num_hidden_layers": 7},
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "Qwen3MoeForCausalLM": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "hidden_act": "silu",
+    "attention_bias": True,
 }
 DECODES = [(300, 1), (20, 1), (700, 1)]
 STEPS = {"decode": DECODES, "many": [(40, 1)] * 300, "mixed": [*DECODES, (0, 200), (256, 90)], "chunks": [(0, 200), (7, 5)]}
@@ -77,6 +87,31 @@ def test_layers_of_each_family_launch_listed_variants(architecture: str, world_s
     assert surplus(found, expected) == []
     assert {variant.name for variant in found} == {variant.name for variant in expected}
     assert len(expected) == len(set(expected)) <= (40 if config.mixture else 20)
+
+
+@pytest.mark.parametrize(("world_size", "is_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_size: int, is_parallel: bool) -> None:
+    """With columns of all experts, only rank 0 adds the bias of the down product."""
+    config = parse_config({**BASE, **GPT_OSS})
+    assert config.mixture is not None
+    config = replace(config, mixture=replace(config.mixture, is_parallel=is_parallel))
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size)
+    shard = partition(config, world_size)[rank % world_size]
+    count, inner, hidden = shard.experts.size, shard.expert_mlp.size, config.hidden_size
+    adds_bias = rank % world_size == 0 or is_parallel
+    weights = ExpertWeights(
+        gate_up=empty(count, 2 * inner, hidden),
+        down=empty(count, hidden, inner),
+        gate_up_bias=empty(count, 2 * inner),
+        down_bias=empty(count, hidden) if adds_bias else None,
+    )
+    experts = GroupedExperts(weights, shard.experts, Routing(per_token=4, norm_topk_prob=True), config.activation)
+    with observed_launches() as found:
+        for tokens in (1, 300):
+            experts(empty(tokens, hidden), empty(tokens, 16))
+    assert {variant.name for variant in found} >= {"multiply_experts", "combine_experts"}
+    assert surplus(found, model_variants(config, shard, options)) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
