@@ -156,13 +156,13 @@ def test_old_lookups_fade() -> None:
     assert curve.lookups < 100
 
 
-def test_report_follows_the_curve_within_a_percent() -> None:
+def test_report_follows_the_curve_within_five_percent() -> None:
     curve = MissRatioCurve(400)
     assert curve.report(100).hit_rates == []
     for number in range(3000):
         curve.look_up([(number * number % 250).to_bytes(16, "big")], 0)
         report = curve.report(100)
-        assert report.lookups == pytest.approx(curve.lookups, rel=0.01)
+        assert report.lookups == pytest.approx(curve.lookups, rel=0.05)
     assert report.hit_rates == pytest.approx([curve.hit_rate(size) for size in (50, 100, 200, 400)], abs=0.02)
     assert report.hit_rates == sorted(report.hit_rates) and report.hit_rates[-1] > 0.9
 
