@@ -22,6 +22,7 @@ ConditionType = Literal[
     "Compatible",
     "Speculating",
     "DevicesHealthy",
+    "CacheSized",
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -86,6 +87,9 @@ class Reason(StrEnum):
     DEVICE_FAULT = "DeviceFault"
     """An Xid or ECC error, or a lost device."""
     DEVICE_THROTTLED = "DeviceThrottled"
+    WORKING_SET_FITS = "WorkingSetFits"
+    TOO_FEW_PAGES = "TooFewPages"
+    TOO_FEW_LOOKUPS = "TooFewLookups"
 
 
 Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]

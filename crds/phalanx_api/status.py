@@ -124,6 +124,26 @@ class ModelStatus(Record):
     """Nodes with the model in claims of ready pods (cache `NodeLocal`)."""
 
 
+class CacheStatus(Record):
+    """Estimated hit rates of the prefix cache in groups of the newest revision, by their number of pages.
+
+    Means over the groups, weighted by page lookups. Written when one of them changes by 5 points, or `CacheSized` changes.
+    """
+
+    pages: int
+    """Pages of the smallest group."""
+    page_bytes: int = 0
+    """Bytes of a page over all ranks; 0 if unknown."""
+    hit_percent_half: int
+    """Hit rate of page lookups with half the pages, in percent."""
+    hit_percent: int
+    """With the present pages."""
+    hit_percent_twice: int
+    """With twice the pages."""
+    hit_percent_four_times: int
+    """With four times the pages."""
+
+
 class Status(Record):
     """Observed state of the service."""
 
@@ -160,6 +180,8 @@ class Status(Record):
     recovery: RecoveryStatus | None = None
     rollback: RollbackStatus | None = None
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
+    cache: CacheStatus | None = None
+    """Prefix cache of the groups by its size. Absent before `CacheSized` is True or False."""
     conditions: tuple[Condition, ...] = Field(
         default=(),
         max_length=16,

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.cache_curve import NO_CURVE, CacheCurve
 from phalanx_api.conditions import Cause
 from phalanx_api.wire.leader import DeviceProblem
 from phalanx_api.wire.router import PROTOCOL_VERSION
@@ -101,6 +102,10 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     device_busy: float = 0.0
     bandwidth_utilization: float = 0.0
     flop_utilization: float = 0.0
+
+    # Prefix cache.
+    page_bytes: int = 0  # of KV cache over all ranks; 0: unknown
+    cache_curve: CacheCurve = NO_CURVE
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

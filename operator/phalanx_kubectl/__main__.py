@@ -28,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in [
         ("groups", "groups of a service: revision, phase, incarnation, streams, nodes"),
         ("top", "current load of groups and routers (needs the right to get pods/proxy)"),
+        ("cache", "hit rate of the prefix cache with half, the present, twice and four times the pages"),
         ("restart", "replace all groups one by one"),
     ]:
         add(name, text).add_argument("name", metavar="NAME")
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.groups(options.name)
         case "top":
             text = commands.top(options.name)
+        case "cache":
+            text = commands.cache(options.name)
         case "drain":
             text = commands.drain(options.name, options.group)
         case "restart":

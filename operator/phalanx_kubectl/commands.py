@@ -49,6 +49,11 @@ class Commands:
             raise KubectlFailed(f"no router of {name} answers")
         return show.top(body, routers, merge(routers.values()))
 
+    def cache(self, name: str) -> str:
+        """Returns the prefix caches of the groups that routers report, and what the operator recommends."""
+        body = self._service(name)
+        return show.cache(body, merge(self._routers(body).values()))
+
     def drain(self, name: str, group: str) -> str:
         """Drains a group, which the operator replaces. Raises KubectlFailed if it drains already or is no group of `name`."""
         metadata = read_json(self.kubectl, "get", "statefulset", group)["metadata"]

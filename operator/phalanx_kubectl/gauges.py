@@ -5,9 +5,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phalanx_api import labels
+from phalanx_api.cache_curve import NO_CURVE, SIZE_NAMES, CacheCurve
 
 _LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLoad:
+    """Prefix cache of one group."""
+
+    pages: int = 0
+    page_bytes: int = 0
+    """0 if unknown."""
+    curve: CacheCurve = NO_CURVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +39,7 @@ class GroupLoad:
     """Share of the copy rate; 0 if unknown."""
     flops: float = 0.0
     """Share of the matmul rate; 0 if unknown."""
+    cache: CacheLoad = CacheLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +93,22 @@ def _load(gauges: Mapping[str, float]) -> GroupLoad:
         busy=gauges.get("device_busy_ratio", 0.0),
         bandwidth=gauges.get("bandwidth_utilization", 0.0),
         flops=gauges.get("flop_utilization", 0.0),
+        cache=_cache(gauges),
+    )
+
+
+def _cache(gauges: Mapping[str, float]) -> CacheLoad:
+    lookups = int(gauges.get("cache_lookups", 0))
+    hit_rates = [gauges.get(f"cache_hit_rate_{name}", 0.0) for name in SIZE_NAMES]
+    return CacheLoad(
+        pages=int(gauges.get("pages", 0)),
+        page_bytes=int(gauges.get("page_bytes", 0)),
+        curve=CacheCurve(lookups, hit_rates) if lookups else NO_CURVE,
     )
 
 
 def merge(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
-    """Returns the groups of all routers: streams summed, other values' maximum."""
+    """Returns the groups of all routers: streams summed, other values' maximum, caches with the most lookups."""
     merged: dict[str, GroupLoad] = {}
     for router in routers:
         for group, load in router.groups.items():
@@ -100,5 +123,6 @@ def merge(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
                 busy=max(former.busy, load.busy),
                 bandwidth=max(former.bandwidth, load.bandwidth),
                 flops=max(former.flops, load.flops),
+                cache=max(former.cache, load.cache, key=lambda cache: cache.curve.lookups),
             )
     return merged

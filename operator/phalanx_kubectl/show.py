@@ -4,7 +4,8 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx_kubectl.gauges import GroupLoad, RouterLoad
+from phalanx_api.cache_curve import SIZES, merge_curves
+from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad
 
 Json = Mapping[str, Any]
 NOTHING = "-"
@@ -110,6 +111,34 @@ def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, Group
     text = table(["GROUP", "STREAMS", "RUNNING", "WAITING", "KV", "STEP", "BUSY", "MBU", "MFU"], rows) if rows else "no groups\n"
     router_rows = [(name, load.streams, load.queued, load.held) for name, load in sorted(routers.items())]
     return text + ("\n" + table(["ROUTER", "STREAMS", "QUEUED", "HELD"], router_rows) if router_rows else "")
+
+
+def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
+    """Returns the hit rates of page lookups by size of the cache: of each group, of all, and as the operator wrote them."""
+    names = sorted({group["name"] for group in _groups(body)} | loads.keys())
+    caches = {name: loads[name].cache for name in names if name in loads}
+    rows = [_cache_row(name, caches.get(name, CacheLoad())) for name in names]
+    if len(caches) > 1:
+        rows.append(_cache_row("all", CacheLoad(curve=merge_curves(group.curve for group in caches.values()))))
+    if stored := _status(body).get("cache"):
+        percents = [f"{stored.get(field, 0)}%" for field in _STORED_PERCENTS]
+        size = CacheLoad(pages=stored.get("pages", 0), page_bytes=stored.get("pageBytes", 0))
+        rows.append([*_cache_row("status.cache", size)[:4], *percents])
+    text = table(["GROUP", "PAGES", "MEMORY", "LOOKUPS", "HALF", "NOW", "TWICE", "FOUR TIMES"], rows) if rows else "no groups\n"
+    sized = _conditions(body).get("CacheSized")
+    if sized is None:
+        return text
+    message = f": {sized['message']}" if sized.get("message") else ""
+    return f"{text}\nCacheSized {sized.get('status')}, {sized.get('reason')}{message}\n"
+
+
+_STORED_PERCENTS = ("hitPercentHalf", "hitPercent", "hitPercentTwice", "hitPercentFourTimes")
+
+
+def _cache_row(name: str, load: CacheLoad) -> list[object]:
+    rates = [f"{rate:.0%}" for rate in load.curve.hit_rates] or [NOTHING] * len(SIZES)
+    memory = f"{load.pages * load.page_bytes / 2**30:.3g}Gi" if load.pages * load.page_bytes else None
+    return [name, load.pages or None, memory, load.curve.lookups or None, *rates]
 
 
 def _gauges(load: GroupLoad) -> list[object]:

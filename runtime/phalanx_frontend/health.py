@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import JSONResponse, Response
 
+from phalanx_api.cache_curve import NO_CURVE, CacheCurve
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.fields import EXPOSITION
@@ -35,7 +36,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthTotals:
-    """Counts over ended requests since the process started."""
+    """Counts over ended requests since the process started, and the curve of the prefix cache."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -44,6 +45,7 @@ class HealthTotals:
     latency_s: float = 0.0
     drafted: int = 0  # draft tokens; at a router of all engines
     accepted: int = 0  # accepted draft tokens
+    cache_curve: CacheCurve = NO_CURVE  # of the engine now; at a router of all groups
 
 
 class HealthSource(Protocol):

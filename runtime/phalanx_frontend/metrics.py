@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -45,6 +46,10 @@ class RequestTotals:
         """Adds draft tokens, and accepted ones."""
         now = self._totals
         self._totals = replace(now, drafted=now.drafted + drafted, accepted=now.accepted + accepted)
+
+    def record_cache(self, curve: CacheCurve) -> None:
+        """Replaces the curve of the prefix cache."""
+        self._totals = replace(self._totals, cache_curve=curve)
 
     def totals(self) -> HealthTotals:
         """Returns the sums since the start."""

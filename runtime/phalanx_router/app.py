@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
@@ -42,10 +43,12 @@ class RouterHealthSource:
         return self._server.health()
 
     def totals(self) -> HealthTotals:
-        """Requests of this router, draft tokens of all groups."""
+        """Requests of this router, draft tokens and prefix caches of all groups."""
         counts = [_counts(link) for link in self._links.all()]
         drafted, accepted = sum(sum(c.drafted) for c in counts), sum(sum(c.accepted) for c in counts)
-        return replace(self._server.totals(), drafted=drafted, accepted=accepted)
+        loads = [link.group_report.load for link in self._links.all()]
+        curve = merge_curves(load.cache_curve for load in loads if load is not None)
+        return replace(self._server.totals(), drafted=drafted, accepted=accepted, cache_curve=curve)
 
     def memory(self) -> Sequence[MemoryAccount]:
         """Empty: a router has no rank."""

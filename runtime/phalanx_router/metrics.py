@@ -174,6 +174,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
         lambda group: group.flop_utilization,
     ),
     ("incarnation", "Number of starts of the group's ranks.", lambda group: group.incarnation),
+    ("pages", "KV pages of the group.", lambda group: group.total_pages),
+    ("page_bytes", "Bytes of a KV page over all ranks; 0 if unknown.", lambda group: group.page_bytes),
+    ("cache_lookups", "Recent page lookups behind the estimated hit rates.", lambda group: group.cache_curve.lookups),
+    ("cache_hit_rate_half", "Estimated hit rate with half the pages.", lambda group: _hit_rate(group, 0)),
+    ("cache_hit_rate_now", "Estimated hit rate with the present pages.", lambda group: _hit_rate(group, 1)),
+    ("cache_hit_rate_twice", "Estimated hit rate with twice the pages.", lambda group: _hit_rate(group, 2)),
+    ("cache_hit_rate_four_times", "Estimated hit rate with four times the pages.", lambda group: _hit_rate(group, 3)),
 )
 
 
@@ -195,6 +202,12 @@ class GroupGauges(Collector):
             for group in groups:
                 family.add_metric([group.group], value(group))
             yield family
+
+
+def _hit_rate(group: GroupSummary, size: int) -> float:
+    """Hit rate at `SIZES[size]`; 0 without lookups."""
+    rates = group.cache_curve.hit_rates
+    return rates[size] if size < len(rates) else 0.0
 
 
 def _kv_use(group: GroupSummary) -> float:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx_api.cache_curve import NO_CURVE
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.leader_link import LeaderLink
@@ -151,6 +152,8 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         device_busy=load.device_busy if load is not None else 0.0,
         bandwidth_utilization=load.bandwidth_utilization if load is not None else 0.0,
         flop_utilization=load.flop_utilization if load is not None else 0.0,
+        page_bytes=served.page_bytes,
+        cache_curve=load.cache_curve if load is not None else NO_CURVE,
     )
 
 

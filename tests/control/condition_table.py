@@ -34,6 +34,9 @@ Speculating       False    DraftLost
 Speculating       Unknown  NoReadyGroup
 DevicesHealthy    True     Healthy
 DevicesHealthy    False    DeviceFault DeviceThrottled
+CacheSized        True     WorkingSetFits
+CacheSized        False    TooFewPages
+CacheSized        Unknown  TooFewLookups
 """
 ALLOWED = {
     f"{kind} {status} {reason}" for kind, status, *reasons in map(str.split, _TABLE.split("\n")[1:-1]) for reason in reasons

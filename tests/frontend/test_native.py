@@ -230,7 +230,8 @@ async def test_metrics_sum_and_average_ended_requests() -> None:
     async with client_of(backend) as client:
         assert (await client.get("/v1/metrics")).json() == {
             "total_requests": 0, "total_tokens_generated": 0, "avg_latency_ms": None, "avg_throughput_tokens_per_sec": None,
-            "cache_hit_rate": None, "acceptance_rate": None, "kv_bytes_per_token": None, "memory": []
+            "cache_hit_rate": None, "acceptance_rate": None, "kv_bytes_per_token": None,
+            "cache": None, "memory": []
         }  # fmt: skip
         await client.post("/v1/generate", json={"prompt": "x"})
         await client.post("/v1/completions", json={"prompt": "x"})

@@ -55,6 +55,13 @@ phalanx_router_group_device_busy_ratio{group="g-a"} 0.5
 phalanx_router_group_bandwidth_utilization{group="g-a"} 0.25
 phalanx_router_group_flop_utilization{group="g-a"} 0.125
 phalanx_router_group_incarnation{group="g-a"} 2.0
+phalanx_router_group_pages{group="g-a"} 8192.0
+phalanx_router_group_page_bytes{group="g-a"} 2.097152e+06
+phalanx_router_group_cache_lookups{group="g-a"} 90000.0
+phalanx_router_group_cache_hit_rate_half{group="g-a"} 0.3
+phalanx_router_group_cache_hit_rate_now{group="g-a"} 0.41
+phalanx_router_group_cache_hit_rate_twice{group="g-a"} 0.53
+phalanx_router_group_cache_hit_rate_four_times{group="g-a"} 0.55
 phalanx_router_hotspot{cause="kv",group="g-b"} 1.0
 phalanx_router_wait_seconds_bucket{le="+Inf"} +Inf
 something else entirely

@@ -85,6 +85,14 @@ def test_top_needs_a_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[
     assert ["chat-g-a", "5", "8", "0", "25%", "-", "50%", "25%", "12%"] in lines and ["r-a", "5", "2", "0"] in lines
 
 
+def test_cache_lists_groups_and_the_recommendation(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    routers(kubectl)
+    assert plugin("cache", "chat") == 0
+    output = capsys.readouterr()
+    assert ["chat-g-a", "8192", "16Gi", "90000", "30%", "41%", "53%", "55%"] in [line.split() for line in output.out.splitlines()]
+    assert "warning: router r-b" in output.err
+
+
 def test_drain_writes_the_mark_that_the_operator_reads(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get statefulset chat-g-a", SET)
     kubectl.answer("patch statefulset", "patched")

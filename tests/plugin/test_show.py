@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from phalanx_api.cache_curve import CacheCurve
 from phalanx_kubectl import show
-from phalanx_kubectl.gauges import GroupLoad, RouterLoad, merge, read_router
+from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, merge, read_router
 from tests.plugin.services import METRICS, make_body
 
+CACHE = CacheLoad(pages=8192, page_bytes=2 << 20, curve=CacheCurve(90_000, [0.3, 0.41, 0.53, 0.55]))
 BARE = {"metadata": {"namespace": "team", "name": "new", "generation": 1}, "spec": {}}
 
 
@@ -96,18 +98,52 @@ def test_top_lists_groups_and_routers() -> None:
     )
 
 
+STORED = {
+    "pages": 8192,
+    "pageBytes": 2 << 20,
+    "hitPercentHalf": 30,
+    "hitPercent": 41,
+    "hitPercentTwice": 53,
+    "hitPercentFourTimes": 55,
+}
+SMALL = {"type": "CacheSized", "status": "False", "reason": "TooFewPages", "message": "32 GiB would raise it"}
+
+
+def test_cache_shows_groups_their_mean_and_the_stored_status() -> None:
+    loads = {
+        "chat-g-a": GroupLoad(cache=CACHE),
+        "chat-g-c": GroupLoad(cache=CacheLoad(pages=100, curve=CacheCurve(30_000, [0.1, 0.2, 0.3, 0.4]))),
+    }
+    assert show.cache(make_body(cache=STORED, conditions=[SMALL]), loads) == (
+        "GROUP          PAGES   MEMORY   LOOKUPS   HALF   NOW   TWICE   FOUR TIMES\n"
+        "chat-g-a       8192    16Gi     90000     30%    41%   53%     55%\n"
+        "chat-g-b       -       -        -         -      -     -       -\n"
+        "chat-g-c       100     -        30000     10%    20%   30%     40%\n"
+        "all            -       -        120000    25%    36%   47%     51%\n"
+        "status.cache   8192    16Gi     -         30%    41%   53%     55%\n"
+        "\n"
+        "CacheSized False, TooFewPages: 32 GiB would raise it\n"
+    )
+
+
+def test_cache_without_reports() -> None:
+    assert show.cache(BARE, {}) == "no groups\n"
+    unknown = {"type": "CacheSized", "status": "Unknown", "reason": "TooFewLookups"}
+    assert show.cache(make_body(conditions=[unknown]), {}).endswith("\n\nCacheSized Unknown, TooFewLookups\n")
+
+
 def test_router_metrics_are_parsed() -> None:
     router = read_router(METRICS)
     assert (router.streams, router.queued, router.held) == (5, 2, 0)
     assert router.groups == {
-        "g-a": GroupLoad(streams=5, running=8, kv=0.25, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125)
+        "g-a": GroupLoad(streams=5, running=8, kv=0.25, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125, cache=CACHE)
     }
 
 
 def test_stream_counts_are_summed_over_routers() -> None:
     other = RouterLoad(groups={"g-a": GroupLoad(streams=3, running=8, kv=0.5, incarnation=1), "g-c": GroupLoad(streams=1)})
     assert merge([read_router(METRICS), other]) == {
-        "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125),
+        "g-a": GroupLoad(streams=8, running=8, kv=0.5, incarnation=2, busy=0.5, bandwidth=0.25, flops=0.125, cache=CACHE),
         "g-c": GroupLoad(streams=1),
     }
 

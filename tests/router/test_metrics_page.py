@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.cache_curve import CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from tests.polling import until
 from tests.router.fakes import FakeLeader
@@ -44,7 +45,17 @@ async def test_draft_counts_are_summed_and_token_time_is_averaged() -> None:
         await read_document(router, acceptance_rate=16 / 20)
 
 
+async def test_cache_curves_are_weighted_by_lookups() -> None:
+    a, b, c = FakeLeader("a"), FakeLeader("b"), FakeLeader("c")
+    a.load = msgspec.structs.replace(a.load, cache_curve=CacheCurve(300, [0.0, 0.5, 0.5, 1.0]))
+    b.load = msgspec.structs.replace(b.load, cache_curve=CacheCurve(100, [1.0, 0.5, 1.0, 1.0]))
+    async with polled_router(a, b, c) as router:
+        expected = {"lookups": 400, "hit_rate": {"half": 0.25, "now": 0.5, "twice": 0.625, "four_times": 1.0}}
+        await read_document(router, cache=expected)
+
+
 async def test_silent_groups_have_no_metrics() -> None:
     async with polled_router(FakeLeader("a"), FakeLeader("b")) as router:
         document = await read_document(router)
         assert (document["acceptance_rate"], document["kv_bytes_per_token"]) == (None, None)
+        assert document["cache"] is None

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from phalanx_api import wire
+from phalanx_api.cache_curve import CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, Budgets, RouterSummary, SummaryRequest
 from phalanx_kubectl.gauges import read_router
@@ -269,6 +270,22 @@ async def test_summary_contains_the_use_of_the_devices() -> None:
         await router.leaders[0].send(wire.State(serving=True, incarnation=1, devices=[problem]))
         (group,) = (await polling).groups
         assert (group.device_busy, group.bandwidth_utilization, group.flop_utilization) == (0.9, 0.8, 0.1)
+
+
+async def test_summary_contains_the_curve_of_a_group() -> None:
+    leader, curve = FakeLeader("a"), CacheCurve(100, [0.25, 0.5, 0.75, 1.0])
+    leader.state = wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000))
+    leader.load = msgspec.structs.replace(leader.load, cache_curve=curve)
+    async with polled_router(leader) as router:
+
+        async def is_reported() -> bool:
+            (group,) = (await router.poll()).groups
+            return (group.cache_curve, group.page_bytes) == (curve, 1000)
+
+        await until(is_reported)
+        page = (await router.http.get("/metrics")).text
+    assert 'phalanx_router_group_cache_hit_rate_twice{group="a"} 0.75' in page
+    assert 'phalanx_router_group_cache_lookups{group="a"} 100.0' in page
 
 
 async def test_summary_contains_the_model_version_of_a_group() -> None:

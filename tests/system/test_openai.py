@@ -19,6 +19,7 @@ from bench.frame.programs import Program, running
 from tests.cluster.service import metric, stream_all
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import PATIENCE_S, Target, raw_request
+from tests.polling import wait_until
 from tests.runtime.tiny import save_tiny
 from tests.system.runtimes import TOKENS, metric_of, router_flags
 
@@ -202,6 +203,24 @@ def test_runtime_reports_memory_per_rank(service: Service) -> None:
     routed = httpx.get(f"{service.router.base_url}/v1/metrics", timeout=10).json()
     assert (routed["kv_bytes_per_token"], routed["memory"]) == (metrics["kv_bytes_per_token"], []), "a router has no rank"
     assert sum(rank[f"{part}_bytes"] for part in ("weights", "activations", "logits_sampler", "kv_pool")) < rank["total_bytes"]
+
+
+def cache_of(program: Program) -> dict[str, Any]:
+    cache: dict[str, Any] = httpx.get(f"{program.base_url}/v1/metrics", timeout=10).json()["cache"] or {"lookups": 0}
+    return cache
+
+
+def test_metrics_show_the_curve_of_the_prefix_cache(service: Service) -> None:
+    runtime = service.runtimes[1]
+    body = {"model": "tiny", "prompt": "a turn of a conversation " * 20, "max_tokens": 2}
+    before = cache_of(runtime)["lookups"]
+    for _ in range(2):
+        assert httpx.post(f"{runtime.base_url}/v1/completions", json=body, timeout=60).status_code == 200
+    wait_until(lambda: cache_of(runtime)["lookups"] > before)
+    wait_until(lambda: cache_of(runtime)["hit_rate"]["now"] > 0)
+    rates = cache_of(runtime)["hit_rate"]
+    assert list(rates) == ["half", "now", "twice", "four_times"] and list(rates.values()) == sorted(rates.values())
+    wait_until(lambda: cache_of(service.router)["lookups"] > before)
 
 
 def test_streams_survive_the_runtime_that_served_them(service: Service) -> None:

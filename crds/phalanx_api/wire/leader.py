@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx_api.cache_curve import NO_CURVE, CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.wire.router import FinishReason, Request
 
@@ -168,6 +169,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     device_busy: float = 0.0  # share of the time in which rank 0's device computed steps
     bandwidth_utilization: float = 0.0  # of the copy rate, during steps
     flop_utilization: float = 0.0  # of the matmul rate, during steps
+
+    # Prefix cache and pages.
+    cache_curve: CacheCurve = NO_CURVE
+    evicted_page_s: float = 0.0  # counter of seconds that evicted pages were in the prefix cache
+    unused_slots: int = 0  # without a token, in pages of running requests
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

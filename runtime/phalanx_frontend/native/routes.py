@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from phalanx_api.cache_curve import SIZE_NAMES, CacheCurve
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError
@@ -194,6 +195,13 @@ async def _accept_entry(
         return error
 
 
+def _cache_document(curve: CacheCurve) -> dict[str, Any] | None:
+    """Hit rates of the prefix cache with half, all, twice and four times the pages; null without lookups."""
+    if not curve.hit_rates:
+        return None
+    return {"lookups": curve.lookups, "hit_rate": dict(zip(SIZE_NAMES, curve.hit_rates, strict=True))}
+
+
 def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_bytes_per_token: int | None) -> dict[str, Any]:
     """Returns the body of /v1/metrics. Averages are null without data."""
     return {
@@ -204,6 +212,7 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
         "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else None,
         "acceptance_rate": totals.accepted / totals.drafted if totals.drafted else None,
         "kv_bytes_per_token": kv_bytes_per_token,
+        "cache": _cache_document(totals.cache_curve),
         "memory": [
             {
                 "rank": account.rank,

@@ -8,11 +8,12 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from phalanx_api.cache_curve import CacheCurve
 from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem
-from phalanx_operator.decide.conditions import capacity, devices, traffic
+from phalanx_operator.decide.conditions import cache, capacity, devices, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import rollback
@@ -115,6 +116,18 @@ def devices_after(*fleets: Fleet) -> Conditions:
     return status.conditions
 
 
+def cache_size_of(lookups: int, *hit_rates: float) -> Conditions:
+    curve = CacheCurve(lookups, list(hit_rates))
+    return cache.with_cache_condition(
+        Status(),
+        make_service().spec.engine,
+        fleet=fleet_of(summary(group("a", cache_curve=curve, total_pages=1000))),
+        snapshot=make_snapshot(READY),
+        revision="new",
+        now=NOW,
+    ).conditions
+
+
 def rolled_back() -> Conditions:
     note = RollbackStatus(revision="new", to="old", message="late", since=NOW)
     snapshot = make_snapshot(OLD)
@@ -194,6 +207,9 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Speculating True Proposing", lambda: speculation_of(group("a"))),
     ("Speculating False DraftLost", lambda: speculation_of(group("a", draft_lost="no tensors"))),
     ("Speculating Unknown NoReadyGroup", lambda: speculation_of()),
+    ("CacheSized True WorkingSetFits", lambda: cache_size_of(4000, 0.4, 0.5, 0.54, 0.6)),
+    ("CacheSized False TooFewPages", lambda: cache_size_of(4000, 0.4, 0.5, 0.56, 0.6)),
+    ("CacheSized Unknown TooFewLookups", lambda: cache_size_of(3999, 0.4, 0.5, 0.56, 0.6)),
     ("DevicesHealthy False DeviceFault", lambda: devices_after(with_problem("fault"))),
     ("DevicesHealthy False DeviceThrottled", lambda: devices_after(with_problem("throttled"))),
     ("DevicesHealthy True Healthy", lambda: devices_after(with_problem("fault"), ANSWERED)),

@@ -4,6 +4,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
+from phalanx_api.cache_curve import SIZE_NAMES, CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.metrics import RequestTotals
@@ -92,6 +93,19 @@ def test_router_reports_are_shown_as_metrics() -> None:
     metrics.load(wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8, refusals=4))
     assert value(registry, "phalanx_steps_to_full") == float("inf")
     assert value(registry, "phalanx_requests_refused_total") == 4
+
+
+def test_cache_curve_is_shown_until_the_incarnation_ends() -> None:
+    metrics, registry, totals = make()
+    curve = CacheCurve(120, [0.25, 0.5, 0.625, 0.75])
+    metrics.load(msgspec.structs.replace(NO_LOAD, cache_curve=curve, unused_slots=7, pages_evicted=2, evicted_page_s=30.0))
+    assert value(registry, "phalanx_cache_curve_lookups") == 120
+    assert [value(registry, "phalanx_cache_curve_hit_rate", size=size) for size in SIZE_NAMES] == curve.hit_rates
+    assert (value(registry, "phalanx_unused_slots"), value(registry, "phalanx_evicted_page_seconds_total")) == (7, 30)
+    assert totals.totals().cache_curve == curve
+    metrics.load(NO_LOAD)
+    assert value(registry, "phalanx_cache_curve_hit_rate", size="now") is None
+    assert totals.totals().cache_curve == CacheCurve()
 
 
 def test_a_request_is_in_every_histogram_once() -> None:

@@ -29,7 +29,7 @@ from phalanx_runtime.server.supervision.pod import Launch, LauncherView, stuck_r
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 from phalanx_runtime.settings import ServeSettings
 from tests.polling import until
-from tests.runtime.fake_rank import command
+from tests.runtime.fake_rank import PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_model, mark_of
 from tests.runtime.server.devices.fake_source import FakeSource
 from tests.runtime.server.serving_pods import Running, client_of, complete, make_settings, served
@@ -65,6 +65,25 @@ async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> No
         assert (totals["total_requests"], totals["total_tokens_generated"]) == (1, 4)
         assert totals["avg_latency_ms"] > 0
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
+
+
+async def test_metrics_show_the_curve_of_the_prefix_cache(tmp_path: Path) -> None:
+    settings = make_settings(make_model(tmp_path / "tiny"))
+    num_pages = 39 // PAGE_SIZE
+    async with served(settings, "ready") as running:
+        await running.ready()
+        assert (await running.get("/v1/metrics")).json()["cache"] is None
+        url = f"http://127.0.0.1:{running.port}/v1/completions"
+        prompt = [i % 50 for i in range(40)]
+        for _ in range(2):
+            answer = await running.http.post(url, json={"model": "tiny", "prompt": prompt, "max_tokens": 4})
+            assert answer.status_code == 200
+        await until(lambda: client_of(running).load().cache_curve.lookups == 2 * num_pages)
+        cache = (await running.get("/v1/metrics")).json()["cache"]
+        assert cache == {"lookups": 2 * num_pages, "hit_rate": {"half": 0.5, "now": 0.5, "twice": 0.5, "four_times": 0.5}}
+        metrics = (await running.get("/metrics")).text
+        assert 'phalanx_cache_curve_hit_rate{model_name="tiny",size="twice"} 0.5' in metrics
+        assert f'phalanx_cache_curve_lookups{{model_name="tiny"}} {2.0 * num_pages}' in metrics
 
 
 async def test_pod_is_ready_once_its_tokenizer_is_loaded(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from phalanx_api.cache_curve import NO_CURVE, CacheCurve, merge_curves
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import GroupSummary, Hotspot, RouterSummary, Traffic
 from phalanx_api.wire import DeviceProblem
@@ -76,6 +77,16 @@ class EngineHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCache:
+    """Prefix cache of a group."""
+
+    pages: int = 0
+    page_bytes: int = 0
+    """0 if unknown."""
+    curve: CacheCurve = NO_CURVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
     """A group over all routers."""
 
@@ -84,6 +95,7 @@ class GroupReport:
     """A router is connected."""
     load: GroupLoadView
     engine: EngineHealth = EngineHealth()
+    cache: GroupCache = GroupCache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +249,10 @@ def _merge_group(reports: Sequence[GroupSummary]) -> GroupReport:
         devices=tuple(freshest.devices[:MAX_DEVICES]),
         model_version=next((group.model_version for group in (freshest, *reports) if group.model_version), "")[:128],
     )
-    return GroupReport(name=freshest.group, is_linked=freshest.state != "dead", load=load, engine=engine)
+    cache = GroupCache(
+        pages=max(freshest.total_pages, 0), page_bytes=max(freshest.page_bytes, 0), curve=merge_curves([freshest.cache_curve])
+    )
+    return GroupReport(name=freshest.group, is_linked=freshest.state != "dead", load=load, engine=engine, cache=cache)
 
 
 def median_step_model(groups: Iterable[GroupLoadView]) -> StepModel | None:

@@ -34,6 +34,8 @@ class CacheCounters:
     """Hits without a holder."""
     published: int = 0
     evicted: int = 0
+    evicted_page_s: float = 0.0
+    """Seconds from publication to eviction, summed over evicted pages."""
     copied: int = 0
 
 
@@ -46,6 +48,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.counters = CacheCounters()
+        self.now_s = 0.0
+        """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
@@ -55,6 +59,7 @@ class PagePool:
         self._keys: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._published = bytearray(num_pages)
+        self._published_s = array("d", bytes(8 * num_pages))
         self._parents: list[int | None] = [None] * num_pages
         self._num_children = array("q", bytes(8 * num_pages))
         self._num_cached = 0
@@ -151,6 +156,7 @@ class PagePool:
         self._page_of[key] = page
         self._keys[page] = key
         self._published[page] = 1
+        self._published_s[page] = self.now_s
         self._parents[page] = parent
         if parent is not None:
             self._num_children[parent] += 1
@@ -248,8 +254,10 @@ class PagePool:
                 self._policy.on_idle(page)
 
     def _evict(self) -> None:
+        page = self._policy.victim()
         self.counters.evicted += 1
-        self._free_idle(self._policy.victim())
+        self.counters.evicted_page_s += self.now_s - self._published_s[page]
+        self._free_idle(page)
 
     def _free_idle(self, page: int) -> None:
         parent = self._parents[page]

@@ -83,9 +83,7 @@ class LoadReporter:
         self, now: float, num_preemptions: int, reserved_pages: int, model: StepModel | None, speculation: SpeculationCounts
     ) -> wire.Load:
         """Returns the next report."""
-        self._look_up_waiting()
-        self._sharing.hot_prefixes.decay(now)
-        self._sequence += 1
+        self._begin(now)
         pool, sharing, waiting = self._sharing.pool, self._sharing, self._queue.totals
         running = [request for request in self._running.requests if not request.has_ended]
         uncomputed = [_uncomputed_prompt(request) for request in running]
@@ -127,6 +125,9 @@ class LoadReporter:
             speedup=self.speedup,
             prompt_attention=waiting.attention + attention,
             wasted_tokens=self.wasted_tokens,
+            cache_curve=sharing.miss_ratio.report(pool.num_pages),
+            evicted_page_s=pool.counters.evicted_page_s,
+            unused_slots=max(0, sum(len(request.pages.ids) for request in running) * pool.page_size - sum(lengths)),
         )
 
     def _expected_remaining(self, request: Request) -> float:
@@ -143,6 +144,13 @@ class LoadReporter:
         ]
         new_slots_per_step = self._new_pages.mean * size / self._pace.tokens_per_step
         return steps_to_full(max(0, pool.free_pages * size + unused), estimates, new_slots_per_step)
+
+    def _begin(self, now: float) -> None:
+        """Numbers a report, and brings what depends on the time up to date."""
+        self._sequence += 1
+        self._look_up_waiting()
+        self._sharing.hot_prefixes.decay(now)
+        self._sharing.pool.now_s = now
 
     def _look_up_waiting(self) -> None:
         pool, waiting, num_looked_up = self._sharing.pool, self._queue.totals, 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
+from phalanx_api.cache_curve import SIZE_NAMES, CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, RequestTotals
 from phalanx_runtime.engine.load_feed import NO_LOAD
@@ -83,6 +84,7 @@ _GAUGES = {
     "running_prompt_tokens": ("running_prompt_tokens", "Prompt tokens to compute for running requests."),
     "context_tokens": ("context_tokens", "Tokens in the pages of running requests."),
     "cached_pages": ("cached_pages", "Free pages that the prefix cache can reuse."),
+    "unused_slots": ("unused_slots", "Slots without a token in the pages of running requests: partly filled pages."),
     "reserved_pages": ("reserved_pages", "Pages reserved for requests that are being moved to this group."),
     "oldest_wait_s": ("oldest_wait_seconds", "Wait of the request that has waited longest."),
     "step_s": ("step_seconds", "Step time, averaged over about 20 steps."),
@@ -104,6 +106,10 @@ _COUNTERS = {
     "prefix_hit_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "pages_reused": ("phalanx_pages_reused", "Pages reused from the prefix cache."),
     "pages_evicted": ("phalanx_pages_evicted", "Pages evicted from the prefix cache."),
+    "evicted_page_s": (
+        "phalanx_evicted_page_seconds",
+        "Time from publication to eviction of evicted pages, summed; over phalanx_pages_evicted it is their mean residency.",
+    ),
     "refused_transfers": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
     "refusals": ("phalanx_requests_refused", "Requests refused because the queue was full."),
     "recomputed_tokens": ("phalanx_recomputed_tokens", "Tokens recomputed after preemptions."),
@@ -111,6 +117,30 @@ _COUNTERS = {
     "leaks": ("phalanx_page_leaks", "Pages and batch slots unaccounted for while the engine was idle."),
 }
 """Counters by load report field."""
+
+
+class CacheMetrics:
+    """Gauges of the prefix cache's miss-ratio curve, without samples before the first lookup of an incarnation."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._lookups = Gauge(
+            "phalanx_cache_curve_lookups", "Recent page lookups behind the estimate.", ["model_name"], registry=registry
+        )
+        self._hit_rates = Gauge(
+            "phalanx_cache_curve_hit_rate",
+            "Estimated hit rate of page lookups with half, the present, twice and four times the pages, under LRU eviction.",
+            ["model_name", "size"],
+            registry=registry,
+        )
+
+    def update(self, curve: CacheCurve) -> None:
+        """Shows a curve."""
+        self._lookups.labels(self._model_name).set(curve.lookups)
+        if not curve.hit_rates:
+            self._hit_rates.clear()
+        for size, rate in zip(SIZE_NAMES, curve.hit_rates, strict=False):
+            self._hit_rates.labels(self._model_name, size).set(rate)
 
 
 class EngineMetrics:
@@ -141,6 +171,7 @@ class EngineMetrics:
         )
         self._load = NO_LOAD
         self._speculation = SpeculationMetrics(registry, model_name)
+        self._cache = CacheMetrics(registry, model_name)
         self._steps = counter("phalanx_engine_steps", "Steps that produced tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
@@ -173,6 +204,8 @@ class EngineMetrics:
             count.inc(now - before if now >= before else now)
         self._load = load
         self._totals.record_speculation(*self._speculation.update(load.speculation))
+        self._totals.record_cache(load.cache_curve)
+        self._cache.update(load.cache_curve)
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

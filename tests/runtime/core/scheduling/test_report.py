@@ -9,7 +9,7 @@ from phalanx_api import wire
 from phalanx_api.cost import attention_work
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refusal
-from phalanx_runtime.core.kv.sharing import HotPrefixes, counted_depths
+from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes, counted_depths
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan

@@ -1,0 +1,201 @@
+"""Compares the online miss-ratio curve of the prefix cache with an exact simulation, and measures what it costs.
+
+    python -m bench.engine.miss_ratio --trace CONVERSATIONS.jsonl      lines with `hash_ids` and `timestamp` (Mooncake's format)
+    python -m bench.engine.miss_ratio --synthetic zipf
+
+The pool has `--share` of the trace's distinct pages. Errors are in points of hit rate, from the smallest to the largest reported
+size: half to four times the pool. Each prompt is looked up and released, as the engine does. The CPU time of the curve is divided
+by that of the page pool for the same prompts, and by the duration of the trace; for the latter, blocks of 512 tokens are cut into
+32 pages of 16. Exits with 1 unless the error is below 2 points, the memory at most 8 MiB and the share of a core at most 1 %.
+"""
+
+import argparse
+import json
+import sys
+import time
+import tracemalloc
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from bench.engine.eviction import Prompts, make_trace, read_trace
+from bench.frame.figures import table
+from phalanx_api.cache_curve import SIZES
+from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
+from phalanx_runtime.core.kv.page_pool import PagePool
+
+MAX_ERROR = 0.02
+MAX_BYTES = 8 << 20
+MAX_CORE_SHARE = 0.01
+PAGES_PER_BLOCK = 32
+NEVER = 10**15
+
+
+def hits_by_depth(prompts: Prompts) -> list[int]:
+    """Returns the number of lookups at each depth of the LRU stack, exactly: a Fenwick tree over the time of each last use."""
+    num_uses = sum(map(len, prompts))
+    tree, last, hits, clock = [0] * (num_uses + 1), dict[bytes, int](), [0] * (num_uses + 1), 0
+
+    def add(position: int, change: int) -> None:
+        while position <= num_uses:
+            tree[position] += change
+            position += position & -position
+
+    for keys in prompts:
+        for key in keys:
+            if (position := last.get(key)) is not None:
+                depth = len(last)
+                while position:
+                    depth -= tree[position]
+                    position &= position - 1
+                hits[depth] += 1
+        for key in reversed(keys):
+            clock += 1
+            if key in last:
+                add(last[key], -1)
+            last[key] = clock
+            add(clock, 1)
+    return hits
+
+
+def exact_hit_rates(prompts: Prompts) -> list[float]:
+    """Returns the hit rate of an LRU cache of each size from 0 pages on."""
+    rates, found, total = [], 0, sum(map(len, prompts))
+    for hits in hits_by_depth(prompts):
+        rates.append(found / total)
+        found += hits
+    return rates
+
+
+def pages_found(prompts: Prompts, num_pages: int) -> tuple[list[int], float]:
+    """Returns for each prompt how many of its pages a pool has, and the pool's CPU seconds."""
+    pool, found = PagePool(num_pages, 1, "adaptive"), []
+    started = time.process_time()
+    for keys in prompts:
+        pages = pool.match(keys)
+        found.append(len(pages))
+        pool.reuse(pages, len(keys))
+        pages += pool.allocate(len(keys) - len(pages)) or []
+        for i in range(found[-1], len(keys)):
+            pool.publish(pages[i], keys[i], pages[i - 1] if i else None)
+            pool.mark_written(pages[i], 1)
+        pool.release(pages)
+    return found, time.process_time() - started
+
+
+def measure_curve(prompts: Prompts, found: Sequence[int], num_pages: int) -> tuple[MissRatioCurve, float]:
+    """Returns the curve for a pool of `num_pages`, and its CPU seconds."""
+    curve = MissRatioCurve(round(SIZES[-1] * num_pages), half_life=NEVER)
+    started = time.process_time()
+    for keys, num_found in zip(prompts, found, strict=True):
+        curve.look_up(keys, num_found)
+        curve.use(keys)
+    return curve, time.process_time() - started
+
+
+def rate_at(exact: Sequence[float], num_pages: int) -> float:
+    """Returns the exact hit rate at a size, which may exceed the trace's pages."""
+    return exact[min(num_pages, len(exact) - 1)]
+
+
+def largest_error(curve: MissRatioCurve, exact: Sequence[float], num_pages: int) -> tuple[float, int]:
+    """Returns the largest error between the smallest and the largest reported size, and its size."""
+    sizes = range(max(1, int(SIZES[0] * num_pages)), round(SIZES[-1] * num_pages) + 1)
+    return max((abs(curve.hit_rate(size) - rate_at(exact, size)), size) for size in sizes[:: max(1, len(sizes) // 1000)])
+
+
+def memory_bytes(prompts: Prompts, num_pages: int) -> int:
+    """Returns the peak memory of the curve, keys included."""
+    copies = [b"".join(keys) for keys in prompts]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    curve = MissRatioCurve(round(SIZES[-1] * num_pages))
+    for joined in copies:
+        curve.look_up([joined[i : i + 16] for i in range(0, len(joined), 16)], 0)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return peak
+
+
+def cut_blocks(prompts: Prompts) -> Prompts:
+    """Returns prompts in which each block is `PAGES_PER_BLOCK` pages."""
+    pages: dict[bytes, list[bytes]] = {}
+    for key in {key for keys in prompts for key in keys}:
+        pages[key] = [blake2b(key, digest_size=16, salt=bytes([i])).digest() for i in range(PAGES_PER_BLOCK)]
+    return [[page for key in keys for page in pages[key]] for keys in prompts]
+
+
+def duration_s(path: Path) -> float:
+    """Returns the time of the last request; timestamps are in milliseconds."""
+    with path.open() as lines:
+        return max(float(json.loads(line)["timestamp"]) for line in lines if line.strip()) / 1000
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        "python -m bench.engine.miss_ratio", description="Check the miss-ratio curve of the prefix cache."
+    )
+    source = flags.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids and timestamp")
+    source.add_argument("--synthetic", choices=["zipf", "scan"], help="a generated trace")
+    flags.add_argument("--share", type=float, default=0.1, help="pages of the pool, as a share of the trace's distinct pages")
+    flags.add_argument("--output", type=Path, metavar="FILE", help="file for the figures as JSON")
+    return flags
+
+
+def figures(prompts: Prompts, num_pages: int, trace: Path | None) -> tuple[dict[str, float], list[list[str]]]:
+    """Returns the figures, and the rows of the table of sizes."""
+    exact = exact_hit_rates(prompts)
+    found, pool_s = pages_found(prompts, num_pages)
+    curve, cpu_s = measure_curve(prompts, found, num_pages)
+    error, at = largest_error(curve, exact, num_pages)
+    result = {"error": error, "at_pages": at, "rate": curve.rate, "bytes": memory_bytes(prompts, num_pages)}
+    result |= {"share_of_pool": cpu_s / pool_s, "us_per_lookup": cpu_s / sum(map(len, prompts)) * 1e6}
+    if trace is not None:
+        pages = cut_blocks(prompts), [PAGES_PER_BLOCK * count for count in found]
+        result["core_share"] = measure_curve(*pages, num_pages * PAGES_PER_BLOCK)[1] / duration_s(trace)
+    sizes = [round(size * num_pages) for size in SIZES]
+    rows: list[list[str]] = [[f"{n:,}", f"{rate_at(exact, n):.4f}", f"{curve.hit_rate(n):.4f}"] for n in sizes]
+    return result, rows
+
+
+def verdicts(result: dict[str, float]) -> dict[str, bool]:
+    """Returns each bound, and whether it holds."""
+    kept = {
+        f"error below {MAX_ERROR * 100:.0f} points": result["error"] < MAX_ERROR,
+        f"at most {MAX_BYTES >> 20} MiB": result["bytes"] <= MAX_BYTES,
+    }
+    if "core_share" in result:
+        kept[f"at most {MAX_CORE_SHARE:.0%} of a core"] = result["core_share"] <= MAX_CORE_SHARE
+    return kept
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser().parse_args(arguments)
+    prompts = read_trace(flags.trace) if flags.trace else make_trace(flags.synthetic)
+    footprint = len({key for keys in prompts for key in keys})
+    num_pages = max(int(footprint * flags.share), max(map(len, prompts)))
+    result, rows = figures(prompts, num_pages, flags.trace)
+    print(
+        f"{len(prompts):,} prompts, {footprint:,} distinct pages, a pool of {num_pages:,}, "
+        f"1 in {1 / result['rate']:.0f} keys sampled"
+    )
+    print(table(["pages", "exact", "estimated"], rows))
+    print(f"largest error {100 * result['error']:.2f} points, at {result['at_pages']:,} pages; {result['bytes'] / 2**20:.1f} MiB")
+    print(
+        f"{result['us_per_lookup']:.2f} us per page looked up and released, {result['share_of_pool']:.1%} of the page pool's time"
+    )
+    if "core_share" in result:
+        print(f"{result['core_share']:.3%} of a core at the speed of the trace, in pages of 16 tokens")
+    kept = verdicts(result)
+    for bound, holds in kept.items():
+        print(f"{'yes' if holds else 'NO '}  {bound}")
+    if flags.output:
+        flags.output.write_text(
+            json.dumps(result | {"prompts": len(prompts), "pool": num_pages, "bounds": kept}, indent=2) + "\n"
+        )
+    return 0 if all(kept.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
