@@ -177,6 +177,7 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     fails_open: bool = True  # see `spec.router.failureMode`
     without_successor: list[str] = msgspec.field(default_factory=list, name="for_good")  # of `evacuate`, of their revision
     wanted: bool = True  # whether any group is desired
+    coalesce_requests: bool = False  # see `spec.router.coalesceRequests`
 
 
 class SummaryRequest(msgspec.Struct, frozen=True):

@@ -90,6 +90,15 @@ class RouterMetrics:
         )
         self._requeues = Counter("phalanx_router_requeues", "Unstarted requests taken back from a group.", registry=registry)
         self._shed = Counter("phalanx_router_shed", "Requests rejected with 429 by the router.", ["why"], registry=registry)
+        self._coalesced = Counter(
+            "phalanx_router_coalesced_requests", "Requests that joined the computation of an equal request.", registry=registry
+        )
+        self._coalesced_tokens = Counter(
+            "phalanx_router_coalesced_tokens",
+            "Prompt and output tokens that joined requests got without a computation of their own.",
+            ["kind"],
+            registry=registry,
+        )
         self._streams = Gauge("phalanx_router_streams", "Open streams.", registry=registry)
 
     def request_ended(self, outcome: Outcome) -> None:
@@ -123,6 +132,15 @@ class RouterMetrics:
         """Counts a rejection for lack of capacity."""
         self.num_shed += 1
         self._shed.labels(code).inc()
+
+    def joined(self) -> None:
+        """Counts a request that joined an equal one."""
+        self._coalesced.inc()
+
+    def coalesced(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Counts tokens that joined requests did not compute."""
+        self._coalesced_tokens.labels("prompt").inc(prompt_tokens)
+        self._coalesced_tokens.labels("output").inc(output_tokens)
 
     def show_queue(self, requests: int, tokens: int) -> None:
         """Shows the queue."""

@@ -182,6 +182,7 @@ _ROUTER = [
     change("router.apiKeys.key", "b", {"router": {"apiKeys": {"name": "a"}}}),
     change("router.policy", "RoundRobin"),
     change("router.failureMode", "FailClosed"),
+    change("router.coalesceRequests", False),
     change("router.expose.type", "Ingress"),
     change("router.expose.hosts", ["b.example"], INGRESS),
     change("router.expose.className", "b", INGRESS),

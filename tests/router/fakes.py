@@ -15,6 +15,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response as HttpResponse
 
 from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
@@ -289,6 +290,7 @@ def make_settings(
     hold_s: float = 0.0,
     max_held: int = 1024,
     find_s: float = 3.0,
+    coalesces: bool = False,
 ) -> FleetSettings:
     """Settings of a router, by default without balancing ticks."""
     link = LinkSettings(
@@ -313,6 +315,7 @@ def make_settings(
         hold_s=hold_s,
         max_held=max_held,
         find_s=find_s,
+        policy=BalancePolicy(coalesce_requests=coalesces),
     )
 
 

@@ -95,4 +95,7 @@ class Router(Record):
     """Routing of new requests to connected groups without a load report for 2 s. FailOpen: if most groups lack one, routers use
     their own dispatch counts. FailClosed: such groups get no requests; without others clients get 503 with Retry-After.
     Started streams continue."""
+    coalesce_requests: bool = True
+    """Requests in flight at one router are computed once if tenant, tokens, sampling parameters and urgency are equal and the
+    output is deterministic (temperature 0 or an equal seed). Each gets all tokens. Requests with logprobs are excluded."""
     expose: Expose = Field(default_factory=Expose)

@@ -53,6 +53,7 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         fails_open=spec.router.failure_mode == "FailOpen",
         without_successor=list(inputs.without_successor),
         wanted=inputs.wants_groups,
+        coalesce_requests=spec.router.coalesce_requests,
     )
 
 

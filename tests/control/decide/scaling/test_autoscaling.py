@@ -270,6 +270,7 @@ def test_budgets_are_divided_by_the_routers() -> None:
         ttft_target_s=2.0,
         itl_target_s=0.1,
         evacuate=["a"],
+        coalesce_requests=True,
     )
     assert router_policy(spec, PolicyInputs(routers=64)).budgets.moves_per_group == 1
 
@@ -282,7 +283,7 @@ def test_routers_receive_routing_and_failure_policy(routing: str, mode: str, fai
 
 
 def test_default_policy_routes_by_cost_and_fails_open() -> None:
-    assert router_policy(make_service().spec, PolicyInputs(routers=1), 7) == BalancePolicy(number=7)
+    assert router_policy(make_service().spec, PolicyInputs(routers=1), 7) == BalancePolicy(number=7, coalesce_requests=True)
 
 
 def test_policy_number_rises_only_with_a_change() -> None:
@@ -299,7 +300,7 @@ def test_policy_after_an_operator_restart_replaces_the_old_one() -> None:
     spec = make_service().spec
     before = PublishedPolicy().update(spec, PolicyInputs(routers=1, evacuate=("a",)), 1000.0)
     after = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1001.0)
-    assert after.policy == BalancePolicy(number=1001) and after.policy.number > before.policy.number
+    assert after.policy == BalancePolicy(number=1001, coalesce_requests=True) and after.policy.number > before.policy.number
     assert after.update(spec, PolicyInputs(routers=1), 2000.0) is after, "no change, no new number"
 
 
