@@ -34,6 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
+    cache = add("cache", "response caches of the routers: purge drops all stored responses (needs the right to exec into pods)")
+    cache.add_argument("action", choices=["purge"])
+    cache.add_argument("name", metavar="NAME")
     logs = add("logs", "logs of all ranks, each line with its pod")
     logs.add_argument("name", metavar="NAME")
     logs.add_argument("--group", metavar="GROUP", help="only this group")
@@ -56,6 +59,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.drain(options.name, options.group)
         case "restart":
             text = commands.restart(options.name)
+        case "cache":
+            text = commands.purge_cache(options.name)
         case _:
             return commands.logs(options.name, options.group, follow=options.follow, previous=options.previous, tail=options.tail)
     print(text, end="")

@@ -63,6 +63,7 @@ class RouterBackend:
         self.coalescing = Coalescing(self.dispatcher.quotas, metrics, lambda: self.balancing.policy.coalesce_requests)
         self.balancing.tick_listeners.append(self._apply_decision)
         self.stream_registry = StreamRegistry(self.links, settings, clock)
+        self._by_request: dict[int, StreamSession] = {}  # by identity: clients may repeat ids
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -73,6 +74,7 @@ class RouterBackend:
         """Yields deltas in order, each index once. Closing the iterator aborts the request. Raises BackendError."""
         session = self._open_session(request)
         self.sessions.add(session)
+        self._by_request[id(request)] = session
         if request.can_resume:
             self.stream_registry.opened(session)
         self._metrics.show_streams(len(self.sessions))
@@ -92,6 +94,7 @@ class RouterBackend:
             end.error = error
             raise
         finally:
+            del self._by_request[id(request)]
             self._close_session(session, request.can_resume, end)
 
     async def _next(self, session: StreamSession) -> Delta | KeepAlive:
@@ -191,6 +194,13 @@ class RouterBackend:
         if self._refuses:
             raise self._shutdown_error("the router shuts down and accepts no requests: retry")
         return await self.stream_registry.find(ids, tenant)
+
+    def revision_of(self, request: wire.Request) -> str:
+        """Identity of the revision that computes the open stream of this very object; empty if unknown."""
+        session = self._by_request.get(id(request))
+        if session is None:
+            return ""
+        return session.revision if session.sharing.computed_by is None else session.sharing.computed_by.revision
 
     def refuse(self) -> None:
         """Refuses new requests; open streams continue."""

@@ -2,7 +2,8 @@
 
 Parts of a session and their writers:
 
-    `assignment`, `last_key`, `model_hash`  dispatcher, mover; backend for adopted streams
+    `assignment`, `last_key`                dispatcher, mover; backend for adopted streams
+    `model_hash`, `revision`                as above, and `dispatch.coalescing`
     `wait`, `charge`                        `dispatch`
     `failures`                              `backend`; `dispatch` clears `excluded` after a wait
     `moves`                                 `migration`
@@ -135,6 +136,7 @@ class StreamSession:
     assignment: Assignment | None = None
     last_key: str = ""  # of the last assignment
     model_hash: str | None = None  # of the weights that computed its tokens
+    revision: str = ""  # `LeaderLink.revision_identity` of the last group
 
     wait: GroupWait = field(default_factory=GroupWait)
     charge: TenantCharge = field(default_factory=TenantCharge)
@@ -174,6 +176,7 @@ class StreamSession:
     def assign(self, link: LeaderLink, key: str, handle: int) -> None:
         """Records the group that runs the stream."""
         self.assignment, self.last_key = Assignment(link, key, handle), key
+        self.revision = link.revision_identity
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""

@@ -344,6 +344,7 @@ class World:
     leaders: list[FakeLeader]
     source: Leaders
     registry: CollectorRegistry
+    metrics: RouterMetrics
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -367,10 +368,11 @@ async def running_world(
             stack.push_async_callback(leader.stop)
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
-        fleet = RouterBackend(settings or make_settings(), RouterMetrics(registry), draw, asyncio.get_running_loop().time)
+        metrics = RouterMetrics(registry)
+        fleet = RouterBackend(settings or make_settings(), metrics, draw, asyncio.get_running_loop().time)
         task = asyncio.create_task(fleet.run(source))
         try:
-            world = World(fleet, list(leaders), source, registry)
+            world = World(fleet, list(leaders), source, registry, metrics)
             await world.until_ready(len(leaders) if ready is None else ready)
             yield world
         finally:

@@ -93,7 +93,7 @@ class Coalescing:
         """Makes a session independent, with the tokens so far."""
         sharing, journal = session.sharing, session.stream.journal
         if sharing.computed_by is not None:
-            session.model_hash = sharing.computed_by.model_hash
+            session.model_hash, session.revision = sharing.computed_by.model_hash, sharing.computed_by.revision
         sharing.computed_by = None
         session.stream.unfollow(finish)
         num_tokens = len(journal.delivered) - sharing.num_before

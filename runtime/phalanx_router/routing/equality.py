@@ -6,6 +6,7 @@ requests and those with equal seeds are equal.
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,6 +41,17 @@ def computation_key(request: wire.Request) -> bytes | None:
         return None
     urgency = (request.priority, request.ttft_target_ms, request.tpot_target_ms, request.deadline_ms)
     return hashlib.blake2b(output + _encode((urgency, request.speculation)), digest_size=DIGEST_BYTES).digest()
+
+
+def response_key(request: wire.Request, ending: Sequence[str], revision: str, has_tenant: bool) -> bytes:
+    """Returns a digest that requests share if one stored response answers both.
+
+    `ending`: what decides where the text ends; `revision`: of the groups; `has_tenant`: as in `output_key`. The request needs no
+    details of tokens. Requests that share tokens may have any urgency.
+    """
+    output = output_key(request, has_tenant)
+    assert output is not None, "such requests are not stored"
+    return hashlib.blake2b(output + _encode((list(ending), revision)), digest_size=DIGEST_BYTES).digest()
 
 
 def _normalised(sampling: wire.Sampling) -> wire.Sampling:

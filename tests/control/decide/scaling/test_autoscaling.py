@@ -8,7 +8,7 @@ import yaml
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import MAX_HISTORY
-from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
+from phalanx_api.summary import BalancePolicy, Budgets, Hotspot, ResponseCachePolicy
 from phalanx_operator.decide.scaling import autoscaler, scale
 from phalanx_operator.decide.scaling import demand as scale_demand
 from phalanx_operator.decide.state.policy import PolicyInputs, PublishedPolicy, router_policy
@@ -280,6 +280,16 @@ def test_budgets_are_divided_by_the_routers() -> None:
 def test_routers_receive_routing_and_failure_policy(routing: str, mode: str, fails_open: bool) -> None:
     policy = router_policy(make_service(router={"policy": routing, "failureMode": mode}).spec, PolicyInputs(routers=1))
     assert (policy.routing, policy.fails_open) == (routing, fails_open)
+
+
+def test_routers_receive_the_limits_of_the_response_cache() -> None:
+    fields = {"exact": True, "ttlSeconds": 60, "maxEntries": 5, "maxBytes": "1Mi", "scope": "service"}
+    policy = router_policy(make_service(router={"responseCache": fields}).spec, PolicyInputs(routers=3))
+    assert policy.response_cache == ResponseCachePolicy(ttl_s=60.0, max_entries=5, max_bytes=1 << 20, scope="service")
+    defaults = router_policy(make_service(router={"responseCache": {"exact": True}}).spec, PolicyInputs(routers=1))
+    assert defaults.response_cache == ResponseCachePolicy(), "the defaults of both agree"
+    off = make_service(router={"responseCache": fields | {"exact": False}})
+    assert router_policy(off.spec, PolicyInputs(routers=1)).response_cache is None
 
 
 def test_default_policy_routes_by_cost_and_fails_open() -> None:
