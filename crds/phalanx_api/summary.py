@@ -22,6 +22,8 @@ LATENCY_BOUNDS_S = tuple(0.001 * 1.25**i for i in range(64))
 Freshness = Literal["fresh", "degraded", "suspect", "dead"]
 Mode = Literal["Off", "Route", "Requeue", "Migrate"]
 """Requests that balancing moves: no requests, new, also waiting, also running ones."""
+CacheScope = Literal["tenant", "service"]
+"""Requests that share stored responses."""
 Routing = Literal["PrefixAware", "LeastLoad", "RoundRobin"]
 
 
@@ -164,6 +166,15 @@ class Budgets(msgspec.Struct, frozen=True):
     tokens_share_per_s: float = 0.02  # of all live tokens
 
 
+class ResponseCachePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a router's response cache; see `spec.router.responseCache`."""
+
+    ttl_s: float = 3600.0
+    max_entries: int = 10_000
+    max_bytes: int = 64 << 20
+    scope: CacheScope = "tenant"
+
+
 class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's policy for a router."""
 
@@ -182,6 +193,8 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     fails_open: bool = True  # see `spec.router.failureMode`
     without_successor: list[str] = msgspec.field(default_factory=list, name="for_good")  # of `evacuate`, of their revision
     wanted: bool = True  # whether any group is desired
+    coalesce_requests: bool = False  # see `spec.router.coalesceRequests`
+    response_cache: ResponseCachePolicy | None = None  # null: off
 
 
 class SummaryRequest(msgspec.Struct, frozen=True):

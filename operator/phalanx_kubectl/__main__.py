@@ -28,13 +28,16 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in [
         ("groups", "groups of a service: revision, phase, incarnation, streams, nodes"),
         ("top", "current load of groups and routers (needs the right to get pods/proxy)"),
-        ("cache", "hit rate of the prefix cache with half, the present, twice and four times the pages"),
         ("restart", "replace all groups one by one"),
     ]:
         add(name, text).add_argument("name", metavar="NAME")
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
+    cache = add("cache", "hit rate of the prefix cache with half, the present, twice and four times the pages")
+    purge = "drop all stored responses of the routers instead (needs the right to exec into pods)"
+    cache.add_argument("action", nargs="?", choices=["purge"], help=purge)
+    cache.add_argument("name", metavar="NAME")
     logs = add("logs", "logs of all ranks, each line with its pod")
     logs.add_argument("name", metavar="NAME")
     logs.add_argument("--group", metavar="GROUP", help="only this group")
@@ -53,12 +56,14 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.groups(options.name)
         case "top":
             text = commands.top(options.name)
-        case "cache":
+        case "cache" if options.action is None:
             text = commands.cache(options.name)
         case "drain":
             text = commands.drain(options.name, options.group)
         case "restart":
             text = commands.restart(options.name)
+        case "cache":
+            text = commands.purge_cache(options.name)
         case _:
             return commands.logs(options.name, options.group, follow=options.follow, previous=options.previous, tail=options.tail)
     print(text, end="")

@@ -13,6 +13,7 @@ from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
 KIND = f"{api.PLURAL}.{api.GROUP}"
 _CONTAINER = "runtime"
+_ROUTER = "router"
 
 
 def rfc3339_now() -> str:
@@ -72,6 +73,18 @@ class Commands:
         self.kubectl.read(*("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
         return f"{name} restarts group by group; kubectl phalanx groups {name} shows the progress\n"
 
+    def purge_cache(self, name: str) -> str:
+        """Drops the stored responses of all routers. Raises KubectlFailed if no router answers."""
+        purged: list[int] = []
+        for pod in self._router_pods(name):
+            try:
+                purged.append(int(self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "purge-cache"))))
+            except (KubectlFailed, ValueError) as error:
+                self.warn(f"router {pod}: {error}")
+        if not purged:
+            raise KubectlFailed(f"no router of {name} answers")
+        return f"purged {sum(purged)} responses of {len(purged)} routers\n"
+
     def logs(self, name: str, group: str | None, *, follow: bool = False, previous: bool = False, tail: int = -1) -> int:
         """Prints the logs of all pods. Returns kubectl's exit status. Raises KubectlFailed without pods."""
         wanted_labels = {labels.SERVICE: name, labels.COMPONENT: "group"} | ({labels.GROUP: group} if group else {})
@@ -98,17 +111,22 @@ class Commands:
         namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
         loads = {}
         try:
-            pods = read_json(self.kubectl, "get", "pods", "-l", f"{labels.SERVICE}={name},{labels.COMPONENT}=router")["items"]
+            pods = self._router_pods(name)
         except KubectlFailed as error:
             self.warn(str(error))
             return {}
-        for pod in (pod["metadata"]["name"] for pod in pods if _is_ready(pod)):
+        for pod in pods:
             path = f"/api/v1/namespaces/{namespace}/pods/http:{pod}:{labels.HTTP_PORT}/proxy/metrics"
             try:
                 loads[pod] = read_router(self.kubectl.read("get", "--raw", path))
             except KubectlFailed as error:
                 self.warn(f"router {pod}: {error}")
         return loads
+
+    def _router_pods(self, name: str) -> list[str]:
+        """Returns the ready router pods. Raises KubectlFailed."""
+        pods = read_json(self.kubectl, "get", "pods", "-l", f"{labels.SERVICE}={name},{labels.COMPONENT}=router")["items"]
+        return [pod["metadata"]["name"] for pod in pods if _is_ready(pod)]
 
 
 def _is_ready(pod: Json) -> bool:

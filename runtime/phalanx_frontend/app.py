@@ -21,6 +21,7 @@ from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
+from phalanx_frontend.response_cache import NO_RESPONSE_CACHE, ResponseCache
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -58,6 +59,7 @@ def create_app(
     make_health_source: Callable[[ServerContext], HealthSource] = ServerHealthSource,
     metrics_prefix: str = "phalanx",
     keep_alive_s: float = 5.0,
+    cache: ResponseCache = NO_RESPONSE_CACHE,
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     registry = registry if registry is not None else CollectorRegistry()
@@ -65,7 +67,11 @@ def create_app(
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
     server = ServerContext(
-        backend=backend, metrics=ApiMetrics(registry, responses, metrics_prefix), limits=limits, keep_alive_s=keep_alive_s
+        backend=backend,
+        metrics=ApiMetrics(registry, responses, metrics_prefix),
+        limits=limits,
+        cache=cache,
+        keep_alive_s=keep_alive_s,
     )
     app = _make_app(responses, lifespan)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)

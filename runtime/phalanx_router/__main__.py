@@ -1,4 +1,4 @@
-"""Command `phalanx-router serve`: the router of one InferenceService."""
+"""Commands `phalanx-router serve`, the router of one InferenceService, and `phalanx-router purge-cache`."""
 
 import signal
 import sys
@@ -12,11 +12,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A signal during the import exits with 0.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["purge-cache"]:
+        from phalanx_router import purge
+
+        return purge.run(arguments)
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
         from phalanx_router.program import run
 
-        return run(sys.argv[1:] if arguments is None else arguments)
+        return run(arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
 

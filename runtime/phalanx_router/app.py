@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
+from phalanx_api.summary import SUMMARY_PATH
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
@@ -23,7 +24,8 @@ from phalanx_router.links.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import GroupGauges, RouterMetrics
-from phalanx_router.operator_endpoint import OperatorEndpoint, OperatorRouteMiddleware
+from phalanx_router.operator_endpoint import PURGE_PATH, InternalRouteMiddleware, OperatorEndpoint, PurgeEndpoint
+from phalanx_router.responses import RouterResponseCache
 from phalanx_router.resume.peers import PeerEndpoint, Peers
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
@@ -117,9 +119,11 @@ def make_router(
     jobs = [partial(backend.run, source), partial(replication.run, peers)]
     if key_file is not None:
         jobs.append(partial(key_file.follow, api_keys))
+    cache = RouterResponseCache(backend, metrics.response_cache)
     app = create_app(
         backend,
         registry=registry,
+        cache=cache,
         lifespan=_make_lifespan(jobs, on_error),
         keys=api_keys,
         metrics_prefix="phalanx_router",
@@ -127,5 +131,6 @@ def make_router(
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies).route())
-    app.add_middleware(OperatorRouteMiddleware, endpoint=endpoint)
+    purge = PurgeEndpoint(settings.link.token, cache.purge)
+    app.add_middleware(InternalRouteMiddleware, routes={SUMMARY_PATH: endpoint.answer, PURGE_PATH: purge.answer})
     return app, backend

@@ -15,16 +15,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
+from phalanx_router.dispatch.coalescing import Coalescing
 from phalanx_router.dispatch.dispatcher import Dispatcher
 from phalanx_router.links.endpoints import LeaderSource
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
-from phalanx_router.metrics import Outcome, RouterMetrics
+from phalanx_router.metrics import RouterMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.mover import Mover
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import PromptKeys
-from phalanx_router.session import FleetSettings, StreamSession
+from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
 from phalanx_router.streams.stream import GroupLost, Setback, Stream
 from phalanx_router.streams.traffic import TrafficStats
 
@@ -59,8 +60,10 @@ class RouterBackend:
             draw=draw,
             clock=clock,
         )
+        self.coalescing = Coalescing(self.dispatcher.quotas, metrics, lambda: self.balancing.policy.coalesce_requests)
         self.balancing.tick_listeners.append(self._apply_decision)
         self.stream_registry = StreamRegistry(self.links, settings, clock)
+        self._by_request: dict[int, StreamSession] = {}  # by identity: clients may repeat ids
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
@@ -71,47 +74,66 @@ class RouterBackend:
         """Yields deltas in order, each index once. Closing the iterator aborts the request. Raises BackendError."""
         session = self._open_session(request)
         self.sessions.add(session)
+        self._by_request[id(request)] = session
         if request.can_resume:
             self.stream_registry.opened(session)
         self._metrics.show_streams(len(self.sessions))
-        outcome: Outcome = "cancelled"
-        finish: wire.FinishReason | None = None
-        may_resume = True
         replication = self.stream_registry.replication if request.can_resume else NO_REPLICATION
-        meter = self.traffic.start_request(len(request.prompt), self._clock())
+        end = StreamEnd()
         try:
-            while True:
-                if self._is_closing:
-                    raise self._shutdown_error("the router shuts down before the stream has ended: resume it")
-                if session.assignment is None and not await self.dispatcher.place(session):
-                    yield KeepAlive()
-                    continue
-                await session.stream.wait()
-                match session.stream.take():
-                    case Delta() as delta:
-                        finish = delta.finish
-                        outcome = "finished" if finish is not None else outcome
-                        replication.extended(session)
-                        meter.record(len(delta.tokens), delta.cached_tokens, self._clock())
-                        yield delta
-                        if delta.finish is not None:
-                            return
-                    case None:
-                        yield KeepAlive()
-                    case setback:
-                        reason = session.stream.journal.finish_reason()
-                        if reason is not None:  # all tokens arrived and only the Finished was lost
-                            outcome, finish = "finished", reason
-                            yield Delta(index=len(session.stream.journal.delivered), tokens=[], finish=reason)
-                            return
-                        self._handle_setback(session, setback)
-        except BackendError as error:
-            outcome = "failed" if session.failures.num_departures or error.status >= 500 else "refused"
-            may_resume = error.can_resume
+            self.coalescing.open(session, request)
+            if session.is_computing:
+                session.meter = self.traffic.start_request(len(request.prompt), self._clock())
+            while end.finish is None:
+                item = await self._next(session)
+                if isinstance(item, Delta):
+                    end.finish = item.finish
+                    replication.extended(session)
+                yield item
+        except Exception as error:
+            end.error = error
             raise
         finally:
-            meter.end(self._clock())
-            self._close_session(session, request.can_resume, outcome, finish, may_resume)
+            del self._by_request[id(request)]
+            self._close_session(session, request.can_resume, end)
+
+    async def _next(self, session: StreamSession) -> Delta | KeepAlive:
+        """Runs the stream until there is news for its client. Can be cancelled and called again. Raises BackendError."""
+        while True:
+            if self._is_closing:
+                raise self._shutdown_error("the router shuts down before the stream has ended: resume it")
+            if session.wait.error is not None:
+                raise session.wait.error
+            if session.is_waiting and session.stream.is_running and not await self._place(session):
+                return KeepAlive()
+            await session.stream.wait()
+            match session.stream.take():
+                case Delta() as delta:
+                    if session.meter is not None:
+                        session.meter.record(len(delta.tokens), delta.cached_tokens, self._clock())
+                    return delta
+                case None:
+                    if self.coalescing.is_stalled(session):
+                        self.coalescing.leave(session)
+                    return KeepAlive()
+                case setback:
+                    reason = session.stream.journal.finish_reason()
+                    if reason is not None:  # all tokens arrived and only the Finished was lost
+                        return Delta(index=len(session.stream.journal.delivered), tokens=[], finish=reason)
+                    self._handle_setback(session, setback)
+
+    async def _place(self, session: StreamSession) -> bool:
+        """Returns whether a group or an equal request computes the stream. Raises BackendError."""
+        if session.wait.queued is None:  # its computation has failed
+            self.coalescing.enter(session)
+        return not session.is_waiting or await self.dispatcher.place(session)
+
+    async def _continue(self, session: StreamSession) -> wire.FinishReason:
+        """Computes for the joined sessions of a session that has lost its client. Raises BackendError."""
+        while True:
+            item = await self._next(session)
+            if isinstance(item, Delta) and item.finish is not None:
+                return item.finish
 
     def _open_session(self, request: wire.Request) -> StreamSession:
         """Session of a new, resumed or adopted stream. Raises BackendError."""
@@ -137,23 +159,31 @@ class RouterBackend:
             self.dispatcher.adopt(session)
         return session
 
-    def _close_session(
-        self,
-        session: StreamSession,
-        can_resume: bool,
-        outcome: Outcome,
-        finish: wire.FinishReason | None,
-        may_resume: bool,
-    ) -> None:
+    def _close_session(self, session: StreamSession, can_resume: bool, end: StreamEnd) -> None:
+        """Ends the stream of a client. Its computation continues if others have joined it and it has not ended."""
+        self.coalescing.leave(session)
+        if can_resume:
+            may_resume = not isinstance(end.error, BackendError) or end.error.can_resume
+            self.stream_registry.closed(session, end.finish, may_resume)
+        self._metrics.request_ended(end.outcome(session))
+        if end.is_by_client and session.sharing.joined and not self._is_closing:
+            self.dispatcher.quotas.settle(session)
+            session.sharing.background = asyncio.create_task(self._continue(session))
+            session.sharing.background.add_done_callback(lambda task: self._end_session(session, end_of(task)))
+        else:
+            self._end_session(session, end)
+
+    def _end_session(self, session: StreamSession, end: StreamEnd) -> None:
+        """Ends the computation of a stream."""
+        if session.meter is not None:
+            session.meter.end(self._clock())
         self.sessions.discard(session)
         self.mover.stream_ended(session, "the stream ended")
-        if can_resume:
-            self.stream_registry.closed(session, finish, may_resume)
         if self._is_closing:
             session.detach()
         session.abort()
         self.dispatcher.forget(session)
-        self._metrics.request_ended(outcome)
+        self.coalescing.ended(session, end.finish, end.error)
         self._metrics.show_streams(len(self.sessions))
 
     def _shutdown_error(self, why: str) -> BackendError:
@@ -164,6 +194,13 @@ class RouterBackend:
         if self._refuses:
             raise self._shutdown_error("the router shuts down and accepts no requests: retry")
         return await self.stream_registry.find(ids, tenant)
+
+    def revision_of(self, request: wire.Request) -> str:
+        """Identity of the revision that computes the open stream of this very object; empty if unknown."""
+        session = self._by_request.get(id(request))
+        if session is None:
+            return ""
+        return session.revision if session.sharing.computed_by is None else session.sharing.computed_by.revision
 
     def refuse(self) -> None:
         """Refuses new requests; open streams continue."""

@@ -1,25 +1,27 @@
-"""HTTP endpoint for the operator: `POST /phalanx/summary` with the service token.
+"""HTTP endpoints with the service token, outside of the clients' API.
 
-A long poll that carries the balancing policy: the response follows when the urgent state changes, else after the requested wait.
+`POST /phalanx/summary` is the operator's long poll, which carries the balancing policy: the response follows when the urgent
+state changes, else after the requested wait. `POST /phalanx/cache/purge` drops all stored responses.
 """
 
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
+from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
 
+PURGE_PATH = "/phalanx/cache/purge"
 MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 _decode = msgspec.json.Decoder(SummaryRequest).decode
@@ -35,7 +37,7 @@ class OperatorEndpoint:
         summary: Callable[[], RouterSummary],
         urgent_state: Callable[[], UrgentState],
     ) -> None:
-        self._token = f"Bearer {token}".encode()
+        self._token = token
         self._set_policy = set_policy
         self._summary = summary
         self._urgent_state = urgent_state
@@ -49,11 +51,7 @@ class OperatorEndpoint:
 
     async def answer(self, request: Request) -> Response:
         """Answers one poll. Raises ApiError."""
-        authorization = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(authorization, self._token):
-            raise ApiError(401, "this path is for the operator: send the service token as bearer token", code="invalid_token")
-        if request.method != "POST":
-            raise ApiError(405, f"{SUMMARY_PATH} accepts POST only", code="method_not_allowed")
+        check_internal(request, self._token)
         poll = await _read(request)
         if poll.version != PROTOCOL_VERSION:
             log.warning("rejected a poll", extra={"why": f"version {poll.version}, this router supports {PROTOCOL_VERSION}"})
@@ -71,6 +69,30 @@ class OperatorEndpoint:
         return Response(msgspec.json.encode(self._summary()), media_type="application/json")
 
 
+class PurgeEndpoint:
+    """Purges the response cache."""
+
+    def __init__(self, token: str, purge: Callable[[], int]) -> None:
+        self._token = token
+        self._purge = purge
+
+    async def answer(self, request: Request) -> Response:
+        """Returns the number of dropped responses. Raises ApiError."""
+        check_internal(request, self._token)
+        count = self._purge()
+        log.info("purged the response cache", extra={"responses": count})
+        return Response(msgspec.json.encode({"purged": count}), media_type="application/json")
+
+
+def check_internal(request: Request, token: str) -> None:
+    """Raises ApiError unless it is a POST with the service token."""
+    authorization = request.headers.get("authorization", "").encode()
+    if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
+        raise ApiError(401, "this path is internal: send the service token as bearer token", code="invalid_token")
+    if request.method != "POST":
+        raise ApiError(405, f"{request.url.path} accepts POST only", code="method_not_allowed")
+
+
 async def _read(request: Request) -> SummaryRequest:
     body = bytearray()
     async for piece in request.stream():
@@ -83,20 +105,21 @@ async def _read(request: Request) -> SummaryRequest:
         raise ApiError(400, f"the body is not a valid poll: {error}") from error
 
 
-class OperatorRouteMiddleware:
-    """ASGI middleware: routes the summary path to `OperatorEndpoint`."""
+class InternalRouteMiddleware:
+    """ASGI middleware: answers the paths of `routes`, without API keys."""
 
-    def __init__(self, app: ASGIApp, endpoint: OperatorEndpoint) -> None:
+    def __init__(self, app: ASGIApp, routes: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
         self._app = app
-        self._endpoint = endpoint
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles the request."""
-        if scope["type"] != "http" or scope["path"] != SUMMARY_PATH:
+        answer = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if answer is None:
             await self._app(scope, receive, send)
             return
         try:
-            response = await self._endpoint.answer(Request(scope, receive))
+            response = await answer(Request(scope, receive))
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)

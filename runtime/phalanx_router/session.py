@@ -2,10 +2,12 @@
 
 Parts of a session and their writers:
 
-    `assignment`, `last_key`, `model_hash`  dispatcher, mover; backend for adopted streams
+    `assignment`, `last_key`                dispatcher, mover; backend for adopted streams
+    `model_hash`, `revision`                as above, and `dispatch.coalescing`
     `wait`, `charge`                        `dispatch`
     `failures`                              `backend`; `dispatch` clears `excluded` after a wait
     `moves`                                 `migration`
+    `sharing`                               `dispatch.coalescing`
 """
 
 import asyncio
@@ -17,11 +19,14 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings
+from phalanx_router.metrics import Outcome
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.routing.queue import QueueBounds, QueuedRequest
 from phalanx_router.routing.quota import QuotaGrant
 from phalanx_router.streams.stream import Setback, Stream
+from phalanx_router.streams.traffic import RequestMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,17 @@ class MoveHistory:
     last_source: str = ""  # group key
 
 
+@dataclass(slots=True, kw_only=True)
+class Sharing:
+    """One computation for equal requests."""
+
+    key: bytes | None = None  # `routing.equality.computation_key`
+    computed_by: "StreamSession | None" = None  # the session that this one has joined
+    joined: "list[StreamSession]" = field(default_factory=list)  # sessions that have joined this one
+    num_before: int = 0  # tokens that the session had when it joined
+    background: asyncio.Task[wire.FinishReason] | None = None  # computes for joined sessions after the client has left
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class StreamSession:
     """Routing state of one stream."""
@@ -120,17 +136,30 @@ class StreamSession:
     assignment: Assignment | None = None
     last_key: str = ""  # of the last assignment
     model_hash: str | None = None  # of the weights that computed its tokens
+    revision: str = ""  # `LeaderLink.revision_identity` of the last group
 
     wait: GroupWait = field(default_factory=GroupWait)
     charge: TenantCharge = field(default_factory=TenantCharge)
     failures: FailureHistory = field(default_factory=FailureHistory)
     moves: MoveHistory = field(default_factory=MoveHistory)
+    sharing: Sharing = field(default_factory=Sharing)
+    meter: RequestMeter | None = None  # unless it joined another session at first
 
     def replay(self, now: float) -> wire.Request:
         """Replay of the journal, with the time waited here."""
         request = self.stream.journal.replay()
         waited_ms = request.waited_ms + 1e3 * max(0.0, now - self.arrived_at)
         return msgspec.structs.replace(request, waited_ms=waited_ms)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether neither a group nor another session computes it."""
+        return self.assignment is None and self.sharing.computed_by is None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether no other session computes it."""
+        return self.sharing.computed_by is None
 
     @property
     def is_unstarted(self) -> bool:
@@ -147,6 +176,7 @@ class StreamSession:
     def assign(self, link: LeaderLink, key: str, handle: int) -> None:
         """Records the group that runs the stream."""
         self.assignment, self.last_key = Assignment(link, key, handle), key
+        self.revision = link.revision_identity
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""
@@ -163,3 +193,32 @@ class StreamSession:
         if self.assignment is not None:
             self.assignment.link.abort(self.assignment.handle)
             self.assignment = None
+
+
+@dataclass(slots=True)
+class StreamEnd:
+    """How a stream ended. Neither a reason nor an error: its client left."""
+
+    finish: wire.FinishReason | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_by_client(self) -> bool:
+        """Whether the client left."""
+        return self.finish is None and self.error is None
+
+    def outcome(self, session: StreamSession) -> Outcome:
+        """Outcome for metrics."""
+        if self.finish is not None:
+            return "finished"
+        if not isinstance(self.error, BackendError):
+            return "cancelled"
+        return "failed" if session.failures.num_departures or self.error.status >= 500 else "refused"
+
+
+def end_of(task: asyncio.Task[wire.FinishReason]) -> StreamEnd:
+    """End of a computation in the background; a cancelled one has lost its last client."""
+    if task.cancelled():
+        return StreamEnd()
+    error = task.exception()
+    return StreamEnd(None if error is not None else task.result(), error)

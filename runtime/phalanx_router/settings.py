@@ -13,6 +13,8 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 
+PURGE_COMMAND = "purge-cache"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -54,10 +56,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     namespace = args.namespace or environment.get("POD_NAMESPACE", "")
     if args.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
-    try:
-        token = pathlib.Path(args.token_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"argument --token-file: {args.token_file!r} cannot be read: {error}")
+    token = read_token(parser, args.token_file)
     try:
         keys = tuple(gather_keys(args.api_key, args.api_keys_file))
     except KeysUnreadable as error:
@@ -66,8 +65,6 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         policy = _policy(args.policy_file)
     except (OSError, msgspec.MsgspecError) as error:
         parser.error(f"argument --policy-file: {str(args.policy_file)!r} is not a valid policy: {error}")
-    if not token:
-        parser.error(f"argument --token-file: {args.token_file!r} is empty")
     return Settings(
         host=args.host,
         port=args.port,
@@ -93,10 +90,29 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     )
 
 
+def read_token(parser: argparse.ArgumentParser, path: str) -> str:
+    """The service token. Raises SystemExit 2."""
+    try:
+        token = pathlib.Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"argument --token-file: {path!r} cannot be read: {error}")
+    if not token:
+        parser.error(f"argument --token-file: {path!r} is empty")
+    return token
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The argument parser."""
     parser = argparse.ArgumentParser("phalanx-router", description="Router of an InferenceService.")
-    serve = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("serve", help="serve clients over the groups")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    purge = commands.add_parser(PURGE_COMMAND, help="purge the response cache of the router on this machine")
+    purge.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
+    purge.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
+    _add_serve(commands.add_parser("serve", help="serve clients over the groups"))
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     serve.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port to listen on (default %(default)s; 0: any)")
     serve.add_argument("--leaders", type=_list, default=[], help="leaders of the groups, HOST:PORT,...; no cluster needed")
@@ -123,7 +139,6 @@ def make_parser() -> argparse.ArgumentParser:
     keys = "keys with names: JSON, or lines of `name key [priority] [requests_per_minute=N] [tokens_per_minute=N] [concurrent=N]`"
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
-    return parser
 
 
 def _policy(path: pathlib.Path | None) -> BalancePolicy:

@@ -61,7 +61,7 @@ class SummaryBuilder:
         """Returns the present summary."""
         backend, now = self._backend, self._clock()
         balancing, traffic = backend.balancing, backend.traffic
-        waiting = [session for session in backend.sessions if session.assignment is None]
+        waiting = [session for session in backend.sessions if session.is_waiting]
         return RouterSummary(
             router=self._name,
             groups=self.groups(),
@@ -97,7 +97,7 @@ class SummaryBuilder:
         num_held = self._backend.dispatcher.cold_start.num_held
         if self._backend.links.num_ready:
             return num_held
-        return num_held + sum(session.assignment is None and not session.wait.is_held for session in self._backend.sessions)
+        return num_held + sum(session.is_waiting and not session.wait.is_held for session in self._backend.sessions)
 
     def _evacuated(self) -> set[str]:
         streams = self._streams()

@@ -238,6 +238,7 @@ _EXPOSE = "spec.router.expose"
 _ROUTER = [
     invalid("spec.router.policy", "Random", 'Unsupported value: "Random"'),
     invalid("spec.router.failureMode", "FailSafe", 'Unsupported value: "FailSafe"'),
+    invalid("spec.router.responseCache.scope", "all", 'Unsupported value: "all"'),
     invalid(f"{_EXPOSE}.type", "InferencePool", 'Unsupported value: "InferencePool"'),
     Refused(f"{_EXPOSE}.gateway", "gateway is required with type HTTPRoute and only allowed there", exposed(type="HTTPRoute")),
     invalid(f"{_EXPOSE}.gateway", {"name": "a"}, "gateway is required with type HTTPRoute"),

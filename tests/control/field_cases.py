@@ -31,6 +31,7 @@ def exposed(kind: str, **fields: Any) -> Json:
     return {"router": {"expose": {"type": kind} | fields}}
 
 
+CACHED: Json = {"router": {"responseCache": {"exact": True}}}
 SECRET = hub(secretRef={"name": "a"})
 LOCAL = hub(cache={"type": "NodeLocal", "size": "1Gi"})
 SHARED = hub(cache={"type": "Shared", "claimName": "a"})
@@ -183,6 +184,12 @@ _ROUTER = [
     change("router.apiKeys.key", "b", {"router": {"apiKeys": {"name": "a"}}}),
     change("router.policy", "RoundRobin"),
     change("router.failureMode", "FailClosed"),
+    change("router.coalesceRequests", False),
+    change("router.responseCache.exact", True),
+    change("router.responseCache.ttlSeconds", 60, CACHED),
+    change("router.responseCache.maxEntries", 10, CACHED),
+    change("router.responseCache.maxBytes", "1Mi", CACHED),
+    change("router.responseCache.scope", "service", CACHED),
     change("router.expose.type", "Ingress"),
     change("router.expose.hosts", ["b.example"], INGRESS),
     change("router.expose.className", "b", INGRESS),

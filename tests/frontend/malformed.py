@@ -44,6 +44,7 @@ _SAMPLING: dict[str, list[Any]] = {
     "stream": ["yes", 1, {}, []],
     "priority": ["high", 1.5, 2**40, -HUGE, []],
     "deadline_ms": [0, -1, "soon", [], float("inf")],
+    "cache": ["store", "", 5, [], {}, True],
     "tenant": [5, [], {}, "\ud800", "x" * 513],
 }
 _OPENAI: dict[str, list[Any]] = {

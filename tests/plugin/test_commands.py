@@ -187,3 +187,19 @@ def test_kubectl_finds_the_plugin_by_its_name(kubectl: FakeKubectl, tmp_path: pa
     assert shutil.which("kubectl-phalanx", path=str(tmp_path)) == str(plugin_file)
     completed = subprocess.run([str(plugin_file), "status", "chat"], capture_output=True, text=True, env={"PATH": str(tmp_path)})
     assert (completed.returncode, completed.stderr) == (0, "") and "Service:  team/chat" in completed.stdout
+
+
+def test_cache_purge_reaches_each_ready_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    routers(kubectl)
+    kubectl.answer("exec r-a", "3\n")
+    assert plugin("cache", "purge", "chat") == 0
+    output = capsys.readouterr()
+    assert output.out == "purged 3 responses of 1 routers\n" and output.err.startswith("warning: router r-b: ")
+    assert ["exec", "r-a", "-c", "router", "--", "phalanx-router", "purge-cache"] in kubectl.calls
+    assert "r-c" not in str(kubectl.calls)
+
+
+def test_cache_purge_without_a_router_fails(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.answer("get pods -l", {"items": []})
+    assert plugin("cache", "purge", "chat") == 1
+    assert "no router of chat answers" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response as HttpResponse
 
 from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
@@ -289,6 +290,7 @@ def make_settings(
     hold_s: float = 0.0,
     max_held: int = 1024,
     find_s: float = 3.0,
+    coalesces: bool = False,
 ) -> FleetSettings:
     """Settings of a router, by default without balancing ticks."""
     link = LinkSettings(
@@ -313,6 +315,7 @@ def make_settings(
         hold_s=hold_s,
         max_held=max_held,
         find_s=find_s,
+        policy=BalancePolicy(coalesce_requests=coalesces),
     )
 
 
@@ -341,6 +344,7 @@ class World:
     leaders: list[FakeLeader]
     source: Leaders
     registry: CollectorRegistry
+    metrics: RouterMetrics
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -364,10 +368,11 @@ async def running_world(
             stack.push_async_callback(leader.stop)
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
-        fleet = RouterBackend(settings or make_settings(), RouterMetrics(registry), draw, asyncio.get_running_loop().time)
+        metrics = RouterMetrics(registry)
+        fleet = RouterBackend(settings or make_settings(), metrics, draw, asyncio.get_running_loop().time)
         task = asyncio.create_task(fleet.run(source))
         try:
-            world = World(fleet, list(leaders), source, registry)
+            world = World(fleet, list(leaders), source, registry, metrics)
             await world.until_ready(len(leaders) if ready is None else ready)
             yield world
         finally:

@@ -27,8 +27,9 @@ KEYS = [ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]
 
 
 def draw(request: wire.Request, index: int) -> int:
-    """A printable token that depends on prompt, seed and index."""
-    digest = hashlib.sha256(repr((request.prompt, request.sampling.seed, index)).encode()).digest()
+    """A printable token that depends on prompt, index and, when sampling, the seed."""
+    seed = request.sampling.seed if request.sampling.temperature > 0 else 0
+    digest = hashlib.sha256(repr((request.prompt, seed, index)).encode()).digest()
     return plain_tokens()[int.from_bytes(digest[:4], "big") % len(plain_tokens())]
 
 
@@ -71,9 +72,11 @@ class HttpRouter:
 
 
 @asynccontextmanager
-async def running_router(*leaders: str, name: str = "router-1", find_s: float = 3.0) -> AsyncIterator[HttpRouter]:
+async def running_router(
+    *leaders: str, name: str = "router-1", find_s: float = 3.0, coalesces: bool = False
+) -> AsyncIterator[HttpRouter]:
     """Serves a router over the leaders with these addresses."""
-    settings = make_settings(patience_s=10, find_s=find_s)
+    settings = make_settings(patience_s=10, find_s=find_s, coalesces=coalesces)
     registry = CollectorRegistry()
     fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
     task = asyncio.create_task(fleet.run(StaticLeaders(leaders)))

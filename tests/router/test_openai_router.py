@@ -3,12 +3,14 @@
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_router.app import make_router
 from phalanx_router.links.endpoints import Leaders
 from tests.frontend.fakes import plain_tokens, tiny_assets
@@ -38,9 +40,12 @@ class LeaderOfItsOwn:
             await leader.stop()
 
 
-@pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
-    app, _ = make_router(make_settings(), LeaderOfItsOwn())
+REUSE = BalancePolicy(coalesce_requests=True, response_cache=ResponseCachePolicy())
+
+
+@pytest.fixture(scope="module", params=[BalancePolicy(), REUSE], ids=["each computed", "equal ones reused"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    app, _ = make_router(replace(make_settings(), policy=request.param), LeaderOfItsOwn())
     assert isinstance(app, FastAPI)
     with served_in_thread(app) as url, httpx.Client(trust_env=False) as http:
         while http.get(f"{url}/v1/models").status_code != 200:

@@ -6,7 +6,8 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, rule, rules
-from phalanx_api.summary import Routing
+from phalanx_api.spec.quantities import Memory
+from phalanx_api.summary import CacheScope, Routing
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 _HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
@@ -82,6 +83,21 @@ class Expose(Record):
         return self
 
 
+class ResponseCache(Record):
+    """Stored responses of each router. Only deterministic requests with one choice, without tools and logprobs."""
+
+    exact: bool = False
+    """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed."""
+    ttl_seconds: int = Field(default=3600, ge=1, le=31_536_000)
+    """Age at which a response is dropped."""
+    max_entries: int = Field(default=10_000, ge=1, le=10_000_000)
+    """Stored responses of each router; the least recently used is dropped first."""
+    max_bytes: Memory = "64Mi"
+    """Memory of the stored responses of each router, in addition to its other memory."""
+    scope: CacheScope = "tenant"
+    """Requests that share responses: those of one tenant (API key), or all requests of the service."""
+
+
 class Router(Record):
     """The routers, which clients connect to."""
 
@@ -95,4 +111,8 @@ class Router(Record):
     """Routing of new requests to connected groups without a load report for 2 s. FailOpen: if most groups lack one, routers use
     their own dispatch counts. FailClosed: such groups get no requests; without others clients get 503 with Retry-After.
     Started streams continue."""
+    coalesce_requests: bool = True
+    """Requests in flight at one router are computed once if tenant, tokens, sampling parameters and urgency are equal and the
+    output is deterministic (temperature 0 or an equal seed). Each gets all tokens. Requests with logprobs are excluded."""
+    response_cache: ResponseCache = Field(default_factory=ResponseCache)
     expose: Expose = Field(default_factory=Expose)

@@ -30,6 +30,7 @@ class Caller:
     has_keys: bool = False  # whether the server has keys
     has_random_id: bool = False  # `request_id` is 128 random bits of this server
     last_event_id: str = ""  # the header
+    no_store: bool = False  # whether Cache-Control forbids to store the response
 
     def stream_name(self, id: str) -> str:
         """Returns an unguessable stream name."""
@@ -87,8 +88,14 @@ class CallerMiddleware:
 
         key = self._keys.find(headers.get(b"authorization", b""))
         last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
+        directives = headers.get(b"cache-control", b"").lower().split(b",")
         scope[_SCOPE_KEY] = Caller(
-            request_id=id, key=key, has_keys=bool(self._keys), has_random_id=has_random_id, last_event_id=last_event_id
+            request_id=id,
+            key=key,
+            has_keys=bool(self._keys),
+            has_random_id=has_random_id,
+            last_event_id=last_event_id,
+            no_store=b"no-store" in map(bytes.strip, directives),
         )
         try:
             if self._keys and key is None and scope["path"] not in OPEN_PATHS:

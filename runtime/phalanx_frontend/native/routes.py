@@ -18,7 +18,7 @@ from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of
 from phalanx_frontend.fields import STREAMED, Text, TokenIds
 from phalanx_frontend.health import HealthSource, HealthTotals
 from phalanx_frontend.native.generation_format import TOKEN_IDS, GenerationFormat
-from phalanx_frontend.openai.accept import stream_identity, wire_request
+from phalanx_frontend.openai.accept import cache_query, stream_identity, wire_request
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens
@@ -130,6 +130,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         is_streamed=bool(body.stream),
         has_usage=False,
         has_running_usage=False,
+        cache_use=server.look_up(cache_query(fields, caller, [request])),
     )
     return Answer(job, server.backend, server.metrics, GENERATE)
 

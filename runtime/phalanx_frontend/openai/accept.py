@@ -24,6 +24,7 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Gene
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
 from phalanx_frontend.openai.tools import forced_calls
+from phalanx_frontend.response_cache import CacheQuery
 from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
 from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
@@ -95,6 +96,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         is_streamed=bool(body.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
+        cache_use=server.look_up(cache_query(body, caller, requests)),
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
 
@@ -168,6 +170,32 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
         can_resume=bool(body.stream),
         speculation=speculation_of(body),
     )
+
+
+def cache_query(body: GenerationRequest, caller: Caller, requests: Sequence[wire.Request]) -> CacheQuery | None:
+    """Returns the query of a request with one deterministic choice; null if it forbids storing, resumes a stream or needs more.
+
+    Tools are excluded, because their calls have effects, and details of tokens, because only tokens are stored.
+    """
+    forbids = body.cache == "no-store" or caller.no_store or bool(caller.last_event_id)
+    has_effects = isinstance(body, ChatRequest) and bool(body.tools)
+    if forbids or has_effects or len(requests) != 1 or body.max_tokens == 0:
+        return None
+    (request,) = requests
+    sampling = request.sampling
+    if sampling.temperature > 0 and body.seed is None:
+        return None
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
+        return None
+    return CacheQuery(request, _ending(body))
+
+
+def _ending(body: GenerationRequest) -> tuple[str, ...]:
+    """What decides where stop strings end the text: the strings, and how tokens become text."""
+    if not body.stop:
+        return ()
+    form = "completion" if isinstance(body, CompletionRequest) else "other"
+    return (form, str(body.skip_special_tokens is not False), *sorted(set(body.stop)))
 
 
 def speculation_of(body: GenerationRequest) -> Speculation:

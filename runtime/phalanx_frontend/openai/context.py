@@ -10,6 +10,8 @@ from phalanx_frontend.ids import random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import ApiMetrics, Clock
 from phalanx_frontend.openai.served_model import ModelCache, ServedModel
+from phalanx_frontend.response_cache import NO_RESPONSE_CACHE, CacheQuery, ResponseCache
+from phalanx_frontend.stream.cached import CacheUse, look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class ServerContext:
     seconds: Clock = time.perf_counter  # monotonic
     unix_s: Clock = time.time  # time of day
     random_seed: Callable[[], int] = random_seed
+    cache: ResponseCache = NO_RESPONSE_CACHE
     keep_alive_s: float = 5.0  # interval of comments while a stream waits for a model
 
     _first_served_s: dict[str, float] = field(default_factory=dict)
@@ -50,6 +53,10 @@ class ServerContext:
         """Returns the current model, after waiting if that can help. Raises BackendError 503."""
         await self.backend.wait_for_assets()
         return await self.models.get(self.assets())
+
+    def look_up(self, query: CacheQuery | None) -> CacheUse | None:
+        """Looks a request up in the response cache, if it may be stored there."""
+        return None if query is None or not self.cache.is_enabled else look_up(self.cache, query)
 
     async def warm(self) -> None:
         """Loads the model, if known."""

@@ -85,7 +85,7 @@ class Speculative(BaseModel):
 
 
 class CommonRequest(_Strict):
-    """Fields of every generating request. `deadline_ms` counts from its arrival."""
+    """Fields of every generating request. `deadline_ms` counts from its arrival. `cache` keeps it out of the response cache."""
 
     model: Text | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -102,6 +102,7 @@ class CommonRequest(_Strict):
     tenant: ShortText | None = None
     priority: Priority | None = None
     deadline_ms: Milliseconds | None = None
+    cache: Literal["no-store"] | None = None
     speculative: Speculative | None = None
 
 

@@ -6,6 +6,7 @@ failure of one choice ends all.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body, error_headers, internal_error, with_resume_hint
 from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
+from phalanx_frontend.stream.cached import CacheUse, record, replay
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
@@ -52,6 +54,7 @@ class AnswerJob:
     is_streamed: bool
     has_usage: bool
     has_running_usage: bool
+    cache_use: CacheUse | None = None  # of the only choice
 
     def usage(self) -> dict[str, Any]:
         """Returns token counts; each prompt counts once."""
@@ -67,6 +70,9 @@ class AnswerJob:
 
 
 log = logging.getLogger(__name__)
+
+CACHE_HEADER = "x-phalanx-cache"
+"""Response header with a `CacheResult`, if the response cache was asked."""
 
 
 class Answer(Response):
@@ -129,9 +135,14 @@ class Answer(Response):
                     choice.meter.end(choice.reply.finish or outcome, choice.reply.cached_tokens)
 
     def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
-        if choice.resume_point is None:
+        use = self._job.cache_use
+        if choice.resume_point is not None:
+            return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.resume_point)
+        if use is None:
             return self._backend.generate(choice.request)
-        return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.resume_point)
+        if use.found is not None:
+            return replay(use.found)
+        return record(self._backend.generate(choice.request), use, choice.reply, time.perf_counter)
 
     async def _send_stream(self, send: Send) -> None:
         async with self._streams() as siblings:
@@ -189,6 +200,8 @@ class Answer(Response):
 
     async def _start(self, status: int, headers: dict[str, str], send: Send) -> None:
         self._has_started = True
+        if self._job.cache_use is not None and status == 200:
+            headers[CACHE_HEADER] = self._job.cache_use.result
         self._metrics.responses.labels(self._route, str(status)).inc()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})

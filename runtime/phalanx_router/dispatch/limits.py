@@ -25,10 +25,10 @@ class TenantQuotas:
         self._clock = clock
 
     def charge(self, session: StreamSession) -> None:
-        """Charges a new stream. Raises BackendError 429 over quota."""
+        """Charges a new stream, once. Raises BackendError 429 over quota."""
         journal = session.stream.journal
         quota = self.quota_of(journal.tenant)
-        if quota is None:
+        if quota is None or session.charge.grant is not None:
             return
         demand, now = journal.demand(), self._clock()
         grant = self._quotas.take(

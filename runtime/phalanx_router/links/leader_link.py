@@ -80,6 +80,7 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
+        self._model_hash = ""  # last one received
         self.group_report = GroupReport(key="")  # of this incarnation and connection
         self.is_open = False
         self.is_fetching = False  # assets
@@ -106,6 +107,11 @@ class LeaderLink:
     def is_serving(self) -> bool:
         """Whether the group accepts requests."""
         return self.state.serving
+
+    @property
+    def revision_identity(self) -> str:
+        """Last known revision and weights of the group, also while the link is lost; empty before the first connection."""
+        return f"{self.revision} {self._model_hash}" if self.revision else ""
 
     @property
     def version_error(self) -> str:
@@ -339,6 +345,7 @@ class LeaderLink:
             self._page_feed.restart()
             self._listener.pages_received(self, wire.PageChanges(0, [], is_snapshot=True))
         self.group_report.served = state.served or self.group_report.served
+        self._model_hash = self.group_report.served.model_hash or self._model_hash
         if is_new or not (state.serving or state.draining):
             why = f"group {self.endpoint.group}: {state.reason or 'it restarted'}"
             self._drop_streams(why, before.draining and not is_new, state.cause)

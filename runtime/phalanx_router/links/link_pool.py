@@ -169,6 +169,11 @@ class LinkPool:
         """Link of each known leader, open or not."""
         return list(self._links.values())
 
+    def revisions(self) -> list[str]:
+        """Identities of the revisions that known groups have, the newest first."""
+        links = sorted(self._links.values(), key=lambda link: link.endpoint.created, reverse=True)
+        return list(dict.fromkeys(identity for link in links if (identity := link.revision_identity)))
+
     def open_links(self) -> list[LeaderLink]:
         """Open links."""
         return [link for link in self._links.values() if link.is_open]

@@ -6,6 +6,7 @@ So the client gets each index once and in order, although groups may compute tok
 that skips an index requires a replay.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -72,6 +73,12 @@ class Journal:
         self.delivered.append(token)
         self._is_fresh = False
         return TokenVerdict.DELIVER
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Records delivered tokens of an equal stream."""
+        if tokens:
+            self.delivered += tokens
+            self._is_fresh = False
 
     def accept_prompt(self, details: wire.PromptDetails) -> list[wire.TokenDetail] | None:
         """Details not yet delivered; `None` if earlier ones are missing."""

@@ -38,11 +38,41 @@ class Stream:
         self._setback: Setback | None = None
         self._has_data = False
         self._reader: asyncio.Future[None] | None = None
+        self._source: Stream | None = None  # of its tokens, instead of a group
+        self._followers: list[Stream] = []
 
     @property
     def is_running(self) -> bool:
         """Whether neither an end nor a setback was received."""
         return self._end is None and self._setback is None
+
+    @property
+    def has_setback(self) -> bool:
+        """Whether a setback was received and not taken."""
+        return self._setback is not None
+
+    def follow(self, source: "Stream") -> None:
+        """Takes the tokens and the end of `source`, whose tokens start with those of this stream."""
+        self._source = source
+        source._followers.append(self)
+        self.wake()
+
+    def unfollow(self, finish: wire.FinishReason | None = None) -> None:
+        """Takes the tokens that the source has, and no later ones. `finish`: why they end the stream, if they do."""
+        source, self._source = self._source, None
+        if source is None:
+            return
+        source._followers.remove(self)
+        self._copy(source)
+        finish = finish or self.journal.finish_reason()
+        if self._end is None and finish is not None:
+            self._end = wire.Finished(0, self.journal.epoch, finish, self._cached_tokens)
+        self.wake()
+
+    def _copy(self, source: "Stream") -> None:
+        self.journal.extend(source.journal.delivered[len(self.journal.delivered) :])
+        self._cached_tokens = max(self._cached_tokens, source._cached_tokens)
+        self._end = self._end or source._end
 
     def token(self, epoch: int, index: int, token: int, detail: wire.TokenDetail | None = None) -> None:
         """Records one token."""
@@ -90,10 +120,12 @@ class Stream:
             self.wake()
 
     def wake(self) -> None:
-        """Wakes the reader, also without new data."""
+        """Wakes the reader, also without new data, and the readers of followers."""
         self._has_data = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+        for follower in self._followers:
+            follower.wake()
 
     async def wait(self) -> None:
         """Waits for data or `wake`. A future costs half as much as an Event."""
@@ -104,6 +136,8 @@ class Stream:
 
     def take(self) -> Delta | Setback | None:
         """New tokens, else a setback (once), if any."""
+        if self._source is not None:
+            self._copy(self._source)
         delivered = self.journal.delivered
         start, self._start = self._start, len(delivered)
         if self._end is not None:

@@ -155,8 +155,9 @@ LOCAL = {
     ("phalanx_runtime.engine.channel", "context.socket"),
     ("phalanx_runtime.engine.channel", "socket.bind"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
+    ("phalanx_router.purge", "http.client.HTTPConnection"),
 }
-"""zmq over Unix sockets between the processes of a pod."""
+"""Between the processes of a pod: zmq over Unix sockets, and HTTP over loopback."""
 UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
 """The operator's endpoint: policies select only pods of services."""
 ADDRESSES = {

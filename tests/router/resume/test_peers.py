@@ -162,9 +162,11 @@ def test_each_router_is_the_peer_of_another(own: str, others: str, expected: str
 
 
 @asynccontextmanager
-async def router_with_peers(name: str, leaders: list[str], peers: Leaders) -> AsyncIterator[tuple[HttpRouter, Peers, str]]:
+async def router_with_peers(
+    name: str, leaders: list[str], peers: Leaders, coalesces: bool = False
+) -> AsyncIterator[tuple[HttpRouter, Peers, str]]:
     """A router with peers, built as by `make_router`."""
-    base = make_settings(patience_s=10)
+    base = make_settings(patience_s=10, coalesces=coalesces)
     settings = replace(base, link=replace(base.link, router=name))
     registry = CollectorRegistry()
     fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
@@ -215,6 +217,32 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         received = await read(third.url, body, received)
         assert (received.texts, received.ends, received.is_done) == (whole.texts, whole.ends, True)
         assert other.num_submitted == 2
+
+
+async def test_joined_streams_survive_their_router_and_group() -> None:
+    body = {**BODY, "temperature": 0}
+    whole, dying, other = await undisturbed(body), PrintableEngine(), PrintableEngine()
+    dying.hold = 20
+    async with running_engines(dying, other) as leaders, AsyncExitStack() as stack:
+        peers = Leaders()
+        first, journals, _ = await stack.enter_async_context(router_with_peers("a", leaders[:1], peers, coalesces=True))
+        second, _, address = await stack.enter_async_context(router_with_peers("b", leaders[1:], Leaders(), coalesces=True))
+        peers.change(Endpoint(key="b", address=address, group="b"))
+        await until(lambda: journals.peer is not None)
+        received = [ReceivedStream({}, {}) for _ in range(2)]
+        reading = [asyncio.create_task(read(first.url, body, some)) for some in received]
+        await until(lambda: all(some.last.endswith(":19") for some in received))
+        await until_copied(second, 2)
+        copied = [session.stream.journal for session in first.fleet.stream_registry.open_sessions()]
+        await until(lambda: all(len(copy_at(second, journal.id)) == 20 for journal in copied))
+        dying.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
+        await first.kill()
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.gather(*(read(second.url, body, some) for some in received))
+    assert [(some.texts, some.ends, some.is_done) for some in received] == [(whole.texts, whole.ends, True)] * 2
+    assert (dying.num_submitted, other.num_submitted) == (1, 1)
 
 
 async def test_late_peer_receives_the_original_requests() -> None:

@@ -7,7 +7,8 @@ from msgspec import structs
 from phalanx_api.spec.autoscaling import ScaleToZero
 from phalanx_api.spec.inference_service import Spec
 from phalanx_api.spec.quantities import parse_bytes
-from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_api.spec.router import ResponseCache
+from phalanx_api.summary import BalancePolicy, Budgets, ResponseCachePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,17 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         fails_open=spec.router.failure_mode == "FailOpen",
         without_successor=list(inputs.without_successor),
         wanted=inputs.wants_groups,
+        coalesce_requests=spec.router.coalesce_requests,
+        response_cache=_response_cache(spec.router.response_cache),
+    )
+
+
+def _response_cache(cache: ResponseCache) -> ResponseCachePolicy | None:
+    if not cache.exact:
+        return None
+    max_bytes = parse_bytes(cache.max_bytes)
+    return ResponseCachePolicy(
+        ttl_s=float(cache.ttl_seconds), max_entries=cache.max_entries, max_bytes=max_bytes, scope=cache.scope
     )
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import MAX_HISTORY
-from phalanx_api.summary import BalancePolicy, Budgets, Hotspot
+from phalanx_api.summary import BalancePolicy, Budgets, Hotspot, ResponseCachePolicy
 from phalanx_operator.decide.scaling import autoscaler, scale
 from phalanx_operator.decide.scaling import demand as scale_demand
 from phalanx_operator.decide.state.policy import PolicyInputs, PublishedPolicy, router_policy
@@ -270,6 +270,7 @@ def test_budgets_are_divided_by_the_routers() -> None:
         ttft_target_s=2.0,
         itl_target_s=0.1,
         evacuate=["a"],
+        coalesce_requests=True,
     )
     assert router_policy(spec, PolicyInputs(routers=64)).budgets.moves_per_group == 1
 
@@ -281,8 +282,18 @@ def test_routers_receive_routing_and_failure_policy(routing: str, mode: str, fai
     assert (policy.routing, policy.fails_open) == (routing, fails_open)
 
 
+def test_routers_receive_the_limits_of_the_response_cache() -> None:
+    fields = {"exact": True, "ttlSeconds": 60, "maxEntries": 5, "maxBytes": "1Mi", "scope": "service"}
+    policy = router_policy(make_service(router={"responseCache": fields}).spec, PolicyInputs(routers=3))
+    assert policy.response_cache == ResponseCachePolicy(ttl_s=60.0, max_entries=5, max_bytes=1 << 20, scope="service")
+    defaults = router_policy(make_service(router={"responseCache": {"exact": True}}).spec, PolicyInputs(routers=1))
+    assert defaults.response_cache == ResponseCachePolicy(), "the defaults of both agree"
+    off = make_service(router={"responseCache": fields | {"exact": False}})
+    assert router_policy(off.spec, PolicyInputs(routers=1)).response_cache is None
+
+
 def test_default_policy_routes_by_cost_and_fails_open() -> None:
-    assert router_policy(make_service().spec, PolicyInputs(routers=1), 7) == BalancePolicy(number=7)
+    assert router_policy(make_service().spec, PolicyInputs(routers=1), 7) == BalancePolicy(number=7, coalesce_requests=True)
 
 
 def test_policy_number_rises_only_with_a_change() -> None:
@@ -299,7 +310,7 @@ def test_policy_after_an_operator_restart_replaces_the_old_one() -> None:
     spec = make_service().spec
     before = PublishedPolicy().update(spec, PolicyInputs(routers=1, evacuate=("a",)), 1000.0)
     after = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1001.0)
-    assert after.policy == BalancePolicy(number=1001) and after.policy.number > before.policy.number
+    assert after.policy == BalancePolicy(number=1001, coalesce_requests=True) and after.policy.number > before.policy.number
     assert after.update(spec, PolicyInputs(routers=1), 2000.0) is after, "no change, no new number"
 
 

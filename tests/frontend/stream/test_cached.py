@@ -1,0 +1,83 @@
+"""Replayed and recorded streams of the response cache."""
+
+from collections.abc import AsyncIterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api import wire
+from phalanx_frontend.backend import Delta
+from phalanx_frontend.response_cache import CachedOutput, CacheQuery
+from phalanx_frontend.stream.cached import MAX_PIECES, CacheUse, record, replay
+from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.resume import Item
+from phalanx_frontend.text.detokenize import make_detokenizer
+from phalanx_frontend.text.tokenizer import TextTokenizer
+from tests.frontend.fakes import tiny_tokenizer_json, token_ids
+
+REQUEST = wire.Request(id="a", epoch=0, prompt=[5], delivered=[], sampling=wire.Sampling(max_tokens=99, seed=0))
+
+
+class StoredOutputs:
+    """A cache that never finds anything."""
+
+    is_enabled = True
+
+    def __init__(self) -> None:
+        self.outputs: list[CachedOutput] = []
+
+    def find(self, query: CacheQuery) -> CachedOutput | None:
+        return None
+
+    def store(self, query: CacheQuery, output: CachedOutput) -> None:
+        self.outputs.append(output)
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=200))
+async def test_replay_yields_each_token_once_in_pieces(tokens: list[int]) -> None:
+    output = CachedOutput(tokens=tokens, finish="stop", cached_tokens=3, seconds=1.0)
+    deltas = [item async for item in replay(output) if isinstance(item, Delta)]
+    assert [token for delta in deltas for token in delta.tokens] == tokens
+    assert [delta.index for delta in deltas] == [sum(len(d.tokens) for d in deltas[:i]) for i in range(len(deltas))]
+    assert [delta.finish for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
+    assert len(deltas) == max(1, min(len(tokens), len(deltas))) <= MAX_PIECES and {d.cached_tokens for d in deltas} == {3}
+
+
+async def recorded(text: str, *, stop: str = "", pieces: int = 4, reads: int = 10**6) -> list[CachedOutput]:
+    """Feeds a recorded stream to a reply until it ends or `reads` deltas; returns what was stored."""
+    cache, now = StoredOutputs(), iter(range(100))
+    reply = Reply(make_detokenizer(TextTokenizer(tiny_tokenizer_json()), True), REQUEST.sampling, [stop] if stop else ())
+    ids = token_ids(text)
+    size = max(1, len(ids) // pieces)
+
+    async def deltas() -> AsyncIterator[Item]:
+        for start in range(0, len(ids), size):
+            is_last = start + size >= len(ids)
+            yield Delta(index=start, tokens=ids[start : start + size], finish="length" if is_last else None)
+
+    stream = record(deltas(), CacheUse(cache, CacheQuery(REQUEST), None), reply, lambda: float(next(now)))
+    async for item in stream:
+        assert isinstance(item, Delta)
+        reply.feed(item)
+        reads -= 1
+        if reply.finish is not None or not reads:
+            break
+    await stream.aclose()  # type: ignore[attr-defined]
+    return cache.outputs
+
+
+TEXT = "once upon a time STOP there was"
+
+
+async def test_whole_output_is_stored_with_its_duration() -> None:
+    (output,) = await recorded(TEXT)
+    assert (list(output.tokens), output.finish, output.seconds) == (token_ids(TEXT), "length", 1.0)
+
+
+async def test_output_up_to_a_stop_string_is_stored() -> None:
+    (output,) = await recorded(TEXT, stop="STOP", pieces=1)
+    assert output.finish == "stop" and 0 < len(output.tokens) < len(token_ids(TEXT))
+
+
+async def test_output_without_an_end_is_not_stored() -> None:
+    assert await recorded(TEXT, reads=1) == []

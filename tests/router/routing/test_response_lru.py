@@ -1,0 +1,139 @@
+"""Bounds of the stored responses."""
+
+import tracemalloc
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from phalanx_router.routing.equality import DIGEST_BYTES
+from phalanx_router.routing.response_lru import ENTRY_BYTES, TOKEN_BYTES, LruBounds, ResponseLru, StoredResponse
+
+WIDE = LruBounds(ttl_s=10.0, max_entries=10**6, max_bytes=10**9)
+
+
+def entry(count: int = 4, revision: str = "r1", stored_at: float = 0.0) -> StoredResponse:
+    tokens = array("I", range(count))
+    return StoredResponse(tokens=tokens, finish="stop", cached_tokens=0, seconds=1.0, revision=revision, stored_at=stored_at)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(DIGEST_BYTES, "big")
+
+
+def test_least_recently_used_response_is_dropped_first() -> None:
+    responses = ResponseLru(LruBounds(ttl_s=10.0, max_entries=2, max_bytes=10**6))
+    responses.put(key(1), entry())
+    responses.put(key(2), entry())
+    assert responses.get(key(1), 1.0) == entry()
+    responses.put(key(3), entry())
+    assert list(responses) == [key(1), key(3)]
+
+
+@pytest.mark.parametrize(("age", "is_found"), [(9.9, True), (10.0, False)])
+def test_old_response_is_dropped(age: float, is_found: bool) -> None:
+    responses = ResponseLru(WIDE)
+    responses.put(key(1), entry(stored_at=5.0))
+    assert (responses.get(key(1), 5.0 + age) is not None) == is_found
+    assert (len(responses), responses.num_bytes > 0) == (is_found, is_found)
+
+
+def test_later_response_drops_the_old_ones() -> None:
+    responses = ResponseLru(WIDE)
+    responses.put(key(1), entry(stored_at=0.0))
+    responses.put(key(2), entry(stored_at=8.0))
+    responses.get(key(1), 9.0)  # a use does not prolong it
+    responses.put(key(3), entry(stored_at=10.0))
+    assert list(responses) == [key(2), key(3)]
+
+
+def test_too_large_response_drops_no_other() -> None:
+    responses = ResponseLru(LruBounds(ttl_s=10.0, max_entries=5, max_bytes=ENTRY_BYTES + 10 * TOKEN_BYTES))
+    responses.put(key(1), entry(10))
+    responses.put(key(2), entry(11))
+    assert list(responses) == [key(1)]
+
+
+def test_other_revisions_are_dropped() -> None:
+    responses = ResponseLru(WIDE)
+    for number, revision in enumerate(["r1", "r2", "r1", "r3"]):
+        responses.put(key(number), entry(revision=revision))
+    responses.retain(["r2", "r3"])
+    assert list(responses) == [key(1), key(3)]
+    assert (responses.clear(), len(responses), responses.num_bytes) == (2, 0, 0)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 500), min_size=1, max_size=60),
+    max_entries=st.integers(0, 20),
+    max_bytes=st.integers(0, 20 * ENTRY_BYTES),
+)
+def test_bounds_hold_under_a_flood_of_distinct_requests(sizes: list[int], max_entries: int, max_bytes: int) -> None:
+    responses = ResponseLru(LruBounds(ttl_s=10.0, max_entries=max_entries, max_bytes=max_bytes))
+    for number, size in enumerate(sizes):
+        responses.put(key(number), entry(size))
+        assert len(responses) <= max_entries and responses.num_bytes <= max_bytes
+        if max_entries and ENTRY_BYTES + TOKEN_BYTES * size <= max_bytes:
+            assert responses.get(key(number), 0.0) is not None, "the newest one that fits is kept"
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_counted_bytes_bound_the_memory(size: int) -> None:
+    count, responses = 5000, ResponseLru(WIDE)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(count):
+            responses.put(key(number), entry(size, stored_at=number / count))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before <= responses.num_bytes == count * (ENTRY_BYTES + TOKEN_BYTES * size)
+
+
+class Machine(RuleBasedStateMachine):
+    """Random operations beside a list of everything stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounds = LruBounds(ttl_s=5.0, max_entries=4, max_bytes=4 * (ENTRY_BYTES + 40))
+        self.responses = ResponseLru(self.bounds)
+        self.now = 0.0
+        self.stored: dict[bytes, StoredResponse] = {}
+
+    @rule(number=st.integers(0, 7), size=st.integers(0, 40), revision=st.sampled_from(["r1", "r2"]))
+    def put(self, number: int, size: int, revision: str) -> None:
+        self.stored[key(number)] = entry(size, revision, self.now)
+        self.responses.put(key(number), self.stored[key(number)])
+
+    @rule(number=st.integers(0, 7))
+    def get(self, number: int) -> None:
+        found = self.responses.get(key(number), self.now)
+        if found is not None:
+            assert found == self.stored[key(number)] and self.now - found.stored_at < self.bounds.ttl_s
+
+    @rule(seconds=st.floats(0, 3))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(revision=st.sampled_from(["r1", "r2"]))
+    def retain(self, revision: str) -> None:
+        self.responses.retain([revision])
+        self.stored = {k: e for k, e in self.stored.items() if e.revision == revision}
+
+    @precondition(lambda self: len(self.responses) > 0)
+    @rule(entries=st.integers(0, 4))
+    def bound(self, entries: int) -> None:
+        self.bounds = LruBounds(ttl_s=5.0, max_entries=entries, max_bytes=self.bounds.max_bytes)
+        self.responses.set_bounds(self.bounds, self.now)
+
+    @invariant()
+    def fits(self) -> None:
+        kept = [self.stored[k] for k in self.responses]
+        assert len(kept) <= self.bounds.max_entries
+        assert self.responses.num_bytes == sum(e.num_bytes for e in kept) <= self.bounds.max_bytes
+
+
+TestMachine = Machine.TestCase
