@@ -33,7 +33,8 @@ def quicken_interpreter() -> None:
         return  # not imported, of a version that restores nothing, or changed
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    patch, launch = interpreter._patch_lang, _Launch()
+    functions, launch = vars(interpreter), _Launch()
+    patch = functions["_patch_lang"]
 
     def patch_new(function: FunctionType) -> _Launch:
         languages = _languages(function)
@@ -42,7 +43,7 @@ def quicken_interpreter() -> None:
             launch.languages |= languages
         return launch
 
-    interpreter._patch_lang, interpreter._phalanx_launch = patch_new, launch
+    functions |= {"_patch_lang": patch_new, "_phalanx_launch": launch}
 
 
 @cache
