@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,10 +248,11 @@ async def test_pod_with_devices_shows_and_watches_them(tmp_path: Path) -> None:
     try:
         await until(lambda: running.server.started)
         await running.ready()
-        page = (await running.get("/metrics")).text
-        assert 'phalanx_device_power_watts{device="0",uuid="GPU-0"} 300.0' in page
+        async with asyncio.timeout(20):  # the first reading comes beside the start
+            while 'phalanx_device_power_watts{device="0",uuid="GPU-0"} 300.0' not in (await running.get("/metrics")).text:
+                await asyncio.sleep(0.05)
         source.events.put(XidEvent(0, 48))
-        await until(lambda: client_of(running).state().incarnation == 2)
+        await until(lambda: client_of(running).state().incarnation == 2 and bool(client_of(running).state().devices))
         state = client_of(running).state()
         assert state.death == "pod 0: device 0: Xid 48 (double-bit ECC error; reset the device)"
         assert [(problem.device, problem.xid) for problem in state.devices] == [(0, 48)]
@@ -260,7 +260,7 @@ async def test_pod_with_devices_shows_and_watches_them(tmp_path: Path) -> None:
         running.server.should_exit = True
         await running.task
         await running.http.aclose()
-    assert not [thread for thread in threading.enumerate() if thread.name == "devices" and not source.is_closed]
+    await until(lambda: source.is_closed)  # the thread ends after its turn
 
 
 async def test_failed_supervisor_ends_the_pod_with_1(tmp_path: Path) -> None:
