@@ -94,9 +94,18 @@ def choose_sums(model: Decoder, ops: TritonOps, peers: Collective, sums: SumDevi
         model.one_shot = one_shot
 
 
+def can_share_memory(world_size: int, num_local: int) -> bool:
+    """Returns whether the kernel sums the parts of `world_size` ranks, and each such group is in one pod.
+
+    `num_local`: ranks of each pod. Groups and pods are consecutive ranks: with two of three ranks per pod, a group spans two.
+    """
+    return 1 < world_size <= MAX_PARTS and num_local % world_size == 0
+
+
 def use_one_shot(model: Model, peers: Collective, *, num_local: int, dtype: torch.dtype, device: torch.device) -> None:
     """Calls `choose_sums` for GPUs of one pod. `num_local`: ranks of this pod. All `peers` call it together."""
-    can_share = isinstance(model, Decoder) and isinstance(model.ops, TritonOps) and peers.world_size <= min(num_local, MAX_PARTS)
+    has_kernel = isinstance(model, Decoder) and isinstance(model.ops, TritonOps)
+    can_share = has_kernel and can_share_memory(peers.world_size, num_local)
     if not all(can for (can,) in peers.all_gather_integers([int(can_share)])):
         return
     if isinstance(model, Decoder) and isinstance(model.ops, TritonOps) and isinstance(peers, LibraryCollective):

@@ -13,7 +13,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.decoder.one_shot import one_shot_rows
-from phalanx_runtime.rank.device.sum_choice import ROWS, choose_sums
+from phalanx_runtime.rank.device.sum_choice import ROWS, can_share_memory, choose_sums
 from tests.runtime.model.gpu.fake_buffers import SharedBuffers
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
 from tests.runtime.tiny import save_tiny
@@ -44,6 +44,22 @@ def test_one_shot_wins_at_every_chosen_size(times: list[tuple[int, int]]) -> Non
     all_reduce, one_shot = (dict(enumerate(part, 1)) for part in ([a for a, _ in times], [b for _, b in times]))
     chosen = one_shot_rows(all_reduce, one_shot)
     assert all(one_shot[rows] < all_reduce[rows] for rows in range(1, chosen + 1))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_local", "expected"),
+    [
+        (2, 3, False),
+        (2, 2, True),
+        (2, 4, True),
+        (4, 2, False),
+        (8, 8, True),
+        (16, 16, False),
+        (1, 1, False),
+    ],
+)
+def test_groups_within_one_pod_share_memory(world_size: int, num_local: int, expected: bool) -> None:
+    assert can_share_memory(world_size, num_local) is expected
 
 
 class TimedSums:
