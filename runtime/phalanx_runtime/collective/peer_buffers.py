@@ -1,8 +1,8 @@
 """Memory of each GPU of a node that the other GPUs read directly, by torch's symmetric memory.
 
-A rank writes its own buffer, all ranks meet at `barrier`, then each reads all buffers. Two buffers alternate: at a barrier every
-rank has read those before the previous one, so that one barrier per exchange is enough. A CUDA graph replays the buffers of its
-capture: a step makes an even number of exchanges, so that the buffers alternate between steps, too.
+A rank writes its own buffer of a slot, all ranks meet at `barrier`, then each reads all buffers of the slot. Callers alternate
+two slots: at a barrier every rank has read those of the exchange before the previous one, so that one barrier per exchange is
+enough. The caller names the slot, and no slot is kept here: a capture that fails on one rank leaves no rank in another slot.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ NUM_SLOTS = 2
 
 
 class PeerBuffers(Protocol):
-    """Buffers of all ranks. All ranks exchange equal shapes in the same order, each on its current stream."""
+    """Buffers of all ranks. All ranks exchange equal shapes and slots in the same order, each on its current stream.
+
+    Between two exchanges of one slot all ranks meet: by an exchange of the other slot, or by an operation of the collective.
+    """
 
     @property
     def rank(self) -> int:
@@ -28,12 +31,12 @@ class PeerBuffers(Protocol):
         """Size of a buffer."""
         ...
 
-    def next(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Returns the next buffer of each rank, by rank, valid until the call after the next. Any shape up to `max_bytes`."""
+    def at(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Returns the buffer of each rank, by rank. slot: below `NUM_SLOTS`. Any shape up to `max_bytes`."""
         ...
 
-    def barrier(self) -> None:
-        """Queues a wait until all ranks have queued theirs: then their earlier writes are visible."""
+    def barrier(self, slot: int) -> None:
+        """Queues a wait until all ranks have queued theirs for this slot: then their earlier writes are visible."""
         ...
 
 
@@ -50,15 +53,13 @@ class SymmetricBuffers:
         self._memory: Tensor = symmetric.empty_strided_p2p((NUM_SLOTS * max_bytes,), (1,), torch.uint8, device, name)
         self._handle = symmetric.rendezvous(self._memory, name)
         self._world_size = world_size
-        self._slot = 0
         self.rank = rank
 
-    def next(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def at(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """See `PeerBuffers`."""
-        self._slot = (self._slot + 1) % NUM_SLOTS
-        offset = self._slot * self.max_bytes // dtype.itemsize
+        offset = slot * self.max_bytes // dtype.itemsize
         return [self._handle.get_buffer(rank, shape, dtype, offset) for rank in range(self._world_size)]
 
-    def barrier(self) -> None:
+    def barrier(self, slot: int) -> None:
         """See `PeerBuffers`."""
-        self._handle.barrier(channel=self._slot)
+        self._handle.barrier(channel=slot)

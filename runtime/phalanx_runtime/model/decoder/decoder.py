@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.decoder.one_shot import OneShot
+from phalanx_runtime.model.decoder.one_shot import ATTENTION_SLOT, MLP_SLOT, OneShot
 from phalanx_runtime.model.layers import DecoderOps, QkNorm, VocabEmbedding
 from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.partition import Shard, Stage
@@ -110,7 +110,7 @@ class Decoder:
         for layer, cache, attention_in in zip(layers, caches, following, strict=True):
             h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch)
             inner = h if layer.gate_up is None else layer.gate_up(h)
-            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in)
+            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -128,15 +128,15 @@ class Decoder:
         attended = self._attention(
             heads.q, heads.k, heads.v, cache=cache, batch=batch, params=layer.params, is_written=heads.is_written
         )
-        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in)
+        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in, slot=ATTENTION_SLOT)
 
-    def _add(self, linear: Linear, h: Tensor, x: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
+    def _add(self, linear: Linear, h: Tensor, x: Tensor, after: Tensor | None, before: Tensor | None, *, slot: int) -> Tensor:
         """Adds the linear's sum over ranks to x, normalised by `after`. Returns x, normalised by `before`."""
         if after is None and self._collective.world_size == 1:
             linear.add_to(x, h)
             return self._norm(x, before)
         if self.one_shot is not None and self.one_shot.fits(x, after, before):
-            return self.one_shot.add_norm(x, linear(h), after, before, self.config.rms_norm_eps)
+            return self.one_shot.add_norm(x, linear(h), after, before, self.config.rms_norm_eps, slot=slot)
         return self.ops.add_norm(x, self._all_reduce(linear(h)), after, before, self.config.rms_norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -9,7 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from phalanx_runtime.collective.peer_buffers import PeerBuffers
+from phalanx_runtime.collective.peer_buffers import NUM_SLOTS, PeerBuffers
+
+ATTENTION_SLOT, MLP_SLOT = range(NUM_SLOTS)
+"""Buffers of the sums after each half of a layer: they alternate, as `PeerBuffers` requires, also from step to step."""
 
 
 class PartsOps(Protocol):
@@ -38,12 +41,17 @@ class OneShot:
         """Returns whether `add_norm` supports x, [rows, hidden], with these weights."""
         return len(x) <= self.max_rows and x.nbytes <= self._buffers.max_bytes and self._ops.can_add_parts(x, after, before)
 
-    def add_norm(self, x: Tensor, partial: Tensor, after: Tensor | None, before: Tensor | None, eps: float) -> Tensor:
-        """See `DecoderOps.add_norm`, with y as the sum of `partial` over the ranks: [rows, hidden]. Equal bits on all ranks."""
+    def add_norm(
+        self, x: Tensor, partial: Tensor, after: Tensor | None, before: Tensor | None, eps: float, *, slot: int
+    ) -> Tensor:
+        """See `DecoderOps.add_norm`, with y as the sum of `partial` over the ranks: [rows, hidden]. Equal bits on all ranks.
+
+        slot: of the `PeerBuffers`; another one than in the previous sum, unless the collective's operations are between them.
+        """
         self.num_computed += 1
-        parts = self._buffers.next(partial.shape, partial.dtype)
+        parts = self._buffers.at(slot, partial.shape, partial.dtype)
         parts[self._buffers.rank].copy_(partial)
-        self._buffers.barrier()
+        self._buffers.barrier(slot)
         return self._ops.add_parts_norm(x, parts, after, before, eps)
 
 

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.library import LibraryCollective
-from phalanx_runtime.collective.peer_buffers import PeerBuffers, SymmetricBuffers
+from phalanx_runtime.collective.peer_buffers import NUM_SLOTS, PeerBuffers, SymmetricBuffers
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import MAX_PARTS, TritonOps
@@ -87,7 +88,8 @@ def choose_sums(model: Decoder, ops: TritonOps, peers: Collective, sums: SumDevi
         return times
 
     all_reduce_us = slowest_us(lambda x, partial: ops.add_norm(x, peers.all_reduce(partial), None, weight, EPS))
-    one_shot_us = slowest_us(lambda x, partial: one_shot.add_norm(x, partial, None, weight, EPS))
+    slots = cycle(range(NUM_SLOTS))
+    one_shot_us = slowest_us(lambda x, partial: one_shot.add_norm(x, partial, None, weight, EPS, slot=next(slots)))
     one_shot.max_rows = one_shot_rows(all_reduce_us, one_shot_us)
     log.info("sums over ranks measured", extra={"all_reduce_us": all_reduce_us, "one_shot_us": one_shot_us})
     if one_shot.max_rows:

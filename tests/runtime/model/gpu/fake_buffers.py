@@ -17,7 +17,7 @@ class SharedBuffers:
     def __init__(self, world_size: int, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.memory = [[torch.zeros(max_bytes, dtype=torch.uint8) for _ in range(world_size)] for _ in range(NUM_SLOTS)]
-        self.barrier = threading.Barrier(world_size)
+        self.barriers = [threading.Barrier(world_size) for _ in range(NUM_SLOTS)]
 
     def of(self, rank: int) -> "ThreadBuffers":
         """Returns the `PeerBuffers` of a rank."""
@@ -31,12 +31,17 @@ class ThreadBuffers:
         self.rank = rank
         self.max_bytes = shared.max_bytes
         self._shared = shared
-        self._slot = 0
+        self.recordable: int | None = None
+        """While set, no barrier waits, as none does while a CUDA graph records, and after so many of them memory is lacking."""
 
-    def next(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        self._slot = (self._slot + 1) % NUM_SLOTS
+    def at(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         size = torch.Size(shape).numel()
-        return [memory.view(dtype)[:size].view(*shape) for memory in self._shared.memory[self._slot]]
+        return [memory.view(dtype)[:size].view(*shape) for memory in self._shared.memory[slot]]
 
-    def barrier(self) -> None:
-        self._shared.barrier.wait(TIMEOUT_S)
+    def barrier(self, slot: int) -> None:
+        if self.recordable is None:
+            self._shared.barriers[slot].wait(TIMEOUT_S)
+        elif self.recordable == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        else:
+            self.recordable -= 1

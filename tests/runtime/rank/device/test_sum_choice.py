@@ -13,9 +13,12 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.decoder.one_shot import one_shot_rows
+from phalanx_runtime.rank.device.decode_graphs import CaptureBudget, DecodeGraphs
+from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.device.sum_choice import ROWS, can_share_memory, choose_sums
-from tests.runtime.model.gpu.fake_buffers import SharedBuffers
-from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.model.gpu.fake_buffers import SharedBuffers, ThreadBuffers
+from tests.runtime.ranks import Build, Driver, DriverRequest, KeptGraph, make_model_runner, on_ranks, with_group
 from tests.runtime.tiny import save_tiny
 
 MAX_BYTES = 1 << 20
@@ -86,7 +89,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("sums") / "model", "qwen3")
 
 
-def answers(folder: Path, shared: SharedBuffers, times: Callable[[int], list[int]], can_open: Callable[[int], bool]) -> list[int]:
+class ShortGraph(KeptGraph):
+    """A `StepGraph` whose capture has memory for so many exchanges."""
+
+    def __init__(self, buffers: ThreadBuffers, num_exchanges: int) -> None:
+        self._buffers = buffers
+        self._num_exchanges = num_exchanges
+
+    def capture(self, work: Callable[[], None]) -> None:
+        self._buffers.recordable = self._num_exchanges
+        try:
+            work()
+        finally:
+            self._buffers.recordable = None
+
+
+def fail_capture(runner: ModelRunner, buffers: ThreadBuffers) -> None:
+    """Captures one size, which lacks memory after another number of exchanges on each rank."""
+    step = runner.device_step
+    assert isinstance(step, DeviceStep)
+    graphs = DecodeGraphs((1,), step.graphs.compute, lambda: ShortGraph(buffers, 1 + buffers.rank))
+    with torch.inference_mode():
+        assert graphs.capture(CaptureBudget(1, 1.0), lambda: 0.0).shortage == "memory"
+
+
+def answers(
+    folder: Path,
+    shared: SharedBuffers,
+    times: Callable[[int], list[int]],
+    can_open: Callable[[int], bool],
+    prepare: Callable[[ModelRunner, ThreadBuffers], None] | None = None,
+) -> list[int]:
     """Returns the limit of rows by rank, -1 without one-shot sums. With them the tokens are those of one rank."""
     requests = [DriverRequest(prompt) for prompt in PROMPTS]
     expected = on_ranks(folder, [1], Build(), lambda runner: Driver(runner).generate(requests, NUM_TOKENS))
@@ -99,6 +132,8 @@ def answers(folder: Path, shared: SharedBuffers, times: Callable[[int], list[int
         choose_sums(model, model.ops, collective, TimedSums(buffers, times(collective.rank)), torch.float32)
         if model.one_shot is None:
             return -1
+        if prepare is not None and buffers is not None:
+            prepare(runner, buffers)
         before = model.one_shot.num_computed
         if collective.rank:
             runner.follow()
@@ -116,6 +151,12 @@ def test_the_slowest_rank_decides_for_all(folder: Path) -> None:
     """The second rank measures one shot as slower from 32 rows on."""
     fast, slow = [9] * len(ROWS) + [3] * len(ROWS), [9] * len(ROWS) + [3, 3, 10, 3, 3]
     assert answers(folder, SharedBuffers(2, MAX_BYTES), lambda rank: slow if rank else fast, lambda rank: True) == [8, 8]
+
+
+def test_ranks_sum_after_captures_that_fail_apart(folder: Path) -> None:
+    """Each rank's capture ends after another number of exchanges; in the next steps all ranks meet in the same buffers."""
+    shared, times = SharedBuffers(2, MAX_BYTES), [9] * len(ROWS) + [3] * len(ROWS)
+    assert answers(folder, shared, lambda rank: times, lambda rank: True, fail_capture) == [max(ROWS)] * 2
 
 
 @pytest.mark.parametrize("gain", [-1, 1], ids=["slower", "not open on one rank"])
