@@ -81,7 +81,7 @@ class LibraryCollective:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Collective`."""
-        self._wait(self._group.allreduce([tensor]))
+        self._run(lambda: self._group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
@@ -116,13 +116,13 @@ class LibraryCollective:
         if tensor.device.type != self._device_type:
             self._messages.send(tensor, to)
         else:
-            self._wait(self._group.send([tensor.contiguous()], to, 0))
+            self._run(lambda: self._group.send([tensor.contiguous()], to, 0))
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """See `Collective`."""
         if tensor.device.type != self._device_type:
             return self._messages.receive(tensor, source)
-        self._wait(self._group.recv([tensor], source, 0))
+        self._run(lambda: self._group.recv([tensor], source, 0))
         return tensor
 
     def subgroup(self, ranks: Sequence[int]) -> "LibraryCollective":
@@ -136,13 +136,15 @@ class LibraryCollective:
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._wait(self._group.allgather([parts], [tensor]))
+        self._run(lambda: self._group.allgather([parts], [tensor]))
         return parts
 
     @staticmethod
-    def _wait(work: Work) -> None:
+    def _run(issue: Callable[[], Work]) -> None:
         try:
-            work.wait()
+            issue().wait()
+        except (torch.AcceleratorError, torch.OutOfMemoryError):  # RuntimeErrors of this rank's own device
+            raise
         except RuntimeError as error:
             raise PeerLost(f"a collective operation failed: {error}") from error
 

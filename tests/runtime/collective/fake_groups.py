@@ -42,19 +42,19 @@ class FakeBackend:
     calls: list[str] = field(default_factory=list)
 
     def allreduce(self, tensors: list[Tensor]) -> FakeWork:
-        return self._record("allreduce", tensors)
+        return self.record("allreduce", tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> FakeWork:
         assert all(output.shape == inputs[0].shape for output in outputs[0])
-        return self._record("allgather", [*outputs[0], *inputs])
+        return self.record("allgather", [*outputs[0], *inputs])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> FakeWork:
-        return self._record(f"send to {to}", tensors)
+        return self.record(f"send to {to}", tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> FakeWork:
-        return self._record(f"receive from {source}", tensors)
+        return self.record(f"receive from {source}", tensors)
 
-    def _record(self, name: str, tensors: Sequence[Tensor]) -> FakeWork:
+    def record(self, name: str, tensors: Sequence[Tensor]) -> FakeWork:
         assert all(tensor.device.type == self.device_type and tensor.is_contiguous() for tensor in tensors), name
         self.calls.append(name)
         return FakeWork()

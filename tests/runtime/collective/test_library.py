@@ -1,6 +1,6 @@
 """A library collective on fake tensors of a GPU: no operation waits for the device, and messages are not the backend's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx_runtime.collective.library import LibraryCollective
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import PeerLost
+from phalanx_runtime.rank.process.device_errors import device_exit
 from tests.runtime.collective.fake_groups import FakeBackend, FakeMessages, FakeWork, fake_group
 from tests.runtime.ranks import with_group
 
@@ -72,16 +73,52 @@ def test_integers_of_all_ranks_are_exchanged_in_order() -> None:
 
 
 class FailedWork(FakeWork):
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
     def wait(self) -> bool:
-        raise RuntimeError("remote process exited")
+        raise self._error
 
 
 class FailingBackend(FakeBackend):
-    def allreduce(self, tensors: list[Tensor]) -> FakeWork:
-        return FailedWork()
+    """Each operation fails: when it is issued, or when its end is awaited."""
+
+    def __init__(self, error: RuntimeError, fails_at_issue: bool) -> None:
+        super().__init__("cpu")
+        self._error = error
+        self._fails_at_issue = fails_at_issue
+
+    def record(self, name: str, tensors: Sequence[Tensor]) -> FakeWork:
+        if self._fails_at_issue:
+            raise self._error
+        return FailedWork(self._error)
 
 
-def test_a_failed_operation_is_a_lost_peer() -> None:
-    group = LibraryCollective(lambda store, rank, size: FailingBackend("cpu"), HashStore(), FakeMessages(2), "cpu")
+OPERATIONS: list[Callable[[Collective], object]] = [
+    lambda group: group.all_reduce(torch.zeros(1)),
+    lambda group: group.all_gather(torch.zeros(1)),
+    lambda group: group.send(torch.zeros(1), 1),
+    lambda group: group.receive(torch.zeros(1), 1),
+]
+
+
+def failing_group(error: RuntimeError, fails_at_issue: bool) -> LibraryCollective:
+    backend = FailingBackend(error, fails_at_issue)
+    return LibraryCollective(lambda store, rank, size: backend, HashStore(), FakeMessages(2), "cpu")
+
+
+@pytest.mark.parametrize("fails_at_issue", [True, False], ids=["issued", "awaited"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=["all_reduce", "all_gather", "send", "receive"])
+def test_a_failed_operation_is_a_lost_peer(operation: Callable[[Collective], object], fails_at_issue: bool) -> None:
+    group = failing_group(RuntimeError("remote process exited"), fails_at_issue)
     with pytest.raises(PeerLost, match="remote process exited"):
-        group.all_reduce(torch.zeros(1))
+        operation(group)
+
+
+@pytest.mark.parametrize("fails_at_issue", [True, False], ids=["issued", "awaited"])
+@pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_an_error_of_the_device_is_no_lost_peer(error: RuntimeError, fails_at_issue: bool) -> None:
+    """The rank ends with the exit code of the device or of memory."""
+    with pytest.raises(type(error)) as caught:
+        failing_group(error, fails_at_issue).all_reduce(torch.zeros(1))
+    assert caught.value is error and device_exit(error) is not None
