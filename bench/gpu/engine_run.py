@@ -31,6 +31,9 @@ Mode = Literal["graphs", "eager"]
 class CalledGraph:
     """A `StepGraph` for a CPU: each replay calls the function."""
 
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Does nothing: a CPU needs no warm-up."""
+
     def capture(self, work: Callable[[], None]) -> None:
         """Keeps `work`."""
         self._work = work

@@ -141,6 +141,9 @@ class Build:
 class KeptGraph:
     """A `StepGraph` that runs the function at each replay, not at its capture, which the interpreter makes long."""
 
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Does nothing, for the same reason."""
+
     def capture(self, work: Callable[[], None]) -> None:
         self._work = work
 

@@ -92,18 +92,17 @@ NO_ACCOUNT = CaptureAccount(captured=(), skipped=(), num_bytes=0, seconds=0.0, s
 class StepGraph(Protocol):
     """One captured function."""
 
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Runs `work`, with its collectives, as its capture needs it."""
+        ...
+
     def capture(self, work: Callable[[], None]) -> None:
-        """Runs and captures `work`, which reads nothing on the host."""
+        """Records `work`, which reads nothing on the host, after its warm-up; no collective runs."""
         ...
 
     def replay(self) -> None:
         """Queues the captured work again."""
         ...
-
-
-def no_peers(lack: Shortage) -> Shortage:
-    """Returns its argument: no other rank captures."""
-    return lack
 
 
 class CudaGraphPool:
@@ -127,16 +126,19 @@ class CudaGraph:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, work: Callable[[], None]) -> None:
-        """Runs `work` once on the side stream, where libraries allocate their memory, then captures it."""
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Runs `work` once on the side stream, where libraries allocate their memory."""
         stream, current = self._pool.stream, torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             work()
         current.wait_stream(stream)
+
+    def capture(self, work: Callable[[], None]) -> None:
+        """Records `work` on the side stream."""
         capture: Any = torch.cuda.graph
         # Other threads may use the device meanwhile, for example to copy pages.
-        with capture(self._graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local"):
+        with capture(self._graph, pool=self._pool.handle, stream=self._pool.stream, capture_error_mode="thread_local"):
             work()
 
     def replay(self) -> None:
@@ -161,14 +163,16 @@ class DecodeGraphs:
         budget: CaptureBudget,
         clock: Callable[[], float],
         used_bytes: Callable[[], int] = lambda: 0,
-        agree: Callable[[Shortage], Shortage] = no_peers,
+        agree: Callable[[Shortage], Shortage] | None = None,
     ) -> CaptureAccount:
         """Captures sizes until the budget is spent. `used_bytes`: memory of the device in use.
 
         All batch rows must be padding. All sizes run before the first capture, which compiles their kernels; the budget does not
         cover that time. A capture that fails is the last: its steps are computed without a graph. `agree`: the first shortage of
-        all ranks, so that they capture equal sizes; each rank calls it before and after each capture.
+        all ranks, so that they capture equal sizes; each rank calls it before and after each capture. With it an error of a
+        warm-up is raised: the peers have queued collectives that this rank has not, and would pair them with its next ones.
         """
+        has_peers, agree = agree is not None, agree or _own
         start, costs = clock(), list[CaptureCost]()
         lack: Shortage = ""
         for size in sorted(self._sizes, reverse=True):
@@ -179,7 +183,7 @@ class DecodeGraphs:
                 break
             before, began = used_bytes(), clock()
             graph = self._make_graph()
-            lack = agree(self._capture(graph, size))
+            lack = agree(_capture(graph, partial(self.compute, size), has_peers))
             if lack:
                 break
             self._graphs[size] = graph
@@ -195,16 +199,6 @@ class DecodeGraphs:
             shortage=lack,
         )
 
-    def _capture(self, graph: StepGraph, size: int) -> Shortage:
-        try:
-            graph.capture(partial(self.compute, size))
-        except torch.OutOfMemoryError:
-            return "memory"
-        except RuntimeError as error:
-            log.warning("decode steps run without a CUDA graph", extra={"why": str(error), "size": size})
-            return "failure"
-        return ""
-
     def size_for(self, num_rows: int) -> int | None:
         """Returns the smallest captured size that holds the rows, if any."""
         at = bisect_left(self._captured, num_rows)
@@ -217,3 +211,25 @@ class DecodeGraphs:
             self._graphs[size].replay()
             self.num_replays[size] += 1
         return size
+
+
+def _own(lack: Shortage) -> Shortage:
+    return lack
+
+
+def _capture(graph: StepGraph, work: Callable[[], None], has_peers: bool) -> Shortage:
+    if has_peers:
+        graph.warm_up(work)
+        return _lack_of(lambda: graph.capture(work))
+    return _lack_of(lambda: graph.warm_up(work)) or _lack_of(lambda: graph.capture(work))
+
+
+def _lack_of(phase: Callable[[], None]) -> Shortage:
+    try:
+        phase()
+    except torch.OutOfMemoryError:
+        return "memory"
+    except RuntimeError as error:
+        log.warning("decode steps run without a CUDA graph", extra={"why": str(error)})
+        return "failure"
+    return ""

@@ -57,7 +57,8 @@ def open_device_step(
         sampling_rows=sampler.rows,
     )
     with torch.inference_mode():
-        step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device), partial(_agree, peers))
+        agree = partial(_agree, peers) if peers.world_size > 1 else None
+        step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device), agree)
     return step
 
 

@@ -77,6 +77,10 @@ class ReplayedGraph:
     def __init__(self, ops: list[RecordedOps]) -> None:
         self._ops = ops
 
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Runs `work`, as that of a device does."""
+        work()
+
     def capture(self, work: Callable[[], None]) -> None:
         self._ops.append(record(work))
 

@@ -1,6 +1,7 @@
 """Sizes of captured decode steps, the order and end of their captures, and the size that computes a step."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -62,11 +63,22 @@ def test_the_budget_is_a_small_share_of_the_memory() -> None:
     assert default_budget(140 << 30).num_bytes == 1 << 30
 
 
+Phase = Literal["warm-up", "recording"]
+
+
 class WorkGraph:
-    """Runs the function when it is captured and replayed."""
+    """Runs the function when it is warmed up, recorded and replayed."""
+
+    def __init__(self, device: "Device") -> None:
+        self._device = device
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        self._device.phase = "warm-up"
+        work()
 
     def capture(self, work: Callable[[], None]) -> None:
         self._work = work
+        self._device.phase = "recording"
         work()
 
     def replay(self) -> None:
@@ -74,28 +86,31 @@ class WorkGraph:
 
 
 class Device:
-    """Counts what a captured function takes."""
+    """Counts what a function takes in the `costly` phase of its capture."""
 
     def __init__(
-        self, seconds: float = 1.0, num_bytes: int = 10, memory: int = 1 << 20, error: type[RuntimeError] = torch.OutOfMemoryError
+        self,
+        seconds: float = 1.0,
+        memory: int = 1 << 20,
+        error: type[RuntimeError] = torch.OutOfMemoryError,
+        costly: Phase = "recording",
     ) -> None:
         self.runs: list[int] = []
         self.now = 0.0
         self.used = 0
-        self.is_capturing = False
-        self._seconds, self._num_bytes, self._memory, self._error = seconds, num_bytes, memory, error
+        self.phase: Phase | None = None
+        self._seconds, self._memory, self._error, self._costly = seconds, memory, error, costly
 
     def compute(self, size: int) -> None:
         self.runs.append(size)
-        if self.is_capturing:
+        if self.phase == self._costly:
             self.now += self._seconds
-            self.used += self._num_bytes
+            self.used += 10
             if self.used > self._memory:
                 raise self._error
 
     def make_graph(self) -> "WorkGraph":
-        self.is_capturing = True
-        return WorkGraph()
+        return WorkGraph(self)
 
     def graphs(self, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> DecodeGraphs:
         return DecodeGraphs(sizes, self.compute, self.make_graph)
@@ -110,7 +125,7 @@ class Device:
 def test_all_sizes_run_before_the_first_capture() -> None:
     device = Device()
     account = device.graphs().capture(MUCH, device.clock, device.used_bytes)
-    assert device.runs == [16, 8, 4, 2, 1] * 2
+    assert device.runs == [16, 8, 4, 2, 1, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1]
     assert (account.captured, account.skipped) == ((1, 2, 4, 8, 16), ())
     assert (account.num_bytes, account.seconds, account.shortage) == (50, 5.0, "")
 
@@ -122,9 +137,11 @@ def test_all_sizes_run_before_the_first_capture() -> None:
         (Device, CaptureBudget(25, 100.0), (4, 8, 16), "memory"),
         (lambda: Device(memory=15), MUCH, (16,), "memory"),
         (lambda: Device(memory=15, error=RuntimeError), MUCH, (16,), "failure"),
+        (lambda: Device(memory=15, costly="warm-up"), MUCH, (16,), "memory"),
+        (lambda: Device(memory=15, error=RuntimeError, costly="warm-up"), MUCH, (16,), "failure"),
         (Device, CaptureBudget(1 << 30, 0.0), (), "time"),
     ],
-    ids=["time", "memory", "out of memory", "failed capture", "no time"],
+    ids=["time", "memory", "out of memory", "failed capture", "no memory to warm up", "failed warm-up", "no time"],
 )
 def test_a_capture_that_ends_early_leaves_the_coarse_sizes(
     make_device: Callable[[], Device], budget: CaptureBudget, expected: tuple[int, ...], reason: Shortage
@@ -136,6 +153,35 @@ def test_a_capture_that_ends_early_leaves_the_coarse_sizes(
     assert sorted(account.captured + account.skipped) == [1, 2, 4, 8, 16]
     assert account.shortage == reason
     assert graphs.size_for(1) == (expected[0] if expected else None)
+
+
+class Peers:
+    """Other ranks that lack nothing."""
+
+    def __init__(self) -> None:
+        self.lacks: list[Shortage] = []
+
+    def agree(self, lack: Shortage) -> Shortage:
+        self.lacks.append(lack)
+        return lack
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_peers_agree_on_a_capture_that_fails(error: type[RuntimeError]) -> None:
+    device, peers = Device(memory=15, error=error), Peers()
+    account = device.graphs().capture(MUCH, device.clock, device.used_bytes, peers.agree)
+    assert peers.lacks == ["", "", "", account.shortage]
+    assert account.captured == (16,) and account.shortage == ("memory" if error is torch.OutOfMemoryError else "failure")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_failed_warm_up_among_peers_is_raised(error: type[RuntimeError]) -> None:
+    """Its collectives run, so that this rank and its peers no longer call the same ones."""
+    device, peers = Device(memory=15, error=error, costly="warm-up"), Peers()
+    with pytest.raises(error):
+        device.graphs().capture(MUCH, device.clock, device.used_bytes, peers.agree)
+    assert peers.lacks == ["", "", ""]
+    assert device.runs[-1] == 8 and device.phase == "warm-up"
 
 
 @given(max_num_seqs=st.integers(1, 300), data=st.data())
