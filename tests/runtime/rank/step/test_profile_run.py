@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx_api.engine_config import EngineConfig
+from phalanx_api.engine_config import EngineConfig, KvCacheDtype
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention import paged as attention
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, attend
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank import profile_run
@@ -44,7 +45,7 @@ class OneLayer:
         return torch.zeros(len(hidden), self.vocab_size)
 
 
-def spec() -> RankSpec:
+def spec(kv_cache_dtype: KvCacheDtype = "auto") -> RankSpec:
     return RankSpec(
         rank=0,
         world_size=1,
@@ -55,22 +56,22 @@ def spec() -> RankSpec:
         base_port=1,
         token="",
         model_dir=str(Path()),
-        engine=EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=2, page_size=PAGE),
+        engine=EngineConfig(max_num_batched_tokens=TOKENS, max_num_seqs=2, page_size=PAGE, kv_cache_dtype=kv_cache_dtype),
     )
 
 
-def profiled_bytes(model: OneLayer, longest: int) -> int:
+def profiled_bytes(model: OneLayer, longest: int, kv_cache_dtype: KvCacheDtype = "auto") -> int:
     return profile_largest_step(
-        spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_memory_profiler(CPU), longest
+        spec(kv_cache_dtype), model, Pipeline(SoloCollective()), torch.float32, CPU, make_memory_profiler(CPU), longest
     ).activations
 
 
-def measured_bytes(model: OneLayer) -> int:
+def measured_bytes(model: OneLayer, kv_cache_dtype: KvCacheDtype = "auto") -> int:
     """Returns the peak bytes of a chunk at the end of a context of LENGTH, over distinct pages."""
-    caches = make_caches(model.kv, LENGTH // PAGE, PAGE, torch.float32, CPU)
-    for cache in caches:
-        cache.k.zero_()
-        cache.v.zero_()
+    format = choose_format(kv_cache_dtype, model.kv.head_dims)
+    caches = make_caches(model.kv, LENGTH // PAGE, PAGE, torch.float32, CPU, format=format)
+    for tensor in (tensor for cache in caches for tensor in cache.tensors):
+        tensor.zero_()
     builder = BatchBuilder(CacheShape(PAGE, 2, 1), torch.float32, CPU)
     pages = [list(range(LENGTH // PAGE))]
     plan = StepPlan(
@@ -89,12 +90,15 @@ def measured_bytes(model: OneLayer) -> int:
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
 @pytest.mark.parametrize("wide", [False, True])
-def test_profile_run_covers_the_last_chunk_at_maximum_length(softcap: float | None, wide: bool) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
+def test_profile_run_covers_the_last_chunk_at_maximum_length(
+    softcap: float | None, wide: bool, kv_cache_dtype: KvCacheDtype
+) -> None:
     model = OneLayer(softcap, width=1 << 20 if wide else 8)
-    needs = profiled_bytes(model, LENGTH)
+    needs = profiled_bytes(model, LENGTH, kv_cache_dtype)
     assert model.lengths == [LENGTH // 2 if wide else LENGTH]  # a wide model is extrapolated
     # The measurement varies by some tens of MiB: the C library keeps freed memory.
-    assert measured_bytes(model) * 0.7 <= needs < 192 << 20
+    assert measured_bytes(model, kv_cache_dtype) * 0.7 <= needs < 192 << 20
 
 
 def test_many_long_decodes_fit_the_reserved_memory() -> None:
