@@ -1,0 +1,37 @@
+"""What a rank reports once it is loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.page_format import choose_format
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank_spec import RankReady
+from tests.runtime.pods import make_spec, with_settings
+from tests.runtime.tiny import save_tiny
+
+
+def loaded(folder: Path, kv_cache_dtype: str) -> RankReady:
+    settings = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "kv_cache_memory_bytes": 1 << 20}
+    spec = with_settings(make_spec(folder, 0, 1), **settings)
+    return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1]
+
+
+def test_compressed_pages_have_their_own_keys_and_layout(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    plain, small = (loaded(folder, name) for name in ("auto", "int8"))
+    assert small.num_pages > 3 * plain.num_pages, "float32 pages are nearly four times larger"
+    assert small.memory is not None and small.served.page_bytes == small.memory.kv_bytes_per_token * small.page_size
+    assert small.served.model_hash == plain.served.model_hash == plain.served.page_model, "streams continue on either"
+    assert small.served.page_model != plain.served.page_model, "pages of both are never mixed"
+    assert small.served.layout != plain.served.layout, "nor moved"
+
+
+def test_gpus_refuse_compressed_pages() -> None:
+    assert choose_format("auto", (64,), torch.device("cuda", 0)) is None
+    with pytest.raises(ModelError, match="kv-cache-dtype int8 is for CPU"):
+        choose_format("int8", (64,), torch.device("cuda", 0))
