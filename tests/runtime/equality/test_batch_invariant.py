@@ -131,6 +131,17 @@ def test_tokens_and_logprobs_are_those_of_a_request_alone(
 
 
 @needs_kernel
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
+def test_compressed_pages_are_batch_invariant(folder: Path, kv_cache_dtype: str) -> None:
+    runner = load(folder, kv_cache_dtype=kv_cache_dtype)
+    submitted = make_requests()
+    alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in submitted]
+    limits = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37)
+    together = serve(runner, submitted, limits, chain_config("ngram"), runner.fitting)
+    assert [(one.tokens, one.details) for one in together] == [(one.tokens, one.details) for one in alone], "bitwise"
+
+
+@needs_kernel
 @pytest.mark.parametrize("stages", [1, 2], ids=["tp2", "pp2"])
 def test_several_ranks_equal_one_rank(folder: Path, tmp_path: Path, stages: int) -> None:
     draft = save_draft(folder, tmp_path / "draft", noise=0.02)
