@@ -120,12 +120,17 @@ def pieces(folder: Path, text: str, length: int, count: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def measure(folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32) -> list[Quality]:
-    """Returns the figures of every format. sizes: `length` and number of `texts`, `parts` of the context."""
+    """Returns the figures of every format. sizes: `length` and number of `texts`, `parts` of the context.
+
+    Raises SystemExit if the text is shorter than one piece.
+    """
     source = open_model(folder, "auto")
     length = min(sizes["length"], source.max_position)
     options = LoadOptions(dtype=dtype, device=CPU, kernels=Kernels(), positions=length)
     model = source.load(SoloCollective(), options)
     texts = pieces(folder, text, length, sizes["texts"])
+    if not texts:
+        raise SystemExit(f"the text has fewer than {length} tokens: give a longer --text or a smaller --length")
     return [compare(model, texts, dtype, format, sizes["parts"]) for format in FORMATS.values()]
 
 

@@ -155,8 +155,8 @@ class EngineConfig:
     )
     kv_cache_dtype: KvCacheDtype = _setting(
         "auto",
-        "store keys and values as fp8 (e4m3) or int8 with a scale per token and head, or as int4 with a scale and an offset per "
-        "64 dimensions; auto: in the dtype of the weights",
+        "dtype of keys and values; fp8 (e4m3), int8: with a scale per token and head; int4: with a scale and an offset per 64 "
+        "dimensions; on CPU only; auto: the dtype of the weights",
         "spec.engine.kvCacheDtype",
     )
     gpu_memory_utilization: float = _setting(

@@ -21,7 +21,7 @@ from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
-from phalanx_frontend.response_cache import NO_RESPONSE_CACHE, ResponseCache
+from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, ResponseCache
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -1,10 +1,14 @@
 """Commands `phalanx-router serve`, the router of one InferenceService, and `phalanx-router purge-cache`."""
 
+import http.client
+import json
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
+
+PURGE_TIMEOUT_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,9 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["purge-cache"]:
-        from phalanx_router import purge
-
-        return purge.run(arguments)
+        return purge_cache(arguments)
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
         from phalanx_router.program import run
@@ -24,6 +26,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(arguments)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def purge_cache(arguments: Sequence[str]) -> int:
+    """Purges the response cache of the router in the same pod. Returns the exit code: 1 if the router does not answer.
+
+    Raises SystemExit 2 for a bad flag.
+    """
+    from phalanx_router.operator_endpoint import PURGE_PATH
+    from phalanx_router.settings import make_parser, read_token
+
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    token = read_token(parser, args.token_file)
+    connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=PURGE_TIMEOUT_S)
+    try:
+        connection.request("POST", PURGE_PATH, headers={"authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        body = json.loads(response.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+    if response.status != 200:
+        print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
+        return 1
+    print(body["purged"])
+    return 0
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:

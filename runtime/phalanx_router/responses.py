@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from phalanx_api.summary import ResponseCachePolicy
-from phalanx_frontend.response_cache import CachedOutput, CacheQuery
+from phalanx_frontend.stream.response_cache import CachedOutput, CacheQuery
 from phalanx_router.backend import RouterBackend
 from phalanx_router.metrics import ResponseCacheMetrics
 from phalanx_router.resume.peer_wire import JournalCopy
@@ -25,7 +25,7 @@ def bounds_of(policy: ResponseCachePolicy | None) -> LruBounds:
 
 
 class RouterResponseCache:
-    """Implements `phalanx_frontend.response_cache.ResponseCache`. Bound to one event loop."""
+    """Implements `phalanx_frontend.stream.response_cache.ResponseCache`. Bound to one event loop."""
 
     def __init__(
         self, backend: RouterBackend, metrics: ResponseCacheMetrics, clock: Callable[[], float] = time.monotonic

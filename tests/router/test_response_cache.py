@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
-from phalanx_frontend.response_cache import CachedOutput, CacheQuery
+from phalanx_frontend.stream.response_cache import CachedOutput, CacheQuery
 from phalanx_router.__main__ import main
 from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses import RouterResponseCache

@@ -24,11 +24,11 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Gene
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
 from phalanx_frontend.openai.tools import forced_calls
-from phalanx_frontend.response_cache import CacheQuery
 from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
 from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
 from phalanx_frontend.stream.reply import NO_ECHO, Echo, Reply, ShownFields
+from phalanx_frontend.stream.response_cache import CacheQuery
 from phalanx_frontend.stream.resume import ResumePoint, find_resumable, parse_last_event_id, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
 

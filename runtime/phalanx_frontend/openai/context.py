@@ -10,8 +10,7 @@ from phalanx_frontend.ids import random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import ApiMetrics, Clock
 from phalanx_frontend.openai.served_model import ModelCache, ServedModel
-from phalanx_frontend.response_cache import NO_RESPONSE_CACHE, CacheQuery, ResponseCache
-from phalanx_frontend.stream.cached import CacheUse, look_up
+from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, CacheQuery, CacheUse, ResponseCache, look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

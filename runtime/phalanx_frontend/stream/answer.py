@@ -20,9 +20,9 @@ from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body, error_headers, internal_error, with_resume_hint
 from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
-from phalanx_frontend.stream.cached import CacheUse, record, replay
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.response_cache import CacheUse, record, replay
 from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
 
 

@@ -155,7 +155,7 @@ LOCAL = {
     ("phalanx_runtime.engine.channel", "context.socket"),
     ("phalanx_runtime.engine.channel", "socket.bind"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
-    ("phalanx_router.purge", "http.client.HTTPConnection"),
+    ("phalanx_router.__main__", "http.client.HTTPConnection"),
 }
 """Between the processes of a pod: zmq over Unix sockets, and HTTP over loopback."""
 UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}

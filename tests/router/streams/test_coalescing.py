@@ -303,7 +303,7 @@ async def test_closing_router_ends_all_with_a_resume() -> None:
             ("router_leaving", True)
         ] * 2
         await until(lambda: not world.fleet.sessions)
-    assert leader.aborted == [], "its group goes on"
+    assert leader.aborted == [], "its group still computes it"
 
 
 DIFFERENT: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.cpu import NativeAttention
-from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, turned
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, turn, write_pages
+from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, hadamard_transform
+from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, transform, write_pages
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches, page_bytes
 from tests.runtime.model.compressed import compress, copied, same_pages
@@ -43,10 +43,10 @@ def test_errors_are_within_half_a_code(name: str, dim: int, spread: float, seed:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_turning_keeps_products_and_is_its_own_inverse(dim: int) -> None:
+def test_hadamard_transform_keeps_products_and_inverts_itself(dim: int) -> None:
     q, k = numbers(dim, 2.0, 1).double(), numbers(dim, 2.0, 2).double()
-    torch.testing.assert_close((turned(q) * turned(k)).sum(-1), (q * k).sum(-1))
-    torch.testing.assert_close(turned(turned(q)), q)
+    torch.testing.assert_close((hadamard_transform(q) * hadamard_transform(k)).sum(-1), (q * k).sum(-1))
+    torch.testing.assert_close(hadamard_transform(hadamard_transform(q)), q)
 
 
 def test_offsets_far_from_zero_lose_no_number() -> None:
@@ -84,16 +84,16 @@ def test_kernels_write_the_codes_of_the_reference(target: str, name: str, dtype:
         one = case([1, 5, 16, 40], 16, 6, 2, dim, dtype)
         one.cache = compress(one.cache, name)
         expected, k, v = copied(one.cache), numbers(dim, 3.0, dim, 4).to(dtype), numbers(dim, 3.0, dim + 1, 4).to(dtype)
-        _, k_turned = turn(k, k, one.cache)
+        _, k_transformed = transform(k, k, one.cache)
         native = NativeAttention(library)
         native(one.q.contiguous(), k, v, one.cache, one.batch, AttentionParams())
         assert native.num_decoded == 4 or dim % library.lanes, "the kernel was not used"
         wide = LayerCache(*(part.clone() for part in expected.tensors), format=expected.format)
-        write_pages(k_turned, v, wide, one.batch.slots)
+        write_pages(k_transformed, v, wide, one.batch.slots)
         assert torch.equal(one.cache.v, wide.v)
         assert torch.equal(one.cache.v_scales.view(torch.int16), wide.v_scales.view(torch.int16))  # type: ignore[union-attr]
         is_same = (one.cache.k == wide.k).float().mean()
-        assert is_same > 0.99, "turned keys differ in their last bit, which seldom changes a code"
+        assert is_same > 0.99, "transformed keys differ in their last bit, which seldom changes a code"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -16,13 +16,12 @@ from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.compose import Composer
-from phalanx_runtime.core.scheduling.delivery import TokenDelivery
+from phalanx_runtime.core.scheduling.delivery import TokenDelivery, take_back
 from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.report import LoadReporter
 from phalanx_runtime.core.scheduling.reservations import Reservations
 from phalanx_runtime.core.scheduling.running import RunningSet
-from phalanx_runtime.core.scheduling.undo import take_back
 from phalanx_runtime.core.speculation.config import (
     NO_SPECULATION,
     Fitting,

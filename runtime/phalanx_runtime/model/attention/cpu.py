@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, turned_dims
+from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, hadamard_size
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionChunk,
@@ -27,7 +27,7 @@ MAX_GROUP = 64
 _AttendSizes = ctypes.c_int64 * 7
 _DecodeSizes = ctypes.c_int64 * 8
 _WriteSizes = ctypes.c_int64 * 5
-_TurnSizes = ctypes.c_int64 * 5
+_HadamardSizes = ctypes.c_int64 * 5
 _Pages = ctypes.c_int64 * 5
 _FORMATS = {None: 0, FORMATS["int8"]: 1, FORMATS["fp8"]: 2, FORMATS["int4"]: 3}
 """The kernels' number of each page format."""
@@ -121,7 +121,7 @@ class NativeAttention(PagedAttention):
             self._batch, self._runs = batch, make_runs(batch)
         if params.window is not None and params.window < self._runs.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
-        q, k = self._turn(q, k, cache)
+        q, k = self._transform(q, k, cache)
         if not is_written:
             self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
@@ -142,17 +142,17 @@ class NativeAttention(PagedAttention):
         self.num_prefilled += q.shape[0] - decoded
         return out
 
-    def _turn(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    def _transform(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
         if cache.format is None or q.dtype not in _DTYPES:
-            return super()._turn(q, k, cache)
+            return super()._transform(q, k, cache)
         if not _is_packed(q) or not _is_packed(k):
-            return super()._turn(q, k, cache)
-        return self._turned(q), self._turned(k)
+            return super()._transform(q, k, cache)
+        return self._hadamard(q), self._hadamard(k)
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _hadamard(self, x: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
-        sizes = _TurnSizes(*x.shape, turned_dims(x.shape[2]), x.stride(0))
-        self._library.functions.phalanx_turn(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
+        sizes = _HadamardSizes(*x.shape, hadamard_size(x.shape[2]), x.stride(0))
+        self._library.functions.phalanx_hadamard(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
         return out
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

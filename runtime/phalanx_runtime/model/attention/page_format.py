@@ -5,7 +5,7 @@
     int4    0 to 15 with a scale and an offset per token, head and group of at most 64 dimensions; the two halves of a head are in
             the low and the high bits of each byte
 
-Keys and queries are rotated by a Hadamard matrix, which leaves their products and evens out dimensions with large values.
+A Hadamard transform of keys and queries keeps their products and evens out dimensions with large values.
 
 Scales and offsets are bf16, rounded before the codes are computed, so that reading has no other error than the codes'.
 
@@ -25,7 +25,7 @@ from phalanx_runtime.errors import ModelError
 CPU = torch.device("cpu")
 GROUP_DIMS = 64
 """Maximum dimensions of an int4 group."""
-INT4_LEVELS = 15
+INT4_MAX = 15.0
 INT8_MAX = 127.0
 FP8_MAX = 448.0
 
@@ -115,8 +115,8 @@ class GroupedFormat:
         """See `PageFormat`. Scales of all groups, then offsets."""
         groups = x.float().reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
         offsets = _rounded_down(groups.amin(-1, keepdim=True))
-        scales = ((groups.amax(-1, keepdim=True) - offsets.float()) / INT4_LEVELS).bfloat16()
-        codes = ((groups - offsets.float()) / _divisor(scales)).clamp(0, INT4_LEVELS).round().to(torch.uint8).flatten(-2)
+        scales = ((groups.amax(-1, keepdim=True) - offsets.float()) / INT4_MAX).bfloat16()
+        codes = ((groups - offsets.float()) / _divisor(scales)).clamp(0, INT4_MAX).round().to(torch.uint8).flatten(-2)
         low, high = codes.chunk(2, -1)
         return low | high << 4, torch.cat((scales, offsets), -2).squeeze(-1)
 
@@ -128,13 +128,13 @@ class GroupedFormat:
         return (numbers.to(wide) * factors + offsets).flatten(-2).to(dtype)
 
 
-def turned(x: Tensor) -> Tensor:
+def hadamard_transform(x: Tensor) -> Tensor:
     """Returns [..., head_dim] times the Hadamard matrix of the largest power of two that divides it; twice it is x again."""
-    size = turned_dims(x.shape[-1])
-    return torch.matmul(x.reshape(*x.shape[:-1], -1, size), hadamard(size).to(x)).flatten(-2)
+    size = hadamard_size(x.shape[-1])
+    return torch.matmul(x.reshape(*x.shape[:-1], -1, size), hadamard_matrix(size).to(x)).flatten(-2)
 
 
-def turned_dims(head_dim: int) -> int:
+def hadamard_size(head_dim: int) -> int:
     """Returns the largest power of two that divides the head dimension."""
     return head_dim & -head_dim
 
@@ -145,7 +145,7 @@ def num_groups(head_dim: int) -> int:
 
 
 @cache
-def hadamard(size: int) -> Tensor:
+def hadamard_matrix(size: int) -> Tensor:
     """Returns the orthonormal Hadamard matrix of a power of two, symmetric, [size, size], float32 (Sylvester 1867)."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.attention.page_format import PageFormat, turned
+from phalanx_runtime.model.attention.page_format import PageFormat, hadamard_transform
 from phalanx_runtime.model.copies.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
@@ -188,9 +188,9 @@ class Attention(Protocol):
         ...
 
 
-def turn(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+def transform(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
     """Returns queries and keys as the cache's format stores keys."""
-    return (turned(q), turned(k)) if cache.format is not None else (q, k)
+    return (hadamard_transform(q), hadamard_transform(k)) if cache.format is not None else (q, k)
 
 
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -226,7 +226,7 @@ class PagedAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        q, k = self._turn(q, k, cache)
+        q, k = self._transform(q, k, cache)
         if not is_written:
             self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -236,8 +236,8 @@ class PagedAttention:
             self._prefill(q, k, v=v, cache=cache, chunk=chunk, params=params, out=out)
         return out.view(q.shape[0], -1)
 
-    def _turn(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        return turn(q, k, cache)
+    def _transform(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        return transform(q, k, cache)
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         write_pages(k, v, cache, slots)
@@ -346,7 +346,7 @@ class DenseAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        q, k = turn(q, k, cache)
+        q, k = transform(q, k, cache)
         if not is_written:
             write_pages(k, v, cache, batch.slots)
         rows = [

@@ -14,7 +14,7 @@ struct Pages {
 };
 
 constexpr int64_t GROUP_DIMS = 64;
-constexpr float INT8_MAX_CODE = 127, FP8_MAX_CODE = 448, INT4_LEVELS = 15;
+constexpr float INT8_MAX_CODE = 127, FP8_MAX_CODE = 448, INT4_MAX_CODE = 15;
 
 inline int64_t num_groups(int64_t dim) { return (dim + GROUP_DIMS - 1) / GROUP_DIMS; }
 inline int64_t code_bytes(int64_t format, int64_t dim) { return format == INT4 ? dim / 2 : dim; }
@@ -85,11 +85,11 @@ inline void encode(int64_t format, const float* x, int64_t dim, uint8_t* codes, 
             const auto bits = static_cast<int32_t>(float_to_bits(lowest));
             bf16& offset = scales[num_groups(dim) + group];
             offset.bits = static_cast<uint16_t>((bits < 0 ? bits + 0xffff : bits) >> 16);  // rounded down
-            narrow((highest - widen(offset)) / INT4_LEVELS, &scales[group]);
+            narrow((highest - widen(offset)) / INT4_MAX_CODE, &scales[group]);
             const float low = widen(offset), step = divisor(scales[group]);
             uint8_t* to = codes + first - (shift ? dim / 2 : 0);
             for (int64_t d = 0; d < last - first; d++) {
-                const float code = rounded(std::min(std::max((x[first + d] - low) / step, 0.0f), INT4_LEVELS));
+                const float code = rounded(std::min(std::max((x[first + d] - low) / step, 0.0f), INT4_MAX_CODE));
                 to[d] |= static_cast<uint8_t>(static_cast<int32_t>(code) << shift);
             }
         });

@@ -84,6 +84,6 @@ def _open(path: Path) -> Library:
     functions.phalanx_write.restype = None
     functions.phalanx_encode.argtypes = [count, *[pointer] * 5]
     functions.phalanx_encode.restype = None
-    functions.phalanx_turn.argtypes = [count, *[pointer] * 3]
-    functions.phalanx_turn.restype = None
+    functions.phalanx_hadamard.argtypes = [count, *[pointer] * 3]
+    functions.phalanx_hadamard.restype = None
     return Library(path.stem, functions, int(functions.phalanx_lanes()), bool(functions.phalanx_attends()))

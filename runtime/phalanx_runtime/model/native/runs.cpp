@@ -263,12 +263,12 @@ inline int64_t place(const Task& task, const Item& item, int64_t token) {
 // Expands codes of fp8 or int8 without their scales, which is exact. `size` is a multiple of 64.
 struct Expansion {
     alignas(64) uint8_t low[128], high[128];  // bytes of the bf16 number by magnitude
-    uint8_t magnitude_mask;
+    bool is_fp8;
 
-    explicit Expansion(int64_t format) : magnitude_mask(format == FP8 ? 0x7f : 0) {
+    explicit Expansion(int64_t format) : is_fp8(format == FP8) {
         for (int code = 0; code < 128; code++) {
             bf16 number;
-            narrow(format == FP8 ? from_fp8(static_cast<uint8_t>(code)) : static_cast<float>(code), &number);
+            narrow(is_fp8 ? from_fp8(static_cast<uint8_t>(code)) : static_cast<float>(code), &number);
             low[code] = static_cast<uint8_t>(number.bits);
             high[code] = static_cast<uint8_t>(number.bits >> 8);
         }
@@ -284,14 +284,14 @@ struct Expansion {
         const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 64);
         for (int64_t at = 0; at < size; at += 64) {
             const __m512i code = _mm512_loadu_si512(codes + at), sign = _mm512_and_si512(code, sign_bit);
-            const __m512i magnitude = magnitude_mask ? _mm512_andnot_si512(sign_bit, code) : _mm512_abs_epi8(code);
+            const __m512i magnitude = is_fp8 ? _mm512_andnot_si512(sign_bit, code) : _mm512_abs_epi8(code);
             const __m512i lows = _mm512_permutex2var_epi8(low0, magnitude, low1);
             const __m512i highs = _mm512_or_si512(_mm512_permutex2var_epi8(high0, magnitude, high1), sign);
             _mm512_storeu_si512(out + at, _mm512_permutex2var_epi8(lows, first, highs));
             _mm512_storeu_si512(out + at + 32, _mm512_permutex2var_epi8(lows, second, highs));
         }
 #else
-        if (magnitude_mask)
+        if (is_fp8)
             for (int64_t at = 0; at < size; at++) narrow(from_fp8(codes[at]), out + at);
         else
             for (int64_t at = 0; at < size; at++) narrow(static_cast<float>(static_cast<int8_t>(codes[at])), out + at);

@@ -73,7 +73,7 @@ void encode_all(const T* k, const T* v, const Pages& pages, const int64_t* slots
 
 // Fast Walsh-Hadamard transform of blocks of `size` numbers.
 template <typename T>
-void turn(const T* x, T* out, int64_t rows, int64_t heads, int64_t dim, int64_t size, int64_t x_stride) {
+void hadamard(const T* x, T* out, int64_t rows, int64_t heads, int64_t dim, int64_t size, int64_t x_stride) {
     const float scale = 1.0f / std::sqrt(static_cast<float>(size));
 #pragma omp parallel if (rows * heads * dim > FEW)
     {
@@ -134,11 +134,11 @@ void phalanx_encode(int64_t is_bf16, const void* k, const void* v, const Pages* 
 }
 
 // out = x times the Hadamard matrix of `size` numbers, [rows, heads, dim]. sizes: rows, heads, dim, size, stride of x.
-void phalanx_turn(int64_t is_bf16, const void* x, void* out, const int64_t* sizes) {
+void phalanx_hadamard(int64_t is_bf16, const void* x, void* out, const int64_t* sizes) {
     if (is_bf16)
-        turn(static_cast<const bf16*>(x), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+        hadamard(static_cast<const bf16*>(x), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
     else
-        turn(static_cast<const float*>(x), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+        hadamard(static_cast<const float*>(x), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
 }
 
 // k, v: [rows, kv_heads, dim] with strides. slots: [rows * kv_heads], rows of the pages as [slots, dim].

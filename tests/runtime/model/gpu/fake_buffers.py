@@ -32,7 +32,7 @@ class ThreadBuffers:
         self.max_bytes = shared.max_bytes
         self._shared = shared
         self.recordable: int | None = None
-        """While set, no barrier waits, as none does while a CUDA graph records, and after so many of them memory is lacking."""
+        """Barriers before a capture lacks memory. While it is set, barriers do not wait, as while a CUDA graph is captured."""
 
     def at(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         size = torch.Size(shape).numel()

@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class ShortGraph(KeptGraph):
-    """A `StepGraph` whose capture has memory for so many exchanges."""
+    """A `StepGraph` whose capture lacks memory after `num_exchanges` exchanges."""
 
     def __init__(self, buffers: ThreadBuffers, num_exchanges: int) -> None:
         self._buffers = buffers

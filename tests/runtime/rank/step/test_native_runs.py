@@ -89,7 +89,7 @@ class Case:
 
 
 def tolerance(one: Case) -> float:
-    """Turned queries are rounded to bf16 once more."""
+    """Transformed queries are rounded to bf16 once more."""
     return 2e-2 if one.cache.format is None else 5e-2
 
 

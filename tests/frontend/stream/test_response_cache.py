@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.response_cache import CachedOutput, CacheQuery
-from phalanx_frontend.stream.cached import MAX_PIECES, CacheUse, record, replay
 from phalanx_frontend.stream.reply import Reply
+from phalanx_frontend.stream.response_cache import MAX_PIECES, CachedOutput, CacheQuery, CacheUse, record, replay
 from phalanx_frontend.stream.resume import Item
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer

@@ -1,15 +1,72 @@
-"""Streams of a request whose response may be stored: replayed from the cache, or recorded for it."""
+"""Responses from a cache, as tokens: the text of a hit is made as that of any other response.
 
-from collections.abc import AsyncIterator, Callable
+A `ResponseCache` stores outputs. A stream is replayed from it, or recorded for it.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
+from phalanx_api import wire
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.response_cache import CachedOutput, CacheQuery, CacheResult, ResponseCache
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import Item, close
 
 MAX_PIECES = 16
 """Deltas of a replayed stream: each costs the encoding of a chunk."""
+CacheResult = Literal["exact", "miss"]
+"""Values of the response header `x-phalanx-cache`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """A request whose response may be stored."""
+
+    request: wire.Request  # the object that the backend receives
+    ending: tuple[str, ...] = ()  # stop strings and what else decides where the text ends; empty without stop strings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedOutput:
+    """The whole output of a request."""
+
+    tokens: Sequence[int]
+    finish: wire.FinishReason
+    cached_tokens: int  # of the prompt, as the response reported
+    seconds: float  # that the response took
+
+
+class ResponseCache(Protocol):
+    """Stores outputs. Bound to one event loop."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether responses are stored."""
+        ...
+
+    def find(self, query: CacheQuery) -> CachedOutput | None:
+        """Returns the stored output, if any."""
+        ...
+
+    def store(self, query: CacheQuery, output: CachedOutput) -> None:
+        """Stores an output, while the backend's stream of the request is open."""
+        ...
+
+
+class NoResponseCache:
+    """Stores nothing."""
+
+    is_enabled = False
+
+    def find(self, query: CacheQuery) -> CachedOutput | None:
+        """Returns nothing."""
+        return None
+
+    def store(self, query: CacheQuery, output: CachedOutput) -> None:
+        """Does nothing."""
+
+
+NO_RESPONSE_CACHE: ResponseCache = NoResponseCache()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,25 @@
+"""The bench of compressed pages on a tiny model with random weights."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.kv_cache.quality import measure, report
+from phalanx_runtime.model.attention.page_format import FORMATS
+from tests.runtime.tiny import save_tiny
+
+SIZES = {"length": 64, "texts": 2, "parts": 2}
+
+
+def test_figures_of_each_format_are_reported(tmp_path: Path) -> None:
+    found = measure(save_tiny(tmp_path / "model"), "some words of a text " * 40, SIZES)
+    assert [quality.kv_cache_dtype for quality in found] == list(FORMATS)
+    errors = {quality.kv_cache_dtype: sum(quality.kl_millinats) for quality in found}
+    assert 0 < errors["int8"] < errors["int4"], "the codes were read"
+    assert all(0 < share <= 1 for quality in found for share in quality.agreement)
+    assert report(found, 64).count("\n") == 1 + len(FORMATS)
+
+
+def test_short_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="fewer than 64 tokens"):
+        measure(save_tiny(tmp_path / "model"), "few words", SIZES)
