@@ -159,6 +159,15 @@ class EngineConfig:
         "dimensions; on CPU only; auto: the dtype of the weights",
         "spec.engine.kvCacheDtype",
     )
+    host_cache_memory: int | None = _setting(
+        None,
+        "host memory of each rank for pages that the KV cache evicts; prompts load them where that is faster than computing; "
+        "default: none",
+        "spec.engine.hostCacheMemory",
+        ge=1,
+        metavar="B",
+        is_quantity=True,
+    )
     gpu_memory_utilization: float = _setting(
         0.9,
         "share of a GPU's memory for weights, activations and KV cache; less memory holds fewer requests",

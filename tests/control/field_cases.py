@@ -119,6 +119,7 @@ _ENGINE = [
     change("engine.enableExpertParallel", True),
     change("engine.quantization", "int4"),
     change("engine.kvCacheDtype", "int8"),
+    change("engine.hostCacheMemory", "2Gi"),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

@@ -257,6 +257,7 @@ def test_memory_is_reported_per_rank() -> None:
             kernels=23,
             kernels_compiled=2,
             kernels_s=2.5,
+            host_cache_bytes=7,
         )
         for rank in range(2)
     ]
@@ -265,5 +266,6 @@ def test_memory_is_reported_per_rank() -> None:
     assert document["kv_bytes_per_token"] == 8
     assert document["memory"][1] == {
         "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50,
-        "graphs_bytes": 5, "graphs_s": 1.5, "kernels": 23, "kernels_compiled": 2, "kernels_s": 2.5, "total_bytes": 100
+        "graphs_bytes": 5, "graphs_s": 1.5, "kernels": 23, "kernels_compiled": 2, "kernels_s": 2.5,
+        "host_cache_bytes": 7, "total_bytes": 100
     }  # fmt: skip

@@ -50,6 +50,7 @@ class Shape:
     caching: bool
     drafts: bool = False
     is_async: bool = False
+    num_host_pages: int = 0
 
 
 @dataclass
@@ -75,7 +76,8 @@ class Side:
     flights: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(-(-self.shape.tokens // self.shape.page_size), self.shape.page_size)
+        num_pages = -(-self.shape.tokens // self.shape.page_size)
+        self.runner = FakeRunner(num_pages, self.shape.page_size, num_host_pages=self.shape.num_host_pages)
         limits = Limits(
             max_model_len=64,
             max_num_seqs=self.shape.seqs,
@@ -250,6 +252,7 @@ SHAPES = st.builds(
     caching=st.booleans(),
     drafts=st.booleans(),
     is_async=st.booleans(),
+    num_host_pages=st.sampled_from([0, 2, 30]),
 )
 
 

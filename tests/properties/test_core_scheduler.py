@@ -62,6 +62,9 @@ class Shape:
     caching: bool = True
     speculation: SpeculationConfig = NO_SPECULATION
     is_async: bool = False
+    num_host_pages: int = 0
+    load_s: float = 0.0
+    """Measured time to load a page."""
 
     @property
     def max_flights(self) -> int:
@@ -110,6 +113,8 @@ SHAPES = st.builds(
     caching=st.booleans(),
     speculation=st.sampled_from([NO_SPECULATION, *SPECULATIONS]),
     is_async=st.booleans(),
+    num_host_pages=st.sampled_from([0, 1, 3, 20]),
+    load_s=st.sampled_from([0.0, 0.001, 1.0]),
 )
 
 
@@ -117,7 +122,12 @@ class Workload:
     """One run, checked at every step. Times are numbers of steps."""
 
     def __init__(self, arrivals: list[Arrival], shape: Shape) -> None:
-        self.runner = FakeRunner(shape.num_pages, shape.page_size, has_pages=shape.speculation.method != "self_draft")
+        self.runner = FakeRunner(
+            shape.num_pages,
+            shape.page_size,
+            has_pages=shape.speculation.method != "self_draft",
+            num_host_pages=shape.num_host_pages,
+        )
         limits = Limits(
             max_model_len=64,
             max_num_seqs=shape.seqs,
@@ -225,7 +235,10 @@ class Workload:
     def commit(self) -> None:
         if not self.flights:
             return
+        before = self.runner.num_loaded
         result = self.runner.run(self.flights.popleft())
+        num_loaded = self.runner.num_loaded - before
+        result = msgspec.structs.replace(result, loaded_pages=num_loaded, load_s=num_loaded * self.shape.load_s)
         is_expensive = result.step // 32 % 2 and any(
             path.is_drafted for path in self.runner.plans[-1].paths
         )  # then requests pause their drafts
@@ -284,6 +297,26 @@ def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:
             arrivals = [Arrival(0, 6, 20, common=common, tenant=i % 2) for i in range(5)]
             scheduler = Workload(arrivals, replace(shape, policy=policy)).run().scheduler
             assert scheduler.num_preemptions > 0
+
+
+def test_host_tier_brings_pages_back_and_keeps_the_tokens() -> None:
+    """Copies are executed as late as the plans allow."""
+    for speculation in (NO_SPECULATION, SPECULATIONS[1], SPECULATIONS[4]):
+        for is_async in (False, True):
+            arrivals = [Arrival(3 * i, 17, 5, common=17, family=i % 4) for i in range(32)]
+            shape = Shape(32, 2, 4, 16, speculation=speculation, is_async=is_async, num_host_pages=30)
+            run = Workload(arrivals, shape).run()
+            host = run.scheduler.pool.host
+            assert run.runner.num_loaded == host.counters.loaded > 20
+            assert run.runner.num_stored >= host.counters.loaded / 2
+            assert 0 < run.runner.num_awaited < sum(bool(plan.host_copies) for plan in run.runner.plans)
+            assert run.scheduler.load().host_loaded_pages == host.counters.loaded
+
+
+def test_slow_loads_are_declined() -> None:
+    arrivals = [Arrival(6 * i, 17, 5, common=17, family=i % 3) for i in range(40)]
+    run = Workload(arrivals, Shape(18, 2, 4, 16, num_host_pages=24, load_s=10.0)).run()
+    assert run.scheduler.pool.host.counters.declined > run.scheduler.pool.host.counters.loaded > 0
 
 
 def test_plans_with_pending_tokens_keep_the_tokens() -> None:

@@ -39,7 +39,14 @@ class FakeRunner:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, depth: int = 1, has_pages: bool = True, *, runs_ahead: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        depth: int = 1,
+        has_pages: bool = True,
+        *,
+        runs_ahead: bool = False,
+        num_host_pages: int = 0,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -51,7 +58,13 @@ class FakeRunner:
         self._drafted_slots: list[int | None] = [None] * (num_pages * page_size)
         self.most_in_flight = 0
         self._started: deque[StepPlan] = deque()
-        self._pool = PoolShape(num_pages, page_size)
+        self._pool = PoolShape(num_pages, page_size, num_host_pages)
+        self._host: dict[int, list[int | None]] = {}
+        """Contents of slots in host memory."""
+        self._late: list[tuple[bool, int, int]] = []
+        """Copies of the last plan, executed as late as possible."""
+        self.num_loaded = self.num_stored = self.num_awaited = 0
+        """Pages copied from and to host memory; plans that waited for it."""
         self._slots: list[int | None] = [None] * (num_pages * page_size)
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}
@@ -114,6 +127,11 @@ class FakeRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Updates rows, page tables and copies."""
+        self._copy_late()
+        self._late = plan.host_copies
+        if plan.awaits_host_copies:
+            self.num_awaited += 1
+            self._copy_late()
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed
@@ -131,6 +149,18 @@ class FakeRunner:
                 self._slots[self._slot(row, first + at)] = token
         for row, pages in zip(plan.rows, plan.pages, strict=True):
             self._tables[row] += pages
+
+    def _copy_late(self) -> None:
+        for is_load, page, slot in self._late:
+            own = slice(page * self._pool.page_size, (page + 1) * self._pool.page_size)
+            if is_load:
+                self._slots[own] = self._host[slot]
+                self._drafted_slots[own] = [None] * self._pool.page_size
+            else:
+                self._host[slot] = self._slots[own]
+            self.num_loaded += is_load
+            self.num_stored += not is_load
+        self._late = []
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:
         """Returns the tokens of request i up to the first that no draft token equals, and the accepted draft tokens."""
@@ -204,6 +234,7 @@ class FakeRunner:
 
     def page(self, page: int) -> list[int | None]:
         """Returns the contents of a page."""
+        self._copy_late()
         size = self._pool.page_size
         return self._slots[page * size : (page + 1) * size]
 
@@ -214,6 +245,7 @@ class FakeRunner:
 
     def put(self, page: int, slots: list[int | None], drafted: list[int | None] | None = None) -> None:
         """Writes a page received from another group, with or without the draft's slots."""
+        self._copy_late()
         own = slice(page * self._pool.page_size, (page + 1) * self._pool.page_size)
         self._slots[own] = slots
         if drafted is not None:

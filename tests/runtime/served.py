@@ -36,7 +36,7 @@ class CountingRunner:
     def __init__(self, inner: StepRunner) -> None:
         self._inner = inner
         self.admitted: list[NewRow] = []
-        self.num_computed = 0
+        self.num_computed = self.num_loaded = 0
         self.num_proposed = self.num_accepted = self.num_cut = 0
         self.num_branched = self.num_undrafted = 0
         """Accepted draft tokens that were not the first child; draft tokens that were missing."""
@@ -60,6 +60,7 @@ class CountingRunner:
     def start(self, plan: StepPlan) -> None:
         self.admitted += plan.admitted
         self.num_computed += len(plan.tokens)
+        self.num_loaded += sum(is_load for is_load, _, _ in plan.host_copies)
         self.num_proposed += sum(plan.depths)
         self.num_cut += len(plan.truncations)
         self.num_chunks += len(plan.rows) - len(plan.draws)

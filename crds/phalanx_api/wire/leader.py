@@ -175,6 +175,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     evicted_page_s: float = 0.0  # counter of seconds that evicted pages were in the prefix cache
     unused_slots: int = 0  # without a token, in pages of running requests
 
+    # Pages in host memory, and counters since the engine's start.
+    host_total_pages: int = 0
+    host_cached_pages: int = 0
+    host_stored_pages: int = 0
+    host_loaded_pages: int = 0
+    host_evicted_pages: int = 0
+    host_declined_pages: int = 0  # found, but faster to compute than to load
+    host_load_page_s: float = 0.0  # measured time to load a page
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""
@@ -233,6 +242,7 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     kernels: int = 0  # variants that were loaded before the first step
     kernels_compiled: int = 0  # those that no cache had
     kernels_s: float = 0.0  # time of both
+    host_cache_bytes: int = 0  # host memory for pages
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -226,6 +226,7 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "kernels": account.kernels,
                 "kernels_compiled": account.kernels_compiled,
                 "kernels_s": account.kernels_s,
+                "host_cache_bytes": account.host_cache_bytes,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from phalanx_api.cost import StepWork, step_work
 from phalanx_runtime.core.draft_tree import is_chain, levels
 from phalanx_runtime.core.request import Request, needs_history
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftBackfill, DraftPath, NewRow, StepPlan, TreeBounds
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftBackfill, DraftPath, HostCopy, NewRow, StepPlan, TreeBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,8 @@ class StepBuilder:
     """Pages that a draft model writes; a copy lacks that KV."""
     backfill_budget: int = 0
     """Tokens that may still be backfilled."""
+    host_copies: list[HostCopy] = field(default_factory=list)
+    awaits_host_copies: bool = False
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -175,6 +177,8 @@ class StepBuilder:
             truncations=truncations,
             relocations=relocations,
             backfills=backfills,
+            host_copies=self.host_copies,
+            awaits_host_copies=self.awaits_host_copies,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

@@ -11,6 +11,10 @@ LAST_SAMPLED = -2
 """In a plan: the token that the row samples in the previous plan, which is in flight. Only the last token of a row."""
 
 
+HostCopy = tuple[bool, int, int]
+"""(is_load, device page, slot)"""
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Assigns a row to a new request, and drops the row's state."""
 
@@ -88,6 +92,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """(i, positions): slots of accepted tree tokens, copied to those right before `starts[i]` before the pass."""
     backfills: list[DraftBackfill] = []
     """At most one per request. A draft model computes only these and drafted paths."""
+    host_copies: list[HostCopy] = []
+    """Between device and host memory, in this order, before `copies` and beside the pass; complete before the next plan."""
+    awaits_host_copies: bool = False
+    """The pass and `copies` use their device pages, so they wait."""
 
     @property
     def depths(self) -> list[int]:
@@ -126,6 +134,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_
     """(p, nodes without a token) of drafted path p."""
     busy_s: float = 0.0
     """Time of rank 0's device in the step; on CPU the time of its computation."""
+    loaded_pages: int = 0
+    """Pages that rank 0 loaded from host memory since its previous result."""
+    load_s: float = 0.0
+    """Time of these loads."""
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):
@@ -133,6 +145,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
 
     num_pages: int
     page_size: int
+    num_host_pages: int = 0
+    """Slots for pages in host memory."""
 
 
 # Grammar compilation in a thread of a sampling rank that is not rank 0.

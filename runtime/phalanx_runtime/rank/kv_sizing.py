@@ -137,7 +137,7 @@ def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, s
 def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
     """The share of the pod's limit; on a GPU, `gpu_memory_utilization` minus other processes."""
     if device.type == "cpu":
-        return memory_limit(system) // spec.local_world_size
+        return memory_limit(system) // spec.local_world_size - (spec.engine.host_cache_memory or 0)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -148,3 +148,17 @@ def _agree(num_pages: int, page_bytes: int, collective: Collective) -> tuple[int
     """The smallest page count, because ranks share page numbers, and the sum of page bytes."""
     counts, sizes = zip(*collective.all_gather_integers([num_pages, page_bytes]), strict=True)
     return min(counts), sum(sizes)
+
+
+def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective, system: System) -> int:
+    """Returns how many pages host memory holds, equal on all ranks; collective. Raises ModelError if the pod has too little."""
+    num_bytes = spec.engine.host_cache_memory
+    if num_bytes is None:
+        return 0
+    limit, total = memory_limit(system), num_bytes * spec.local_world_size
+    if total > limit:
+        raise ModelError(
+            f"host_cache_memory takes {total >> 20} MiB for {spec.local_world_size} ranks and the pod has {limit >> 20} MiB: "
+            "lower it, or raise the pod's memory limit"
+        )
+    return _agree(num_bytes // page_bytes, page_bytes, collective)[0]

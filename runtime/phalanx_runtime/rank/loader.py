@@ -26,7 +26,8 @@ from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
-from phalanx_runtime.rank.kv_sizing import KvSizing, measure_kv_sizing
+from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
+from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostPages
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
@@ -112,7 +113,8 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
-    pool = PoolShape(sizing.num_pages, page_size)
+    num_host_pages = agree_on_host_pages(spec, page_bytes(model.kv, page_size, dtype, format), pipeline.world, system)
+    pool = PoolShape(sizing.num_pages, page_size, num_host_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer: Proposer = NO_PROPOSER
     if pipeline.stage.is_first:
@@ -160,6 +162,7 @@ def _memory_account(
         kernels=kernels.account.num_variants,
         kernels_compiled=kernels.account.num_compiled,
         kernels_s=kernels.account.seconds,
+        host_cache_bytes=spec.engine.host_cache_memory or 0,
     )
     log.info("memory measured", extra=msgspec.structs.asdict(account))
     return account
@@ -237,4 +240,5 @@ def make_runner(
         sampler=sampler,
         proposer=proposer,
         device_step=device_step,
+        host_pages=HostPages(caches, pool.num_host_pages) if pool.num_host_pages else NO_HOST_PAGES,
     )

@@ -21,6 +21,7 @@ from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
+from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostCopies
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
@@ -77,6 +78,7 @@ class ModelRunner:
         sampler: Sampler,
         proposer: Proposer = NO_PROPOSER,
         device_step: StepQueue | None = None,
+        host_pages: HostCopies = NO_HOST_PAGES,
     ) -> None:
         """`device_step`: queues steps on this rank's device, without pipeline stages."""
         self.clock: Callable[[], float] = time.perf_counter
@@ -97,6 +99,7 @@ class ModelRunner:
         self._results: deque[Result] = deque()
         """Of plans in flight, if rank 0 samples."""
         self.device_step = device_step
+        self._host_pages = host_pages
         self._last_sampled = LastSampled()
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
@@ -173,6 +176,7 @@ class ModelRunner:
         """Returns the result of the oldest plan in flight."""
         result = self._results.popleft()() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
         outcome, busy_s = self._drafts.popleft(), self._busy_s.popleft()
+        loaded_pages, load_s = self._host_pages.take_loads()
         return msgspec.structs.replace(
             result,
             draft_s=outcome.draft_s,
@@ -180,6 +184,8 @@ class ModelRunner:
             shapes=outcome.shapes,
             undrafted=outcome.undrafted,
             busy_s=result.busy_s or busy_s,
+            loaded_pages=loaded_pages,
+            load_s=load_s,
         )
 
     def follow(self) -> None:
@@ -206,9 +212,10 @@ class ModelRunner:
         return DraftPages(self._proposer.name, partial(open_pages, self._all_caches, is_still=False))
 
     def _wait_for(self, step: int) -> None:
-        """Waits until this rank has computed a step that rank 0 has sent or will send soon."""
+        """Waits until this rank has computed a step that rank 0 has sent or will send soon, with its copies to host memory."""
         while self._last_step < step:
             time.sleep(POLL_S)
+        self._host_pages.wait()
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> Result | None:
@@ -277,6 +284,7 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
+        self._host_pages.start(plan.host_copies, must_wait=plan.awaits_host_copies)
         for source, target in plan.copies:
             for cache in self._all_caches:
                 for tensor in cache.tensors:

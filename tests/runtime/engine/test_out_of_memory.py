@@ -28,7 +28,7 @@ class ShortRunner:
     """A fake runner that has no memory for some plans."""
 
     def __init__(self, fails: Callable[[StepPlan], bool], runs_ahead: bool) -> None:
-        self.fake = FakeRunner(40, 4, runs_ahead=runs_ahead)
+        self.fake = FakeRunner(40, 4, runs_ahead=runs_ahead, num_host_pages=20)
         self.failed: list[StepPlan] = []
         self._fails = fails
 

@@ -9,6 +9,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import LAST_SAMPLED
+from phalanx_runtime.engine.ports import StepRunner
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.lag import lagged
 from tests.runtime.tiny import VOCAB_SIZE
@@ -48,7 +49,7 @@ class Disturbance:
 
 
 def serve(
-    runner: ModelRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
+    runner: StepRunner, scheduler: Scheduler, requests: dict[int, wire.Request], disturbance: Disturbance
 ) -> dict[int, list[int]]:
     """Returns the output tokens of all requests. Plans finish late: with `max_flights` in flight."""
     outputs: dict[int, list[int]] = {handle: [] for handle in requests}
@@ -82,9 +83,10 @@ def serve(
     raise AssertionError("a request did not end")
 
 
-def compare_runs(disturbance: Disturbance, runner: ModelRunner) -> Scheduler:
-    """Compares a disturbed run with plain ones and returns its scheduler."""
-    requests = make_requests()
+def compare_runs(disturbance: Disturbance, runner: ModelRunner, num_rounds: int = 1) -> Scheduler:
+    """Compares a disturbed run with plain ones and returns its scheduler. num_rounds: how often each request arrives."""
+    once = make_requests()
+    requests = {handle + turn * len(once): request for turn in range(num_rounds) for handle, request in once.items()}
     plain: dict[int, list[int]] = {}
     for handle, request in requests.items():
         alone = make_scheduler(replace(LIMITS, plans_in_flight=runner.depth), runner.pool, PLAIN)

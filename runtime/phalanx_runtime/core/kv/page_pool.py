@@ -8,6 +8,8 @@ A new request calls `match`, `reuse`, `allocate` (which may evict unheld pages),
 is published before it is written, so equal prompts of a burst are computed once. Any holder may write the slots after `written`,
 so a writer that ends needs no handover.
 
+With a host tier, an evicted page is copied there, and its key counts as present until both have lost it.
+
 If a page in use has the key already, this and later pages of the request stay unpublished: they would keep that page in use.
 """
 
@@ -19,6 +21,7 @@ from phalanx_api import wire
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
+from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
 from phalanx_runtime.core.kv.page_index import PageEvents, PartialPageIndex
 
@@ -42,7 +45,14 @@ class CacheCounters:
 class PagePool:
     """Pages 0 to num_pages - 1, allocated in a deterministic order."""
 
-    def __init__(self, num_pages: int, page_size: int, eviction: EvictionPolicy = "lru", event_log: int = 65536) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        eviction: EvictionPolicy = "lru",
+        event_log: int = 65536,
+        num_host_pages: int = 0,
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
         self.num_pages = num_pages
@@ -51,6 +61,7 @@ class PagePool:
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
+        self.host = HostTier(num_host_pages, eviction)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
         """A holder of a published page holds all pages before it."""
@@ -88,8 +99,8 @@ class PagePool:
         """Returns the number of pages for this many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` pages with one holder each, if available."""
+    def allocate(self, count: int, *, by_step: bool = True) -> list[int] | None:
+        """Returns `count` pages with one holder each, if available. `by_step`: only steps write them."""
         free = self._free
         if count > len(free) + self._num_cached:
             return None
@@ -99,7 +110,14 @@ class PagePool:
         for page in pages:
             self._refs[page] = 1
             self._written[page] = self._drafted[page] = 0
+        if not by_step:
+            self._forget(self.host.cancel(pages))
         return pages
+
+    def evict_ahead(self, count: int) -> None:
+        """Evicts cached pages until `count` pages are free without a key, so that their copies precede their use by a step."""
+        while len(self._free) < count and self._num_cached:
+            self._evict()
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds a holder to held or cached pages, in chain order."""
@@ -163,7 +181,8 @@ class PagePool:
             if tokens:
                 self._partial_pages.add(page, parent, tokens)
         self.counters.published += 1
-        self.events.append(True, key)
+        if key not in self.host:
+            self.events.append(True, key)
         self._policy.on_insert(page, int.from_bytes(key[:8], "little"))
         return True
 
@@ -210,7 +229,7 @@ class PagePool:
 
     def keys(self) -> list[bytes]:
         """Returns all current keys."""
-        return list(self._page_of)
+        return [*self._page_of, *(key for key in self.host.keys() if key not in self._page_of)]
 
     def take_changes(self) -> wire.PageChanges:
         """Returns the key changes since the last call, or all keys if the log overflowed."""
@@ -221,7 +240,7 @@ class PagePool:
 
     def check(self, held: list[list[int]]) -> list[str]:
         """Returns the errors, given the pages of every holder."""
-        return find_errors(self.state(), held)
+        return find_errors(self.state(), held) + self.host.check()
 
     def state(self) -> PoolState:
         """Returns the arrays of the pool, for checks; valid until the next change."""
@@ -257,7 +276,17 @@ class PagePool:
         page = self._policy.victim()
         self.counters.evicted += 1
         self.counters.evicted_page_s += self.now_s - self._published_s[page]
+        key = self._keys[page]
+        assert key is not None, "a cached page has a key"
+        dropped = self.host.store(page, key)
         self._free_idle(page)
+        self._forget([] if dropped is None else [dropped])
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """Logs keys that the host tier lost and no device page has."""
+        for key in keys:
+            if key not in self._page_of:
+                self.events.append(False, key)
 
     def _free_idle(self, page: int) -> None:
         parent = self._parents[page]
@@ -279,4 +308,5 @@ class PagePool:
             self._num_children[parent] -= 1
         self._partial_pages.remove(page)
         self._policy.on_remove(page)
-        self.events.append(False, key)
+        if key not in self.host:
+            self.events.append(False, key)

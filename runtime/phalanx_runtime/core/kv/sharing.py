@@ -10,9 +10,13 @@ tail.
 The last token is always computed, for its logits. Prompt logprobs need the whole prompt, unless they were delivered.
 """
 
+from itertools import chain
+
 from phalanx_api import wire
 from phalanx_api.cache_curve import SIZES
+from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_runtime.core.kv.host_tier import pays_to_load
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -62,8 +66,8 @@ class PrefixSharing:
             return False
         return not found or self.pool.written(found[-1]) == self.pool.page_size
 
-    def start(self, request: Request, found: list[int], builder: StepBuilder) -> None:
-        """Assigns all pages of a request: `found` by `find`, and new ones."""
+    def start(self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None) -> None:
+        """Assigns all pages of a request: `found` by `find`, and new ones, of which host memory may have some."""
         pool, keys, pages = self.pool, self._keys(request), request.pages
         pool.reuse(found, self._num_full(request))
         own = pool.allocate(pool.pages_for(len(request.tokens)) - len(found))
@@ -79,12 +83,31 @@ class PrefixSharing:
             if self._can_share(request):
                 self.miss_ratio.look_up(keys[: self._num_full(request)], len(found))
         before = request.num_computed
+        self._load(request, len(found), model)
         self.skip_computed(request, builder)
         if request.num_computed == len(found) * pool.page_size and self._can_share(request):
             self._copy_partial(request, len(found), builder)
         self._count_hits(request, before)
         self._publish(request, len(keys))
         self._offer_tail(request)
+
+    def _load(self, request: Request, num_found: int, model: StepModel | None) -> None:
+        """Loads pages after the found ones from host memory, if that is faster than computing them."""
+        host, size = self.pool.host, self.pool.page_size
+        if not len(host) or not self._can_share(request):
+            return
+        if num_found and self.pool.written(request.pages.ids[num_found - 1]) < size:
+            return  # another request computes the page before
+        slots = host.match(self._keys(request)[num_found : self._num_full(request)])
+        if not slots:
+            return
+        if not pays_to_load(len(slots) * size, num_found * size, model, host.load_s(len(slots))):
+            host.counters.declined += len(slots)
+            return
+        pages = request.pages.ids[num_found : num_found + len(slots)]
+        host.load(slots, pages)
+        for page in pages:
+            self.pool.mark_written(page, size)
 
     def hold_written(self, request: Request) -> list[int]:
         """Holds and returns the fully written pages that `find` returns."""
@@ -149,6 +172,13 @@ class PrefixSharing:
         """Returns whether no plan writes the slots after this chunk."""
         size = self.pool.page_size
         return self.pool.written(chunk.request.pages.ids[chunk.end // size]) <= chunk.end % size
+
+    def add_host_copies(self, builder: StepBuilder) -> None:
+        """Adds the pending copies between device and host memory to the step."""
+        used = (page for chunk in builder.chunks for page in chunk.request.pages.ids)
+        copied = (page for copy in builder.copies for page in copy)
+        builder.awaits_host_copies = self.pool.host.is_copying(chain(used, copied))
+        builder.host_copies = self.pool.host.take()
 
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""

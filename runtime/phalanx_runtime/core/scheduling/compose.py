@@ -85,9 +85,11 @@ class Composer:
         self._speculator = speculator
         self._was_alone = False
         self._awaits_victim = False
+        self._model: StepModel | None = None
 
     def compose(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
         """Returns the step; empty if nothing can be computed."""
+        self._model = model
         self._running.sort(lambda request: self._sort_key(request, now))
         lone = self._next_lone(now)
         if lone is None:
@@ -262,10 +264,11 @@ class Composer:
         self._queue.pop(request)
         self._running.add(request)
         is_new = not request.max_computed
-        sharing.start(request, found, builder)
+        sharing.start(request, found, builder, self._model)
         if is_new:
             self._policy.charge(request, max(0, request.params.num_prompt - request.num_computed), 0)
-        self._add_prompt(request, builder, budget)
+        if not (builder.chunks and pool.host.is_loading(request.pages.ids)):  # else its pages are loaded beside this step
+            self._add_prompt(request, builder, budget)
         return True
 
     def _add_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget) -> None:

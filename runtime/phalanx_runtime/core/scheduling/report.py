@@ -2,6 +2,8 @@
 
 from dataclasses import astuple
 
+import msgspec
+
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, attention_work
 from phalanx_api.speculation import SpeculationCounts
@@ -90,7 +92,7 @@ class LoadReporter:
         lengths = [len(request.tokens) for request in running]
         attention = sum(attention_work(length, length - n) for length, n in zip(lengths, uncomputed, strict=True) if n)
         longest_s, self._longest_step_s = self._longest_step_s, 0.0
-        return wire.Load(
+        load = wire.Load(
             waiting=len(self._queue),
             running=len(self._running.requests),
             outstanding_tokens=waiting.outstanding + sum(request.outstanding_tokens for request in running),
@@ -119,16 +121,14 @@ class LoadReporter:
             prefixes=sharing.hot_prefixes.heaviest(),
             mean_output_tokens=self.output.mean,
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
-            cached_pages=pool.cached_pages,
             max_num_seqs=self._limits.max_num_seqs,
             speculation=speculation,
             speedup=self.speedup,
             prompt_attention=waiting.attention + attention,
             wasted_tokens=self.wasted_tokens,
-            cache_curve=sharing.miss_ratio.report(pool.num_pages),
-            evicted_page_s=pool.counters.evicted_page_s,
             unused_slots=max(0, sum(len(request.pages.ids) for request in running) * pool.page_size - sum(lengths)),
         )
+        return _with_prefix_cache(load, sharing)
 
     def _expected_remaining(self, request: Request) -> float:
         return expected_remaining_steps(request.num_output, request.remaining_output, self.output.mean)
@@ -162,6 +162,23 @@ class LoadReporter:
             num_held = len(found) - pool.num_unheld(found)
             waiting.update(request, request.num_uncomputed - len(found) * pool.page_size, num_pages - num_held)
             num_looked_up += num_pages
+
+
+def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
+    pool, host = sharing.pool, sharing.pool.host
+    return msgspec.structs.replace(
+        load,
+        cached_pages=pool.cached_pages,
+        cache_curve=sharing.miss_ratio.report(pool.num_pages),
+        evicted_page_s=pool.counters.evicted_page_s,
+        host_total_pages=host.num_slots,
+        host_cached_pages=len(host),
+        host_stored_pages=host.counters.stored,
+        host_loaded_pages=host.counters.loaded,
+        host_evicted_pages=host.counters.evicted,
+        host_declined_pages=host.counters.declined,
+        host_load_page_s=host.page_s or 0.0,
+    )
 
 
 def _uncomputed_prompt(request: Request) -> int:

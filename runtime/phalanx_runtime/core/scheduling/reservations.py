@@ -118,7 +118,7 @@ class Reservations:
         num_new = max(0, pool.pages_for(min(num_tokens, self._limits.max_model_len)) - num_held)
         if not can_start(num_new, pool.free_pages, running.num_free_rows, len(running.requests)):
             return None
-        return pool.allocate(num_new)
+        return pool.allocate(num_new, by_step=False)
 
     def _matches(self, reservation: Reservation, request: Request) -> bool:
         """Returns whether the arrived pages have the request's tokens, except at least one."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
 from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_queue
+from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
@@ -34,6 +35,9 @@ from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
+MAX_AHEAD = 16
+"""One page in this many may be free for the next step although it could hold a cached page."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRequest:
@@ -52,6 +56,11 @@ class RunningRequest:
     """Leading tokens with the draft model's KV, after the plans so far."""
 
 
+def pages_ahead(pool: PagePool, max_num_batched_tokens: int) -> int:
+    """Returns how many pages are free before a step with a host tier: those of a step, at most a part of the pool."""
+    return min(pool.pages_for(max_num_batched_tokens), pool.num_pages // MAX_AHEAD) if pool.host.num_slots else 0
+
+
 class Scheduler:
     """Requests of one engine, with their rows and pages."""
 
@@ -65,7 +74,7 @@ class Scheduler:
     ) -> None:
         self.sharing = sharing
         self.pool = sharing.pool
-        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size))
+        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.num_slots))
         self.fit = StepFit()
         self._policy = policy
         self._requests: dict[int, Request] = {}
@@ -84,6 +93,7 @@ class Scheduler:
         self._step = 0
         self._num_submitted = 0
         self._is_unsorted = False
+        self._num_ahead = pages_ahead(self.pool, self.limits.max_num_batched_tokens)
 
     @property
     def requests(self) -> Mapping[int, Request]:
@@ -212,6 +222,8 @@ class Scheduler:
             return None
         self._step += 1
         self._flights.append(builder)
+        self.pool.evict_ahead(self._num_ahead)
+        self.sharing.add_host_copies(builder)
         plan = builder.finish()
         for chunk in builder.chunks:
             request = chunk.request
@@ -249,6 +261,7 @@ class Scheduler:
                 self._reporter.wasted_tokens += chunk.count + chunk.draft.depth
         for i, _ in builder.draws:
             builder.chunks[i].request.num_pending -= 1
+        self.pool.host.learn(result.loaded_pages, result.load_s)
         frame = self._delivery.deliver(builder, result, run_lengths)
         for handle in self._delivery.ended_handles(frame):
             del self._requests[handle]

@@ -81,7 +81,7 @@ def make_caches(
         for _ in range(2)
     ]
     if device.type == "cpu":
-        tensors = _lazily_zeroed(shapes)
+        tensors = lazily_zeroed(shapes)
     else:
         tensors = [torch.zeros(shape, dtype=part, device=device) for shape, part in shapes]
     size = len(tensors) // len(kv.head_dims)
@@ -89,7 +89,8 @@ def make_caches(
     return [LayerCache(*layer, format=format) for layer in layers]
 
 
-def _lazily_zeroed(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+def lazily_zeroed(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Returns zeroed tensors on CPU, aligned to cache lines, whose memory is allocated at first use."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     starts = list(itertools.accumulate((-(-size // CACHE_LINE) * CACHE_LINE for size in sizes), initial=0))
     flat = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)

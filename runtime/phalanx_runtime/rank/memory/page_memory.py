@@ -92,8 +92,8 @@ def open_pages(
     return _HostPages(caches, is_still)
 
 
-def _rows(caches: list[LayerCache]) -> list[Tensor]:
-    """Views as bytes, one row per page."""
+def page_rows(caches: list[LayerCache]) -> list[Tensor]:
+    """Returns views of all keys, values and scales as bytes, one row per page."""
     tensors = [tensor for cache in caches for tensor in cache.tensors]
     return [tensor.view(torch.uint8).view(tensor.shape[0], -1) for tensor in tensors]
 
@@ -103,7 +103,7 @@ class _HostPages:
 
     def __init__(self, caches: list[LayerCache], is_still: bool) -> None:
         self._is_still = is_still
-        self._rows = [rows.numpy() for rows in _rows(caches)]
+        self._rows = [rows.numpy() for rows in page_rows(caches)]
         self.page_bytes = sum(rows.shape[1] for rows in self._rows)
 
     def read(self, page: int) -> list[memoryview]:
@@ -121,7 +121,7 @@ class _DevicePages:
     """GPU pages, copied through pinned memory."""
 
     def __init__(self, caches: list[LayerCache], stream: CopyStream) -> None:
-        self._rows = _rows(caches)
+        self._rows = page_rows(caches)
         self.page_bytes = sum(rows.shape[1] for rows in self._rows)
         self._stream = stream
         pinned = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -1,0 +1,185 @@
+"""Pages in host memory: the second tier of the prefix cache.
+
+    a device page with a key is evicted      `store`: its content is copied to a slot, which the key finds from then on
+    a prompt's page is in a slot             `load`: it is copied to a device page, if that is faster than computing it
+
+Rank 0 decides; plans carry the copies, and each rank copies its own part of a page. All ranks execute the copies of all plans in
+order, so a slot may be stored, loaded and stored again in one plan. A slot keeps its page when the page is loaded: evicting the
+device page again then needs no copy.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from phalanx_api.cost import StepModel, StepWork, attention_work
+from phalanx_api.engine_config import EvictionPolicy
+from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
+from phalanx_runtime.core.step_plan import HostCopy
+
+LOAD_SMOOTHING = 0.2
+"""Weight of the latest measurement in the time to load a page."""
+
+
+@dataclass(slots=True, kw_only=True)
+class HostCounters:
+    """Pages since the start."""
+
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    declined: int = 0
+    """Found, but faster to compute than to load."""
+
+
+def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: float | None) -> bool:
+    """Returns whether loading the KV of `num_tokens` tokens after the first `start` takes at most the time of computing it.
+
+    True without a measurement of both: loads are measured only if there are some.
+    """
+    if model is None or load_s is None:
+        return True
+    attention = attention_work(start + num_tokens, start)
+    empty = model.predict(StepWork(0, 0, 0))
+    return load_s <= model.predict(StepWork(num_tokens, 0, start + num_tokens, attention)) - empty
+
+
+class HostTier:
+    """Slots 0 to num_slots - 1, each free or found by a key; without slots every call finds nothing."""
+
+    def __init__(self, num_slots: int = 0, eviction: EvictionPolicy = "lru") -> None:
+        self.num_slots = num_slots
+        self.counters = HostCounters()
+        self.page_s: float | None = None
+        """Measured seconds to load a page."""
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slot_of: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_slots
+        self._idle = bytearray(max(1, num_slots))
+        """1: used. Chains are not tracked: a page that lost the one before it is found again once that is stored."""
+        self._policy = make_eviction(eviction, len(self._idle), self._idle)
+        self._time = 0
+        self._pending: list[HostCopy] = []
+        """Copies of the next plan."""
+        self._copied: set[int] = set()
+        """Their device pages."""
+        self._loading: set[int] = set()
+        self._storing: dict[int, bytes] = {}
+        """Device pages that they store, with the keys that find the slots."""
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def keys(self) -> Iterable[bytes]:
+        """Returns the keys of all slots."""
+        return self._slot_of.keys()
+
+    def store(self, page: int, key: bytes) -> bytes | None:
+        """Copies a device page, which nothing writes before the next plan, to a slot. Returns the key that loses its slot."""
+        if not self.num_slots:
+            return None
+        if key in self._slot_of:
+            self._touch(self._slot_of[key])
+            return None
+        dropped = None if self._free else self._evict()
+        slot = self._free.pop()
+        self._slot_of[key], self._keys[slot] = slot, key
+        self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
+        self._touch(slot)
+        self._pending.append((False, page, slot))
+        self._copied.add(page)
+        self._storing[page] = key
+        self.counters.stored += 1
+        return dropped
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the slots of the longest found prefix of `keys`."""
+        slots = []
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copies slots to device pages, which no step may read before the copies of the next plan."""
+        for slot, page in zip(slots, pages, strict=True):
+            self._pending.append((True, page, slot))
+            self._copied.add(page)
+            self._loading.add(page)
+            self._idle[slot] = 0
+            self._policy.on_hit(slot)
+            self._touch(slot)
+        self.counters.loaded += len(slots)
+
+    def load_s(self, num_pages: int) -> float | None:
+        """Returns the expected seconds to load pages, if measured."""
+        return None if self.page_s is None else self.page_s * num_pages
+
+    def is_loading(self, pages: Iterable[int]) -> bool:
+        """Returns whether the next plan loads one of these device pages."""
+        return bool(self._loading) and not self._loading.isdisjoint(pages)
+
+    def is_copying(self, pages: Iterable[int]) -> bool:
+        """Returns whether the next plan reads or writes one of these device pages in its copies."""
+        return bool(self._copied) and not self._copied.isdisjoint(pages)
+
+    def cancel(self, pages: Iterable[int]) -> list[bytes]:
+        """Drops the stores of device pages that are written before the next plan. Returns the keys that lose their slot.
+
+        No load is pending then: a plan follows each load at once.
+        """
+        keys = [self._storing.pop(page) for page in pages if page in self._storing] if self._storing else []
+        for key in keys:
+            slot = self._slot_of[key]
+            self._pending = [copy for copy in self._pending if copy[2] != slot]
+            self._drop(slot)
+        return keys
+
+    def take(self) -> list[HostCopy]:
+        """Removes and returns the copies of the next plan, in order."""
+        taken, self._pending = self._pending, []
+        self._copied.clear()
+        self._loading.clear()
+        self._storing.clear()
+        return taken
+
+    def learn(self, num_pages: int, seconds: float) -> None:
+        """Records the measured time of loads."""
+        if num_pages:
+            page_s = seconds / num_pages
+            self.page_s = page_s if self.page_s is None else self.page_s + LOAD_SMOOTHING * (page_s - self.page_s)
+
+    def check(self) -> list[str]:
+        """Returns errors of slots and keys."""
+        errors = [f"slot {slot} has another key" for key, slot in self._slot_of.items() if self._keys[slot] != key]
+        if len(self._free) + len(self._slot_of) != self.num_slots:
+            errors.append(f"{len(self._free)} free and {len(self._slot_of)} used slots of {self.num_slots}")
+        return errors
+
+    def _touch(self, slot: int) -> None:
+        self._time += 1
+        self._idle[slot] = 1
+        self._policy.on_release(slot, self._time)
+        self._policy.on_idle(slot)
+
+    def _evict(self) -> bytes:
+        slot = self._policy.victim()
+        key = self._keys[slot]
+        assert key is not None, "a victim has a key"
+        self.counters.evicted += 1
+        self._storing = {page: other for page, other in self._storing.items() if other != key} if self._storing else {}
+        self._drop(slot)
+        return key
+
+    def _drop(self, slot: int) -> None:
+        key = self._keys[slot]
+        assert key is not None, "only used slots are dropped"
+        self._idle[slot] = 0
+        self._policy.on_remove(slot)
+        del self._slot_of[key]
+        self._keys[slot] = None
+        self._free.append(slot)

@@ -1,0 +1,88 @@
+"""The host tier's decisions, and its copies against a copy of the contents of pages and slots."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.cost import StepModel
+from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
+from phalanx_runtime.core.kv.host_tier import HostTier, pays_to_load
+
+MODEL = StepModel(fixed_s=0.004, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "load_s", "expected"),
+    [(None, 1.0, True), (MODEL, None, True), (MODEL, 0.015, True), (MODEL, 0.0164, False), (MODEL, 5.0, False)],
+)
+def test_loads_pay_while_computing_takes_longer(model: StepModel | None, load_s: float | None, expected: bool) -> None:
+    """16 tokens take 16 ms, and their attention 0.13 ms."""
+    assert pays_to_load(16, 0, model, load_s) is expected
+
+
+def test_later_tokens_are_worth_longer_loads() -> None:
+    """Their attention takes longer."""
+    assert not pays_to_load(16, 0, MODEL, 0.02)
+    assert pays_to_load(16, 1000, MODEL, 0.02)
+
+
+def test_measured_times_of_pages_are_averaged() -> None:
+    host = HostTier(2)
+    assert host.load_s(3) is None
+    host.learn(4, 0.04)
+    host.learn(0, 0.0)
+    assert host.load_s(3) == pytest.approx(0.03)
+    host.learn(2, 0.04)
+    assert host.load_s(1) == pytest.approx(0.012)
+
+
+@settings(max_examples=300)
+@given(
+    num_slots=st.integers(1, 4),
+    policy=st.sampled_from(EVICTION_POLICIES),
+    script=st.lists(st.tuples(st.sampled_from(["store", "load", "plan", "cancel"]), st.integers(0, 5), st.integers(0, 7))),
+)
+def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, script: list[tuple[str, int, int]]) -> None:
+    """Pages are written by others once they are stored or cancelled, after the plan's copies or before."""
+    host = HostTier(num_slots, policy)
+    slots: dict[int, bytes] = {}
+    content: dict[int, bytes] = {}
+    present: set[bytes] = set()
+    loaded: dict[int, bytes] = {}
+
+    def execute() -> None:
+        for is_load, page, slot in host.take():
+            if is_load:
+                content[page] = slots[slot]
+            else:
+                slots[slot] = content[page]
+        for page, key in loaded.items():
+            assert content[page] == key
+        loaded.clear()
+
+    for action, page, number in script:
+        key = bytes([number]) * 16
+        match action:
+            case "store" if not host.is_copying([page]):
+                content[page] = key
+                dropped = host.store(page, key)
+                present = (present | {key}) - {dropped}
+            case "load" if host.match([key]) and not host.is_copying([page]):
+                host.load(host.match([key]), [page])
+                loaded[page] = key
+            case "cancel" if not loaded:
+                present -= set(host.cancel([page]))
+                content[page] = b"other"
+            case "plan":
+                execute()
+            case _:
+                pass
+        assert host.check() == []
+        assert set(host.keys()) == present
+        assert len(host) <= num_slots
+
+
+def test_without_slots_nothing_is_stored() -> None:
+    host = HostTier()
+    assert host.store(3, b"k" * 16) is None
+    assert host.match([b"k" * 16]) == [] == host.take()

@@ -1,0 +1,63 @@
+"""Copies between pages and slots, by the thread of a rank."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostPages, copy_runs
+
+COPIES = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3)), max_size=30)
+
+
+def make_pages() -> list[LayerCache]:
+    numbers = torch.arange(6 * 2 * 4 * 8, dtype=torch.float32).view(6, 2, 4, 8)
+    return [LayerCache(numbers.clone() + layer, -numbers - layer) for layer in range(2)]
+
+
+@given(COPIES)
+def test_runs_have_all_copies_in_order(copies: list[tuple[bool, int, int]]) -> None:
+    runs = list(copy_runs(copies))
+    flat = [(run.is_load, page, slot) for run in runs for page, slot in zip(run.pages, run.slots, strict=True)]
+    assert flat == copies
+    for run in runs:
+        targets = run.pages if run.is_load else run.slots
+        assert len(set(targets)) == len(targets)
+
+
+@given(COPIES)
+def test_copies_are_executed_in_order(copies: list[tuple[bool, int, int]]) -> None:
+    caches = make_pages()
+    expected = [[tensor.clone() for tensor in cache.tensors] for cache in caches]
+    slots = [[torch.zeros_like(tensor[:4]) for tensor in cache.tensors] for cache in caches]
+    host = HostPages(caches, 4)
+    for first in range(0, len(copies), 4):
+        host.start(copies[first : first + 4], must_wait=bool(first % 8))
+    host.wait()
+    for is_load, page, slot in copies:
+        for layer, stored in zip(expected, slots, strict=True):
+            for tensor, kept in zip(layer, stored, strict=True):
+                if is_load:
+                    tensor[page] = kept[slot]
+                else:
+                    kept[slot] = tensor[page]
+    for cache, layer in zip(caches, expected, strict=True):
+        for tensor, right in zip(cache.tensors, layer, strict=True):
+            assert torch.equal(tensor, right)
+    assert host.take_loads()[0] == sum(is_load for is_load, _, _ in copies)
+    assert host.take_loads() == (0, 0.0)
+
+
+def test_failed_copy_ends_the_wait() -> None:
+    host = HostPages(make_pages(), 2)
+    with pytest.raises(IndexError):
+        host.start([(False, 77, 0)], must_wait=True)
+    with pytest.raises(IndexError):
+        host.wait()
+
+
+def test_no_host_memory_has_no_copies() -> None:
+    NO_HOST_PAGES.start([], must_wait=False)
+    NO_HOST_PAGES.wait()
+    assert NO_HOST_PAGES.take_loads() == (0, 0.0)
