@@ -198,9 +198,7 @@ class RouterBackend:
     def revision_of(self, request: wire.Request) -> str:
         """Identity of the revision that computes the open stream of this very object; empty if unknown."""
         session = self._by_request.get(id(request))
-        if session is None:
-            return ""
-        return session.revision if session.sharing.computed_by is None else session.sharing.computed_by.revision
+        return "" if session is None else session.computing.revision
 
     def refuse(self) -> None:
         """Refuses new requests; open streams continue."""

@@ -162,6 +162,11 @@ class StreamSession:
         return self.sharing.computed_by is None
 
     @property
+    def computing(self) -> "StreamSession":
+        """The session that computes its tokens: another one that it has joined, or itself."""
+        return self.sharing.computed_by or self
+
+    @property
     def is_unstarted(self) -> bool:
         """Whether its first group has it and no token has arrived."""
         is_first = not self.moves.open_move and not self.failures.num_departures and not self.stream.journal.delivered

@@ -45,14 +45,14 @@ class Coalescing:
         if other is session or not session.is_waiting:
             return
         delivered = session.stream.journal.delivered
-        if other.stream.has_setback:  # later equal requests join this one
+        if not other.stream.is_running:  # its client takes neither end nor setback: later requests join this one
             self._computing[sharing.key] = session
             return
         if other.stream.journal.delivered[: len(delivered)] != delivered:
             return
-        self._quotas.charge(session)
+        if not session.has_started:  # a resumed stream was charged before
+            self._quotas.charge(session)
         sharing.computed_by, sharing.num_before = other, len(delivered)
-        session.model_hash = other.model_hash
         other.sharing.joined.append(session)
         session.stream.follow(other.stream)
         self._metrics.joined()
@@ -80,26 +80,30 @@ class Coalescing:
         joined, sharing.joined = sharing.joined, []
         for other in joined:
             self._separate(other, finish)
-            if not other.stream.is_running:
-                continue
-            if isinstance(error, BackendError) and is_verdict(error):
+            if other.stream.is_running and isinstance(error, BackendError) and is_verdict(error):
                 other.give_up(error)
-                continue
-            other.failures.num_deaths = max(other.failures.num_deaths, session.failures.num_deaths)
-            other.failures.blamed_incarnations |= session.failures.blamed_incarnations
-            other.stream.journal.is_alone |= session.stream.journal.is_alone
 
     def _separate(self, session: StreamSession, finish: wire.FinishReason | None = None) -> None:
-        """Makes a session independent, with the tokens so far."""
+        """Makes a session independent, with the tokens so far and what is known of their groups."""
         sharing, journal = session.sharing, session.stream.journal
         if sharing.computed_by is not None:
-            session.model_hash, session.revision = sharing.computed_by.model_hash, sharing.computed_by.revision
+            _inherit(session, sharing.computed_by)
         sharing.computed_by = None
         session.stream.unfollow(finish)
         num_tokens = len(journal.delivered) - sharing.num_before
         self._metrics.coalesced(journal.num_prompt if num_tokens else 0, num_tokens)
         if journal.delivered and session.stream.is_running:
             journal.next_epoch()
+
+
+def _inherit(session: StreamSession, computing: StreamSession) -> None:
+    """Copies which groups computed the tokens, and failed meanwhile: the request may have caused it."""
+    failures, known = session.failures, computing.failures
+    session.model_hash, session.revision = computing.model_hash, computing.revision
+    failures.lost_group = known.lost_group
+    failures.num_deaths = max(failures.num_deaths, known.num_deaths)
+    failures.blamed_incarnations |= known.blamed_incarnations
+    session.stream.journal.is_alone |= computing.stream.journal.is_alone
 
 
 def is_verdict(error: BackendError) -> bool:

@@ -247,8 +247,9 @@ async def _adopt_at(link: LeaderLink, id: str, tenant: str, timeout_s: float) ->
 
 def make_copy(session: StreamSession) -> JournalCopy:
     """Copy of an open stream."""
-    journal = session.stream.journal
-    return JournalCopy(journal.replay(), session.model_hash or "", None, session.failures.num_deaths)
+    computing = session.computing
+    deaths = max(session.failures.num_deaths, computing.failures.num_deaths)
+    return JournalCopy(session.stream.journal.replay(), computing.model_hash or "", None, deaths)
 
 
 def _completeness(copy: JournalCopy) -> tuple[bool, int]:

@@ -17,7 +17,7 @@ from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_router.backend import RouterBackend
 from tests.polling import until
 from tests.router.fakes import FakeLeader, Script, World, expected, make_request, make_settings, read_stream, running_world
-from tests.router.moves.moving_leaders import MovingLeader
+from tests.router.moves.moving_leaders import MoveScript, MovingLeader
 
 TOKENS = expected([1, 2, 3], 16)
 SHARING = make_settings(coalesces=True)
@@ -200,6 +200,37 @@ async def test_other_error_makes_joined_requests_compute_once() -> None:
     assert len(leader.submitted) == 2
 
 
+async def test_all_streams_end_with_their_last_group() -> None:
+    peers: list[MovingLeader] = []
+    source = MovingLeader("a", peers, Script(hold_at=5))
+    other = MovingLeader("b", peers, move=MoveScript(served=wire.Served("model-2", "tp2 bf16 16")))
+    async with running_world(source, other, settings=QUICK) as world:
+        streams = start(world, "a", "b", "c")
+        await until_joined(world, 2)
+        await until_delivered(world, 5)
+        world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["a"], without_successor=["a"]))
+        await source.stop()
+        errors = await asyncio.gather(*streams, return_exceptions=True)
+        assert [error.code for error in errors if isinstance(error, BackendError)] == ["weights_gone"] * 3
+    assert not other.submitted
+
+
+async def test_copy_of_a_joined_stream_names_its_weights() -> None:
+    leader = FakeLeader(script=Script(hold_at=4))
+    async with running_world(leader, settings=replace(QUICK, hold_s=30.0)) as world:
+        await leader.send(wire.State(serving=False, incarnation=2, reason="loading"))
+        await world.until_ready(0)
+        streams = start(world, "a", "b", can_resume=True)
+        await until_joined(world, 1)
+        await leader.send(wire.State(serving=True, incarnation=2, served=wire.Served("model-1")))
+        await until_delivered(world, 4)
+        await world.fleet.find(["b"], "")
+        copy = world.fleet.stream_registry.stored_copy("b")
+        assert copy is not None and copy.model_hash == "model-1"
+        leader.release()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
 async def test_first_client_that_resumes_ends_no_other_stream() -> None:
     leader = FakeLeader(script=Script(hold_at=4))
     async with running_world(leader, settings=QUICK) as world:
@@ -249,6 +280,17 @@ async def test_stalled_first_client_stalls_no_other() -> None:
         await close(stalled)
 
 
+async def test_request_joins_no_ended_computation() -> None:
+    leader = FakeLeader()
+    async with running_world(leader, settings=SHARING) as world:
+        stalled = world.fleet.generate(request("a"))
+        await anext(stalled)
+        await until(lambda: not any(session.stream.is_running for session in world.fleet.sessions))
+        assert (await read_stream(world.fleet, request("b"))).tokens == TOKENS
+        assert (len(leader.submitted), num_joined(world)) == (2, 0)
+        await close(stalled)
+
+
 async def close(stream: AsyncIterator[Delta | KeepAlive]) -> None:
     await stream.aclose()  # type: ignore[attr-defined]
 
@@ -277,6 +319,21 @@ async def test_joined_request_counts_in_the_quota() -> None:
         assert (await first).tokens == (await second).tokens == TOKENS
         (again,) = start(world, "d", tenant="t")
         assert (await again).tokens == TOKENS
+
+
+async def test_resumed_stream_uses_no_quota_again() -> None:
+    leader = FakeLeader(script=Script(hold_at=4))
+    async with running_world(leader, settings=QUICK) as world:
+        world.fleet.dispatcher.quotas.quota_of = lambda name: Quota(requests_per_minute=2)
+        first, second = start(world, "a", "b", tenant="t", can_resume=True)
+        await until_joined(world, 1)
+        await until_delivered(world, 4)
+        await leave(second)
+        found = await world.fleet.find(["b"], "t")
+        again = asyncio.create_task(read_stream(world.fleet, found["b"].request))
+        await until(lambda: again.done() or num_joined(world) == 2)
+        leader.release()
+        assert (await first).tokens == found["b"].request.delivered + (await again).tokens == TOKENS
 
 
 async def test_joined_requests_are_no_load() -> None:
