@@ -87,13 +87,14 @@ class ResponseCache(Record):
     """Stored responses of each router. Only deterministic requests with one choice, without tools and logprobs."""
 
     exact: bool = False
-    """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed."""
+    """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed. A
+    change restarts the routers."""
     ttl_seconds: int = Field(default=3600, ge=1, le=31_536_000)
     """Age at which a response is dropped."""
     max_entries: int = Field(default=10_000, ge=1, le=10_000_000)
     """Stored responses of each router; the least recently used is dropped first."""
     max_bytes: Memory = "64Mi"
-    """Memory of the stored responses of each router, in addition to its other memory."""
+    """Memory of the stored responses of each router. It raises the memory request of the pods: a change restarts the routers."""
     scope: CacheScope = "tenant"
     """Requests that share responses: those of one tenant (API key), or all requests of the service."""
 

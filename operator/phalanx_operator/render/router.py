@@ -4,6 +4,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.spec.quantities import parse_bytes
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement, services
@@ -15,6 +16,8 @@ CONTAINER = "router"
 _KEYS = "api-keys"
 GRACE_S = 30
 """Added to the drain timeout."""
+MEMORY_MIB = 128
+"""Memory request without stored responses."""
 
 
 def router_objects(service: InferenceService, images: Images) -> list[Object]:
@@ -83,6 +86,13 @@ def _pod(service: InferenceService, images: Images) -> Object:
     }
 
 
+def _memory(service: InferenceService) -> str:
+    """The memory request: of a router, and of the responses that it may store."""
+    cache = service.spec.router.response_cache
+    stored_mib = -(-parse_bytes(cache.max_bytes) >> 20) if cache.exact else 0
+    return f"{MEMORY_MIB + stored_mib}Mi"
+
+
 def _spread(service: InferenceService) -> Object:
     """Rendered for one router too, so that scaling restarts no router."""
     return {
@@ -116,7 +126,7 @@ def _container(service: InferenceService, images: Images) -> Object:
         "startupProbe": http_probe("/healthz", period_s=1, failures=120),
         "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
         "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
-        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": _memory(service)}},
         "securityContext": container_security(),
         "volumeMounts": [
             {"name": "token", "mountPath": labels.TOKEN_DIR, "readOnly": True},

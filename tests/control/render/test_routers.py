@@ -1,6 +1,8 @@
-"""Routers of a service are spread over nodes. Spread constraints of users apply to groups only."""
+"""Router pods: spread over nodes, without the spread constraints of users, and with memory for stored responses."""
 
 from typing import Any
+
+import pytest
 
 from phalanx_operator.render import pods, router
 from phalanx_operator.render.pods import GroupBuild
@@ -50,3 +52,19 @@ def test_user_spread_constraints_apply_to_groups() -> None:
     assert group(**spec)["spec"]["topologySpreadConstraints"] == [CUSTOM]
     assert routers(**spec) == routers(router={"replicas": 2})
     assert "topologySpreadConstraints" not in group()["spec"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "memory"),
+    [
+        ({}, "128Mi"),
+        ({"maxBytes": "2Gi"}, "128Mi"),
+        ({"exact": True}, "192Mi"),
+        ({"exact": True, "maxBytes": "2Gi"}, "2176Mi"),
+        ({"exact": True, "maxBytes": "1500k"}, "130Mi"),
+    ],
+    ids=str,
+)
+def test_memory_request_includes_the_stored_responses(cache: dict[str, Any], memory: str) -> None:
+    (container,) = routers(router={"responseCache": cache})["spec"]["containers"]
+    assert container["resources"] == {"requests": {"cpu": "100m", "memory": memory}}
