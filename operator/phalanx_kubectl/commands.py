@@ -74,15 +74,18 @@ class Commands:
         return f"{name} restarts group by group; kubectl phalanx groups {name} shows the progress\n"
 
     def purge_cache(self, name: str) -> str:
-        """Drops the stored responses of all routers. Raises KubectlFailed if no router answers."""
+        """Drops the stored responses of all routers, also of those that are not ready. Raises KubectlFailed unless all answer."""
+        pods = [pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)]
+        if not pods:
+            raise KubectlFailed(f"{name} has no running router")
         purged: list[int] = []
-        for pod in self._router_pods(name):
+        for pod in pods:
             try:
                 purged.append(int(self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "purge-cache"))))
             except (KubectlFailed, ValueError) as error:
                 self.warn(f"router {pod}: {error}")
-        if not purged:
-            raise KubectlFailed(f"no router of {name} answers")
+        if len(purged) < len(pods):
+            raise KubectlFailed(f"purged {len(purged)} of {len(pods)} routers: repeat the command")
         return f"purged {sum(purged)} responses of {len(purged)} routers\n"
 
     def logs(self, name: str, group: str | None, *, follow: bool = False, previous: bool = False, tail: int = -1) -> int:
@@ -111,7 +114,7 @@ class Commands:
         namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
         loads = {}
         try:
-            pods = self._router_pods(name)
+            pods = [pod["metadata"]["name"] for pod in self._router_pods(name) if _is_ready(pod)]
         except KubectlFailed as error:
             self.warn(str(error))
             return {}
@@ -123,12 +126,18 @@ class Commands:
                 self.warn(f"router {pod}: {error}")
         return loads
 
-    def _router_pods(self, name: str) -> list[str]:
-        """Returns the ready router pods. Raises KubectlFailed."""
-        pods = read_json(self.kubectl, "get", "pods", "-l", f"{labels.SERVICE}={name},{labels.COMPONENT}=router")["items"]
-        return [pod["metadata"]["name"] for pod in pods if _is_ready(pod)]
+    def _router_pods(self, name: str) -> list[Json]:
+        """Returns the router pods. Raises KubectlFailed."""
+        pods: list[Json] = read_json(self.kubectl, "get", "pods", "-l", f"{labels.SERVICE}={name},{labels.COMPONENT}=router")[
+            "items"
+        ]
+        return pods
 
 
 def _is_ready(pod: Json) -> bool:
     conditions = (pod.get("status") or {}).get("conditions") or []
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def _is_running(pod: Json) -> bool:
+    return (pod.get("status") or {}).get("phase") == "Running"

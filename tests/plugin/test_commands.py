@@ -189,17 +189,33 @@ def test_kubectl_finds_the_plugin_by_its_name(kubectl: FakeKubectl, tmp_path: pa
     assert (completed.returncode, completed.stderr) == (0, "") and "Service:  team/chat" in completed.stdout
 
 
-def test_cache_purge_reaches_each_ready_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
-    routers(kubectl)
+def router_pods(kubectl: FakeKubectl) -> None:
+    """A ready router, one that is not ready, and one whose container has not started."""
+    statuses = [("r-a", READY | {"phase": "Running"}), ("r-b", {"phase": "Running"}), ("r-c", {"phase": "Pending"})]
+    pods = [{"metadata": {"name": name}, "status": status} for name, status in statuses]
+    kubectl.answer("get pods -l phalanx.dev/service=chat,phalanx.dev/component=router", {"items": pods})
+
+
+def test_cache_purge_reaches_each_running_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
     kubectl.answer("exec r-a", "3\n")
+    kubectl.answer("exec r-b", "4\n")
     assert plugin("cache", "purge", "chat") == 0
     output = capsys.readouterr()
-    assert output.out == "purged 3 responses of 1 routers\n" and output.err.startswith("warning: router r-b: ")
+    assert (output.out, output.err) == ("purged 7 responses of 2 routers\n", "")
     assert ["exec", "r-a", "-c", "router", "--", "phalanx-router", "purge-cache"] in kubectl.calls
     assert "r-c" not in str(kubectl.calls)
+
+
+def test_cache_purge_fails_unless_all_routers_answer(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
+    kubectl.answer("exec r-b", "4\n")
+    assert plugin("cache", "purge", "chat") == 1
+    output = capsys.readouterr()
+    assert output.out == "" and "warning: router r-a: " in output.err and "purged 1 of 2 routers" in output.err
 
 
 def test_cache_purge_without_a_router_fails(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get pods -l", {"items": []})
     assert plugin("cache", "purge", "chat") == 1
-    assert "no router of chat answers" in capsys.readouterr().err
+    assert "chat has no running router" in capsys.readouterr().err
