@@ -3,6 +3,7 @@
 A `ResponseCache` stores outputs. A stream is replayed from it, or recorded for it.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,7 +14,9 @@ from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import Item, close
 
 MAX_PIECES = 16
-"""Deltas of a replayed stream: each costs the encoding of a chunk."""
+"""Deltas of a replayed stream of usual length: each costs the encoding of a chunk."""
+MAX_PIECE_TOKENS = 1024
+"""Their tokens become text without an interruption, in a few milliseconds."""
 CacheResult = Literal["exact", "miss"]
 """Values of the response header `x-phalanx-cache`."""
 
@@ -89,10 +92,12 @@ def look_up(cache: ResponseCache, query: CacheQuery) -> CacheUse:
 
 
 async def replay(output: CachedOutput) -> AsyncIterator[Item]:
-    """Yields a stored output in pieces, without waiting."""
+    """Yields a stored output in pieces. Other streams continue between those of a long one."""
     tokens = list(output.tokens)
-    size = max(1, -(-len(tokens) // MAX_PIECES))
+    size = min(max(1, -(-len(tokens) // MAX_PIECES)), MAX_PIECE_TOKENS)
     for start in range(0, max(1, len(tokens)), size):
+        if start and len(tokens) > MAX_PIECE_TOKENS:
+            await asyncio.sleep(0)
         is_last = start + size >= len(tokens)
         yield Delta(
             index=start,

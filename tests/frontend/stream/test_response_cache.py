@@ -1,5 +1,6 @@
 """Replayed and recorded streams of the response cache."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from hypothesis import given
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
 from phalanx_frontend.stream.reply import Reply
-from phalanx_frontend.stream.response_cache import MAX_PIECES, CachedOutput, CacheQuery, CacheUse, record, replay
+from phalanx_frontend.stream.response_cache import (
+    MAX_PIECE_TOKENS,
+    MAX_PIECES,
+    CachedOutput,
+    CacheQuery,
+    CacheUse,
+    record,
+    replay,
+)
 from phalanx_frontend.stream.resume import Item
 from phalanx_frontend.text.detokenize import make_detokenizer
 from phalanx_frontend.text.tokenizer import TextTokenizer
@@ -40,6 +49,24 @@ async def test_replay_yields_each_token_once_in_pieces(tokens: list[int]) -> Non
     assert [delta.index for delta in deltas] == [sum(len(d.tokens) for d in deltas[:i]) for i in range(len(deltas))]
     assert [delta.finish for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
     assert len(deltas) == max(1, min(len(tokens), len(deltas))) <= MAX_PIECES and {d.cached_tokens for d in deltas} == {3}
+
+
+async def test_other_tasks_run_between_pieces_of_a_long_output() -> None:
+    output = CachedOutput(tokens=range(100_000), finish="stop", cached_tokens=0, seconds=1.0)
+    turns, sizes = 0, list[int]()
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(take_turns())
+    async for item in replay(output):
+        assert isinstance(item, Delta)
+        sizes.append(len(item.tokens))
+    other.cancel()
+    assert sum(sizes) == 100_000 and max(sizes) <= MAX_PIECE_TOKENS and turns >= len(sizes) - 1
 
 
 async def recorded(text: str, *, stop: str = "", pieces: int = 4, reads: int = 10**6) -> list[CachedOutput]:
