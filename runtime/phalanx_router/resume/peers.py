@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from starlette.responses import PlainTextResponse
@@ -46,15 +47,23 @@ def peer_order(own: str, others: Iterable[Endpoint]) -> list[Endpoint]:
     return sorted(around, key=lambda peer: peer.is_leaving)
 
 
+@dataclass(slots=True)
+class _SentJournal:
+    number: int
+    num_tokens: int = -1  # -1: nothing was sent
+    weights: str | None = None  # in the copy
+
+
 class PeerBacklog:
     """Journal changes for a peer; at first all open journals."""
 
     def __init__(self, open_sessions: Iterable[StreamSession]) -> None:
         self._new = dict.fromkeys(open_sessions)
-        self._sent: dict[StreamSession, list[int]] = {}  # number, tokens sent
+        self._sent: dict[StreamSession, _SentJournal] = {}
         self._extended: set[StreamSession] = set()
         self._closed: list[JournalEnd] = []
-        self._last_tokens: list[tuple[int, Sequence[int]]] = []  # of closed streams, by number
+        self._opened: list[tuple[int, JournalCopy]] = []
+        self._tokens: list[tuple[int, Sequence[int]]] = []  # by number
         self._last_number = 0
 
     def opened(self, session: StreamSession) -> None:
@@ -70,25 +79,31 @@ class PeerBacklog:
         self._new.pop(session, None)
         self._extended.discard(session)
         if (sent := self._sent.pop(session, None)) is not None:
-            self._last_tokens.append((sent[0], session.stream.journal.delivered[sent[1] :]))
-            self._closed.append(JournalEnd(sent[0], finish, is_forgotten))
+            self._add(session, sent)
+            self._closed.append(JournalEnd(sent.number, finish, is_forgotten))
+
+    def _add(self, session: StreamSession, sent: _SentJournal) -> None:
+        """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights once they are known."""
+        delivered, weights = session.stream.journal.delivered, session.computing.model_hash
+        if sent.num_tokens >= 0 and sent.weights == weights:
+            self._tokens.append((sent.number, delivered[sent.num_tokens :]))
+        else:
+            self._opened.append((sent.number, make_copy(session)))
+        sent.num_tokens, sent.weights = len(delivered), weights
 
     def take(self) -> JournalChanges | None:
         """Next frame, if a journal changed."""
-        tails, self._last_tokens = self._last_tokens, []
-        closed, self._closed = self._closed, []
         extended, self._extended = self._extended, set()
         for session in extended:
             if (sent := self._sent.get(session)) is not None:
-                delivered = session.stream.journal.delivered
-                tails.append((sent[0], delivered[sent[1] :]))
-                sent[1] = len(delivered)
-        opened: list[tuple[int, JournalCopy]] = []
+                self._add(session, sent)
         for session in list(self._new)[:MAX_OPENED]:
             del self._new[session]
             self._last_number += 1
-            opened.append((self._last_number, make_copy(session)))
-            self._sent[session] = [self._last_number, len(session.stream.journal.delivered)]
+            self._sent[session] = _SentJournal(self._last_number)
+            self._add(session, self._sent[session])
+        opened, tails, closed = self._opened, self._tokens, self._closed
+        self._opened, self._tokens, self._closed = [], [], []
         if not (opened or tails or closed):
             return None
         return JournalChanges(

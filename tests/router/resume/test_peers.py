@@ -103,6 +103,33 @@ def test_ended_streams_are_kept_and_forgotten_ones_dropped() -> None:
     assert copies.find(["kept"]) == []
 
 
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed at once"])
+def test_copy_of_a_queued_stream_gets_its_weights(closes: bool) -> None:
+    copies, backlog, session = PeerCopies(JournalStore(Clock())), PeerBacklog([]), make_session()
+    receiver = copies.receiver()
+
+    def send() -> JournalCopy:
+        changes = backlog.take()
+        assert changes is not None
+        receiver.apply(changes)
+        [copy] = copies.find(["a"])
+        return copy
+
+    backlog.opened(session)
+    assert send().model_hash == ""
+    session.model_hash = "model-1"
+    extend(session, 3)
+    backlog.extended(session)
+    if closes:
+        backlog.closed(session, None, False)
+    copy = send()
+    assert (copy.model_hash, copy.request.delivered) == ("model-1", session.stream.journal.delivered)
+    if not closes:
+        extend(session, 2)
+        backlog.extended(session)
+        assert send().request.delivered == session.stream.journal.delivered
+
+
 def test_copies_are_bounded() -> None:
     copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     receiver = copies.receiver()
