@@ -1,5 +1,6 @@
 """The response cache of one router: stores outputs of its groups by revision, as the policy allows."""
 
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class RouterResponseCache:
         self._policy: ResponseCachePolicy | None = None
         self._revisions: Sequence[str] = ()  # of known groups, the newest first
         self._responses = ResponseLru(bounds_of(None))
+        self._purged_at = float("-inf")
         backend.balancing.tick_listeners.append(self.refresh)
 
     @property
@@ -44,7 +46,7 @@ class RouterResponseCache:
         return self._backend.balancing.policy.response_cache is not None
 
     def refresh(self) -> None:
-        """Applies the policy, and drops the responses of revisions that no group has any more.
+        """Applies the policy, and drops responses that are too old or of revisions that no group has any more.
 
         Without groups, responses are kept for the next groups and not used.
         """
@@ -58,6 +60,7 @@ class RouterResponseCache:
         if revisions and revisions != self._revisions:
             self._responses.retain(revisions)
         self._revisions = revisions
+        self._responses.expire(self._clock())
         self._show()
 
     def find(self, query: CacheQuery) -> CachedOutput | None:
@@ -80,10 +83,10 @@ class RouterResponseCache:
         return CachedOutput(tokens=tokens, finish=found.finish, cached_tokens=found.cached_tokens, seconds=found.seconds)
 
     def store(self, query: CacheQuery, output: CachedOutput) -> None:
-        """Stores an output under the revision of the group that computed it."""
+        """Stores an output under the revision of the groups that computed it, unless its computation began before a purge."""
         self.refresh()
-        revision = self._backend.revision_of(query.request)
-        if self._policy is None or revision not in self._revisions:
+        revision, now = sys.intern(self._backend.revision_of(query.request)), self._clock()
+        if self._policy is None or revision not in self._revisions or now - output.seconds <= self._purged_at:
             return
         stored = StoredResponse(
             tokens=array(TOKEN_TYPE, output.tokens),
@@ -91,14 +94,14 @@ class RouterResponseCache:
             cached_tokens=output.cached_tokens,
             seconds=output.seconds,
             revision=revision,
-            stored_at=self._clock(),
+            stored_at=now,
         )
         self._responses.put(self._key(query, revision), stored)
         self._show()
 
     def purge(self) -> int:
-        """Drops all responses; returns their number."""
-        count = self._responses.clear()
+        """Drops all responses; returns their number. Those that are computed now will not be stored."""
+        count, self._purged_at = self._responses.clear(), self._clock()
         self._show()
         return count
 

@@ -136,7 +136,7 @@ class StreamSession:
     assignment: Assignment | None = None
     last_key: str = ""  # of the last assignment
     model_hash: str | None = None  # of the weights that computed its tokens
-    revision: str = ""  # `LeaderLink.revision_identity` of the last group
+    revision: str = ""  # `LeaderLink.revision_identity` of the groups that computed its tokens; empty if they differ
 
     wait: GroupWait = field(default_factory=GroupWait)
     charge: TenantCharge = field(default_factory=TenantCharge)
@@ -181,7 +181,8 @@ class StreamSession:
     def assign(self, link: LeaderLink, key: str, handle: int) -> None:
         """Records the group that runs the stream."""
         self.assignment, self.last_key = Assignment(link, key, handle), key
-        self.revision = link.revision_identity
+        is_other = bool(self.stream.journal.delivered) and self.revision != link.revision_identity
+        self.revision = "" if is_other else link.revision_identity
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""

@@ -131,6 +131,15 @@ async def test_excluded_request_is_computed_each_time(name: str) -> None:
         assert await router.metric("entries") == 1
 
 
+async def test_header_in_two_lines_forbids_storing() -> None:
+    lines = [("authorization", "Bearer sk-1"), ("cache-control", "no-store"), ("cache-control", "max-age=0")]
+    async with cached_router(printing_leader()) as router:
+        for _ in range(2):
+            response = await router.http.post("/v1/completions", json=dict(COMPLETION), headers=lines)
+            assert response.status_code == 200 and result_of(response) is None
+        assert router.num_computed == 2
+
+
 @pytest.mark.parametrize("difference", [{"max_tokens": 39}, {"prompt": "once"}, {"cache_salt": "x"}, {"stop": ["zzz"]}], ids=str)
 async def test_different_request_is_a_miss(difference: dict[str, Any]) -> None:
     async with cached_router(printing_leader()) as router:
@@ -217,6 +226,22 @@ async def test_responses_end_with_their_revision() -> None:
         assert response.status_code == 503, "without groups nothing is served"
 
 
+async def test_response_of_two_revisions_is_not_stored() -> None:
+    old, new = printing_leader("a", hold_at=5), printing_leader("b")
+    new.revision = "r2"
+    async with cached_router(old, new) as router:
+        router.source.change(old.endpoint())
+        await until(lambda: router.fleet.links.num_ready == 1)
+        asking = asyncio.create_task(router.post(COMPLETION))
+        await until(lambda: [len(session.stream.journal.delivered) for session in router.fleet.sessions] == [5])
+        router.source.change(old.endpoint(), new.endpoint(created="9"))
+        await until(lambda: router.fleet.links.num_ready == 2)
+        await old.stop()
+        assert result_of(await asking) == "miss" and router.num_computed == 2
+        assert [len(submit.request.delivered) for submit in new.submitted] == [5]
+        assert await router.metric("entries") == 0 and result_of(await router.post(COMPLETION)) == "miss"
+
+
 async def test_lost_link_keeps_the_responses_of_its_group() -> None:
     leader = printing_leader()
     leader.state = wire.State(serving=True, incarnation=1, served=wire.Served("weights-1"))
@@ -262,7 +287,10 @@ async def test_stored_response_ages_by_the_clock() -> None:
         cache.store(CacheQuery(make_request(prompt=[9])), output)  # no open stream: its revision is unknown
         now += CACHE.ttl_s - 1
         assert cache.find(query) == output and cache.find(CacheQuery(make_request(prompt=[9]))) is None
+        assert world.metric("phalanx_router_response_cache_entries") == 1
         now += 1
+        world.fleet.balancing.tick()
+        assert world.metric("phalanx_router_response_cache_entries") == 0, "an old response is dropped without a request"
         assert cache.find(query) is None
         assert world.metric("phalanx_router_response_cache_seconds_saved_total") == 1.5
 
@@ -281,6 +309,17 @@ async def test_purge_drops_all_responses() -> None:
         assert await router.metric("entries") == 2
         assert (await purge(router)).json() == {"purged": 2}
         assert result_of(await router.post(COMPLETION)) == "miss"
+
+
+async def test_response_in_computation_at_a_purge_is_not_stored() -> None:
+    leader = printing_leader(hold_at=3)
+    async with cached_router(leader) as router:
+        asking = asyncio.create_task(router.post(COMPLETION))
+        await until(lambda: [len(session.stream.journal.delivered) for session in router.fleet.sessions] == [3])
+        assert (await purge(router)).json() == {"purged": 0}
+        leader.release()
+        await asking
+        assert [result_of(await router.post(COMPLETION)) for _ in range(2)] == ["miss", "exact"]
 
 
 async def test_command_purges_the_router_of_its_pod(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

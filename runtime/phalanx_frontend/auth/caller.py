@@ -88,14 +88,14 @@ class CallerMiddleware:
 
         key = self._keys.find(headers.get(b"authorization", b""))
         last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
-        directives = headers.get(b"cache-control", b"").lower().split(b",")
+        cache_control = b",".join(value for name, value in scope["headers"] if name == b"cache-control")  # may be repeated
         scope[_SCOPE_KEY] = Caller(
             request_id=id,
             key=key,
             has_keys=bool(self._keys),
             has_random_id=has_random_id,
             last_event_id=last_event_id,
-            no_store=b"no-store" in map(bytes.strip, directives),
+            no_store=b"no-store" in map(bytes.strip, cache_control.lower().split(b",")),
         )
         try:
             if self._keys and key is None and scope["path"] not in OPEN_PATHS:

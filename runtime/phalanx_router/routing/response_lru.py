@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 
-ENTRY_BYTES = 512
-"""Upper bound of an entry's memory in addition to its tokens."""
+ENTRY_BYTES = 768
+"""Upper bound of an entry's memory in addition to its tokens, also after many changes of the dicts. Revisions are shared."""
 TOKEN_BYTES = 4
 
 
@@ -57,6 +57,11 @@ class ResponseLru:
         self._bounds = bounds
         self._shrink(now)
 
+    def expire(self, now: float) -> None:
+        """Drops the responses that are too old."""
+        while self._by_age and self._is_expired(self._entries[oldest := next(iter(self._by_age))], now):
+            self._drop(oldest)
+
     def get(self, key: bytes, now: float) -> StoredResponse | None:
         """Returns a response, unless it is too old, and makes it the most recently used."""
         entry = self._entries.get(key)
@@ -90,8 +95,7 @@ class ResponseLru:
         return count
 
     def _shrink(self, now: float) -> None:
-        while self._by_age and self._is_expired(self._entries[oldest := next(iter(self._by_age))], now):
-            self._drop(oldest)
+        self.expire(now)
         while self.num_bytes > self._bounds.max_bytes or len(self) > self._bounds.max_entries:
             self._drop(next(iter(self._entries)))
 

@@ -14,9 +14,15 @@ from phalanx_router.routing.response_lru import ENTRY_BYTES, TOKEN_BYTES, LruBou
 WIDE = LruBounds(ttl_s=10.0, max_entries=10**6, max_bytes=10**9)
 
 
-def entry(count: int = 4, revision: str = "r1", stored_at: float = 0.0) -> StoredResponse:
-    tokens = array("I", range(count))
-    return StoredResponse(tokens=tokens, finish="stop", cached_tokens=0, seconds=1.0, revision=revision, stored_at=stored_at)
+def entry(count: int = 4, revision: str = "r1", stored_at: float = 0.0, cached_tokens: int = 0) -> StoredResponse:
+    return StoredResponse(
+        tokens=array("I", range(count)),
+        finish="stop",
+        cached_tokens=cached_tokens,
+        seconds=1.0 + stored_at,
+        revision=revision,
+        stored_at=stored_at,
+    )
 
 
 def key(number: int) -> bytes:
@@ -80,17 +86,22 @@ def test_bounds_hold_under_a_flood_of_distinct_requests(sizes: list[int], max_en
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
-def test_counted_bytes_bound_the_memory(size: int) -> None:
-    count, responses = 5000, ResponseLru(WIDE)
+@pytest.mark.parametrize("count", [700, 3000, 5500])
+def test_counted_bytes_bound_the_memory(size: int, count: int) -> None:
+    """Also while entries are used and replaced, which makes the dicts sparse."""
+    responses = ResponseLru(LruBounds(ttl_s=10.0, max_entries=count, max_bytes=10**9))
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for number in range(count):
-            responses.put(key(number), entry(size, stored_at=number / count))
-        after, _ = tracemalloc.get_traced_memory()
+        for number in range(4 * count):
+            responses.put(key(number), entry(size, stored_at=number / count, cached_tokens=1000 + number))
+            responses.get(key(number - count // 3 if number > count else number), number / count)
+            if number % 100 == 99:
+                memory = tracemalloc.get_traced_memory()[0] - before
+                assert number < 99 + count or memory <= responses.num_bytes, f"{memory / len(responses):.0f} bytes an entry"
     finally:
         tracemalloc.stop()
-    assert after - before <= responses.num_bytes == count * (ENTRY_BYTES + TOKEN_BYTES * size)
+    assert responses.num_bytes == count * (ENTRY_BYTES + TOKEN_BYTES * size)
 
 
 class Machine(RuleBasedStateMachine):
