@@ -67,13 +67,18 @@ class RouterResponseCache:
         """Returns an output of the newest revision that has one."""
         self.refresh()
         now = self._clock()
-        for revision in self._revisions:
+        for revision in self._used_revisions():
             found = self._responses.get(self._key(query, revision), now)
             if found is not None:
                 self._metrics.hit("exact", len(query.request.prompt), len(found.tokens), found.seconds)
                 return self._output(query, found)
         self._metrics.missed()
         return None
+
+    def _used_revisions(self) -> Sequence[str]:
+        """During a canary without the newest one, whose responses would reach more requests than its share."""
+        canary = self._backend.balancing.policy.canary
+        return [identity for identity in self._revisions if identity.split(" ")[0] != canary] or self._revisions
 
     def _output(self, query: CacheQuery, found: StoredResponse) -> CachedOutput:
         tokens, request = found.tokens.tolist(), query.request

@@ -226,6 +226,21 @@ async def test_responses_end_with_their_revision() -> None:
         assert response.status_code == 503, "without groups nothing is served"
 
 
+async def test_stored_response_of_a_canary_waits_for_its_promotion() -> None:
+    old, new = printing_leader("a"), printing_leader("b")
+    new.revision = "r2"
+    async with cached_router(old, new) as router:
+        router.source.change(new.endpoint(created="9"))
+        await until(lambda: router.fleet.links.revisions() == ["r2 "])
+        await router.post(COMPLETION)
+        router.fleet.balancing.set_policy(BalancePolicy(number=1, response_cache=CACHE, canary="r2", canary_percent=0))
+        assert result_of(await router.post(COMPLETION)) == "exact", "no other revision serves"
+        router.source.change(old.endpoint(), new.endpoint(created="9"))
+        await until(lambda: router.fleet.links.num_ready == 2)
+        assert [result_of(await router.post(COMPLETION)) for _ in range(2)] == ["miss", "exact"]
+        assert (len(old.submitted), len(new.submitted)) == (1, 1)
+
+
 async def test_response_of_two_revisions_is_not_stored() -> None:
     old, new = printing_leader("a", hold_at=5), printing_leader("b")
     new.revision = "r2"
