@@ -84,7 +84,7 @@ class RouterResponseCache:
         tokens, request = found.tokens.tolist(), query.request
         if request.can_resume:  # as an ended stream: its client may lose the connection
             ended = msgspec.structs.replace(request, delivered=tokens)
-            self._backend.stream_registry.store.put(JournalCopy(ended, finish=found.finish))
+            self._backend.stream_registry.store.put(JournalCopy(ended, finish=found.finish), displaces=False)
         return CachedOutput(tokens=tokens, finish=found.finish, cached_tokens=found.cached_tokens, seconds=found.seconds)
 
     def store(self, query: CacheQuery, output: CachedOutput) -> None:

@@ -29,10 +29,13 @@ class JournalStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, copy: JournalCopy) -> None:
-        """Stores a copy, in place of an earlier one."""
+    def put(self, copy: JournalCopy, displaces: bool = True) -> None:
+        """Stores a copy, in place of an earlier one. `displaces`: also if older ones must be dropped for it."""
         self.forget(copy.request.id)
         packed = peer_wire.encode(copy)
+        self._evict()
+        if not displaces and self._num_bytes + ENTRY_BYTES + len(packed) > self._max_bytes:
+            return
         self._entries[copy.request.id] = (self._clock() + self._keep_s, packed)
         self._num_bytes += ENTRY_BYTES + len(packed)
         self._evict()

@@ -22,7 +22,7 @@ from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.journal_store import LIVE_BYTES, TOKEN_BYTES, JournalStore, PeerCopies
+from phalanx_router.resume.journal_store import ENTRY_BYTES, LIVE_BYTES, TOKEN_BYTES, JournalStore, PeerCopies
 from phalanx_router.resume.peer_wire import JournalCopy, JournalEnd
 from phalanx_router.resume.peers import PeerBacklog, PeerEndpoint, Peers, peer_order
 from phalanx_router.routing.prefixes import PromptKeys
@@ -101,6 +101,19 @@ def test_ended_streams_are_kept_and_forgotten_ones_dropped() -> None:
     assert (copy.request.delivered, copy.finish) == ([1, 8, 15], "length")
     clock.now = 61
     assert copies.find(["kept"]) == []
+
+
+def test_copy_that_may_displace_no_other_needs_room() -> None:
+    clock = Clock()
+    copies = [JournalCopy(make_request(id=id)) for id in "abcd"]
+    store = JournalStore(clock, max_bytes=2 * (ENTRY_BYTES + len(peer_wire.encode(copies[0]))))
+    for copy, displaces in zip(copies, (True, False, False, True), strict=True):
+        store.put(copy, displaces=displaces)
+        clock.now += 1
+    assert [store.get(id) is not None for id in "abcd"] == [False, True, False, True]
+    clock.now = 62
+    store.put(copies[2], displaces=False)
+    assert store.get("c") is not None, "expired copies leave room"
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["open", "closed at once"])
