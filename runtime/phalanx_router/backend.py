@@ -200,6 +200,11 @@ class RouterBackend:
         session = self._by_request.get(id(request))
         return "" if session is None else session.computing.revision
 
+    def forget_revisions(self) -> None:
+        """Makes the revisions of all present computations unknown."""
+        for session in self.sessions:
+            session.revision = ""
+
     def refuse(self) -> None:
         """Refuses new requests; open streams continue."""
         self._refuses = True

@@ -37,7 +37,6 @@ class RouterResponseCache:
         self._policy: ResponseCachePolicy | None = None
         self._revisions: Sequence[str] = ()  # of known groups, the newest first
         self._responses = ResponseLru(bounds_of(None))
-        self._purged_at = float("-inf")
         backend.balancing.tick_listeners.append(self.refresh)
 
     @property
@@ -88,10 +87,10 @@ class RouterResponseCache:
         return CachedOutput(tokens=tokens, finish=found.finish, cached_tokens=found.cached_tokens, seconds=found.seconds)
 
     def store(self, query: CacheQuery, output: CachedOutput) -> None:
-        """Stores an output under the revision of the groups that computed it, unless its computation began before a purge."""
+        """Stores an output under the revision of the groups that computed it."""
         self.refresh()
-        revision, now = sys.intern(self._backend.revision_of(query.request)), self._clock()
-        if self._policy is None or revision not in self._revisions or now - output.seconds <= self._purged_at:
+        revision = sys.intern(self._backend.revision_of(query.request))
+        if self._policy is None or revision not in self._revisions:
             return
         stored = StoredResponse(
             tokens=array(TOKEN_TYPE, output.tokens),
@@ -99,14 +98,15 @@ class RouterResponseCache:
             cached_tokens=output.cached_tokens,
             seconds=output.seconds,
             revision=revision,
-            stored_at=now,
+            stored_at=self._clock(),
         )
         self._responses.put(self._key(query, revision), stored)
         self._show()
 
     def purge(self) -> int:
         """Drops all responses; returns their number. Those that are computed now will not be stored."""
-        count, self._purged_at = self._responses.clear(), self._clock()
+        self._backend.forget_revisions()
+        count = self._responses.clear()
         self._show()
         return count
 

@@ -3,7 +3,7 @@
 Parts of a session and their writers:
 
     `assignment`, `last_key`                dispatcher, mover; backend for adopted streams
-    `model_hash`, `revision`                as above, and `dispatch.coalescing`
+    `model_hash`, `revision`                as above, and `dispatch.coalescing`; backend at a purge
     `wait`, `charge`                        `dispatch`
     `failures`                              `backend`; `dispatch` clears `excluded` after a wait
     `moves`                                 `migration`
@@ -136,7 +136,7 @@ class StreamSession:
     assignment: Assignment | None = None
     last_key: str = ""  # of the last assignment
     model_hash: str | None = None  # of the weights that computed its tokens
-    revision: str = ""  # `LeaderLink.revision_identity` of the groups that computed its tokens; empty if they differ
+    revision: str = ""  # `LeaderLink.revision_identity` of the groups that computed its tokens; empty if they differ or unknown
 
     wait: GroupWait = field(default_factory=GroupWait)
     charge: TenantCharge = field(default_factory=TenantCharge)

@@ -327,13 +327,17 @@ async def test_purge_drops_all_responses() -> None:
 
 
 async def test_response_in_computation_at_a_purge_is_not_stored() -> None:
+    """Neither by the request that computes it, nor by one that joins later."""
     leader = printing_leader(hold_at=3)
-    async with cached_router(leader) as router:
-        asking = asyncio.create_task(router.post(COMPLETION))
+    async with cached_router(leader, coalesces=True) as router:
+        asking = [asyncio.create_task(router.post(COMPLETION))]
         await until(lambda: [len(session.stream.journal.delivered) for session in router.fleet.sessions] == [3])
         assert (await purge(router)).json() == {"purged": 0}
+        asking.append(asyncio.create_task(router.post(COMPLETION)))
+        await until(lambda: len(router.fleet.sessions) == 2)
         leader.release()
-        await asking
+        await asyncio.gather(*asking)
+        assert router.num_computed == 1
         assert [result_of(await router.post(COMPLETION)) for _ in range(2)] == ["miss", "exact"]
 
 
