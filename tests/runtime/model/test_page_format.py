@@ -97,6 +97,28 @@ def test_kernels_write_the_codes_of_the_reference(target: str, name: str, dtype:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
+@formats
+@pytest.mark.parametrize("lost", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_lost_numbers_are_read_back_as_lost(target: str, name: str, lost: float, dim: int) -> None:
+    one = case([1, 5, 16, 40], 16, 6, 2, dim, torch.float32)
+    one.cache = compress(one.cache, name)
+    k, v = numbers(dim, 3.0, dim, 4), numbers(dim, 3.0, dim + 1, 4)
+    v[1, 0, 5] = v[2, 1, dim - 1] = lost
+    expected, native = copied(one.cache), NativeAttention(compiled(target))
+    out = native(one.q.contiguous(), k, v, one.cache, one.batch, AttentionParams())
+    assert native.num_decoded == 4, "the kernel was not used"
+    assert (~out.view(4, 2, -1)[[1, 2], [0, 1]].isfinite()).any(-1).all(), "no request reads a plausible number instead"
+    write_pages(k, v, expected, one.batch.slots)
+    is_lost = []
+    for cache in (expected, one.cache):
+        values = cache.read(torch.arange(cache.v.shape[0] * 2), torch.float32)[1]
+        is_lost.append(~values.view(-1, dim)[one.batch.slots].isfinite())
+    assert torch.equal(*is_lost)
+    assert is_lost[0].sum() == 2 * (dim if name != "int4" else dim // -(-dim // 64))
+
+
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("window", [None, 33])

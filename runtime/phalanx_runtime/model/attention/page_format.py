@@ -7,7 +7,8 @@
 
 A Hadamard transform of keys and queries keeps their products and evens out dimensions with large values.
 
-Scales and offsets are bf16, rounded before the codes are computed, so that reading has no other error than the codes'.
+Scales and offsets are bf16, rounded before the codes are computed, so that reading has no other error than the codes'. Numbers
+that share a scale with NaN or infinity are not read back as finite ones.
 
 Sources: KVQuant (Hooper et al. 2024) and KIVI (Liu et al. 2024) for groups, QuaRot (Ashkboos et al. 2024) for rotated keys.
 """

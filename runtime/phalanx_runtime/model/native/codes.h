@@ -74,13 +74,23 @@ inline void expand(int64_t format, const uint8_t* codes, const bf16* scales, int
 
 inline float divisor(bf16 scale) { return scale.bits ? widen(scale) : 1.0f; }
 
-// Codes and scales of a token and head.
+// The largest magnitude, NaN if a number is NaN or infinite. Bits without the sign are in the order of their numbers.
+inline float largest_magnitude(const float* x, int64_t size) {
+    uint32_t top = 0;
+    for (int64_t d = 0; d < size; d++) top = std::max(top, float_to_bits(x[d]) & 0x7fffffff);
+    return top < 0x7f800000 ? bits_to_float(top) : NAN;
+}
+// NaN becomes `low`.
+inline float clamped(float x, float low, float high) { return std::min(high, std::max(low, x)); }
+
+// Codes and scales of a token and head. Numbers that share a scale with NaN or infinity are not read back as finite ones.
 inline void encode(int64_t format, const float* x, int64_t dim, uint8_t* codes, bf16* scales) {
     if (format == INT4) {
         std::fill(codes, codes + dim / 2, uint8_t{0});
         each_int4_range(dim, [&](int64_t first, int64_t last, int shift, int64_t group) {
             const int64_t size = dim / num_groups(dim), start = group * size;
-            const float lowest = *std::min_element(x + start, x + start + size);
+            const bool is_finite = !std::isnan(largest_magnitude(x + start, size));
+            const float lowest = is_finite ? *std::min_element(x + start, x + start + size) : NAN;
             const float highest = *std::max_element(x + start, x + start + size);
             const auto bits = static_cast<int32_t>(float_to_bits(lowest));
             bf16& offset = scales[num_groups(dim) + group];
@@ -89,22 +99,20 @@ inline void encode(int64_t format, const float* x, int64_t dim, uint8_t* codes, 
             const float low = widen(offset), step = divisor(scales[group]);
             uint8_t* to = codes + first - (shift ? dim / 2 : 0);
             for (int64_t d = 0; d < last - first; d++) {
-                const float code = rounded(std::min(std::max((x[first + d] - low) / step, 0.0f), INT4_MAX_CODE));
+                const float code = rounded(clamped((x[first + d] - low) / step, 0.0f, INT4_MAX_CODE));
                 to[d] |= static_cast<uint8_t>(static_cast<int32_t>(code) << shift);
             }
         });
         return;
     }
     const float limit = format == INT8 ? INT8_MAX_CODE : FP8_MAX_CODE;
-    float highest = 0;
-    for (int64_t d = 0; d < dim; d++) highest = std::max(highest, std::fabs(x[d]));
-    narrow(highest / limit, scales);
+    narrow(largest_magnitude(x, dim) / limit, scales);
     const float step = divisor(scales[0]);
     if (format == INT8)
         for (int64_t d = 0; d < dim; d++) {
-            const float code = rounded(std::min(std::max(x[d] / step, -limit), limit));
+            const float code = rounded(clamped(x[d] / step, -limit, limit));
             codes[d] = static_cast<uint8_t>(static_cast<int32_t>(code));
         }
     else
-        for (int64_t d = 0; d < dim; d++) codes[d] = to_fp8(std::min(std::max(x[d] / step, -limit), limit));
+        for (int64_t d = 0; d < dim; d++) codes[d] = to_fp8(clamped(x[d] / step, -limit, limit));
 }
