@@ -17,7 +17,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.page_format import PageFormat, choose_format
+from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, choose_format
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import KvLayout, Model
@@ -36,8 +36,6 @@ MAX_CPU_OPERATIONS = 10**11
 """Attention operations on CPU: about a second on two cores."""
 _MASK_SCRATCH = 3
 """Booleans per mask element while it is made."""
-_EXPANSION_SCRATCH = 9
-"""Bytes per number of a compressed key or value while torch expands it: its code, and two float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def _max_cpu_context(model: Model, tokens: int, page_size: int, dtype: torch.dty
 def context_bytes(kv: KvLayout, tokens: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes per context token: mask with scratch, key and value."""
     masks = tokens * (len(kv.windows) * dtype.itemsize + _MASK_SCRATCH)
-    scratch = 0 if format is None else _EXPANSION_SCRATCH
+    scratch = 0 if format is None else EXPANSION_BYTES
     return masks + kv.kv_heads * max(kv.head_dims) * (2 * dtype.itemsize + scratch)
 
 

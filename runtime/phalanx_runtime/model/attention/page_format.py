@@ -26,6 +26,8 @@ from phalanx_runtime.errors import ModelError
 CPU = torch.device("cpu")
 GROUP_DIMS = 64
 """Maximum dimensions of an int4 group."""
+EXPANSION_BYTES = 9
+"""Scratch per number of a key or value while torch expands it: its code, and two float32."""
 INT4_MAX = 15.0
 INT8_MAX = 127.0
 FP8_MAX = 448.0

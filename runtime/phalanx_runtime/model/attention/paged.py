@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.attention.page_format import PageFormat, hadamard_transform
+from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
 from phalanx_runtime.model.copies.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
@@ -23,7 +23,7 @@ TILE_BYTES = 16 << 20
 """Logits per tile with a softcap; larger tiles miss the CPU caches."""
 
 GATHER_BYTES = 32 << 20
-"""Keys and values per gather; one request may exceed it."""
+"""Keys and values per gather, with the scratch that expands their codes; one request may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,8 @@ class PagedAttention:
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[-1]
         cache_rows, mask = band.cache_rows.view(band.size, -1), band.masks[params.window]
         assert mask is not None, "a band is padded"
-        size = max(1, self._gather_bytes // (2 * cache_rows.shape[1] * page * dim * q.element_size()))
+        pair_bytes = 2 * q.element_size() + (0 if cache.format is None else EXPANSION_BYTES)
+        size = max(1, self._gather_bytes // (cache_rows.shape[1] * page * dim * pair_bytes))
         for first in range(0, band.size, size):
             part = slice(first, first + size)
             keys, values = self._gather(cache, cache_rows[part].reshape(-1), q.dtype)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
+from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, band_sizes
 
@@ -132,6 +133,41 @@ def test_attention_is_equal_for_any_gather_size(gather_bytes: int, window: int |
     form = AttentionParams(window=window)
     paged = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)
+
+
+class RecordingFormat:
+    """int8 that records how many numbers it decodes at a time."""
+
+    def __init__(self) -> None:
+        self._int8 = FORMATS["int8"]
+        self.name, self.dtype = self._int8.name, self._int8.dtype
+        self.decoded: list[int] = []
+
+    def code_dim(self, head_dim: int) -> int:
+        return self._int8.code_dim(head_dim)
+
+    def num_scales(self, head_dim: int) -> int:
+        return self._int8.num_scales(head_dim)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._int8.encode(x)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.decoded.append(codes.numel())
+        return self._int8.decode(codes, scales, dtype)
+
+
+@pytest.mark.parametrize(("gather_bytes", "together"), [(2 * 192 * (8 + 9) - 1, 1), (2 * 192 * (8 + 9), 2)])
+def test_gathers_include_the_scratch_of_codes(gather_bytes: int, together: int) -> None:
+    """A request gathers 192 keys' numbers: float32 keys and values, and 9 bytes while codes are expanded."""
+    _, batch = mixed()
+    rng, format = torch.Generator().manual_seed(1), RecordingFormat()
+    q, k, v = (torch.randn(7, heads, 8, generator=rng) for heads in (2 * HEADS, HEADS, HEADS))
+    parts = [
+        torch.zeros(10, HEADS, PAGE, size, dtype=part) for size, part in ((8, torch.int8), (1, torch.bfloat16)) for _ in "kv"
+    ]
+    PagedAttention(gather_bytes)(q, k, v, LayerCache(*parts, format=format), batch, AttentionParams())
+    assert max(format.decoded) == 192 * together
 
 
 def test_tokens_that_only_the_device_knows_are_filled() -> None:
