@@ -187,5 +187,8 @@ def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...], device: torch
         raise ModelError(f"kv-cache-dtype {kv_cache_dtype} is for CPU: GPUs have pages in the dtype of the weights, auto")
     for dim in head_dims if kv_cache_dtype == "int4" else ():
         if dim % (2 * num_groups(dim)):
-            raise ModelError(f"kv-cache-dtype int4 needs an even head dimension in groups of at most {GROUP_DIMS}, not {dim}")
+            raise ModelError(
+                f"kv-cache-dtype int4 cuts a head into groups of equal, even size and at most {GROUP_DIMS} dimensions: "
+                f"heads of {dim} are not {num_groups(dim)} of them; use int8 or fp8"
+            )
     return FORMATS[kv_cache_dtype]
