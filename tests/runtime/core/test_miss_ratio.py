@@ -167,5 +167,14 @@ def test_report_follows_the_curve_within_five_percent() -> None:
     assert report.hit_rates == sorted(report.hit_rates) and report.hit_rates[-1] > 0.9
 
 
+def test_report_follows_lookups_whose_counts_were_halved() -> None:
+    curve, prompt = MissRatioCurve(400, half_life=100), [number.to_bytes(16, "big") for number in range(50)]
+    curve.look_up(prompt, 0)
+    assert curve.report(100).hit_rates[1] == 0
+    curve.look_up(prompt, 50)
+    assert curve.lookups == 50, "as many as before"
+    assert curve.report(100).hit_rates[1] == 0.5
+
+
 def test_without_lookups_nothing_hits() -> None:
     assert (MissRatioCurve(4).hit_rate(4), MissRatioCurve(4).lookups) == (0.0, 0)

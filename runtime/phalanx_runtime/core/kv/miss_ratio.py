@@ -164,6 +164,7 @@ class MissRatioCurve:
         if self._found.total + self._missed.total >= self._half_life:
             self._found.halve()
             self._missed.halve()
+            self._reported = NO_CURVE  # else a curve of as many earlier lookups could be kept
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses pages without a lookup: a request that ends leaves its pages, in chain order, to the cache."""
