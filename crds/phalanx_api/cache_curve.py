@@ -28,6 +28,6 @@ def merge_curves(curves: Iterable[CacheCurve]) -> CacheCurve:
         return NO_CURVE
 
     def mean(index: int) -> float:
-        return sum(curve.lookups * min(max(curve.hit_rates[index], 0.0), 1.0) for curve in used) / total
+        return sum(curve.lookups * min(max(0.0, curve.hit_rates[index]), 1.0) for curve in used) / total  # NaN becomes 0
 
     return CacheCurve(total, [mean(index) for index in range(len(SIZES))])

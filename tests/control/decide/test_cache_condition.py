@@ -132,6 +132,11 @@ def test_groups_are_weighted_by_their_lookups() -> None:
     )
 
 
+def test_hit_rates_of_a_faulty_program_are_clamped() -> None:
+    cache = after(report("a", float("nan"), -1.0, 0.5, 2.0)).cache
+    assert cache and (cache.hit_percent_half, cache.hit_percent, cache.hit_percent_four_times) == (0, 0, 100)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "is_sized"),
     [
