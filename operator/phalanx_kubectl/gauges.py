@@ -123,6 +123,6 @@ def merge(routers: Iterable[RouterLoad]) -> dict[str, GroupLoad]:
                 busy=max(former.busy, load.busy),
                 bandwidth=max(former.bandwidth, load.bandwidth),
                 flops=max(former.flops, load.flops),
-                cache=max(former.cache, load.cache, key=lambda cache: cache.curve.lookups),
+                cache=max(former.cache, load.cache, key=lambda cache: (cache.curve.lookups, cache.pages)),
             )
     return merged

@@ -148,6 +148,11 @@ def test_stream_counts_are_summed_over_routers() -> None:
     }
 
 
+def test_groups_without_lookups_keep_their_pages() -> None:
+    loads = merge([RouterLoad(groups={"g": GroupLoad(cache=CacheLoad(pages=100, page_bytes=1 << 30))})] * 2)
+    assert "\ng       100     100Gi" in show.cache(BARE, loads)
+
+
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
