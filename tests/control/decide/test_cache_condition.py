@@ -59,7 +59,7 @@ MORE = " in each group instead of 16 GiB of KV cache (8,192 pages) would raise t
         ([report("a", *FITS)], ("True", "WorkingSetFits", ENOUGH.format("62 %, twice as much 63 %"))),
         (
             [report("a", 0.615, 0.62, 0.63, 0.64)],
-            ("True", "WorkingSetFits", ENOUGH.format("62 %, twice as much 63 %") + "; 8 GiB of KV cache (4,096 pages) would do"),
+            ("True", "WorkingSetFits", ENOUGH.format("62 %, twice as much 63 %") + "; 8 GiB of KV cache (4,096 pages) 62 %"),
         ),
         (
             [report("a", 0.1, 0.2, 0.2, 0.8)],
@@ -95,7 +95,7 @@ MORE = " in each group instead of 16 GiB of KV cache (8,192 pages) would raise t
     ],
     ids=[
         "fits",
-        "half would do",
+        "half hits as often",
         "only four times would gain",
         "twice the pages",
         "four times the pages",

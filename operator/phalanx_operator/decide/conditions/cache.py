@@ -48,8 +48,8 @@ def with_cache_condition(status: Status, engine: Engine, *, fleet: Fleet, snapsh
         return _with_verdict(status, None, Reason.TOO_FEW_LOOKUPS, "", cache=None, snapshot=snapshot, now=now)
     is_small = _is_too_small(curve, was_small=known is not None and known.status == "False")
     new = _cache_status(curve, pages, page_bytes)
-    is_new = known is None or (known.status == "False") != is_small or known.status == "Unknown"
-    cache = new if former is None or not is_same_size or is_new or _differs(former, new) else former
+    is_verdict_new = known is None or (known.status == "False") != is_small or known.status == "Unknown"
+    cache = new if former is None or not is_same_size or is_verdict_new or _differs(former, new) else former
     reason = Reason.TOO_FEW_PAGES if is_small else Reason.WORKING_SET_FITS
     message = _larger(cache) if is_small else _sufficient(cache)
     return _with_verdict(status, not is_small, reason, message, cache=cache, snapshot=snapshot, now=now)
@@ -127,7 +127,7 @@ def _sufficient(cache: CacheStatus) -> str:
     if cache.hit_percent_four_times - cache.hit_percent_twice >= round(100 * GAIN):
         text += f", {_amount(cache, 4)} {cache.hit_percent_four_times} %"
     if cache.hit_percent - cache.hit_percent_half <= 1:
-        text += f"; {_amount(cache, 0.5)} would do"
+        text += f"; {_amount(cache, 0.5)} {cache.hit_percent_half} %"
     return text
 
 
