@@ -189,7 +189,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""
 
     model_hash: str = ""  # weights, dtype, quantization, tokenizer; equal for moves and replays
-    layout: str = ""  # KV layout: ranks, stages, dtype, page size; equal for KV transfer
+    layout: str = ""  # KV layout: ranks, stages, dtypes, page size, heads; equal for KV transfer
     page_bytes: int = 0  # over all ranks; 0: unknown
     version: str = ""  # hub commit or manifest digest, if downloaded
     kv_cache_dtype: str = "auto"
