@@ -31,6 +31,14 @@ def test_compressed_pages_have_their_own_keys_and_layout(tmp_path: Path) -> None
     assert small.served.layout != plain.served.layout, "nor moved"
 
 
+def test_formats_of_equal_size_have_different_layouts(tmp_path: Path) -> None:
+    """A receiver of pages compares their bytes, which int8 and fp8 share: only the layout keeps them apart."""
+    folder = save_tiny(tmp_path / "model")
+    int8, fp8 = (loaded(folder, name).served for name in ("int8", "fp8"))
+    assert int8.page_bytes == fp8.page_bytes
+    assert int8.layout != fp8.layout and int8.page_model != fp8.page_model
+
+
 def test_gpus_refuse_compressed_pages() -> None:
     assert choose_format("auto", (64,), torch.device("cuda", 0)) is None
     with pytest.raises(ModelError, match="kv-cache-dtype int8 is for CPU"):
