@@ -9,11 +9,11 @@ its children, and every cache that holds a page holds the pages before it. Depth
 
 Depths are measured for a sample of keys, those below a bound, and scaled by its rate (SHARDS, Waldspurger et al., FAST 2015). The
 rate starts at 1, where the curve is exact, and halves when the sample exceeds its limit. Pages deeper than the largest size of
-interest are dropped: lookups of them miss at every such size. So the memory is bounded, and the rate too: it stays above half the
-limit per page of the largest size, whatever the number of distinct pages.
+interest are dropped: lookups of them miss at every such size. So the memory is bounded, and the rate too: it stays above half of
+limit / largest size, whatever the number of distinct pages.
 
 Whether the pool found a page is known for all lookups, sampled or not. Found and missed lookups are therefore estimated apart and
-weighted by their true numbers (post-stratification): the error of the curve is one of the difference to what the pool does.
+weighted by their true numbers (post-stratification): what the pool finds is exact, what another size changes is estimated.
 """
 
 import math

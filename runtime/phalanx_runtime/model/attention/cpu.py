@@ -38,8 +38,8 @@ def can_decode(
     library: Library, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, format: PageFormat | None = None
 ) -> bool:
     """Whether the decode kernel supports the shape."""
-    wide = library.lanes if format is not None else 2 * library.lanes
-    lanes = {torch.float32: library.lanes, torch.bfloat16: wide}.get(dtype)
+    bf16_lanes = 2 * library.lanes if format is None else library.lanes  # codes are expanded to float32
+    lanes = {torch.float32: library.lanes, torch.bfloat16: bf16_lanes}.get(dtype)
     return lanes is not None and head_dim % lanes == 0 and heads // kv_heads <= MAX_GROUP
 
 
