@@ -1,0 +1,1 @@
+"""Tiers of KV pages below the page pool."""

@@ -1,0 +1,116 @@
+"""Folders of the disk tier: one per identity, each owned by one process.
+
+    root / hex digest of the identity / lock, 00000001.pages, 00000002.pages, ...
+
+`max_bytes` bounds one identity's folder. Folders of other identities stay, so that a service that returns to a model finds its
+pages; when the file system has no room for `max_bytes`, those that no process owns are removed, the one that was unused for
+longest first, unless they contain a file that is not ours.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx_runtime.rank.tiers.files import Files
+from phalanx_runtime.rank.tiers.segment import DIGEST_BYTES, MAGIC, VERSION, number_of
+
+LOCK = "lock"
+_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
+
+class DiskUnavailable(Exception):
+    """The folder cannot be used now: another process owns it, it cannot be written, or its disk is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedFolder:
+    """A folder that this process owns until it closes `lock`."""
+
+    path: Path
+    lock: int
+
+
+def identity_digest(identity: bytes, page_bytes: int) -> bytes:
+    """Returns 16 bytes that differ for other identities, page sizes and versions of the format."""
+    start = b"phalanx pages %d %d " % (VERSION, page_bytes)
+    return hashlib.sha256(start + identity).digest()[:DIGEST_BYTES]
+
+
+def own_folder(path: Path, files: Files) -> OwnedFolder:
+    """Creates the folder, if needed, and owns it. Raises DiskUnavailable if another process does, OSError."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = files.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            continue  # its former owner removed the folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            files.close(lock)
+            raise DiskUnavailable(f"another process owns the pages in {path}") from error
+        except OSError:
+            files.close(lock)
+            raise
+        if _is_current(path / LOCK, lock):
+            return OwnedFolder(path, lock)
+        files.close(lock)
+
+
+def make_room(own: Path, needed: int, files: Files) -> int:
+    """Removes unowned folders beside `own` until the file system has `needed` bytes. Returns how many. Raises OSError."""
+    root = own.parent
+    others = [path for path in root.iterdir() if path != own and _NAME.fullmatch(path.name) and not path.is_symlink()]
+    removed = 0
+    for path in sorted(others, key=lambda path: path.stat().st_mtime):
+        if files.room(root) >= needed:
+            break
+        removed += _remove(path, files)
+    return removed
+
+
+def _remove(path: Path, files: Files) -> bool:
+    """Removes a folder, if it is unowned and ours."""
+    if LOCK not in files.names(path):
+        return False
+    try:
+        folder = own_folder(path, files)
+    except DiskUnavailable:
+        return False
+    try:
+        segments = [path / name for name in files.names(path) if name != LOCK]
+        if not all(_starts_as_segment(segment, files) for segment in segments):
+            return False
+        for segment in segments:
+            files.remove(segment)
+        files.remove(path / LOCK)
+        path.rmdir()
+        return True
+    finally:
+        files.close(folder.lock)
+
+
+def _starts_as_segment(path: Path, files: Files) -> bool:
+    if not number_of(path.name):
+        return False
+    try:
+        file = files.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        start = bytearray(len(MAGIC))
+        return MAGIC.startswith(start[: files.read(file, memoryview(start), 0)])
+    finally:
+        files.close(file)
+
+
+def _is_current(path: Path, file: int) -> bool:
+    """Returns whether the path still leads to the open file."""
+    try:
+        found, opened = path.stat(), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)

@@ -1,0 +1,116 @@
+"""One process owns an identity's folder; folders that nobody uses make room."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime.rank.tiers.folder import DiskUnavailable
+from phalanx_runtime.rank.tiers.page_log import PageLog
+from tests.runtime.rank.tiers.faulty_files import FaultyFiles
+from tests.runtime.rank.tiers.logs import MAX_BYTES, PAGE, open_log, put, put_all, segments
+
+OWN_AND_WAIT = """
+import sys
+from pathlib import Path
+from tests.runtime.rank.tiers.logs import open_log, put
+log = open_log(Path(sys.argv[1]))
+put(log, 1)
+print("owned", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_owner_is_refused(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    with pytest.raises(DiskUnavailable, match="another process owns the pages"):
+        open_log(tmp_path)
+    log.close()
+    open_log(tmp_path)
+
+
+def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWN_AND_WAIT, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"owned\n"
+        with pytest.raises(DiskUnavailable):
+            open_log(tmp_path)
+        child.kill()
+        child.wait()
+    assert len(open_log(tmp_path).keys()) == 1
+
+
+def test_identities_share_no_pages(tmp_path: Path) -> None:
+    logs = [open_log(tmp_path, identity=identity) for identity in (b"model, rank 0", b"model, rank 1", b"other")]
+    logs.append(PageLog(tmp_path, max_bytes=MAX_BYTES, page_bytes=2 * PAGE, identity=b"other"))
+    put(logs[0], 1)
+    assert [len(log.keys()) for log in logs] == [1, 0, 0, 0]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def stale(root: Path, count: int) -> list[Path]:
+    """Returns folders of closed logs, the oldest first."""
+    folders: list[Path] = []
+    for number in range(count):
+        log = open_log(root, identity=b"stale %d" % number)
+        put_all(log, range(10))
+        log.close()
+        (new,) = set(root.iterdir()) - set(folders)
+        folders.append(new)
+    for age, folder in enumerate(reversed(folders)):
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    return folders
+
+
+def test_other_identities_stay_while_there_is_room(tmp_path: Path) -> None:
+    folders = stale(tmp_path, 3)
+    open_log(tmp_path)
+    assert all(folder.exists() for folder in folders)
+
+
+class SmallDisk(FaultyFiles):
+    """Has room once at most `limit` segments are there."""
+
+    def __init__(self, root: Path, limit: int) -> None:
+        super().__init__()
+        self._root = root
+        self._limit = limit
+
+    def room(self, folder: Path) -> int:
+        return 0 if len(segments(self._root)) > self._limit else 1 << 40
+
+
+def test_the_oldest_identities_make_room(tmp_path: Path) -> None:
+    folders = stale(tmp_path, 3)
+    per_folder = len(segments(tmp_path)) // 3
+    log = open_log(tmp_path, files=SmallDisk(tmp_path, per_folder))
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    assert put(log, 1) == []
+
+
+def test_an_owned_identity_is_never_removed(tmp_path: Path) -> None:
+    folders = stale(tmp_path, 2)
+    owner = open_log(tmp_path, identity=b"stale 0")
+    open_log(tmp_path, files=SmallDisk(tmp_path, 0))
+    assert [folder.exists() for folder in folders] == [True, False]
+    assert len(owner.keys()) == 10
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "00000009.pages"])
+def test_an_identity_with_a_foreign_file_is_left_alone(tmp_path: Path, name: str) -> None:
+    (folder,) = stale(tmp_path, 1)
+    (folder / name).write_bytes(b"something else")
+    before = sorted(folder.iterdir())
+    open_log(tmp_path, files=SmallDisk(tmp_path, 0))
+    assert sorted(folder.iterdir()) == before
+
+
+def test_folders_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
+    named = tmp_path / ("0" * 32)
+    named.mkdir()
+    (tmp_path / "data").mkdir()
+    open_log(tmp_path, files=SmallDisk(tmp_path, -1))
+    assert named.exists() and (tmp_path / "data").exists()
