@@ -3,8 +3,8 @@
     root / hex digest of the identity / lock, 00000001.pages, 00000002.pages, ...
 
 `max_bytes` bounds one identity's folder. Folders of other identities stay, so that a service that returns to a model finds its
-pages; when the file system has no room for `max_bytes`, those that no process owns are removed, the one that was unused for
-longest first, unless they contain a file that is not ours.
+pages. When the file system has no room for `max_bytes`, those that no process owns are removed, the one unused for longest first,
+but for folders with a file that is not ours, and those used within UNUSED_S: they may be of a rank that is about to start.
 """
 
 import fcntl
@@ -18,6 +18,8 @@ from phalanx_runtime.rank.tiers.files import Files
 from phalanx_runtime.rank.tiers.segment import DIGEST_BYTES, MAGIC, VERSION, number_of
 
 LOCK = "lock"
+UNUSED_S = 3600.0
+_ATTEMPTS = 10
 _NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
@@ -41,7 +43,7 @@ def identity_digest(identity: bytes, page_bytes: int) -> bytes:
 
 def own_folder(path: Path, files: Files) -> OwnedFolder:
     """Creates the folder, if needed, and owns it. Raises DiskUnavailable if another process does, OSError."""
-    while True:
+    for _ in range(_ATTEMPTS):
         path.mkdir(parents=True, exist_ok=True)
         try:
             lock = files.open(path / LOCK, os.O_RDWR | os.O_CREAT)
@@ -58,15 +60,21 @@ def own_folder(path: Path, files: Files) -> OwnedFolder:
         if _is_current(path / LOCK, lock):
             return OwnedFolder(path, lock)
         files.close(lock)
+    raise DiskUnavailable(f"another process removes {path} again and again")
 
 
-def make_room(own: Path, needed: int, files: Files) -> int:
-    """Removes unowned folders beside `own` until the file system has `needed` bytes. Returns how many. Raises OSError."""
+def make_room(own: Path, needed: int, files: Files, now_s: float) -> int:
+    """Removes unused folders beside `own` until the file system has `needed` bytes. Returns how many. Raises OSError.
+
+    `now_s`: seconds since the epoch.
+    """
     root = own.parent
+    os.utime(own)
     others = [path for path in root.iterdir() if path != own and _NAME.fullmatch(path.name) and not path.is_symlink()]
+    used_s = {path: path.stat().st_mtime for path in others}
     removed = 0
-    for path in sorted(others, key=lambda path: path.stat().st_mtime):
-        if files.room(root) >= needed:
+    for path in sorted(others, key=lambda path: used_s[path]):
+        if files.room(root) >= needed or used_s[path] > now_s - UNUSED_S:
             break
         removed += _remove(path, files)
     return removed

@@ -8,6 +8,7 @@ that it returns is one that was put under this key, by its 128-bit checksum.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ class PageLog:
             self._files.close(owned.lock)
             raise DiskUnavailable(f"cannot use {path}: {error}") from error
         try:
-            removed = make_room(path, self._store.room, self._files)
+            removed = make_room(path, self._store.room, self._files, time.time())
         except OSError as error:
             log.warning("cannot remove pages of other identities", extra={"folder": str(path.parent)}, exc_info=error)
         else:

@@ -91,9 +91,17 @@ def test_the_oldest_identities_make_room(tmp_path: Path) -> None:
     assert put(log, 1) == []
 
 
+def test_an_identity_in_recent_use_stays(tmp_path: Path) -> None:
+    folders = stale(tmp_path, 2)
+    os.utime(folders[1])
+    open_log(tmp_path, files=SmallDisk(tmp_path, 0))
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
 def test_an_owned_identity_is_never_removed(tmp_path: Path) -> None:
     folders = stale(tmp_path, 2)
     owner = open_log(tmp_path, identity=b"stale 0")
+    os.utime(folders[0], (1e9, 1e9))
     open_log(tmp_path, files=SmallDisk(tmp_path, 0))
     assert [folder.exists() for folder in folders] == [True, False]
     assert len(owner.keys()) == 10
@@ -103,6 +111,7 @@ def test_an_owned_identity_is_never_removed(tmp_path: Path) -> None:
 def test_an_identity_with_a_foreign_file_is_left_alone(tmp_path: Path, name: str) -> None:
     (folder,) = stale(tmp_path, 1)
     (folder / name).write_bytes(b"something else")
+    os.utime(folder, (1e9, 1e9))
     before = sorted(folder.iterdir())
     open_log(tmp_path, files=SmallDisk(tmp_path, 0))
     assert sorted(folder.iterdir()) == before
@@ -111,6 +120,7 @@ def test_an_identity_with_a_foreign_file_is_left_alone(tmp_path: Path, name: str
 def test_folders_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     named = tmp_path / ("0" * 32)
     named.mkdir()
+    os.utime(named, (1e9, 1e9))
     (tmp_path / "data").mkdir()
     open_log(tmp_path, files=SmallDisk(tmp_path, -1))
     assert named.exists() and (tmp_path / "data").exists()
