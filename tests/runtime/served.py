@@ -24,6 +24,8 @@ class Served:
     prompt_details: dict[int, wire.TokenDetail] = field(default_factory=dict)
     finish: str | None = None
     refused: wire.Refused | None = None
+    vector: bytes = b""
+    cached_tokens: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -122,7 +124,9 @@ class ScriptedChannel:
             answer.tokens.append(token)
             answer.details.append(frame.details[place] if frame.details else None)
         for end in frame.finished:
-            self.answers[end.handle].finish = end.reason
+            answer = self.answers[end.handle]
+            assert not answer.is_over, "every request ends once"
+            answer.finish, answer.vector, answer.cached_tokens = end.reason, end.vector, end.cached_tokens
 
 
 def serve(

@@ -11,10 +11,12 @@ import msgspec
 
 from phalanx_api import moves
 from phalanx_api.wire.leader import (
+    EMBEDDING_FILE,
     Adopted,
     Assets,
     Cached,
     DeviceProblem,
+    Embedding,
     EndCause,
     Finished,
     HotPrefix,
@@ -40,6 +42,7 @@ from phalanx_api.wire.router import (
     FinishReason,
     Grammar,
     Hello,
+    Pooling,
     Prepare,
     Request,
     Sampling,
@@ -49,6 +52,7 @@ from phalanx_api.wire.router import (
 
 __all__ = [
     "CLOSE_WRONG_VERSION",
+    "EMBEDDING_FILE",
     "HTTP_WRONG_VERSION",
     "LINK_PATH",
     "PROTOCOL_VERSION",
@@ -59,6 +63,7 @@ __all__ = [
     "Cached",
     "DeviceProblem",
     "Disown",
+    "Embedding",
     "EndCause",
     "Fetch",
     "FinishReason",
@@ -70,6 +75,7 @@ __all__ = [
     "HotPrefix",
     "Load",
     "PageChanges",
+    "Pooling",
     "Prepare",
     "PromptDetails",
     "Refused",

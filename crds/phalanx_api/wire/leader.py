@@ -7,7 +7,7 @@ import msgspec
 
 from phalanx_api.cache_curve import NO_CURVE, CacheCurve
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.wire.router import FinishReason, Request
+from phalanx_api.wire.router import FinishReason, Pooling, Request
 
 EndCause = Literal["", "outside", "alone"]
 """Why an incarnation ended. outside: not by a request; alone: with a request that runs alone."""
@@ -39,6 +39,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     reason: FinishReason
     cached_tokens: int = 0
+    vector: bytes = b""  # of a pooled request: float32, little-endian, not normalised
 
 
 class TokenDetail(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -193,6 +194,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     page_bytes: int = 0  # over all ranks; 0: unknown
     version: str = ""  # hub commit or manifest digest, if downloaded
     kv_cache_dtype: str = "auto"
+    embedding_size: int = 0  # length of the vectors of pooled requests; 0: takes none
 
     @property
     def page_model(self) -> str:
@@ -246,6 +248,19 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+EMBEDDING_FILE = "embedding.json"
+"""File of `Assets` with an encoded `Embedding`; absent if the model computes no embeddings."""
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's hidden states become embeddings."""
+
+    size: int
+    pooling: Pooling
+    is_normalised: bool = True  # to length 1
+    obstacle: str = ""  # why the model has no embeddings after all, for the client
 
 
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only=True):

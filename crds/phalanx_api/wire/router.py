@@ -7,6 +7,8 @@ import msgspec
 from phalanx_api.speculation import Speculation
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["mean", "last", "cls"]
+"""How hidden states of a prompt become one vector: their mean, or that of the last or the first token."""
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     can_resume: bool = False  # becomes an orphan when its router is lost, instead of an abort
     waited_ms: float = 0.0  # since arrival at the router
     speculation: Speculation = Speculation()
+    pooling: Pooling | None = None  # the request ends with one vector (`Finished.vector`) and no token: `max_tokens` is 0
 
 
 SEED_MASK = 2**63 - 1

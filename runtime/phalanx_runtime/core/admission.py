@@ -91,14 +91,17 @@ class Refusal:
     """Tokens to compute before a retry can succeed, if one can."""
 
 
-def check_length(num_prompt: int, limits: Limits) -> Refusal | None:
-    """Returns a refusal if the prompt is empty or leaves no room for an output token.
+def check_length(num_prompt: int, limits: Limits, is_pooled: bool = False) -> Refusal | None:
+    """Returns a refusal if the prompt is empty or leaves no room for an output token, which a pooled request does not have.
 
     The API server checks first (`openai.sampling.max_output_tokens`).
     """
     if num_prompt == 0:
         return Refusal(400, "empty_prompt", "the prompt has no tokens; at least one is needed")
-    if num_prompt >= limits.max_model_len:
+    if is_pooled and num_prompt > limits.max_model_len:
+        why = f"the input has {num_prompt} tokens; the limit is {limits.max_model_len}"
+        return Refusal(400, "context_length_exceeded", why)
+    if not is_pooled and num_prompt >= limits.max_model_len:
         return Refusal(
             400,
             "context_length_exceeded",

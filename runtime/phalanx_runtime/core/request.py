@@ -37,6 +37,8 @@ class RequestParams:
     num_prompt: int
     max_len: int
     """Maximum number of tokens, prompt included."""
+    pooling: wire.Pooling | None = None
+    """It ends with a vector of its prompt, without a draw."""
     stop_token_ids: frozenset[int]
     runs_alone: bool
     """It shares no step with other requests."""
@@ -162,7 +164,9 @@ class Request:
     @property
     def can_run_ahead(self) -> bool:
         """Whether a step can be planned without the pending tokens: draft tokens depend on them, and so does the end of the
-        request unless its length allows another token."""
+        request unless its length allows another token. A pooled request has none."""
+        if self.params.pooling is not None:
+            return True
         return self.speculation.method == "none" and self.num_tokens < self.params.max_len
 
     @property
@@ -181,8 +185,10 @@ class Request:
         return self.params.max_len - len(self.tokens)
 
     def finish_reason(self) -> wire.FinishReason | None:
-        """Returns the reason if the last token ends the request."""
+        """Returns the reason if the last token ends the request. A vector, not a token, ends a pooled one."""
         tokens, params = self.tokens, self.params
+        if params.pooling is not None:
+            return None
         num_output = len(tokens) - params.num_prompt
         if num_output and num_output >= params.sampling.min_tokens and tokens[-1] in params.stop_token_ids:
             return "stop"
@@ -201,6 +207,7 @@ def make_request(
         sampling=sampling,
         num_prompt=len(submitted.prompt),
         max_len=min(len(submitted.prompt) + sampling.max_tokens, max_model_len),
+        pooling=submitted.pooling,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         runs_alone=submitted.alone,
         hints=SchedulingHints(

@@ -115,7 +115,7 @@ class StepBuilder:
             assert request.row is not None, "only running requests compute"
             sampling = request.params.sampling
             history = list(request.tokens) if needs_history(sampling) else []
-            self.admitted.append(NewRow(request.row, sampling, request.params.num_prompt, history))
+            self.admitted.append(NewRow(request.row, sampling, request.params.num_prompt, history, request.params.pooling))
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         self.chunks.append(chunk)
         request.in_flight += 1
@@ -182,9 +182,9 @@ class StepBuilder:
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:
-        """Adds the draw of chunk i, if it ends with the request's last token, and counts its tokens as computed."""
+        """Adds the draw of chunk i, if it ends with the last token and the request samples; counts its tokens as computed."""
         request = chunk.request
-        if chunk.end == request.num_tokens:
+        if chunk.end == request.num_tokens and request.params.pooling is None:
             self.draws.append((i, chunk.end - request.params.num_prompt))
             request.num_pending += 1
         request.num_computed, request.pages.misplaced = chunk.end, []

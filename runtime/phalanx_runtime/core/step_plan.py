@@ -23,6 +23,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_prompt: int = 0
     history: list[int] = []
     """All tokens so far, if `core.request.needs_history`; else empty. The sampling rank appends later ones."""
+    pooling: wire.Pooling | None = None
+    """The step with the last of `num_prompt` tokens gives a vector instead of a token."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +140,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_
     """Pages that rank 0 loaded from host memory since its previous result."""
     load_s: float = 0.0
     """Time of these loads."""
+    vectors: list[tuple[int, bytes]] = []
+    """(i, float32 numbers) of each pooled request i whose prompt ends in this step."""
 
 
 class PoolShape(msgspec.Struct, frozen=True, array_like=True):

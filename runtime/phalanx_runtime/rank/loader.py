@@ -36,6 +36,7 @@ from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarS
 from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
+from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)
@@ -225,12 +226,14 @@ def make_runner(
     """Makes a runner over these pages. `device_limits`: of the device path, which it opens."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
-    sampler = choose_sampler(device, model.vocab_size, grammars)
+    sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler()
     device_step: StepQueue | None = None
     if device_limits is not None:
         from phalanx_runtime.rank.device.loading import open_device_step  # imports Triton
 
-        device_step = open_device_step(model, caches, pool, builder, sampler, peers=pipeline.peers, limits=device_limits)
+        device_step = open_device_step(
+            model, caches, pool, builder, sampler, pooler=pooler, peers=pipeline.peers, limits=device_limits
+        )
     return ModelRunner(
         model,
         caches,
@@ -238,6 +241,7 @@ def make_runner(
         pool=pool,
         pipeline=pipeline,
         sampler=sampler,
+        pooler=pooler,
         proposer=proposer,
         device_step=device_step,
         host_pages=HostPages(caches, pool.num_host_pages) if pool.num_host_pages else NO_HOST_PAGES,

@@ -40,6 +40,7 @@ from phalanx_runtime.rank.step.draft_paths import (
 )
 from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
+from phalanx_runtime.rank.step.pooling import Pooler
 
 POLL_S = 0.001
 """Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
@@ -76,6 +77,7 @@ class ModelRunner:
         pool: PoolShape,
         pipeline: Pipeline,
         sampler: Sampler,
+        pooler: Pooler,
         proposer: Proposer = NO_PROPOSER,
         device_step: StepQueue | None = None,
         host_pages: HostCopies = NO_HOST_PAGES,
@@ -101,6 +103,7 @@ class ModelRunner:
         self.device_step = device_step
         self._host_pages = host_pages
         self._last_sampled = LastSampled()
+        self._pooler = pooler
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
         has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank
@@ -267,7 +270,8 @@ class ModelRunner:
         if not pipeline.is_sampling_rank:
             return None
         if logits is None:
-            return StepResult(step=plan.step, tokens=[], prompt_details=prompt_details)
+            vectors = self._pooler.pool(plan, self._builder.params, hidden).encode()
+            return StepResult(step=plan.step, tokens=[], prompt_details=prompt_details, vectors=vectors)
         draws = [(plan.rows[request], index) for request, index in plan.draws]
         sampled = self._sampler.sample(logits, draws, paths_of_draws(plan) if plan.paths else ())
         return StepResult(
@@ -280,6 +284,7 @@ class ModelRunner:
             already_complete=sampled.over,
             run_lengths=sampled.runs,
             accepted=sampled.taken,
+            vectors=self._pooler.pool(plan, self._builder.params, hidden).encode(),
         )
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -337,8 +342,9 @@ class ModelRunner:
         return gather_logits(self._model, self._model.logits(hidden), self._pipeline.peers)
 
     def _prompt_details(self, ranges: list[PromptLogprobRange], hidden: Tensor) -> PromptDetails:
-        """Prompt logprobs, parallel to `hidden`, computed in chunks."""
+        """Prompt logprobs, parallel to the first rows of `hidden`, computed in chunks."""
         tokens = [token for part in ranges for token in part.tokens]
+        hidden = hidden[: len(tokens)]
         tops = [part.top for part in ranges for _ in part.tokens]
         details: list[wire.TokenDetail] = []
         size = rows_per_chunk(self._model.vocab_size)

@@ -1,13 +1,10 @@
 """A rank whose steps lack memory, and errors that end it."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
@@ -19,32 +16,12 @@ from tests.runtime.equality.requests import FIELDS, requests
 from tests.runtime.lag import lagging
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import Served, serve
+from tests.runtime.short_memory import WHY, ShortMemory
 from tests.runtime.tiny import save_tiny
 
 BUILD = Build(torch.float64, num_pages=80)
 LIMITS = Limits(max_model_len=120, max_num_seqs=4, max_num_batched_tokens=48)
 NAMES = ["seeded", "penalties", "bias and words", "greedy with penalties"]
-WHY = "CUDA out of memory. Tried to allocate 2.00 GiB."
-
-
-class ShortMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises as the allocator of a device does, at the calls of one operator with these numbers, from 1."""
-
-    def __init__(self, operator: str, *calls: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operator = operator
-        self._calls = calls
-        self.num_calls = self.num_raised = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if str(func.name()) == self._operator:
-            self.num_calls += 1
-            if self.num_calls in self._calls:
-                self.num_raised += 1
-                raise torch.OutOfMemoryError(f"{WHY}\nSee the documentation for memory management.")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ its attention. The tail (after the last full page, without the last token) has n
 runs, others copy the equal start of a cached page. Copies precede the pass, so a request waits a step if this one writes its
 tail.
 
-The last token is always computed, for its logits. Prompt logprobs need the whole prompt, unless they were delivered.
+The last token is always computed, for its logits. Prompt logprobs need the whole prompt, unless they were delivered, and so does
+the mean of its hidden states; the pages of such requests serve others.
 """
 
 from itertools import chain
@@ -210,7 +211,10 @@ class PrefixSharing:
         self.pool.mark_written(page, slots)
 
     def _can_share(self, request: Request) -> bool:
-        return self._is_on and (request.params.sampling.prompt_logprobs is None or request.num_output > 0)
+        params = request.params
+        if params.pooling is not None:
+            return self._is_on and params.pooling == "last"
+        return self._is_on and (params.sampling.prompt_logprobs is None or request.num_output > 0)
 
     def _num_full(self, request: Request) -> int:
 

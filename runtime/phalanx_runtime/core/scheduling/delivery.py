@@ -1,4 +1,4 @@
-"""Delivers the tokens of a step: appends them to their requests, ends finished requests, builds the frame for the router.
+"""Delivers tokens and vectors of a step: appends tokens to their requests, ends finished ones, builds the frame for the router.
 
 A plan that the ranks could not compute is taken back instead.
 """
@@ -65,6 +65,9 @@ class TokenDelivery:
             else:
                 accepted = accepted_nodes.get(draw, range(length))[: length - 1]
                 self._append(chunk, index, run, accepted, result=result, is_complete=draw in complete, frame=frame)
+        for i, vector in result.vectors:
+            if not builder.chunks[i].request.has_ended:
+                self._finish(builder.chunks[i].request, "stop", frame, vector)
         return frame
 
     def _append(
@@ -107,9 +110,9 @@ class TokenDelivery:
         chunk.num_gained = num_kept
         self._speculator.record_result(chunk, accepted, num_kept)
 
-    def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens) -> None:
+    def _finish(self, request: Request, reason: wire.FinishReason, frame: wire.Tokens, vector: bytes = b"") -> None:
         params = request.params
-        frame.finished.append(wire.Finished(params.handle, params.epoch, reason, request.pages.cached_tokens))
+        frame.finished.append(wire.Finished(params.handle, params.epoch, reason, request.pages.cached_tokens, vector))
         request.has_ended = True
 
     def _refuse(self, request: Request, message: str) -> None:

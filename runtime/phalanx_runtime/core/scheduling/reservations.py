@@ -58,6 +58,8 @@ class Reservations:
         refusal = check_length(len(submitted.prompt), self._limits)
         if refusal is not None:
             return refusal
+        if submitted.pooling is not None:
+            return Refusal(409, "incompatible", "an embedding is not moved; another group computes it from the start")
         if submitted.sampling.prompt_logprobs is not None and not submitted.delivered:
             return Refusal(409, "incompatible", "prompt logprobs are not complete yet; only the source can compute the others")
         keys = self._sharing.make_keys(submitted)

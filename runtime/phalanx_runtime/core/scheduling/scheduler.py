@@ -128,7 +128,7 @@ class Scheduler:
         A held request starts after `release`. With `move` it starts at once if all its pages arrived.
         """
         self._reporter.last_handle = max(self._reporter.last_handle, handle)
-        refusal = check_length(len(submitted.prompt), self.limits)
+        refusal = check_length(len(submitted.prompt), self.limits, submitted.pooling is not None)
         if refusal is not None:
             return refusal
         if handle in self._requests:

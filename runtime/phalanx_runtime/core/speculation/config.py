@@ -55,7 +55,7 @@ def speculation_of(config: SpeculationConfig, submitted: wire.Request) -> Reques
     """Returns the speculation of a new request. One started elsewhere continues without an unavailable method."""
     wanted = submitted.speculation
     method = config.method if wanted.method is None else wanted.method
-    if method == "none":
+    if method == "none" or submitted.pooling is not None:
         return RequestSpeculation()
     if method != "ngram" and method not in config.draft_methods:
         if submitted.epoch > 0 or submitted.delivered:

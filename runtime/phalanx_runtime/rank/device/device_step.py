@@ -9,7 +9,7 @@ A row with penalties that the host samples once stays on the host: its counts on
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from phalanx_runtime.rank.sampling.gpu.sample import SamplingWorkspace, sample_r
 from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.step.batch import BatchBuilder, prompt_logprob_ranges
 from phalanx_runtime.rank.step.draft_paths import DraftedPath, paths_of_draws
+from phalanx_runtime.rank.step.pooling import NO_VECTORS, Pooler
 
 StepObstacle = Literal["draft passes", "prompt logprobs", "host rows", "penalties with drafts", "draws"]
 """Why the host samples a step. "host rows": `RowState.admit` excludes a row; "draws": more than the workspace holds."""
@@ -68,9 +69,11 @@ class DeviceStep:
         inputs: DecodeInputs,
         graphs: DecodeGraphs,
         sampler: DeviceSampler,
+        pooler: Pooler,
         sampling_rows: Mapping[int, SamplingRow],
     ) -> None:
-        """peers: the ranks of the model. `sampling_rows`: of the host's sampler, which records the tokens of rows with state."""
+        """peers: the ranks of the model. `pooler`: also of steps that the host samples. `sampling_rows`: of the host's sampler,
+        which records the tokens of rows with state."""
         self.graphs = graphs
         self.graph_obstacles: Counter[GraphObstacle] = Counter()
         """Steps that the device samples without a graph, by obstacle."""
@@ -87,6 +90,7 @@ class DeviceStep:
         self._inputs = inputs
         self._rows = inputs.rows
         self._sampler = sampler
+        self._pooler = pooler
         self._sampling_rows = sampling_rows
         self._device = self._rows.last_tokens.device
         self._sampling: dict[int, Sampling] = {}
@@ -134,9 +138,12 @@ class DeviceStep:
         if self._replay(plan):
             return SampledTensors(tokens=self._inputs.sampled[: len(plan.rows)])
         hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
-        if not plan.draws:
-            return SampledTensors(tokens=None)
-        return self._sample(plan, all_gather_logits(self._model, self._model.logits(hidden), self._peers))
+        sampled = SampledTensors(tokens=None)
+        if plan.draws:
+            logits = self._model.logits(hidden[: len(plan.draws) + sum(plan.depths)])
+            sampled = self._sample(plan, all_gather_logits(self._model, logits, self._peers))
+        pooled = self._pooler.pool(plan, self._builder.params, hidden) if not self._peers.rank else NO_VECTORS
+        return replace(sampled, pooled=pooled)
 
     def _admit(self, new: NewRow) -> None:
         self._sampling[new.row] = new.sampling

@@ -20,6 +20,7 @@ from phalanx_runtime.rank.sampling.gpu.row_state import RowState
 from phalanx_runtime.rank.sampling.gpu.sample import make_workspace
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.pooling import Pooler
 
 
 def open_device_step(
@@ -29,6 +30,7 @@ def open_device_step(
     builder: BatchBuilder,
     sampler: Sampler,
     *,
+    pooler: Pooler,
     peers: Collective,
     limits: DeviceLimits,
 ) -> DeviceStep:
@@ -54,6 +56,7 @@ def open_device_step(
         inputs=inputs,
         graphs=graphs,
         sampler=sampling,
+        pooler=pooler,
         sampling_rows=sampler.rows,
     )
     with torch.inference_mode():

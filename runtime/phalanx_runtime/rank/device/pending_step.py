@@ -13,6 +13,7 @@ from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.rank.sampling.gpu.results import DeviceLogprobs, DeviceRuns
 from phalanx_runtime.rank.sampling.logits_processors import NOTHING_LEFT
 from phalanx_runtime.rank.sampling.row import SamplingRow
+from phalanx_runtime.rank.step.pooling import NO_VECTORS, PooledVectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class SampledTensors:
     """Of `tokens`, if requested."""
     runs: DeviceRuns | None = None
     """Of the draws, with draft tokens."""
+    pooled: PooledVectors = NO_VECTORS
 
 
 def mark_time(device: torch.device) -> Any:
@@ -53,6 +55,7 @@ class PendingStep:
         self._rows = rows
         self._result: StepResult | None = None
         self._copies = [None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in _parts(sampled)]
+        self._pooled = sampled.pooled.queue_copy()
         self._started = started
         # Without draws too: the step ends when the device has computed it, and its time is that of the device.
         self._event = mark_time(device)
@@ -71,7 +74,7 @@ class PendingStep:
     def _read(self) -> StepResult:
         plan, (tokens, *others) = self._plan, self._copies
         if tokens is None:
-            return StepResult(step=plan.step, tokens=[])
+            return StepResult(step=plan.step, tokens=[], vectors=self._pooled.encode())
         runs = _runs(tokens.tolist(), others[4:], plan.depths)
         details = self._details(runs, others[:4])
         for row, run in zip(self._rows, runs, strict=True):
@@ -86,6 +89,7 @@ class PendingStep:
             accepted=[
                 (draw, run.accepted) for draw, run in enumerate(runs) if run.accepted and run.accepted[-1] >= len(run.accepted)
             ],
+            vectors=self._pooled.encode(),
         )
 
     def _details(self, runs: "Sequence[_Run]", parts: Sequence[Tensor | None]) -> list[list[TokenDetail | None]]:

@@ -17,6 +17,7 @@ from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
 from phalanx_runtime.model.copies.uploads import Array, upload
+from phalanx_runtime.rank.step.pooling import pooled_chunks
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
@@ -215,13 +216,20 @@ class BatchBuilder:
         )
 
     def _logits_indices(self, plan: StepPlan, firsts: Ints, index_of: Ints) -> Ints:
-        """`firsts`: first token of each request in packed order. `index_of`: each request's place in it."""
+        """Draws with their draft tokens, prompt logprobs, pooled positions.
+
+        `firsts`: first token of each request in packed order. `index_of`: each request's place in it.
+        """
         ends = firsts[1:][index_of[[request for request, _ in plan.draws]]] if plan.draws else np.zeros(0, np.int64)
         prompt_logits = [
             firsts[index_of[part.request]] - plan.starts[part.request] + np.asarray(part.positions)
             for part in prompt_logprob_ranges(plan, self.params)
         ]
-        return np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits])
+        pooled = [
+            firsts[index_of[chunk.request]] - chunk.start + np.asarray(chunk.positions, np.int64)
+            for chunk in pooled_chunks(plan, self.params)
+        ]
+        return np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits, *pooled])
 
     def _fill_last_tokens(self, tokens: Tensor, unknown: Tensor, rows: Tensor) -> Tensor:
         """Replaces the tokens at `unknown` by those of `rows`, on the device. Raises ValueError without `last_tokens`."""
