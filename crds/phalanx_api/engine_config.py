@@ -23,6 +23,7 @@ KvCacheDtype = Literal["auto", "fp8", "int8", "int4"]
 EvictionPolicy = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
 SpeculativeControl = Literal["adaptive", "fixed"]
+PoolingSetting = Literal["auto", "mean", "last", "cls"]
 _BOUNDS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "ge": (operator.ge, "at least"),
     "gt": (operator.gt, "more than"),
@@ -247,6 +248,12 @@ class EngineConfig:
         short="-q",
     )
     batch_invariant: bool = _setting(False, "compute a request's tokens independently of the other requests in its steps; slower")
+    pooling: PoolingSetting = _setting(
+        "auto",
+        "how /v1/embeddings makes a vector of hidden states: their mean, or that of the last or the first token; auto: as the "
+        "checkpoint says (1_Pooling/config.json), else the mean",
+        "spec.engine.pooling",
+    )
     model_impl: ModelImpl = _setting(
         "auto", "fused: own decoder; transformers: its model with paged attention; auto: fused if it supports the architecture"
     )

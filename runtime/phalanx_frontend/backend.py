@@ -1,4 +1,4 @@
-"""Interface to what generates tokens: the engine of a runtime, or the groups behind a router."""
+"""Interface to what generates tokens and computes embeddings: the engine of a runtime, or the groups behind a router."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # found in a prefix cache; set in every delta with tokens
     details: Sequence[wire.TokenDetail | None] = ()  # parallel to `tokens`, or empty
     prompt_details: Sequence[wire.TokenDetail] = ()  # prompt logprobs from token 1 on, before the first output token
+    vector: bytes = b""  # of a pooled request, with `finish`; see `wire.Finished`
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,5 +156,33 @@ STREAMED: Responses = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Complete, or streamed."}
 }
 """Responses of routes that accept `stream`."""
+
+
+class EmbeddingItem(BaseModel):
+    """The vector of one input: numbers, or base64 of little-endian float32."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts over all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The body of /v1/embeddings, in the order of the inputs."""
+
+    object: str
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
+EMBEDDED: Responses = {200: {"model": EmbeddingList, "description": "A vector for each input."}}
+"""Responses of /v1/embeddings."""
 EXPOSITION: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}, "description": "Metrics."}}
 """Responses of /metrics."""

@@ -20,6 +20,8 @@ class Limits:
     max_stops: int = 64  # stop strings; each is searched at every token
     max_stop_chars: int = 1024  # per stop string
     max_choices: int = 1024  # over all prompts
+    max_inputs: int = 2048  # of an embeddings request, as OpenAI's
+    max_concurrent_inputs: int = 64  # of them that one request computes at once
 
 
 class BodyLimitMiddleware:

@@ -115,6 +115,7 @@ _ENGINE = [
     change("engine.gpuMemoryUtilization", "0.50"),
     change("engine.prefixCaching", False),
     change("engine.asyncScheduling", True),
+    change("engine.pooling", "cls"),
     change("engine.enforceEager", True),
     change("engine.enableExpertParallel", True),
     change("engine.quantization", "int4"),

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache
 
@@ -17,6 +18,7 @@ Step = Delta | KeepAlive | asyncio.Event | Exception
 Script = Callable[[wire.Request], Iterable[Step]]
 
 EOS = "<eos>"
+EMBEDDING = wire.Embedding(size=8, pooling="mean")
 MIXED_TEXT = "once 🦊 upon STOP a\n\n time 🦊"
 """An answer with multi-byte characters, a stop string and an empty line."""
 CHAT_TEMPLATE = (
@@ -62,6 +64,7 @@ def tiny_assets(
     generation_config: dict[str, object] | None = None,
     without: Sequence[str] = (),
     vocab_size: int | None = None,
+    embedding: wire.Embedding | None = EMBEDDING,
 ) -> wire.Assets:
     """Returns the assets of a model that exists only in tests."""
     config: dict[str, object] = {"bos_token": "<bos>", "eos_token": {"content": EOS}}
@@ -70,6 +73,8 @@ def tiny_assets(
         files["chat_template.jinja"] = chat_template.encode()
     if generation_config is not None:
         files["generation_config.json"] = json.dumps(generation_config).encode()
+    if embedding is not None:
+        files[wire.EMBEDDING_FILE] = msgspec.json.encode(embedding)
     for name in without:
         del files[name]
     return wire.make_assets(files, list(names), max_model_len, [eos_id()], vocab_size)
@@ -109,6 +114,8 @@ def plain_tokens() -> tuple[int, ...]:
 def seeded_script(request: wire.Request) -> Sequence[Step]:
     """Generates tokens that depend on prompt, seed (when sampling) and index, up to max_tokens. A request for more than 200
     tokens hangs after five of them, until it is aborted."""
+    if request.pooling is not None:
+        return [Delta(index=0, tokens=[], finish="stop", vector=vector_of(request), cached_tokens=1)]
     sampling = request.sampling
     seed = sampling.seed if sampling.temperature > 0 else 0
     is_endless = sampling.max_tokens > 200
@@ -116,6 +123,12 @@ def seeded_script(request: wire.Request) -> Sequence[Step]:
     if is_endless:
         return [*(Delta(index=index, tokens=[token]) for index, token in enumerate(tokens)), asyncio.Event()]
     return token_deltas(tokens, "length")
+
+
+def vector_of(request: wire.Request) -> bytes:
+    """Returns the vector of a pooled request: a function of prompt and pooling."""
+    digest = hashlib.sha256(repr((request.prompt, request.pooling)).encode()).digest()
+    return struct.pack(f"<{EMBEDDING.size}f", *(byte / 16 - 8 for byte in digest[: EMBEDDING.size]))
 
 
 def _draw(prompt: Sequence[int], seed: int, index: int) -> int:

@@ -26,6 +26,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
     "/v1/generate": {"prompt": "once", "max_tokens": 2},
     "/v1/batch": {"requests": [{"prompt": "once", "max_tokens": 2}]},
+    "/v1/embeddings": {"input": "once"},
     "/tokenize": {"prompt": "once"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -69,6 +70,10 @@ BAD: dict[str, dict[str, list[Any]]] = {
     },
     "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},
     "/v1/batch": {"requests": [[], "x", 5, {}, None, [{}] * 257], "unknown": [1]},
+    "/v1/embeddings": {
+        "input": [*_PROMPT, None, [], [[]], ["a", ""]], "model": [5, "nope"], "dimensions": [0, -1, 1.5, "8", 10**6, HUGE, []],
+        "encoding_format": ["int8", 5, [], {}], "user": [5, [], "\ud800"], "priority": ["high", 1.5, 2**40],
+    },
     "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
     "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},
 }

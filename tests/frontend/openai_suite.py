@@ -22,6 +22,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.frontend.openai_choices import ChoiceSuite
+from tests.frontend.openai_embeddings import EmbeddingSuite
 from tests.frontend.openai_target import (
     PROMPT,
     Target,
@@ -34,7 +35,7 @@ from tests.frontend.openai_target import (
 from tests.frontend.openai_tokens import TokenSuite
 
 
-class OpenAISuite(ChoiceSuite, TokenSuite):
+class OpenAISuite(ChoiceSuite, TokenSuite, EmbeddingSuite):
     """Needs a `target` fixture."""
 
     async def test_models_lists_the_served_name_and_its_context(self, target: Target, client: AsyncOpenAI) -> None:

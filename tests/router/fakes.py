@@ -24,7 +24,7 @@ from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings, StreamSession
-from tests.frontend.fakes import detail_of, prompt_details_of
+from tests.frontend.fakes import EMBEDDING, detail_of, prompt_details_of, vector_of
 from tests.polling import until
 
 TOKEN = "secret of the service"
@@ -83,7 +83,7 @@ class FakeLeader:
         self.script = script or Script()
         self.token = token
         self.port = 0
-        self.state = wire.State(serving=True, incarnation=1)
+        self.state = wire.State(serving=True, incarnation=1, served=wire.Served(embedding_size=EMBEDDING.size))
         self.load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=10, total_pages=10)
         self.submitted: list[wire.Submit] = []
         self.aborted: list[int] = []  # handles
@@ -224,7 +224,7 @@ class FakeLeader:
             if script.hold_at is not None and self.steps >= script.hold_at:
                 await self._released.wait()
             frame = self._frame(running)
-            if not frame.handles and not script.skip:
+            if not frame.handles and not frame.finished and not script.skip:
                 continue
             self.steps += 1
             if script.stale:
@@ -251,6 +251,10 @@ class FakeLeader:
         frame = wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])
         for handle, entry in list(running.items()):
             request = entry.submit.request
+            if request.pooling is not None:
+                del running[handle]
+                frame.finished.append(wire.Finished(handle, request.epoch, "stop", 1, vector_of(request)))
+                continue
             index = entry.next_index
             if index >= 5 and request.sampling.max_tokens >= self.script.endless_from:
                 continue
@@ -392,6 +396,7 @@ class StreamResult:
     tokens: list[int]
     finish: str | None
     keep_alives: int
+    vector: bytes = b""
 
 
 async def read_stream(fleet: RouterBackend, request: wire.Request) -> StreamResult:
@@ -402,7 +407,7 @@ async def read_stream(fleet: RouterBackend, request: wire.Request) -> StreamResu
             if isinstance(item, Delta):
                 assert item.index == len(request.delivered) + len(received.tokens)
                 received.tokens += item.tokens
-                received.finish = item.finish
+                received.finish, received.vector = item.finish, item.vector
             else:
                 received.keep_alives += 1
     return received

@@ -7,11 +7,13 @@ from starlette.responses import Response
 
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller, caller_of
-from phalanx_frontend.fields import STREAMED
+from phalanx_frontend.fields import EMBEDDED, STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.embeddings import ROUTE as EMBEDDINGS
+from phalanx_frontend.openai.embeddings import accept_embeddings
 from phalanx_frontend.openai.prompt import tokenize_prompt
-from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from phalanx_frontend.stream.held import HeldAnswer
 
 CurrentCaller = Annotated[Caller, Depends(caller_of)]
@@ -34,6 +36,11 @@ def openai_routes(server: ServerContext) -> APIRouter:
         if body.stream and server.lacks_model():
             return HeldAnswer(lambda: accept(server, CHAT, body, caller), server.keep_alive_s)
         return await accept(server, CHAT, body, caller)
+
+    @routes.post(EMBEDDINGS, response_model=None, responses=EMBEDDED)
+    async def embeddings(body: EmbeddingRequest, caller: CurrentCaller) -> Response:
+        """Embeds inputs: one vector each, pooled from the model's hidden states."""
+        return await accept_embeddings(server, body, caller)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -172,6 +172,20 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
+class EmbeddingRequest(_Strict):
+    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are."""
+
+    model: Text | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    user: UserId | None = None
+    add_special_tokens: bool | None = None
+    tenant: ShortText | None = None
+    priority: Priority | None = None
+    cache_salt: ShortText | None = None
+
+
 class TokenizeRequest(_Strict):
     """POST /tokenize: a prompt, or messages rendered by the chat template."""
 

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
+
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai.sampling import Defaults, read_defaults
@@ -34,6 +36,16 @@ class ServedModel:
         if isinstance(self.template, str):
             raise invalid("messages", self.template, "no_chat_template")
         return self.template
+
+    def embedding(self) -> wire.Embedding:
+        """Returns how the model makes embeddings. Raises ApiError 400 if it makes none."""
+        content = self.assets.files.get(wire.EMBEDDING_FILE)
+        if content is None:
+            raise invalid("model", "this model computes no embeddings: only models of the fused decoder do", "no_embeddings")
+        embedding = msgspec.json.decode(content, type=wire.Embedding)
+        if embedding.obstacle:
+            raise invalid("model", f"this model computes no embeddings: {embedding.obstacle}", "no_embeddings")
+        return embedding
 
     def name_for(self, requested: str | None) -> str:
         """Returns the model name of the response. Raises ApiError 404."""

@@ -35,7 +35,9 @@ class CandidateGroups:
 
     def eligible(self, session: StreamSession) -> dict[str, LeaderLink]:
         """Links to the groups that may take the stream. Evacuated and silent groups take only started streams."""
-        links = self._links.eligible(session.tokenizer, session.model_hash if session.stream.journal.delivered else None)
+        journal = session.stream.journal
+        weights = session.model_hash if journal.delivered else None
+        links = self._links.eligible(session.tokenizer, weights, has_embeddings=journal.is_pooled)
         if session.has_started:
             return links
         staying = {key: link for key, link in links.items() if not self._links.fleet_view.is_leaving(link)}
@@ -129,6 +131,11 @@ class CandidateGroups:
         """Whether a serving group has the stream's tokenizer."""
         return bool(self._links.eligible(session.tokenizer))
 
+    def lacks_embeddings(self, session: StreamSession) -> bool:
+        """Whether it is an embedding, and the serving groups compute none: they have an older version or other models."""
+        is_pooled, tokenizer = session.stream.journal.is_pooled, session.tokenizer
+        return is_pooled and bool(self._links.eligible(tokenizer)) and not self._links.eligible(tokenizer, has_embeddings=True)
+
     def is_silent(self, session: StreamSession) -> bool:
         """Whether only silent groups exist and the policy fails closed."""
         links = self._links.eligible(session.tokenizer)
@@ -149,4 +156,6 @@ class CandidateGroups:
 
 def kind_of(session: StreamSession) -> str:
     """Inputs of `eligible` as a key."""
-    return f"{session.tokenizer}/{session.model_hash if session.stream.journal.delivered else None}/{session.has_started}"
+    journal = session.stream.journal
+    weights = session.model_hash if journal.delivered else None
+    return f"{session.tokenizer}/{weights}/{session.has_started}/{journal.is_pooled}"

@@ -155,14 +155,17 @@ class LinkPool:
         """Links of the groups that accept requests."""
         return [link for link in self._links.values() if link.is_serving]
 
-    def eligible(self, tokenizer: str | None, model_hash: str | None = None) -> dict[str, LeaderLink]:
-        """Links of serving groups with this tokenizer and, if given, these weights, by key."""
+    def eligible(
+        self, tokenizer: str | None, model_hash: str | None = None, has_embeddings: bool = False
+    ) -> dict[str, LeaderLink]:
+        """Links of serving groups with this tokenizer and, if asked, these weights or embeddings, by key."""
         serving = [link for link in self._links.values() if link.is_serving and tokenizer is not None]
         return {
             link.key: link
             for link in serving
             if self._assets.tokenizer(link.assets_hash) == tokenizer
             and (model_hash is None or link.group_report.served.model_hash == model_hash)
+            and (link.group_report.served.embedding_size or not has_embeddings)
         }
 
     def all(self) -> list[LeaderLink]:

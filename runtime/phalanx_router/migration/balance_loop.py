@@ -194,7 +194,7 @@ def _view_of(session: StreamSession, view: GroupView | None = None) -> StreamVie
         num_moves=session.moves.num_balanced,
         moved_at=session.moves.last_at,
         last_source=session.moves.last_source,
-        is_pinned=bool(session.moves.open_move),
+        is_pinned=bool(session.moves.open_move) or session.stream.journal.is_pooled,
         has_hot_prefix=view is not None and _has_hot_prefix(session, view),
     )
 

@@ -109,6 +109,8 @@ class Mover:
         source = session.assignment.link
         if session.moves.open_move:
             return "the stream is moving already"
+        if session.stream.journal.is_pooled:
+            return "an embedding is not moved"
         if link is None or link is source or target not in self._links.eligible(session.tokenizer):
             return "the target does not accept this stream: it is unknown, is the source, is not serving or has another tokenizer"
         if link.group_report.served.model_hash != source.group_report.served.model_hash:

@@ -17,11 +17,13 @@ DIGEST_BYTES = 32
 
 
 def output_key(request: wire.Request, has_tenant: bool = True) -> bytes | None:
-    """Returns a digest that requests with equal tokens share; null if the client needs details of tokens.
+    """Returns a digest that requests with equal tokens share; null if the client needs details of tokens, or an embedding.
 
     `has_tenant`: whether requests of two tenants differ. Requests with another `cache_salt` always do.
     """
     sampling = request.sampling
+    if request.pooling is not None:
+        return None
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None
     bias = sorted(sampling.logit_bias.items())

@@ -60,6 +60,11 @@ class Journal:
         return self._request.can_resume
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether it ends with a vector: another group computes it from the start, and it is not moved."""
+        return self._request.pooling is not None
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no token of the current epoch was delivered."""
         return self._is_fresh
@@ -114,8 +119,11 @@ class Journal:
     def finish_reason(self) -> wire.FinishReason | None:
         """Why the delivered tokens end the request, if they do: a group can be lost between last token and end.
 
-        The limit on prompt and output together is left to the engine, which answers such a replay with the end.
+        The limit on prompt and output together is left to the engine, which answers such a replay with the end. An embedding ends
+        with its vector.
         """
+        if self.is_pooled:
+            return None
         sampling = self._request.sampling
         count = len(self.delivered)
         if count and count >= sampling.min_tokens and self.delivered[-1] in sampling.stop_token_ids:

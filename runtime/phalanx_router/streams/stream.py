@@ -157,6 +157,7 @@ class Stream:
             cached_tokens=self._cached_tokens,
             details=self._details or (),
             prompt_details=self._prompt_details or (),
+            vector=b"" if self._end is None else self._end.vector,
         )
         if self._details or self._prompt_details:
             self._details, self._prompt_details = [], []

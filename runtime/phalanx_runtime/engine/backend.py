@@ -42,6 +42,7 @@ class _Mailbox:
             cached_tokens=self.cached_tokens,
             details=self.details or (),
             prompt_details=self.prompt_details or (),
+            vector=b"" if self.finished is None else self.finished.vector,
         )
         self.index += len(self.tokens)
         self.tokens = []

@@ -58,6 +58,10 @@ class EngineMeter(Protocol):
         """Another token of a request, `gap_s` after the previous one."""
         ...
 
+    def embedded(self, prompt_tokens: int) -> None:
+        """A request got its vector."""
+        ...
+
     def ended(self, end: EndedRequest) -> None:
         """A request ended."""
         ...
@@ -171,6 +175,8 @@ class OpenRequests:
                 continue
             frames.of(request.sink).finished.append(end)
             request.cached_tokens = end.cached_tokens
+            if end.vector:
+                self._meter.embedded(request.prompt_tokens)
             self._meter.ended(request.end(end.reason, now))
         for wait_s in frame.queue_times_s:
             self._meter.queued(wait_s)

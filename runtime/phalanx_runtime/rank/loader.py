@@ -17,10 +17,11 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.copies.staging import GPU_READERS
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
-from phalanx_runtime.model.protocol import KvLayout, LoadOptions, Model, ModelFolder
+from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
@@ -128,7 +129,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
     account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels)
     kernels.start_serving()
-    served = _served(spec, dtype, model.kv, sizing.group_page_bytes) if spec.rank == 0 else Served()
+    served = _served(spec, dtype, model, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
         num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
     )
@@ -169,9 +170,9 @@ def _memory_account(
     return account
 
 
-def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: int) -> Served:
+def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int) -> Served:
     """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
-    name = str(dtype).removeprefix("torch.")
+    kv, name = model.kv, str(dtype).removeprefix("torch.")
     stages, kv_dtype = spec.pipeline_parallel_size, spec.engine.kv_cache_dtype
     pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
@@ -182,6 +183,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, kv: KvLayout, group_page_bytes: 
         group_page_bytes,
         spec.model_version,
         kv_dtype,
+        embedding_size=model.width if isinstance(model, Decoder) else 0,  # models of `transformers` return logits
     )
 
 

@@ -24,6 +24,7 @@ from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.checkpoint.pooling import read_embedding
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -288,7 +289,9 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
-        return read_assets(folder, source.served_names, max_model_len)
+        size = ready.served.embedding_size
+        embedding = read_embedding(folder, size, settings.engine.pooling) if size else None
+        return read_assets(folder, source.served_names, max_model_len, embedding)
 
     return SupervisorParts(locate=locate_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
 

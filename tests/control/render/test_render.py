@@ -120,6 +120,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     everything = {
         "prefixCaching": False,
         "asyncScheduling": True,
+        "pooling": "last",
         "enforceEager": True,
         "enableExpertParallel": True,
         "quantization": "int8",

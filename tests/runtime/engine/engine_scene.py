@@ -26,12 +26,16 @@ class FakeMeter:
     queue_times_s: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     ends: list[EndedRequest] = field(default_factory=list)
+    embedded_tokens: int = 0
 
     def load(self, load: wire.Load) -> None:
         self.loads.append(load)
 
     def step(self, num_tokens: int) -> None:
         self.steps.append(num_tokens)
+
+    def embedded(self, prompt_tokens: int) -> None:
+        self.embedded_tokens += prompt_tokens
 
     def first_token(self, prompt_tokens: int, wait_s: float) -> None:
         self.firsts.append((prompt_tokens, wait_s))

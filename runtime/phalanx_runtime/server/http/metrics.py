@@ -180,7 +180,9 @@ class EngineMetrics:
         self._speculation = SpeculationMetrics(registry, model_name)
         self._cache = CacheMetrics(registry, model_name)
         self._steps = counter("phalanx_engine_steps", "Steps that produced tokens.")
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
+        self._prompt_tokens = counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that got their first token or their vector."
+        )
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self._finished = Counter(
@@ -240,6 +242,10 @@ class EngineMetrics:
     def next_token(self, gap_s: float) -> None:
         """Observes the inter-token latency."""
         self._inter_token.observe(gap_s)
+
+    def embedded(self, prompt_tokens: int) -> None:
+        """Counts the tokens of an embedding."""
+        self._prompt_tokens.inc(prompt_tokens)
 
     def ended(self, end: EndedRequest) -> None:
         """Counts an ended request."""

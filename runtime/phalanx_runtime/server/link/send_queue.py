@@ -4,6 +4,9 @@ import asyncio
 
 from phalanx_api import wire
 
+BYTES_PER_TOKEN = 64
+"""Bytes of a vector that count as one queued token, about the memory of one."""
+
 
 class SendQueue:
     """Merges tokens into one frame and replaces load reports."""
@@ -11,7 +14,7 @@ class SendQueue:
     def __init__(self) -> None:
         self.is_load_due = False
         self.num_tokens = 0
-        """Queued tokens and page changes."""
+        """Queued tokens, page changes and vectors."""
         self._frames: list[wire.FromLeader] = []
         self._wake = asyncio.Event()
 
@@ -24,6 +27,7 @@ class SendQueue:
     def add_tokens(self, frame: wire.Tokens) -> None:
         """Queues tokens."""
         num_tokens = len(frame.handles) + sum(len(prompt.details) for prompt in frame.prompt_details)
+        num_tokens += sum(len(end.vector) for end in frame.finished) // BYTES_PER_TOKEN
         last = self._frames[-1] if self._frames else None
         if isinstance(last, wire.Tokens):
             self.num_tokens += num_tokens

@@ -1,0 +1,206 @@
+"""POST /v1/embeddings: each input is a pooled request of its own, in steps with all others."""
+
+import asyncio
+import base64
+import logging
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx_api import wire
+from phalanx_frontend.auth.caller import Caller
+from phalanx_frontend.backend import Backend, BackendError, Delta
+from phalanx_frontend.errors import ApiError, api_error_of_backend, error_response, internal_error, invalid
+from phalanx_frontend.metrics import ApiMetrics, RequestMeter
+from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.sampling import refuse_unsupported
+from phalanx_frontend.openai.schemas import EmbeddingRequest
+from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.stream.answer import run_while_connected
+
+log = logging.getLogger(__name__)
+
+ROUTE = "/v1/embeddings"
+NO_EMBEDDINGS = "no_embeddings"
+POOLED = wire.Sampling(max_tokens=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingJob:
+    """The inputs of one answer and the form of their vectors."""
+
+    id: str
+    model: str
+    requests: Sequence[wire.Request]
+    meters: Sequence[RequestMeter]
+    size: int
+    """Numbers of each vector."""
+    is_normalised: bool
+    is_base64: bool
+    max_concurrent: int
+
+    def document(self, vectors: Sequence[bytes]) -> bytes:
+        """Returns OpenAI's response."""
+        data = [{"object": "embedding", "index": index, "embedding": self._shown(vector)} for index, vector in enumerate(vectors)]
+        count = sum(len(request.prompt) for request in self.requests)
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return msgspec.json.encode({"object": "list", "data": data, "model": self.model, "usage": usage})
+
+    def _shown(self, vector: bytes) -> str | list[float]:
+        numbers = shaped(vector, self.size, self.is_normalised)
+        return base64.b64encode(_little_endian(numbers).tobytes()).decode("ascii") if self.is_base64 else numbers.tolist()
+
+
+def shaped(vector: bytes, size: int, is_normalised: bool) -> "array[float]":
+    """Returns the first `size` numbers of `wire.Finished.vector` as float32, to length 1 if normalised."""
+    numbers = array("f", vector[: 4 * size])
+    numbers = _little_endian(numbers)
+    length = math.sqrt(math.fsum(number * number for number in numbers)) if is_normalised else 1.0
+    return numbers if length in (0.0, 1.0) else array("f", (number / length for number in numbers))
+
+
+def _little_endian(numbers: "array[float]") -> "array[float]":
+    """Swaps the bytes of a copy on big-endian machines."""
+    if sys.byteorder == "big":
+        numbers = array("f", numbers)
+        numbers.byteswap()
+    return numbers
+
+
+class EmbeddingAnswer(Response):
+    """Computes the vectors while the client is connected."""
+
+    def __init__(self, job: EmbeddingJob, backend: Backend, metrics: ApiMetrics) -> None:
+        super().__init__()
+        self._job = job
+        self._backend = backend
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response, unless the client disconnects, which aborts the requests."""
+        await run_while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: Response
+        try:
+            vectors = await self._vectors()
+            response = Response(await asyncio.to_thread(self._job.document, vectors), media_type="application/json")
+        except ApiError as error:
+            response = error_response(error)
+        self._metrics.responses.labels(ROUTE, str(response.status_code)).inc()
+        await response(scope, receive, send)
+
+    async def _vectors(self) -> list[bytes]:
+        job, outcome, deltas = self._job, "abort", list[Delta]()
+        for meter in job.meters:
+            meter.start()
+        try:
+            deltas = await embed(self._backend, job.requests, job.max_concurrent)
+        except BackendError as error:
+            outcome = "error"
+            raise api_error_of_backend(error) from error
+        except Exception as error:
+            outcome = "error"
+            log.exception("request failed", extra={"request_id": job.id})
+            raise internal_error() from error
+        finally:
+            cached = [delta.cached_tokens for delta in deltas] or [0] * len(job.meters)
+            for meter, cached_tokens in zip(job.meters, cached, strict=True):
+                meter.end("stop" if deltas else outcome, cached_tokens)
+        return [delta.vector for delta in deltas]
+
+
+async def embed(backend: Backend, requests: Sequence[wire.Request], max_concurrent: int) -> list[Delta]:
+    """Returns the last delta of each pooled request, which has its vector. The first failure aborts all. Raises BackendError."""
+    slots = asyncio.Semaphore(max_concurrent)
+    tasks = [asyncio.create_task(_embed_one(backend, request, slots)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _embed_one(backend: Backend, request: wire.Request, slots: asyncio.Semaphore) -> Delta:
+    async with slots, aclosing(backend.generate(request)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            if isinstance(delta, Delta) and delta.finish is not None:
+                if not delta.vector:
+                    raise BackendError(503, NO_EMBEDDINGS, "the group's version computes no embeddings: retry after its upgrade")
+                return delta
+    raise AssertionError("the last delta of a request has a finish reason")
+
+
+async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, caller: Caller) -> EmbeddingAnswer:
+    """Returns the answer to a valid request. Raises ApiError, BackendError."""
+    arrived_s = server.seconds()
+    model = await server.model()
+    name, embedding = model.name_for(body.model), model.embedding()
+    refuse_unsupported(body.model_extra or {})
+    if len(body.input) > server.limits.max_inputs:
+        raise invalid("input", f"one request may have at most {server.limits.max_inputs} inputs")
+    if body.dimensions is not None and body.dimensions > embedding.size:
+        raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
+    inputs = await embedding_inputs(body, model)
+    id = f"embd-{caller.request_id}"
+    requests = pooled_requests(id, inputs, embedding.pooling, body, caller)
+    meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, server.seconds) for tokens in inputs]
+    job = EmbeddingJob(
+        id=id,
+        model=name,
+        requests=requests,
+        meters=meters,
+        size=body.dimensions or embedding.size,
+        is_normalised=embedding.is_normalised,
+        is_base64=body.encoding_format == "base64",
+        max_concurrent=server.limits.max_concurrent_inputs,
+    )
+    return EmbeddingAnswer(job, server.backend, server.metrics)
+
+
+async def embedding_inputs(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
+    """Returns token ids per input. Only text gets special tokens. Raises ApiError 400."""
+    inputs, limit = list[list[int]](), model.assets.max_model_len
+    for text in body.input:
+        if isinstance(text, str):
+            ids = await model.encode(text, body.add_special_tokens is not False, "input") if text else []
+        else:
+            ids = model.checked_ids(text, "input")
+        if not ids:
+            raise invalid("input", f"input {len(inputs)} is empty")
+        if len(ids) > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, input {len(inputs)} has {len(ids)} tokens."
+            )
+            raise invalid("input", f"{message} Please shorten it.", "context_length_exceeded")
+        inputs.append(ids)
+    return inputs
+
+
+def pooled_requests(
+    id: str, inputs: Sequence[list[int]], pooling: wire.Pooling, body: EmbeddingRequest, caller: Caller
+) -> list[wire.Request]:
+    """Returns the backend's request for each input. Raises ApiError 403 for its priority."""
+    priority, tenant = caller.priority(body.priority), caller.tenant(body.tenant, body.user)
+    return [
+        wire.Request(
+            id=id if len(inputs) == 1 else f"{id}-{index}",
+            epoch=0,
+            prompt=tokens,
+            delivered=[],
+            sampling=POOLED,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=body.cache_salt or "",
+            pooling=pooling,
+        )
+        for index, tokens in enumerate(inputs)
+    ]
