@@ -1,15 +1,16 @@
-"""Offline engine with vLLM's interface: `LLM(model).generate(prompts, params)`.
+"""Offline engine with vLLM's interface: `LLM(model).generate(prompts, params)`, `LLM(model).embed(prompts)`.
 
 Ranks are separate processes. Equal parameters and seeds give equal tokens as over HTTP.
 """
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from phalanx_api import wire
 from phalanx_api.engine_config import DType
@@ -19,14 +20,17 @@ from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import random_id, random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.accept import backend_requests, make_reply
+from phalanx_frontend.openai.embeddings import embed_one, embedding_inputs, pooled_requests, shaped
 from phalanx_frontend.openai.prompt import completion_prompts
 from phalanx_frontend.openai.sampling import check_fields
-from phalanx_frontend.openai.schemas import CompletionRequest
+from phalanx_frontend.openai.schemas import CompletionRequest, EmbeddingRequest
 from phalanx_frontend.openai.served_model import load_model
 from phalanx_frontend.stream.reply import TEXT_ONLY, Reply
 from phalanx_runtime.offline.group import GroupEnded, LocalGroup
 from phalanx_runtime.offline.records import (
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Logprobs,
     RequestOutput,
     SamplingParams,
@@ -36,6 +40,7 @@ from phalanx_runtime.offline.records import (
     token_logprobs,
 )
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 MAX_CONCURRENT = 512
@@ -112,8 +117,20 @@ class LLM:
             expected = "expected one, or one per prompt"
             raise ValueError(f"{len(params_list)} sampling_params for {len(prompt_list)} prompts; {expected}")
         bodies = [make_body(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
+        return self._call(self._generate(bodies, params_list))
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
+        """Returns the embedding of each prompt in order, as /v1/embeddings.
+
+        Raises ValueError for an invalid prompt, or a model without embeddings, before it computes any; GenerationError.
+        """
+        prompt_list = _prompt_list(prompts)
+        return self._call(self._embed(prompt_list)) if prompt_list else []
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on the group's event loop and converts its errors."""
         try:
-            return self._group.run(self._generate(bodies, params_list))
+            return self._group.run(work)
         except ApiError as error:
             is_named = error.param is None or error.param in error.message
             raise ValueError(error.message if is_named else f"{error.param}: {error.message}") from error
@@ -136,15 +153,35 @@ class LLM:
 
     async def _generate(self, bodies: list[CompletionRequest], params: list[SamplingParams]) -> list[RequestOutput]:
         choices_list = [await self._choices(body, one) for body, one in zip(bodies, params, strict=True)]
+        await self._run_all([partial(self._read, choice) for choices in choices_list for choice in choices])
+        return [self._output(body, choices) for body, choices in zip(bodies, choices_list, strict=True)]
+
+    async def _embed(self, prompts: list[Prompt]) -> list[EmbeddingRequestOutput]:
+        embedding = self._model.embedding()
+        body = EmbeddingRequest(input=[prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts])
+        inputs = await embedding_inputs(body, self._model)
+        requests = pooled_requests(random_id("embd-"), inputs, embedding.pooling, body, Caller(request_id=""))
+        deltas = await self._run_all([partial(embed_one, self._group.backend, request) for request in requests])
+        return [
+            EmbeddingRequestOutput(
+                request_id=request.id,
+                prompt_token_ids=request.prompt,
+                outputs=EmbeddingOutput(shaped(delta.vector, embedding.size, embedding.is_normalised).tolist()),
+                num_cached_tokens=delta.cached_tokens,
+            )
+            for request, delta in zip(requests, deltas, strict=True)
+        ]
+
+    async def _run_all(self, reads: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Runs all within the engine's capacity. The first failure ends them. Raises BackendError."""
         slots = asyncio.Semaphore(min(MAX_CONCURRENT, self._capacity))
-        tasks = [asyncio.create_task(self._run(choice, slots)) for choices in choices_list for choice in choices]
+        tasks = [asyncio.create_task(_retried(read, slots)) for read in reads]
         try:
-            await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [self._output(body, choices) for body, choices in zip(bodies, choices_list, strict=True)]
 
     async def _choices(self, body: CompletionRequest, params: SamplingParams) -> list[_Choice]:
         """Creates the requests of one prompt. Raises ApiError."""
@@ -162,19 +199,6 @@ class LLM:
             id=random_id("req-"),
         )
         return [_Choice(request=request, reply=make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
-
-    async def _run(self, choice: _Choice, slots: asyncio.Semaphore) -> None:
-        """Retries while the queue is full. Raises BackendError."""
-        backoff_s = MIN_BACKOFF_S
-        async with slots:
-            while True:
-                try:
-                    return await self._read(choice)
-                except BackendError as error:
-                    if error.status != 429:
-                        raise
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _read(self, choice: _Choice) -> None:
         async with aclosing(self._group.backend.generate(choice.request)) as deltas:
@@ -219,6 +243,20 @@ class LLM:
 
     def _logprobs(self, tokens: list[int], details: list[wire.TokenDetail]) -> list[Logprobs]:
         return [token_logprobs(self._model.tokenizer, token, detail) for token, detail in zip(tokens, details, strict=True)]
+
+
+async def _retried(read: Callable[[], Awaitable[T]], slots: asyncio.Semaphore) -> T:
+    """Retries while the queue is full. Raises BackendError."""
+    backoff_s = MIN_BACKOFF_S
+    async with slots:
+        while True:
+            try:
+                return await read()
+            except BackendError as error:
+                if error.status != 429:
+                    raise
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -67,7 +67,7 @@ async def test_older_groups_alone_are_a_clear_error() -> None:
     async with running_world(older("a")) as world:
         with pytest.raises(BackendError) as refused:
             await read_stream(world.fleet, pooled([1]))
-        assert (refused.value.status, refused.value.code) == (503, "no_embeddings")
+        assert (refused.value.status, refused.value.code) == (503, "embeddings_unavailable")
         assert not world.leaders[0].submitted
 
 
@@ -78,7 +78,7 @@ async def test_lost_embedding_waits_for_no_older_group() -> None:
         await first.stop()
         with pytest.raises(BackendError) as refused:
             await reading
-        assert refused.value.code == "no_embeddings" and not leaders[1].submitted
+        assert refused.value.code == "embeddings_unavailable" and not leaders[1].submitted
 
 
 async def test_embedding_is_never_moved() -> None:
@@ -87,7 +87,7 @@ async def test_embedding_is_never_moved() -> None:
         reading, first = await started_at(world, pooled([1, 2]))
         [session] = world.fleet.sessions
         [target] = [key for key in world.fleet.links.eligible(session.tokenizer) if key != session.last_key]
-        assert world.fleet.mover.move(session, target, "pages", "drain") == "an embedding is not moved"
+        assert world.fleet.mover.move(session, target, "precopy", "drain") == "an embedding is not moved"
         first.release()
         assert (await reading).vector
 

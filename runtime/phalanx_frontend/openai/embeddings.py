@@ -28,7 +28,6 @@ from phalanx_frontend.stream.answer import run_while_connected
 log = logging.getLogger(__name__)
 
 ROUTE = "/v1/embeddings"
-NO_EMBEDDINGS = "no_embeddings"
 POOLED = wire.Sampling(max_tokens=0, seed=0)
 
 
@@ -120,7 +119,12 @@ class EmbeddingAnswer(Response):
 async def embed(backend: Backend, requests: Sequence[wire.Request], max_concurrent: int) -> list[Delta]:
     """Returns the last delta of each pooled request, which has its vector. The first failure aborts all. Raises BackendError."""
     slots = asyncio.Semaphore(max_concurrent)
-    tasks = [asyncio.create_task(_embed_one(backend, request, slots)) for request in requests]
+
+    async def one(request: wire.Request) -> Delta:
+        async with slots:
+            return await embed_one(backend, request)
+
+    tasks = [asyncio.create_task(one(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -129,12 +133,13 @@ async def embed(backend: Backend, requests: Sequence[wire.Request], max_concurre
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embed_one(backend: Backend, request: wire.Request, slots: asyncio.Semaphore) -> Delta:
-    async with slots, aclosing(backend.generate(request)) as deltas:  # type: ignore[type-var]
+async def embed_one(backend: Backend, request: wire.Request) -> Delta:
+    """Returns the last delta of a pooled request, which has its vector. Raises BackendError."""
+    async with aclosing(backend.generate(request)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
             if isinstance(delta, Delta) and delta.finish is not None:
                 if not delta.vector:
-                    raise BackendError(503, NO_EMBEDDINGS, "the group's version computes no embeddings: retry after its upgrade")
+                    raise BackendError(503, "embeddings_unavailable", "the group's version computes no embeddings")
                 return delta
     raise AssertionError("the last delta of a request has a finish reason")
 

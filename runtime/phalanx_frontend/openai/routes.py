@@ -37,11 +37,6 @@ def openai_routes(server: ServerContext) -> APIRouter:
             return HeldAnswer(lambda: accept(server, CHAT, body, caller), server.keep_alive_s)
         return await accept(server, CHAT, body, caller)
 
-    @routes.post(EMBEDDINGS, response_model=None, responses=EMBEDDED)
-    async def embeddings(body: EmbeddingRequest, caller: CurrentCaller) -> Response:
-        """Embeds inputs: one vector each, pooled from the model's hidden states."""
-        return await accept_embeddings(server, body, caller)
-
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model names that requests may use."""
@@ -69,6 +64,19 @@ def openai_routes(server: ServerContext) -> APIRouter:
         model = await server.model()
         model.name_for(body.model)
         return {"prompt": model.tokenizer.decode(model.checked_ids(body.tokens, "tokens"), skip_special_tokens=False)}
+
+    routes.include_router(embedding_routes(server))
+    return routes
+
+
+def embedding_routes(server: ServerContext) -> APIRouter:
+    """Builds the route of embeddings."""
+    routes = APIRouter()
+
+    @routes.post(EMBEDDINGS, response_model=None, responses=EMBEDDED)
+    async def embeddings(body: EmbeddingRequest, caller: CurrentCaller) -> Response:
+        """Embeds inputs: one vector each, pooled from the model's hidden states."""
+        return await accept_embeddings(server, body, caller)
 
     return routes
 

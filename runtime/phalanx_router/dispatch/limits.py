@@ -125,7 +125,7 @@ class WaitLimit:
             return self._settings.keep_alive_s
         if not keys and self._candidates.lacks_embeddings(session):
             why = "the ready groups compute no embeddings: their version is older or their model has none"
-            raise BackendError(503, "no_embeddings", why, self._settings.retry_after_s)
+            raise BackendError(503, "embeddings_unavailable", why, self._settings.retry_after_s)
         may_lack_weights = not keys and failures.lost_group and session.stream.journal.delivered
         if may_lack_weights and not self._candidates.can_weights_return(session.model_hash):
             raise _missing_weights(failures.lost_group)

@@ -146,6 +146,23 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+
+
 def token_logprobs(tokenizer: TextTokenizer, token: int, detail: wire.TokenDetail) -> Logprobs:
     """Returns the logprobs at one position."""
 

@@ -90,7 +90,7 @@ class ModelRunner:
         self._builder = builder
         self._pool = pool
         self._pipeline = pipeline
-        self._sampler = sampler
+        self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
         self._all_caches = [*caches, *proposer.caches]
         self._latest = _DraftOutcome()
@@ -103,7 +103,6 @@ class ModelRunner:
         self.device_step = device_step
         self._host_pages = host_pages
         self._last_sampled = LastSampled()
-        self._pooler = pooler
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
         has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank

@@ -99,7 +99,7 @@ async def test_vector_of_zeros_stays_as_it_is() -> None:
     [
         (FULL, 429, "queue_full"),
         (RuntimeError("a bug"), 500, "internal_error"),
-        (Delta(index=0, tokens=[], finish="length"), 503, "no_embeddings"),
+        (Delta(index=0, tokens=[], finish="length"), 503, "embeddings_unavailable"),
         (BackendError(400, "context_length_exceeded", "a group has less"), 400, "context_length_exceeded"),
     ],
     ids=["refusal", "bug", "end without a vector", "shorter context"],

@@ -67,8 +67,12 @@ def listed(*names: str) -> list[RemoteFile]:
             ["chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "sub/config.json", "model.safetensors"],
             ["chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "model.safetensors"],
         ),
+        (
+            ["modules.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/config.json", "a/1_Pooling/config.json"],
+            ["modules.json", "1_Pooling/config.json", "model.safetensors"],
+        ),
     ],
-    ids=["one-file", "sharded", "odd-name", "companions"],
+    ids=["one-file", "sharded", "odd-name", "companions", "pooling"],
 )
 def test_selected_files(files: list[str], expected: list[str]) -> None:
     assert [file.name for file in select_files(listed(*files), None, "here", "hf://org/name")] == expected

@@ -89,6 +89,21 @@ def test_greedy_outputs_are_those_of_transformers(engines: list[LLM], transforme
             assert only(output).logprobs is None and output.prompt_logprobs is None
 
 
+@torch.inference_mode()
+def test_embeddings_are_mean_states_of_transformers(engines: list[LLM], transformer: Any) -> None:
+    for engine in engines:
+        outputs = engine.embed(PROMPTS)
+        assert [bytes(output.prompt_token_ids).decode() for output in outputs] == PROMPTS
+        for output in outputs:
+            states = transformer.model(torch.tensor([output.prompt_token_ids]), use_cache=False).last_hidden_state[0]
+            expected = torch.nn.functional.normalize(states.mean(0), dim=0)
+            assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+        assert engine.embed(list(b"The king"))[0].outputs == engine.embed("The king")[0].outputs
+    with pytest.raises(ValueError, match="input 1 is empty"):
+        engines[0].embed(["a", ""])
+    assert engines[0].embed([]) == []
+
+
 def test_seeds_give_equal_outputs_for_any_parallelism(engines: list[LLM]) -> None:
     several = [
         SamplingParams(seed=seed, max_tokens=10, n=3, top_k=40, presence_penalty=0.3, ignore_eos=True) for seed in range(4)

@@ -95,7 +95,10 @@ _SMALL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "modules.json",
 )
+_POOLING_FILE = "*_Pooling/config.json"
+"""In a folder of its own, next to the model of sentence-transformers."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -236,6 +239,10 @@ def _store_version(folder: Path, label: str, version: str) -> None:
         raise ModelError(f"cannot write {folder}/refs: {error.strerror or error}") from error
 
 
+def _is_pooling_file(name: str) -> bool:
+    return name.count("/") == 1 and fnmatchcase(name, _POOLING_FILE)
+
+
 def _is_model_file(name: str) -> bool:
     return name.endswith(".safetensors") or name == _INDEX or any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
 
@@ -259,7 +266,8 @@ def select_files(files: list[RemoteFile], file: str | None, description: str, ur
     weights = _select_weights({entry.name: entry for entry in top})
     if not weights:
         raise ModelError(f"{description} has no *.safetensors{_gguf_hint(by_name, uri)}")
-    return [entry for entry in top if any(fnmatchcase(entry.name, pattern) for pattern in _SMALL_FILES)] + weights
+    small = [entry for entry in top if any(fnmatchcase(entry.name, pattern) for pattern in _SMALL_FILES)]
+    return small + [entry for entry in files if _is_pooling_file(entry.name)] + weights
 
 
 def _select_weights(top: dict[str, RemoteFile]) -> list[RemoteFile]:
@@ -293,6 +301,7 @@ def _download(source: RemoteSource, version: str, files: list[RemoteFile], part:
 
     def download(file: RemoteFile) -> None:
         if not (part / file.name).is_file():
+            (part / file.name).parent.mkdir(exist_ok=True)
             downloader.download(source.with_digest(file), part / file.name)
 
     with ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="download") as pool:

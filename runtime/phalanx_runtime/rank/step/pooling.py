@@ -49,7 +49,7 @@ class PooledChunk:
 def pooled_chunks(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[PooledChunk]:
     """Returns the chunks of pooled requests. `rows` includes admitted ones."""
     return [
-        PooledChunk(request, row, pooling, start, start + count, rows[row].num_prompt)
+        PooledChunk(request, row, pooling, start=start, end=start + count, num_prompt=rows[row].num_prompt)
         for request, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True))
         if (pooling := rows[row].pooling) is not None
     ]

@@ -180,9 +180,7 @@ class EngineMetrics:
         self._speculation = SpeculationMetrics(registry, model_name)
         self._cache = CacheMetrics(registry, model_name)
         self._steps = counter("phalanx_engine_steps", "Steps that produced tokens.")
-        self._prompt_tokens = counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests that got their first token or their vector."
-        )
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a token or a vector.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
         self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self._finished = Counter(
