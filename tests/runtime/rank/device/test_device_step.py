@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -149,3 +151,23 @@ def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
 def test_penalties_with_draft_tokens_are_verified_by_the_host(folder: Path) -> None:
     steps = check(folder, [limited(repeating()[at], 12) for at in (3, 0)], NGRAMS)
     assert steps.obstacles["penalties with drafts"] > 0 and steps.obstacles["host rows"] > 0
+
+
+@pytest.mark.no_cover
+def test_device_pools_the_vectors_of_the_host(folder: Path) -> None:
+    """Beside decodes, in chunks; the steps without an embedding are graphs again."""
+    sampling = wire.Sampling(max_tokens=0, seed=0)
+    embeddings = [
+        wire.Request(id=pooling, epoch=0, prompt=list(range(60)), delivered=[], sampling=sampling, pooling=pooling)
+        for pooling in get_args(wire.Pooling)
+    ]
+    submitted = [*embeddings, *chosen(ON_DEVICE[:1])]
+    with lagging(0):
+        expected, _ = answers(folder, HOST, submitted)
+    with lagging(1):
+        found, steps = answers(folder, DEVICE, submitted)
+    assert steps.launched > steps.graphs > 0 and not steps.obstacles
+    assert found[-1].tokens == expected[-1].tokens
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert (one.finish, one.tokens) == ("stop", [])
+        np.testing.assert_allclose(np.frombuffer(one.vector, "<f4"), np.frombuffer(other.vector, "<f4"), atol=1e-4)
