@@ -20,6 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 FP8 = "F8_E4M3"
 """The stored dtype of e4m3."""
+_PREFIX, _BARE = "model.", "embed_tokens.weight"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -30,7 +31,7 @@ class Checkpoint:
         self.dtype = dtype
         self.device = device
         self._folder = folder
-        self._files = _tensor_files(folder)
+        self._files, self._prefix = _named_as_causal(_tensor_files(folder))
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._staging = open_staging(device)
@@ -51,19 +52,19 @@ class Checkpoint:
 
     def stored_dtype(self, name: str) -> str:
         """Returns a stored dtype as in the file: BF16, F8_E4M3."""
-        return str(self._handle(name).get_slice(name).get_dtype())
+        return str(self._handle(name).get_slice(self._stored(name)).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a stored shape."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return tuple(self._handle(name).get_slice(self._stored(name)).get_shape())
 
     def part(self, name: str, select: Callable[[Any], Tensor] | None) -> Tensor:
         """Returns a tensor or `select` of its slice: possibly a view that is valid until the file closes.
 
         Without `select` it has the stored shape.
         """
-        handle = self._handle(name)
-        tensor: Tensor = handle.get_tensor(name) if select is None else select(handle.get_slice(name))
+        handle, stored = self._handle(name), self._stored(name)
+        tensor: Tensor = handle.get_tensor(stored) if select is None else select(handle.get_slice(stored))
         return tensor
 
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
@@ -97,13 +98,16 @@ class Checkpoint:
         self._stack.close()
 
     def _slice(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        lazy = self._handle(name).get_slice(name)
+        lazy = self._handle(name).get_slice(self._stored(name))
         path = self._files[name]
         if tuple(lazy.get_shape()) != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}; config.json implies {list(shape)}")
         if dtype is None and lazy.get_dtype() not in FLOATS:
             raise ModelError(f"{path}: tensor {name} is stored as {lazy.get_dtype()}: its quantisation is not supported")
         return lazy
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
 
     def _handle(self, name: str) -> Any:
         path = self._files.get(name)
@@ -113,10 +117,20 @@ class Checkpoint:
             if path not in self._open:
                 self._close()
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._open[path].get_slice(name)
+            self._open[path].get_slice(self._stored(name))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {error}") from error
         return self._open[path]
+
+
+def _named_as_causal(files: dict[str, Path]) -> tuple[dict[str, Path], str]:
+    """Returns the files by the names of a causal language model, and the prefix that the stored names lack.
+
+    sentence-transformers stores the model without its head, and its tensors without the prefix.
+    """
+    if _BARE not in files or _PREFIX + _BARE in files:
+        return files, ""
+    return {name if name.startswith("lm_head.") else _PREFIX + name: path for name, path in files.items()}, _PREFIX
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

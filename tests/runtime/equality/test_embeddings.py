@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
@@ -86,6 +87,19 @@ def test_families_give_the_vectors_of_transformers(tmp_path: Path, family: str) 
     folder = save_tiny(tmp_path / "model", family)
     answers = on_ranks(folder, [1], BUILD, lambda runner: serve(runner, embedding_requests(), CHUNKS))
     check(folder, embedding_requests(), answers)
+
+
+def test_checkpoint_without_head_and_prefix_gives_the_same_vectors(tmp_path: Path) -> None:
+    """sentence-transformers stores tied models so."""
+    folder = save_tiny(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    answers = on_ranks(folder, [1], BUILD, lambda runner: serve(runner, embedding_requests(), WHOLE))
+    check(folder, embedding_requests(), answers)
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}
+        save_file(tensors, path, {"format": "pt"})
+    assert on_ranks(folder, [1], BUILD, lambda runner: serve(runner, embedding_requests(), WHOLE)) == answers
+    compare = Build(num_pages=200, stages=2)
+    check(folder, embedding_requests(), on_ranks(folder, [2], compare, lambda runner: serve(runner, embedding_requests(), WHOLE)))
 
 
 @pytest.mark.parametrize("limits", [ROOMY, CHUNKS], ids=["together", "chunks of 7"])
