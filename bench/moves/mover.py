@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from phalanx_api.wire import PROTOCOL_VERSION
 TIMEOUT_S = 60.0
 FrameT = TypeVar("FrameT", bound=msgspec.Struct)
 Frame = wire.FromLeader | wire.FromEngine
+PullEnd = moves.Arrived | moves.MoveFailed
 
 
 class GroupConnection(Protocol):
@@ -144,14 +145,17 @@ class Mover:
         self, stream: Stream, move: str, mode: moves.MoveMode, bytes_per_s: float | None = None, **changes: object
     ) -> None:
         """Orders the source to send; `changes` override fields of the target's `Prepared`."""
-        prepared = self.frames_of(moves.Prepared, move)[0]
-        addresses = [address if address.host else moves.PageAddress("localhost", address.port) for address in prepared.addresses]
-        prepared = msgspec.structs.replace(prepared, **{"addresses": addresses, **changes})
+        prepared = self._prepared(move, changes)
         self.groups[stream.group].put(
             moves.MoveOut(
                 move=move, handle=stream.handle, epoch=stream.epoch, prepared=prepared, mode=mode, bytes_per_s=bytes_per_s
             )
         )
+
+    def _prepared(self, move: str, changes: Mapping[str, object]) -> moves.Prepared:
+        prepared = self.frames_of(moves.Prepared, move)[0]
+        addresses = [address if address.host else moves.PageAddress("localhost", address.port) for address in prepared.addresses]
+        return msgspec.structs.replace(prepared, **{"addresses": addresses, **changes})
 
     def wait_for_pages(self, move: str) -> None:
         """Waits until the move may be committed or has failed."""
@@ -185,6 +189,35 @@ class Mover:
             return failed[0]
         self.commit(stream, move, target)
         return self.frames_of(moves.Arrived, move)[0]
+
+    def prepare_pull(self, request: wire.Request, target: int) -> str:
+        """Reserves pages at the target for a request that has not started."""
+        return self.prepare(Stream(request, target, 0), target)
+
+    def send_prefix(self, move: str, keys: list[bytes], holder: int, bytes_per_s: float | None = None, **changes: object) -> None:
+        """Orders the holder to send cached pages; `changes` override fields of the target's `Prepared`."""
+        prepared = self._prepared(move, changes)
+        self.groups[holder].put(moves.SendPrefix(move=move, prepared=prepared, keys=keys, bytes_per_s=bytes_per_s))
+
+    def pull(self, request: wire.Request, keys: list[bytes], holder: int, target: int) -> tuple[Stream, PullEnd]:
+        """Starts a request at the target on cached pages of the holder, or without them; returns their arrival or the failure."""
+        move = self.prepare_pull(request, target)
+        if not self.frames_of(moves.MoveFailed, move):
+            self.send_prefix(move, keys, holder)
+            self.until(lambda: bool(self.frames_of(moves.Arrived, move) or self.frames_of(moves.MoveFailed, move)))
+        return self.start_pulled(request, move, holder, target)
+
+    def start_pulled(self, request: wire.Request, move: str, holder: int, target: int) -> tuple[Stream, PullEnd]:
+        """Starts a request on the pages of a pull if they have arrived, or cancels the pull and starts it without."""
+        if failed := self.frames_of(moves.MoveFailed, move):
+            self.groups[target].put(moves.Cancel(move))
+            self.groups[holder].put(moves.Thaw(move))
+            return self.submit(request, target), failed[0]
+        self._handles += 1
+        stream = self._streams[self._handles] = Stream(request, target, self._handles)
+        self.groups[target].put(wire.Submit(stream.handle, request, move))
+        self.groups[holder].put(moves.Release(move))
+        return stream, self.frames_of(moves.Arrived, move)[0]
 
     def settle(self) -> None:
         """Waits until all groups are idle with all pages free. Raises RuntimeError if a page leaked."""

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx_api.moves import MoveOut, PageAddress
+from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     Forgotten,
@@ -81,7 +81,7 @@ class VirtualCarrier:
     # The source
 
     def send(
-        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self, order: MoveOut | SendPrefix, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
     ) -> None:
         previous = self._sending.get(order.move)
         self._sending[order.move] = asyncio.create_task(self._send(order, first, pages, num_computed, previous))
@@ -95,7 +95,12 @@ class VirtualCarrier:
             target.carrier.connection_lost(move)
 
     async def _send(
-        self, order: MoveOut, first: int, pages: list[int], num_computed: int | None, previous: "asyncio.Task[None] | None"
+        self,
+        order: MoveOut | SendPrefix,
+        first: int,
+        pages: list[int],
+        num_computed: int | None,
+        previous: "asyncio.Task[None] | None",
     ) -> None:
         group, move, started = self._group, order.move, asyncio.get_running_loop().time()
         if previous is not None:

@@ -12,6 +12,17 @@
       | Release ------------------------------------------>|       ends here
     before the commit Thaw and Cancel undo all; after it the loss of the target causes a replay
 
+A pull fetches a cached prefix for a request that has not started; its source runs no such request:
+
+    router                 target leader            holder's leader
+      | Prepare, Prepared as above                    |
+      | SendPrefix ----------------------------------->|       holds the cached pages until they are sent
+      |                          |<== pages, rank to rank =|
+      |<- Arrived(n)             |                         |
+      | Submit(request, move) -->|                         |       computes from n on
+      | Release ------------------------------------------>|
+    until Arrived Thaw and Cancel undo all; then the request starts without the pages
+
 Only the router that owns the stream commits. `move` is unique over routers.
 """
 
@@ -51,6 +62,15 @@ class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out", kw_o
     bytes_per_s: float | None = None  # bound over all ranks
 
 
+class SendPrefix(msgspec.Struct, frozen=True, array_like=True, tag="send_prefix", kw_only=True):
+    """To the holder of a prefix: send its pages. Only to a leader with `Welcome.can_send_prefixes`."""
+
+    move: str
+    prepared: Prepared
+    keys: list[bytes]  # `phalanx_api.prefix`, from the first page on, those that the target has included
+    bytes_per_s: float | None = None  # bound over all ranks
+
+
 class Frozen(msgspec.Struct, frozen=True, array_like=True, tag="frozen", kw_only=True):
     """From the source, after its last token: the request computes no more."""
 
@@ -74,18 +94,19 @@ class MoveFailed(msgspec.Struct, frozen=True, array_like=True, tag="move_failed"
 
     move: str
     code: str
-    """no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum, incompatible, replaced or unknown."""
+    """no_room, ended, preempted, not_converging, lease, target_lost, source_lost, checksum, incompatible, replaced, evicted or
+    unknown."""
     why: str
 
 
 class Thaw(msgspec.Struct, frozen=True, array_like=True, tag="thaw"):
-    """To the source: the move is cancelled; continue the request."""
+    """To the source: the move is cancelled; continue the request. To a holder: stop sending."""
 
     move: str
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
-    """To the source: the request runs at the target."""
+    """To the source: the request runs at the target. To a holder: its pages have arrived."""
 
     move: str
 

@@ -195,6 +195,7 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool = True  # whether any group is desired
     coalesce_requests: bool = False  # see `spec.router.coalesceRequests`
     response_cache: ResponseCachePolicy | None = None  # null: off
+    pull_prefixes: bool = True  # see `spec.rebalancing.pullPrefixes`
 
 
 class SummaryRequest(msgspec.Struct, frozen=True):

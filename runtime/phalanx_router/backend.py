@@ -23,6 +23,7 @@ from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.mover import Mover
+from phalanx_router.migration.puller import Puller
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
@@ -51,12 +52,14 @@ class RouterBackend:
         self.links = LinkPool(settings.link, settings.served_names, metrics, draw)
         self.mover = Mover(self.links, self.sessions, settings.link.router, metrics, clock)
         self.balancing = BalanceLoop(self.links, self.sessions, self.mover, metrics.balance, settings, clock=clock)
+        self.puller = Puller(self.links, self.balancing, settings.link.router, metrics.pulls, clock)
         self.dispatcher = Dispatcher(
             settings,
             self.links,
             metrics,
             policy=lambda: self.balancing.policy,
-            adjust_view=self.balancing.with_departed_load,
+            adjust_view=lambda view: self.puller.with_pulls(self.balancing.with_departed_load(view)),
+            pulls=self.puller,
             draw=draw,
             clock=clock,
         )

@@ -52,6 +52,38 @@ class BalanceMetrics:
         self._saturated.set(is_saturated)
 
 
+PULL_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class PullMetrics:
+    """Metrics of prefixes that groups copy from one another."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "phalanx_router_pull"
+        self._pulls = Counter(f"{name}s", "Pulls of prefixes by outcome.", ["outcome"], registry=registry)
+        self._declined = Counter(f"{name}s_declined", "Requests without a pull, by reason.", ["why"], registry=registry)
+        self._joined = Counter(f"{name}s_joined", "Requests that waited for the pull of another one.", registry=registry)
+        self._tokens = Counter(f"{name}_tokens", "Prompt tokens pulled instead of computed.", registry=registry)
+        self._bytes = Counter(f"{name}_bytes", "Bytes of KV pages pulled.", registry=registry)
+        self._seconds = Histogram(f"{name}_seconds", "Time that completed pulls took.", buckets=PULL_BOUNDS_S, registry=registry)
+
+    def declined(self, code: str) -> None:
+        """Counts a request that computes its prompt. `code`: of the decision or the budget."""
+        self._declined.labels(code).inc()
+
+    def joined(self) -> None:
+        """Counts a request that waits for the pull of another one."""
+        self._joined.inc()
+
+    def ended(self, outcome: str, num_tokens: int, num_bytes: int, seconds: float) -> None:
+        """Counts a pull and what it brought."""
+        self._pulls.labels(outcome).inc()
+        self._tokens.inc(num_tokens)
+        self._bytes.inc(num_bytes)
+        if outcome == "pulled":
+            self._seconds.observe(seconds)
+
+
 class ResponseCacheMetrics:
     """Metrics of the response cache."""
 
@@ -92,6 +124,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.balance = BalanceMetrics(registry)
         self.response_cache = ResponseCacheMetrics(registry)
+        self.pulls = PullMetrics(registry)
         self.num_shed = 0
         self._requests = Counter("phalanx_router_requests", "Requests by outcome.", ["outcome"], registry=registry)
         self._replays = Counter("phalanx_router_replays", "Streams continued in another group.", registry=registry)

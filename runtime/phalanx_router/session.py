@@ -110,6 +110,8 @@ class MoveHistory:
     num_balanced: int = 0  # optional ones
     last_at: float | None = None
     last_source: str = ""  # group key
+    open_pull: str = ""  # id, while the request waits for pages of another group
+    num_pulls: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -169,6 +169,7 @@ _LIFECYCLE = [
     change("rollout.canaryWeight", 10),
     change("rollout.restartId", "again"),
     change("rebalancing.mode", "Off"),
+    change("rebalancing.pullPrefixes", False),
     change("rebalancing.budgets.movesPerGroup", 2),
     change("rebalancing.budgets.bandwidth", "1Gi"),
     change("rebalancing.budgets.liveTokensPercentPerSecond", 5),

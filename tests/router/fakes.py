@@ -65,6 +65,7 @@ class Script:
     sends_assets: bool = True
     draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
     endless_from: int = 10**9  # requests with at least this `max_tokens` stop after five tokens without an end
+    sends_prefixes: bool = False  # reads `moves.SendPrefix`
     kills: Callable[[wire.Request], bool] = lambda request: False  # requests that kill the group within three tokens
 
 
@@ -172,6 +173,7 @@ class FakeLeader:
                         revision=self.revision,
                         page_size=16,
                         assets_hash=assets_hash,
+                        can_send_prefixes=script.sends_prefixes,
                     )
                 )
             )

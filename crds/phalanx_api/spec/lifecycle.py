@@ -26,6 +26,9 @@ class Rebalancing(Record):
     mode: Mode = "Migrate"
     """Requests that move. Off: no requests. Route: new ones. Requeue: also waiting ones. Migrate: also running ones."""
     budgets: RebalancingBudgets = Field(default_factory=RebalancingBudgets)
+    pull_prefixes: bool = True
+    """A group that lacks a request's prefix copies its pages from a group that has them, if that takes less time than computing
+    them. In every mode, within `budgets`."""
 
 
 _NONE = ("0", "0%")

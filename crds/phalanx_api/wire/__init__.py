@@ -111,6 +111,7 @@ ToLeader = (
     | Disown
     | Prepare
     | moves.MoveOut
+    | moves.SendPrefix
     | moves.Thaw
     | moves.Release
     | moves.Cancel
@@ -130,7 +131,7 @@ FromLeader = (
     | moves.MoveFailed
     | moves.RescueRequest
 )
-ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel
 FromEngine = (
     Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.RescueRequest
 )

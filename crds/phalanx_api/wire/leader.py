@@ -21,6 +21,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome", kw_on
     revision: str
     page_size: int
     assets_hash: str
+    can_send_prefixes: bool = False  # reads `moves.SendPrefix`
 
 
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag="adopted"):

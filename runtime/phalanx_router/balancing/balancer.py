@@ -137,6 +137,17 @@ class Balancer:
         self.attraction.record_departure(planned.source, planned.context, now)
         return self.pingpong.record_move(planned.stream, planned.source, planned.target, now)
 
+    def start_pull(
+        self, holder: str, target: str, num_bytes: float, views: Sequence[GroupView], now: float
+    ) -> RefusalCode | None:
+        """Counts a pull between groups, by key, or returns the limit that forbids it; then call `end_pull`."""
+        self._refill(views, now)
+        return self._budget.start_pull(holder, target, num_bytes)
+
+    def end_pull(self, holder: str, target: str) -> None:
+        """Records the end of a pull."""
+        self._budget.end_pull(holder, target)
+
     def _refill(self, views: Sequence[GroupView], now: float) -> None:
         live_tokens = sum(view.load.context_tokens for view in views)
         self._budget.refill(self.policy.budgets, live_tokens, [view.key for view in views], now)

@@ -81,6 +81,25 @@ class MoveBudget:
             return "bytes"
         return None
 
+    def start_pull(self, holder: str, target: str, num_bytes: float) -> RefusalCode | None:
+        """Counts a pull that starts, or returns the limit that forbids it: those of optional moves but for the tokens."""
+        if not (self.out_slots(holder) and self.in_slots(target)):
+            return "slots"
+        buckets = [self._bytes.get((key, False)) for key in (holder, target)] if self._budgets.bytes_per_s is not None else []
+        if not all(bucket is not None and bucket.is_open for bucket in buckets):
+            return "bytes"
+        self._outgoing[holder] += 1
+        self._incoming[target] += 1
+        for bucket in buckets:
+            if bucket is not None:
+                bucket.take(num_bytes)
+        return None
+
+    def end_pull(self, holder: str, target: str) -> None:
+        """Counts a pull that ended."""
+        self._outgoing -= Counter([holder])
+        self._incoming -= Counter([target])
+
     def _is_open(self, key: str, rung: Rung) -> bool:
         bucket = self._bytes.get((key, rung not in OPTIONAL_RUNGS))
         return bucket is not None and bucket.is_open

@@ -6,7 +6,9 @@ The queue is processed when a request arrives and when a group reports or change
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from typing import Protocol
 
+from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.dispatch.candidates import CandidateGroups, kind_of
@@ -24,6 +26,18 @@ from phalanx_router.session import FleetSettings, StreamSession
 log = logging.getLogger(__name__)
 
 
+class Pulls(Protocol):
+    """Copies pages of a prompt from another group. Implemented by `migration.puller.Puller`."""
+
+    def start(self, session: StreamSession, link: LeaderLink, request: wire.Request, on_end: Callable[[str, int], None]) -> bool:
+        """Whether the request waits for pages; `on_end` then starts it with a move and the number of tokens at its group."""
+        ...
+
+    def cancel(self, session: StreamSession) -> None:
+        """Ends the wait of a stream that ended, if it waits."""
+        ...
+
+
 class Dispatcher:
     """Assigns streams to groups. `adjust_view` returns the view for routing."""
 
@@ -35,6 +49,7 @@ class Dispatcher:
         *,
         policy: Callable[[], BalancePolicy],
         adjust_view: Callable[[GroupView], GroupView],
+        pulls: Pulls,
         draw: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
@@ -44,6 +59,7 @@ class Dispatcher:
         self._settings = settings
         self._links = links
         self._metrics = metrics
+        self._pulls = pulls
         self._draw = draw
         self._clock = clock
         self._candidates = CandidateGroups(links, policy, adjust_view, draw)
@@ -61,17 +77,20 @@ class Dispatcher:
     async def place(self, session: StreamSession) -> bool:
         """Returns whether the stream was sent to a group. Raises BackendError."""
         wait = session.wait
-        if wait.queued is None or wait.queued.ticket not in self._sessions:
+        is_queued = wait.queued is not None and wait.queued.ticket in self._sessions
+        if not is_queued and not session.moves.open_pull:
             self._enqueue(session)
         self.dispatch()
         if session.assignment is None and wait.error is None:
-            await self._wait(session, self._wait_limit.next_check_s(session))
+            is_pulling = bool(session.moves.open_pull)
+            await self._wait(session, self._settings.keep_alive_s if is_pulling else self._wait_limit.next_check_s(session))
         if wait.error is not None:
             raise wait.error
         return session.assignment is not None
 
     def forget(self, session: StreamSession) -> None:
         """Removes an ending stream and settles its charges."""
+        self._pulls.cancel(session)
         if session.wait.queued is not None:
             self.queue.remove(session.wait.queued.ticket)
             self._sessions.pop(session.wait.queued.ticket, None)
@@ -99,10 +118,10 @@ class Dispatcher:
             del self._sessions[found.queued.ticket]
             self._show_queue()
 
-    def submit(self, session: StreamSession, key: str, link: LeaderLink, hit_tokens: int = 0) -> None:
-        """Submits a replay of the stream to group `key`."""
+    def submit(self, session: StreamSession, key: str, link: LeaderLink, hit_tokens: int = 0, move: str = "") -> None:
+        """Submits a replay of the stream to group `key`, which has `hit_tokens` of it, those of pull `move` included."""
         request = session.replay(self._clock())
-        session.assign(link, key, link.submit(request, session.stream, hit_tokens=hit_tokens))
+        session.assign(link, key, link.submit(request, session.stream, move, hit_tokens))
         session.model_hash = link.group_report.served.model_hash
         if request.alone:
             self._candidates.record_alone(session)
@@ -202,8 +221,23 @@ class Dispatcher:
         self._wait_limit.release_hold(session)
         link = self._candidates.eligible(session)[choice.key]
         self._candidates.record_turn(choice.key)
-        self.submit(session, choice.key, link, self._candidates.hit_tokens(session, choice, link))
-        wait.end()
+        hit_tokens = self._candidates.hit_tokens(session, choice, link)
+
+        def start(move: str, num_cached: int) -> None:
+            self._start_pulled(session, choice.key, link, move, max(hit_tokens, num_cached))
+
+        if not self._pulls.start(session, link, session.replay(now), start):
+            self.submit(session, choice.key, link, hit_tokens)
+            wait.end()
+
+    def _start_pulled(self, session: StreamSession, key: str, link: LeaderLink, move: str, hit_tokens: int) -> None:
+        """Sends a stream that has waited for pages, unless its group accepts no more requests: then it is queued again."""
+        try:
+            if self._candidates.eligible(session).get(key) is link:
+                self.submit(session, key, link, hit_tokens, move)
+        except Exception as error:  # the error belongs to this request, not to the pull
+            session.give_up(error)
+        session.wait.end()
 
     async def _wait(self, session: StreamSession, timeout_s: float) -> None:
         """Waits until the stream was sent or `timeout_s`. Raises BackendError."""

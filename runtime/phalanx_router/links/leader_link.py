@@ -80,6 +80,7 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
+        self.can_send_prefixes = False
         self._model_hash = ""  # last one received
         self.group_report = GroupReport(key="")  # of this incarnation and connection
         self.is_open = False
@@ -160,7 +161,9 @@ class LeaderLink:
         if handle in self._sinks:
             self._sinks[handle] = (sink, self._sinks[handle][1])
 
-    def send_move_frame(self, frame: moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel | wire.Prepare) -> None:
+    def send_move_frame(
+        self, frame: moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel | wire.Prepare
+    ) -> None:
         """Sends a frame of a move."""
         self._send(frame)
 
@@ -223,6 +226,7 @@ class LeaderLink:
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
+        self.can_send_prefixes = welcome.can_send_prefixes
         self.group_report = GroupReport(
             key=self.key, group=self.endpoint.group, revision=welcome.revision, page_size=welcome.page_size
         )

@@ -112,14 +112,6 @@ class MoveListener(Protocol):
         ...
 
 
-class _IgnoreMoves:
-    def move_frame_received(self, link: LeaderLink, frame: MoveFrame) -> None:
-        pass
-
-    def links_changed(self) -> None:
-        pass
-
-
 class LinkPool:
     """Implements `links.leader_link.LinkListener`. Bound to one event loop."""
 
@@ -129,7 +121,7 @@ class LinkPool:
         self.has_list = False
         self.fleet_view = FleetView()
         self.load_listeners: list[Callable[[], None]] = []  # also called after group changes
-        self.move_listener: MoveListener = _IgnoreMoves()
+        self.move_listeners: list[MoveListener] = []
         self._settings = settings
         self._metrics = metrics
         self._draw = draw
@@ -250,8 +242,9 @@ class LinkPool:
         self.fleet_view.pages_received(link, changes)
 
     def move_frame_received(self, link: LeaderLink, frame: MoveFrame) -> None:
-        """Passes the frame to the move listener."""
-        self.move_listener.move_frame_received(link, frame)
+        """Passes the frame to the move listeners; each knows its own moves."""
+        for listener in self.move_listeners:
+            listener.move_frame_received(link, frame)
 
     async def _run_link(self, link: LeaderLink) -> None:
         """Runs a link, again after an unexpected exception."""
@@ -274,7 +267,8 @@ class LinkPool:
         for notify in self.load_listeners:
             notify()
         self._metrics.show_groups(len(self._links), self.num_ready)
-        self.move_listener.links_changed()
+        for listener in self.move_listeners:
+            listener.links_changed()
 
     def _fetch_missing(self) -> None:
         requested = {link.assets_hash for link in self._links.values() if link.is_open and link.is_fetching}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.guards import PAUSE_S
-from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedMove, Rung, StreamView
+from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedMove, RefusalCode, Rung, StreamView
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import BalanceMetrics
@@ -88,6 +88,18 @@ class BalanceLoop:
         views = self._links.fleet_view.views(links)
         measured = self._bytes_per_s
         return views if measured is None else [replace(view, copy_bytes_per_s=measured) for view in views]
+
+    def copy_bytes_per_s(self, view: GroupView) -> float:
+        """Measured rate of moves, or the assumed one."""
+        return view.copy_bytes_per_s if self._bytes_per_s is None else self._bytes_per_s
+
+    def start_pull(self, holder: str, target: str, num_bytes: float) -> RefusalCode | None:
+        """Counts a pull, or returns the budget that forbids it; see `Balancer.start_pull`."""
+        return self.balancer.start_pull(holder, target, num_bytes, self.views(), self._clock())
+
+    def end_pull(self, holder: str, target: str) -> None:
+        """Records the end of a pull."""
+        self.balancer.end_pull(holder, target)
 
     async def run(self) -> None:
         """Ticks until cancelled. An exception in a tick is logged."""

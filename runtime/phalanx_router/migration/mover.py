@@ -92,7 +92,7 @@ class Mover:
         self._moving: dict[str, StreamSession] = {}  # by open move
         self._warmups = Warmups(self._warmed, self._warmup_refused)
         self._timer: asyncio.TimerHandle | None = None
-        links.move_listener = self
+        links.move_listeners.append(self)
 
     def move(
         self,

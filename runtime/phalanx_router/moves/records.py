@@ -53,9 +53,9 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToSource:
-    """Send a frame to the source."""
+    """Send a frame to the source of a move or the holder of a pull."""
 
-    frame: moves.MoveOut | moves.Thaw
+    frame: moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release
     why: str
 
 

@@ -18,6 +18,7 @@ from phalanx_runtime.core.migration.target import PageReservation, TargetMoves
 from phalanx_runtime.core.scheduling.scheduler import RunningRequest, Scheduler
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
 from phalanx_runtime.engine.ports import PageTransport
+from phalanx_runtime.engine.prefix_sender import PrefixSender
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ COPY_SMOOTHING, STEP_SMOOTHING = 0.3, 0.1
 """Weight of the latest sample of copy rate and step time."""
 DEFAULT_LIMITS = records.MoveLimits()
 MoveAction = records.SourceAction | records.TargetAction
-MoveOrder = wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+MoveOrder = wire.Prepare | moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class EngineMoves:
         self._page_size = scheduler.pool.page_size
         self.source = SourceMoves(self._page_size, limits)
         self.target = TargetMoves(self._num_ranks, limits)
+        self._prefixes = PrefixSender(scheduler, transport, send, limits)
         self.num_refused = 0
         """Refused KV transfer connections."""
         self._step_s = 0.0
@@ -75,18 +77,23 @@ class EngineMoves:
     @property
     def deadline(self) -> float | None:
         """Latest time of the next `turn`, if a move is pending."""
-        return min((at for at in (self.source.deadline, self.target.deadline) if at is not None), default=None)
+        deadlines = self.source.deadline, self.target.deadline, self._prefixes.deadline
+        return min((at for at in deadlines if at is not None), default=None)
 
     def handle(self, order: MoveOrder, now: float) -> None:
         """Executes a router's order; its handle is the engine's."""
         match order:
-            case moves.MoveOut() | wire.Prepare() if not self._num_ranks:
+            case moves.MoveOut() | moves.SendPrefix() | wire.Prepare() if not self._num_ranks:
                 self._send(moves.MoveFailed(order.move, "incompatible", "this engine does not support moves"))
             case moves.MoveOut():
                 self._move_out(order, now)
+            case moves.SendPrefix():
+                self._prefixes.start(order, now)
             case moves.Thaw(move):
+                self._prefixes.stop(move, "the router cancelled the pull")
                 self._execute(self.source.thaw(move), now)
             case moves.Release(move):
+                self._prefixes.stop(move, "the pages have arrived")
                 self._execute(self.source.release(move), now)
             case wire.Prepare():
                 self._execute(self.target.prepare(order, now), now)
@@ -135,10 +142,12 @@ class EngineMoves:
     def turn(self, now: float) -> None:
         """Handles reports and timeouts."""
         for rank, report in self._transport.reports():
-            self._handle_report(rank, report, now)
+            if not self._prefixes.handle_report(rank, report, now):
+                self._handle_report(rank, report, now)
         self._check_copies(now)
         self._execute(self.source.tick(now), now)
         self._execute(self.target.tick(now), now)
+        self._prefixes.tick(now)
 
     def _check_copies(self, now: float) -> None:
         """Freezes requests that no step has, and ends moves of those that lost their pages."""
@@ -171,6 +180,8 @@ class EngineMoves:
         match report:
             case page_orders.PagesSent():
                 self._pages_sent(rank, report, now)
+            case page_orders.SendEnded():
+                pass  # of a move, whose source keeps the pages
             case page_orders.SendFailed(move, code, why):
                 self._execute(self.source.failed(move, code, f"rank {rank}: {why}"), now)
             case page_orders.Expecting(move):

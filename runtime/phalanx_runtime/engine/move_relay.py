@@ -1,13 +1,14 @@
 """Relay of move frames between links and engine.
 
-A move is registered from Prepare or MoveOut until MoveFailed, or until its router sends Submit, Cancel, Release or Thaw.
+A move is registered from Prepare, MoveOut or SendPrefix until MoveFailed, or until its router sends Submit, Cancel, Release or
+Thaw.
 """
 
 from collections.abc import Callable
 
 from phalanx_api import moves, wire
 
-MoveOrder = wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+MoveOrder = wire.Prepare | moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel
 MoveReport = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed
 ReportHandler = Callable[[MoveReport], None]
 RescueHandler = Callable[[moves.RescueRequest], None]
@@ -27,7 +28,7 @@ class MoveRelay:
 
     def order(self, frame: MoveOrder, on_report: ReportHandler) -> None:
         """Sends a router's order; registers a started move."""
-        if isinstance(frame, wire.Prepare | moves.MoveOut):
+        if isinstance(frame, wire.Prepare | moves.MoveOut | moves.SendPrefix):
             self._handlers.setdefault(frame.move, on_report)
         if isinstance(frame, moves.MoveOut):
             self._outgoing[frame.move] = frame.handle

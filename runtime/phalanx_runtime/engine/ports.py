@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from phalanx_api import wire
-from phalanx_api.moves import MoveOut, PageAddress
+from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.core.migration.page_orders import Report
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
@@ -94,7 +94,13 @@ class PageTransport(Protocol):
         ...
 
     def send(
-        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self,
+        order: MoveOut | SendPrefix,
+        first: int,
+        pages: list[int],
+        step: int,
+        num_computed: int | None,
+        num_drafted: int = 0,
     ) -> None:
         """Sends positions from `first` on, stored in `pages`, once `step` is computed.
 
@@ -164,7 +170,13 @@ class _NoTransport:
         pass
 
     def send(
-        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self,
+        order: MoveOut | SendPrefix,
+        first: int,
+        pages: list[int],
+        step: int,
+        num_computed: int | None,
+        num_drafted: int = 0,
     ) -> None:
         pass
 

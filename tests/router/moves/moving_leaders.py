@@ -17,6 +17,9 @@ class MoveScript:
     refuse: str | None = None  # answer to every Prepare
     ignored: tuple[type, ...] = ()  # kinds of frames
     break_copy: bool = False  # no page arrives
+    fail_copy: str | None = None  # answer to every SendPrefix
+    cached_tokens: int = 0  # in every Prepared
+    pages_lost: int = 0  # of every prefix that it sends
     served: wire.Served = SERVED
 
 
@@ -43,7 +46,7 @@ class MovingLeader(FakeLeader):
         self.frozen: dict[str, FrozenRequest] = {}  # by move
 
     async def obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
-        if isinstance(frame, wire.Prepare | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel):
+        if isinstance(frame, wire.Prepare | moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel):
             self.frames.append(frame)
             if not isinstance(frame, self.move.ignored):
                 await self._obey_move(connection, frame)
@@ -62,9 +65,13 @@ class MovingLeader(FakeLeader):
                     return
                 self.reserved[move] = connection
                 address = moves.PageAddress("127.0.0.1", self.port)
-                await connection.send(wire.encode(moves.Prepared(move=move, cached_tokens=0, addresses=[address], key=b"key")))
+                await connection.send(
+                    wire.encode(moves.Prepared(move=move, cached_tokens=self.move.cached_tokens, addresses=[address], key=b"key"))
+                )
             case moves.MoveOut(move=move, handle=handle):
                 await self._send_pages(connection, move, handle, frame)
+            case moves.SendPrefix():
+                await self._send_prefix(connection, frame)
             case moves.Thaw(move):
                 frozen = self.frozen.pop(move, None)
                 if frozen is not None:
@@ -91,3 +98,13 @@ class MovingLeader(FakeLeader):
         if not self.move.break_copy and move in target.reserved:
             target.arrived[move] = num_computed
             await target.reserved[move].send(wire.encode(moves.Arrived(move, num_computed, 1000)))
+
+    async def _send_prefix(self, connection: ServerConnection, order: moves.SendPrefix) -> None:
+        if self.move.fail_copy is not None:
+            await connection.send(wire.encode(moves.MoveFailed(order.move, self.move.fail_copy, "no")))
+            return
+        target = next(peer for peer in self.peers if peer.port == order.prepared.addresses[0].port)
+        if not self.move.break_copy and order.move in target.reserved:
+            num_computed = (len(order.keys) - self.move.pages_lost) * 16
+            target.arrived[order.move] = num_computed
+            await target.reserved[order.move].send(wire.encode(moves.Arrived(order.move, num_computed, 5000)))

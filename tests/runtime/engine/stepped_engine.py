@@ -44,7 +44,13 @@ class FakeTransport:
         self.orders.append(("forget", move))
 
     def send(
-        self, order: moves.MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self,
+        order: moves.MoveOut | moves.SendPrefix,
+        first: int,
+        pages: list[int],
+        step: int,
+        num_computed: int | None,
+        num_drafted: int = 0,
     ) -> None:
         self.orders.append(("send", order.move, first, tuple(pages), num_computed))
         self.sent_after.append(step)

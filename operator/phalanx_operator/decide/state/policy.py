@@ -56,6 +56,7 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         wanted=inputs.wants_groups,
         coalesce_requests=spec.router.coalesce_requests,
         response_cache=_response_cache(spec.router.response_cache),
+        pull_prefixes=spec.rebalancing.pull_prefixes,
     )
 
 

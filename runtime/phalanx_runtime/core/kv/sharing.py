@@ -119,9 +119,15 @@ class PrefixSharing:
         return found[:num_written]
 
     def adopt(self, request: Request, pages: list[int], num_held: int, num_computed: int) -> None:
-        """Assigns pages with `num_computed` tokens, of which the first `num_held` were cached."""
+        """Assigns pages with `num_computed` tokens, of which the first `num_held` were cached: hits of a new prompt."""
         request.pages.ids, request.pages.num_keyed = pages, num_held
-        request.num_computed = request.max_computed = num_computed
+        request.num_computed = num_computed
+        if not request.num_output:
+            num_prompt = request.params.num_prompt
+            self.queried_tokens += num_prompt
+            self.hot_prefixes.add(self._keys(request)[: num_prompt // self.pool.page_size], num_prompt)
+            self._count_hits(request, 0)
+        request.max_computed = num_computed
         num_full = num_computed // self.pool.page_size
         self._publish(request, num_full)
         for page in pages[num_held:num_full]:

@@ -1,6 +1,6 @@
 """Orders of rank 0 to the ranks that send and receive pages (`rank.transfer`), and their reports.
 
-    source: SendPages (per round) -> PagesSent or SendFailed; StopPages
+    source: SendPages (per round) -> PagesSent or SendFailed; StopPages; SendEnded at the end
     target: ExpectPages -> Expecting, then PagesReceived or ReceiveFailed; ForgetMove -> Forgotten
 
 Position i of a request is its i-th page. A rank, which may lag behind rank 0, uses pages only after it has computed `step`.
@@ -66,6 +66,12 @@ class SendFailed(msgspec.Struct, frozen=True, array_like=True, tag="send_failed"
     why: str
 
 
+class SendEnded(msgspec.Struct, frozen=True, array_like=True, tag="send_ended"):
+    """This rank reads no more pages of the move, whether it sent all, failed or was stopped."""
+
+    move: str
+
+
 class Expecting(msgspec.Struct, frozen=True, array_like=True, tag="expecting"):
     """This rank accepts the pages of this move, so the source may get its address."""
 
@@ -104,4 +110,4 @@ class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 Order = ExpectPages | ForgetMove | SendPages | StopPages
-Report = PagesSent | SendFailed | Expecting | PagesReceived | ReceiveFailed | Forgotten | PeerRefused
+Report = PagesSent | SendFailed | SendEnded | Expecting | PagesReceived | ReceiveFailed | Forgotten | PeerRefused

@@ -60,6 +60,25 @@ class StartCopy:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSend:
+    """Let every rank send the held pages of a prefix from position `first` on, in one order."""
+
+    order: moves.SendPrefix
+    first: int
+    num_computed: int
+    """Tokens in all held pages."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePrefix:
+    """Release the held pages of a prefix."""
+
+    move: str
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class StopCopy:
     """Let every rank end the copy."""
@@ -125,3 +144,4 @@ class StartMoved:
 
 SourceAction = SendFrame | StartCopy | StopCopy | Freeze | Unfreeze | ReleaseMoved
 TargetAction = SendFrame | Reserve | Drop
+PrefixAction = SendFrame | StartSend | StopCopy | ReleasePrefix

@@ -76,10 +76,11 @@ class RunningSet:
                 self._release(request)
             self._max_requests = min(self._num_rows, self._max_requests + len(leaving))
 
-    def check(self, reserved: Iterable[tuple[int, list[int]]] = ()) -> list[str]:
-        """Returns errors of pages and rows, given the reserved ones."""
+    def check(self, reserved: Iterable[tuple[int, list[int]]] = (), sent: Iterable[list[int]] = ()) -> list[str]:
+        """Returns errors of pages and rows, given the reserved ones and the pages `sent` to other groups."""
         reservations = list(reserved)
-        errors = self._sharing.pool.check([request.pages.ids for request in self.requests] + [pages for _, pages in reservations])
+        held_pages = [request.pages.ids for request in self.requests] + [pages for _, pages in reservations]
+        errors = self._sharing.pool.check([*held_pages, *sent])
         held = [row for row, _ in reservations] + [request.row for request in self.requests if request.row is not None]
         rows = sorted(self._free_rows + held)
         if rows != list(range(self._num_rows)):

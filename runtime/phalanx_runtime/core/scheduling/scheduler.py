@@ -19,6 +19,7 @@ from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.compose import Composer
 from phalanx_runtime.core.scheduling.delivery import TokenDelivery, take_back
 from phalanx_runtime.core.scheduling.policies import Policy
+from phalanx_runtime.core.scheduling.prefix_holds import PrefixHolds
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.report import LoadReporter
 from phalanx_runtime.core.scheduling.reservations import Reservations
@@ -81,6 +82,7 @@ class Scheduler:
         self._queue = Queue(policy, self.pool.page_size)
         self._running = RunningSet(limits.max_num_seqs, sharing)
         self.reservations = Reservations(self.limits, self._running, sharing)
+        self.prefix_holds = PrefixHolds(self.pool)
 
         self._reporter = LoadReporter(self.limits, self._queue, self._running, sharing)
         self.speculator = Speculator(self.limits, self.pool, speculation, fitting)
@@ -151,6 +153,8 @@ class Scheduler:
         self._requests[handle] = request
         if move and self.reservations.claim(move, request):
             self._policy.arrive(request, self._queue.lanes())
+            if not request.num_output:
+                self._policy.charge(request, max(0, request.params.num_prompt - request.num_computed), 0)
             request.is_frozen = request.scheduling.awaits_grammar = is_held
         elif is_held:
             self._queue.hold(request)
@@ -287,8 +291,9 @@ class Scheduler:
         return None if model is None else model.predict(self._flights[-1].work)
 
     def is_idle(self) -> bool:
-        """Returns whether no request is present and no row reserved."""
-        return not self._requests and not self._running.requests and not len(self.reservations)
+        """Returns whether no request is present, no row reserved and no prefix held."""
+        is_empty = not self._requests and not self._running.requests
+        return is_empty and not len(self.reservations) and not len(self.prefix_holds)
 
     def epoch_of(self, handle: int) -> int:
         """Returns the epoch of a present request."""
@@ -311,7 +316,7 @@ class Scheduler:
 
     def check(self) -> list[str]:
         """Returns errors of pages and rows."""
-        return self._running.check(self.reservations.held())
+        return self._running.check(self.reservations.held(), self.prefix_holds.held())
 
     def _enqueue(self, request: Request, now: float) -> None:
         self._policy.arrive(request, self._queue.lanes())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phalanx_runtime.core.migration.page_orders import PagesSent, Report, SendFailed, SendPages
+from phalanx_runtime.core.migration.page_orders import PagesSent, Report, SendEnded, SendFailed, SendPages
 from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages
 from phalanx_runtime.rank.transfer import page_wire
 
@@ -75,6 +75,8 @@ class PageSender:
             self._fail(move, outgoing, code, str(error))
         except OSError as error:
             self._fail(move, outgoing, "target_lost", f"{address.host}:{address.port}: {error}")
+        finally:
+            self._report(SendEnded(move))
 
     def _send_all(self, move: str, first: SendPages, outgoing: _OutgoingMove, connection: socket.socket) -> None:
         pages = self._pages.open()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from phalanx_api.moves import MoveOut, PageAddress
+from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.migration.page_orders import ExpectPages, ForgetMove, Order, Report, SendPages, StopPages
 from phalanx_runtime.rank.memory.page_memory import PageAccess
@@ -97,7 +97,13 @@ class GroupPageTransport:
             self._order(rank, ForgetMove(move))
 
     def send(
-        self, order: MoveOut, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
+        self,
+        order: MoveOut | SendPrefix,
+        first: int,
+        pages: list[int],
+        step: int,
+        num_computed: int | None,
+        num_drafted: int = 0,
     ) -> None:
         """Lets every rank send; they share `bytes_per_s` equally."""
         prepared, size = order.prepared, len(self._addresses)

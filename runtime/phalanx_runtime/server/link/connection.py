@@ -136,6 +136,7 @@ class LinkConnection:
                 revision=settings.revision,
                 page_size=settings.page_size,
                 assets_hash=self._sent_assets,
+                can_send_prefixes=True,
             )
         )
         self._sent_state = self._gateway.state()
@@ -278,7 +279,7 @@ class LinkConnection:
             case wire.SendPages():
                 self._sends_pages = True
                 self._queue.add(self._gateway.pages())
-            case wire.Prepare() | moves.MoveOut() | moves.Thaw() | moves.Release() | moves.Cancel():
+            case wire.Prepare() | moves.MoveOut() | moves.SendPrefix() | moves.Thaw() | moves.Release() | moves.Cancel():
                 self._moves.handle(frame)
             case wire.Hello():
                 return "Hello is sent once"

@@ -1,0 +1,244 @@
+"""Executes pulls: a request waits at the router while its group copies pages of its prompt from another group.
+
+Requests of one group that lack the same pages wait for one pull. Each request waits for at most one.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from phalanx_api import moves, wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_router.links.leader_link import LeaderLink, MoveFrame
+from phalanx_router.links.link_pool import LinkPool
+from phalanx_router.metrics import PullMetrics
+from phalanx_router.migration.balance_loop import BalanceLoop
+from phalanx_router.moves.pull import Pull, PullAction, PullEnded, PullOrder
+from phalanx_router.moves.records import ToSource, ToTarget
+from phalanx_router.routing.prefixes import KeySpace
+from phalanx_router.routing.pulling import MIN_PULL_TOKENS, NoPull, PullPlan, PullRates, plan_pull
+from phalanx_router.routing.view import GroupView
+from phalanx_router.session import StreamSession
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 10.0
+"""Time without pulls from and to a group that failed one."""
+StartRequest = Callable[[str, int], None]
+"""Starts a request with this move, or none, at a group that has so many of its tokens."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _OpenPull:
+    pull: Pull
+    plan: PullPlan
+    waiting: dict[StreamSession, StartRequest]
+    """The first one's tokens are reserved for at the target; it starts first."""
+
+
+class Puller:
+    """The pulls of one router, on one event loop."""
+
+    def __init__(
+        self, links: LinkPool, balancing: BalanceLoop, router: str, metrics: PullMetrics, clock: Callable[[], float]
+    ) -> None:
+        self.end_listeners: list[Callable[[PullPlan, PullEnded], None]] = []
+        self._links = links
+        self._balancing = balancing
+        self._metrics = metrics
+        self._clock = clock
+        self._name = f"{router}:{secrets.token_hex(4)}:pull"
+        self._last_number = 0
+        self._open: dict[str, _OpenPull] = {}  # by move
+        self._by_page: dict[tuple[str, bytes], str] = {}  # moves, by target and key of the last page
+        self._rates = PullRates()
+        self._paused: dict[str, float] = {}  # end times, by group key
+        self._timer: asyncio.TimerHandle | None = None
+        links.move_listeners.append(self)
+
+    @property
+    def policy(self) -> BalancePolicy:
+        """The current policy."""
+        return self._balancing.policy
+
+    def start(self, session: StreamSession, link: LeaderLink, request: wire.Request, on_end: StartRequest) -> bool:
+        """Lets a request wait for pages, if a pull to its group pays; `on_end` is called once, unless `cancel` is."""
+        if not self._may_pull(session, request):
+            return False
+        plan = self._plan(session, link, len(request.prompt) + len(request.delivered))
+        if isinstance(plan, NoPull):
+            self._metrics.declined(plan.code)
+            return False
+        keys = list(session.keys.keys(_space(link))[: plan.num_pages])
+        move = self._by_page.get((plan.target, keys[-1]))
+        if move is None:
+            refusal = self._balancing.start_pull(plan.holder, plan.target, plan.num_bytes)
+            if refusal is not None:
+                self._metrics.declined(refusal)
+                return False
+            move = self._begin(session, plan, keys, on_end)
+            self._mark(session, move)
+            self._execute_all(self._open[move], self._open[move].pull.start(request, self._clock()))
+        else:
+            self._open[move].waiting[session] = on_end
+            self._mark(session, move)
+            self._metrics.joined()
+        log.debug("request waits for pages", extra={"request": request.id, "move": move, "why": plan.why})
+        return True
+
+    def cancel(self, session: StreamSession) -> None:
+        """Ends the wait of a stream that ended. Others that wait for its pull are computed."""
+        found = self._open.get(session.moves.open_pull)
+        session.moves.open_pull = ""
+        if found is None:
+            return
+        is_first = next(iter(found.waiting)) is session
+        del found.waiting[session]
+        if is_first:
+            self._execute_all(found, found.pull.cancel("the stream ended"))
+
+    def with_pulls(self, view: GroupView) -> GroupView:
+        """The view with the requests that wait for pages there."""
+        waiting = [session for found in self._open.values() if found.plan.target == view.key for session in found.waiting]
+        if not waiting:
+            return view
+        return view.plus(len(waiting), sum(session.stream.journal.num_tokens for session in waiting))
+
+    # Events
+
+    def move_frame_received(self, link: LeaderLink, frame: MoveFrame) -> None:
+        """Handles a frame from a leader, if it is of a pull."""
+        if isinstance(frame, moves.RescueRequest):
+            return
+        found = self._open.get(frame.move)
+        if found is not None:
+            self._execute_all(found, found.pull.receive(link.key, frame, self._clock()))
+
+    def links_changed(self) -> None:
+        """Ends the pulls that lost their holder or a serving target."""
+        for found in list(self._open.values()):
+            order = found.pull.order
+            target = self._links.find(order.target)
+            if target is None or not target.is_serving:
+                self._execute_all(found, found.pull.lost(order.target, "the target is lost or accepts no more requests"))
+            elif self._links.find(order.holder) is None:
+                self._execute_all(found, found.pull.lost(order.holder, "the holder is lost"))
+
+    def _tick(self) -> None:
+        for found in list(self._open.values()):
+            self._execute_all(found, found.pull.tick(self._clock()))
+
+    # Decision
+
+    def _may_pull(self, session: StreamSession, request: wire.Request) -> bool:
+        if not self.policy.pull_prefixes or session.moves.num_pulls or request.alone:
+            return False
+        return len(request.prompt) > MIN_PULL_TOKENS and request.sampling.prompt_logprobs is None
+
+    def _plan(self, session: StreamSession, target: LeaderLink, num_tokens: int) -> PullPlan | NoPull:
+        now = self._clock()
+        self._paused = {key: until for key, until in self._paused.items() if until > now}
+        if target.key in self._paused:
+            return NoPull("no_holder", "the last pull to this group has just failed")
+        senders = {link.key: link for link in self._links.open_links() if self._can_send(link, target)}
+        hits = self._links.fleet_view.hits(session.keys, {**senders, target.key: target})
+        others = [link for key, link in senders.items() if key in hits]
+        view, *views = self._links.fleet_view.views([target, *others])
+        rate = self._rates.rate(self._balancing.copy_bytes_per_s(view), self.policy.budgets.bytes_per_s, now)
+        return plan_pull(view, views, hits, min(num_tokens, session.stream.journal.num_prompt + 1), rate)
+
+    def _can_send(self, link: LeaderLink, target: LeaderLink) -> bool:
+        return link is not target and link.can_send_prefixes and link.key not in self._paused
+
+    # Actions
+
+    def _begin(self, session: StreamSession, plan: PullPlan, keys: list[bytes], on_end: StartRequest) -> str:
+        target = self._links.find(plan.target)
+        assert target is not None, "the plan is of an open link"
+        self._last_number += 1
+        order = PullOrder(
+            move=f"{self._name}:{self._last_number}",
+            holder=plan.holder,
+            target=plan.target,
+            keys=keys,
+            page_size=target.group_report.page_size,
+            timeout_s=plan.timeout_s,
+            bytes_per_s=self.policy.budgets.bytes_per_s,
+        )
+        self._open[order.move] = _OpenPull(pull=Pull(order), plan=plan, waiting={session: on_end})
+        self._by_page[plan.target, keys[-1]] = order.move
+        return order.move
+
+    def _mark(self, session: StreamSession, move: str) -> None:
+        session.moves.open_pull = move
+        session.moves.num_pulls += 1
+
+    def _execute_all(self, found: _OpenPull, actions: Iterable[PullAction]) -> None:
+        for action in actions:
+            self._execute(found, action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadlines = [one.pull.deadline for one in self._open.values() if one.pull.deadline is not None]
+        if deadlines:
+            delay_s = max(0.0, min(deadlines) - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _execute(self, found: _OpenPull, action: PullAction) -> None:
+        order = found.pull.order
+        match action:
+            case ToSource(frame):
+                self._send(order.holder, frame)
+            case ToTarget(frame):
+                self._send(order.target, frame)
+            case PullEnded():
+                self._end(found, action)
+            case _:
+                assert_never(action)
+
+    def _send(
+        self, key: str, frame: wire.Prepare | moves.SendPrefix | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
+    ) -> None:
+        link = self._links.find(key)
+        if link is not None:
+            link.send_move_frame(frame)
+
+    def _end(self, found: _OpenPull, ended: PullEnded) -> None:
+        order, plan, now = found.pull.order, found.plan, self._clock()
+        del self._open[order.move], self._by_page[order.target, order.keys[-1]]
+        self._balancing.end_pull(plan.holder, plan.target)
+        if ended.outcome == "pulled":
+            self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s, now)
+        elif ended.outcome == "timeout" and ended.code == "copying":
+            self._rates.record_timeout(plan, now)
+        if (failed := _failed_group(plan, ended)) is not None:
+            self._paused[failed] = now + PAUSE_S
+        self._metrics.ended(ended.outcome, ended.num_tokens, ended.num_bytes, ended.prepare_s + ended.copy_s)
+        fields = {"move": order.move, "outcome": ended.outcome, "code": ended.code, "why": ended.why, "plan": plan.why}
+        log.info("pull ended", extra=fields)
+        for listener in self.end_listeners:
+            listener(plan, ended)
+        self._start_requests(found.waiting, order.move if ended.outcome == "pulled" else "", ended.num_cached)
+
+    def _start_requests(self, waiting: Mapping[StreamSession, StartRequest], move: str, num_cached: int) -> None:
+        """Starts the first request with the move; the others find its pages."""
+        for session, start in list(waiting.items()):
+            session.moves.open_pull = ""
+            start(move, num_cached)
+            move = ""
+
+
+def _space(link: LeaderLink) -> KeySpace:
+    return KeySpace(link.group_report.served.page_model, link.group_report.page_size)
+
+
+def _failed_group(plan: PullPlan, ended: PullEnded) -> str | None:
+    """Key of the group that pulls avoid for a while, if one is at fault."""
+    if ended.outcome == "holder":
+        return None if ended.code == "evicted" else plan.holder
+    if ended.outcome == "timeout":
+        return plan.target if ended.code == "preparing" else plan.holder
+    return plan.holder if ended.outcome == "target" and ended.code != "target_lost" else None

@@ -1,0 +1,139 @@
+"""Decides whether the group of a request copies cached pages of its prompt from another group, the holder.
+
+    compute_s  = prompt_s(n, cached at the target) - prompt_s(n, cached at the holder)
+    copy_s     = overhead + bytes of the missing pages / rate
+    pull  iff  MARGIN * copy_s < compute_s
+
+Rate and overhead are measured by pulls. A pull that takes `compute_s` is given up: a request then waits at most twice as long as
+without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx_router.routing.view import UNKNOWN, GroupView
+
+MIN_PULL_TOKENS = 256
+MARGIN = 1.5
+MIN_TIMEOUT_S = 0.25
+OVERHEAD_S = 0.02
+"""Until a pull has measured it: the reservation and two round trips."""
+RATE_SMOOTHING = 0.3
+REMEMBERED_S = 60.0
+"""Age from which a measured rate is forgotten: without pulls nothing would correct it."""
+
+NoPullCode = Literal["short", "no_holder", "unknown", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRate:
+    """Speed of pulls."""
+
+    bytes_per_s: float
+    overhead_s: float = OVERHEAD_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullPlan:
+    """A pull that pays. Group keys."""
+
+    holder: str
+    target: str
+    num_pages: int  # of the prompt, from the first on, those of the target included
+    num_tokens: int  # missing at the target
+    num_bytes: float
+    compute_s: float
+    copy_s: float
+
+    @property
+    def timeout_s(self) -> float:
+        """Time after which the request is computed instead."""
+        return max(MIN_TIMEOUT_S, self.compute_s)
+
+    @property
+    def why(self) -> str:
+        """The comparison as one sentence."""
+        return f"{self.num_tokens} tokens take {self.copy_s:.3f} s to copy and {self.compute_s:.3f} s to compute"
+
+
+@dataclass(frozen=True, slots=True)
+class NoPull:
+    """Why a request is computed."""
+
+    code: NoPullCode
+    why: str
+
+
+def plan_pull(
+    target: GroupView, others: Sequence[GroupView], hits: Mapping[str, int], prompt_tokens: int, rate: CopyRate
+) -> PullPlan | NoPull:
+    """Plans a pull to `target` from one of the `others`.
+
+    `hits`: cached prompt tokens by group key. `prompt_tokens`: with delivered ones; at least the last token is computed.
+    """
+    page_size = target.capacity.page_size
+    own = hits.get(target.key, 0)
+    limit = (prompt_tokens - 1) // page_size * page_size
+    if limit - own < MIN_PULL_TOKENS:
+        return NoPull("short", f"{limit - own} tokens of full pages are missing")
+    holders = [view for view in others if _can_send(view, target)]
+    best = max(holders, key=lambda view: (hits.get(view.key, 0), -view.backlog_s, view.key), default=None)
+    held = 0 if best is None else min(limit, hits.get(best.key, 0))
+    if best is None or held - own < MIN_PULL_TOKENS:
+        return NoPull("no_holder", f"no group with the same layout holds {MIN_PULL_TOKENS} tokens more")
+    page_bytes = target.capacity.page_bytes
+    if not page_bytes or target.step_model is UNKNOWN:
+        return NoPull("unknown", "the group has reported no page size or step time yet")
+    num_bytes = (held - own) / page_size * page_bytes
+    copy_s = rate.overhead_s + num_bytes / max(rate.bytes_per_s, 1.0)
+    compute_s = target.prompt_s(prompt_tokens, own) - target.prompt_s(prompt_tokens, held)
+    if MARGIN * copy_s >= compute_s:
+        return NoPull("compute", f"{held - own} tokens take {copy_s:.3f} s to copy and {compute_s:.3f} s to compute")
+    return PullPlan(
+        holder=best.key,
+        target=target.key,
+        num_pages=held // page_size,
+        num_tokens=held - own,
+        num_bytes=num_bytes,
+        compute_s=compute_s,
+        copy_s=copy_s,
+    )
+
+
+def _can_send(view: GroupView, target: GroupView) -> bool:
+    same_pages = (view.page_model, view.layout, view.capacity.page_size) == (
+        target.page_model,
+        target.layout,
+        target.capacity.page_size,
+    )
+    return view.key != target.key and same_pages and bool(view.layout) and view.state == "fresh"
+
+
+class PullRates:
+    """Speed of recent pulls."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s: float | None = None
+        self._overhead_s = OVERHEAD_S
+        self._measured_at = 0.0
+
+    def rate(self, copy_bytes_per_s: float, cap: float | None, now: float) -> CopyRate:
+        """Rate of the next pull. `copy_bytes_per_s`: of moves, before a pull has measured it; `cap`: of the budget."""
+        if self._bytes_per_s is not None and now - self._measured_at > REMEMBERED_S:
+            self._bytes_per_s, self._overhead_s = None, OVERHEAD_S
+        bytes_per_s = copy_bytes_per_s if self._bytes_per_s is None else self._bytes_per_s
+        return CopyRate(bytes_per_s if cap is None else min(cap, bytes_per_s), self._overhead_s)
+
+    def record(self, num_bytes: float, prepare_s: float, copy_s: float, now: float) -> None:
+        """Records a completed pull."""
+        measured = num_bytes / max(copy_s, 1e-4)
+        before = measured if self._bytes_per_s is None else self._bytes_per_s
+        self._bytes_per_s = before + RATE_SMOOTHING * (measured - before)
+        self._overhead_s += RATE_SMOOTHING * (prepare_s - self._overhead_s)
+        self._measured_at = now
+
+    def record_timeout(self, plan: PullPlan, now: float) -> None:
+        """Records a pull that was given up: it was slower than planned."""
+        self._bytes_per_s = plan.num_bytes / (2 * plan.timeout_s)
+        self._measured_at = now

@@ -1,0 +1,101 @@
+"""Cached prefixes that other groups pull: `core.migration.prefix` decides, scheduler and ranks execute."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from phalanx_api import moves
+from phalanx_runtime.core.migration import page_orders, records
+from phalanx_runtime.core.migration.prefix import PrefixSends
+from phalanx_runtime.core.scheduling.prefix_holds import NotHeld
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.engine.ports import PageTransport
+
+log = logging.getLogger(__name__)
+
+
+class PrefixSender:
+    """The prefixes that leave one engine. Called between steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transport: PageTransport,
+        send: Callable[[moves.MoveFailed], None],
+        limits: records.MoveLimits,
+    ) -> None:
+        self._scheduler = scheduler
+        self._transport = transport
+        self._send = send
+        self._page_size = scheduler.pool.page_size
+        self._sends = PrefixSends(len(transport.addresses), self._page_size, limits)
+
+    @property
+    def deadline(self) -> float | None:
+        """Latest time of the next `tick`, if pages are being sent."""
+        return self._sends.deadline
+
+    def start(self, order: moves.SendPrefix, now: float) -> None:
+        """Holds the pages and sends them, or answers why not."""
+        if order.move in self._sends:
+            return
+        held = self._scheduler.prefix_holds.hold(order.move, order.keys, order.prepared.cached_tokens // self._page_size)
+        if isinstance(held, NotHeld):
+            self._send(moves.MoveFailed(order.move, held.code, held.why))
+            return
+        for action in self._sends.start(order, len(held), now):
+            self._execute(action, held)
+
+    def stop(self, move: str, why: str) -> None:
+        """Ends the sending of a prefix, if any."""
+        self._execute_all(self._sends.stop(move, why))
+
+    def handle_report(self, rank: int, report: page_orders.Report, now: float) -> bool:
+        """Handles a report of a rank. Returns whether it was one of a prefix."""
+        match report:
+            case page_orders.PagesSent(move) if move in self._sends:
+                self._execute_all(self._sends.sent(move, now))
+            case page_orders.SendFailed(move, code, why) if move in self._sends:
+                self._execute_all(self._sends.failed(move, code, f"rank {rank}: {why}"))
+            case page_orders.SendEnded(move):
+                self._execute_all(self._sends.ended(move, rank))
+            case _:
+                return False
+        return True
+
+    def tick(self, now: float) -> None:
+        """Handles timeouts."""
+        self._execute_all(self._sends.tick(now))
+
+    def _execute_all(self, actions: Sequence[records.PrefixAction]) -> None:
+        for action in actions:
+            self._execute(action)
+
+    def _execute(self, action: records.PrefixAction, held: Sequence[int] = ()) -> None:
+        log.debug("prefix", extra={"action": type(action).__name__, "why": action.why})
+        match action:
+            case records.SendFrame(frame):
+                assert isinstance(frame, moves.MoveFailed), "a holder sends no other frame"
+                self._send(frame)
+            case records.StartSend(order=order, first=first, num_computed=num_computed):
+                # Plans in flight may write the pages: the copy follows the last planned step.
+                self._transport.send(
+                    order,
+                    first,
+                    list(held[first:]),
+                    self._scheduler.planned_step,
+                    num_computed=num_computed,
+                    num_drafted=self._num_drafted(held),
+                )
+            case records.StopCopy(move):
+                self._transport.stop(move)
+            case records.ReleasePrefix(move):
+                self._scheduler.prefix_holds.release(move)
+            case _:
+                assert_never(action)
+
+    def _num_drafted(self, pages: Sequence[int]) -> int:
+        """Leading tokens with the draft model's KV."""
+        pool, size = self._scheduler.pool, self._page_size
+        num_full = next((i for i, page in enumerate(pages) if pool.drafted(page) < size), len(pages))
+        return num_full * size + (pool.drafted(pages[num_full]) if num_full < len(pages) else 0)

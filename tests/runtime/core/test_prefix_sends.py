@@ -1,0 +1,119 @@
+"""Cached prefixes that leave a leader: when their pages are held, and when they are released."""
+
+import pytest
+
+from phalanx_api import moves
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.migration import records
+from phalanx_runtime.core.migration.prefix import PrefixSends
+from phalanx_runtime.core.scheduling.prefix_holds import NotHeld, PrefixHolds
+
+KEYS = [bytes([i]) * 16 for i in range(6)]
+HERE = [moves.PageAddress("b", 8001), moves.PageAddress("b", 8002)]
+STALL_S = records.DEFAULT_LIMITS.stall_s
+
+
+def order(cached_tokens: int = 0, num_ranks: int = 2) -> moves.SendPrefix:
+    prepared = moves.Prepared(move="m", cached_tokens=cached_tokens, addresses=HERE[:num_ranks], key=b"k")
+    return moves.SendPrefix(move="m", prepared=prepared, keys=KEYS)
+
+
+def sends() -> PrefixSends:
+    return PrefixSends(num_ranks=2, page_size=4)
+
+
+def kinds(actions: list[records.PrefixAction]) -> list[str]:
+    return [
+        f"MoveFailed {action.frame.code}"
+        if isinstance(action, records.SendFrame) and isinstance(action.frame, moves.MoveFailed)
+        else type(action).__name__
+        for action in actions
+    ]
+
+
+def test_pages_are_released_after_the_last_rank() -> None:
+    prefixes = sends()
+    (start,) = prefixes.start(order(cached_tokens=8), 5, 1.0)
+    assert isinstance(start, records.StartSend) and (start.first, start.num_computed) == (2, 20)
+    assert prefixes.ended("m", 1) == [] and prefixes.ended("m", 1) == []
+    assert kinds(prefixes.ended("m", 0)) == ["StopCopy", "ReleasePrefix"]
+    assert not len(prefixes) and prefixes.deadline is None
+
+
+@pytest.mark.parametrize("end", ["stop", "failed", "tick"])
+def test_ended_send_keeps_its_pages_until_every_rank_stops(end: str) -> None:
+    prefixes = sends()
+    prefixes.start(order(), 5, 1.0)
+    match end:
+        case "stop":
+            assert kinds(prefixes.stop("m", "why")) == ["StopCopy"]
+        case "failed":
+            assert kinds(prefixes.failed("m", "target_lost", "why")) == ["StopCopy", "MoveFailed target_lost"]
+        case _:
+            assert prefixes.tick(0.9 + STALL_S) == []
+            assert kinds(prefixes.tick(1.0 + STALL_S)) == ["StopCopy", "MoveFailed lease"]
+    assert prefixes.deadline is None
+    assert prefixes.stop("m", "again") == prefixes.failed("m", "x", "again") == prefixes.tick(99.0) == []
+    assert prefixes.ended("m", 0) == []
+    assert kinds(prefixes.ended("m", 1)) == ["StopCopy", "ReleasePrefix"]
+
+
+def test_progress_of_a_rank_extends_the_timeout() -> None:
+    prefixes = sends()
+    prefixes.start(order(), 5, 1.0)
+    prefixes.sent("m", 3.0)
+    assert prefixes.deadline == 3.0 + STALL_S
+
+
+def test_group_of_another_size_gets_no_pages() -> None:
+    prefixes = sends()
+    assert kinds(prefixes.start(order(num_ranks=1), 5, 1.0)) == ["ReleasePrefix", "MoveFailed incompatible"]
+    assert "m" not in prefixes
+
+
+def test_events_of_unknown_prefixes_have_no_effect() -> None:
+    prefixes = sends()
+    assert prefixes.ended("m", 0) == prefixes.sent("m", 1.0) == prefixes.failed("m", "x", "y") == prefixes.stop("m", "z") == []
+
+
+def cached_pool(num_pages: int = 12) -> PagePool:
+    """A pool of pages with 4 slots; `KEYS[:5]` are cached, of which the last is not fully written."""
+    pool = PagePool(num_pages, 4)
+    pages = pool.allocate(5)
+    assert pages is not None
+    for i, page in enumerate(pages):
+        assert pool.publish(page, KEYS[i], pages[i - 1] if i else None)
+        pool.mark_written(page, 4 if i < 4 else 3)
+    return pool
+
+
+def test_fully_written_pages_are_held() -> None:
+    pool = cached_pool()
+    holds = PrefixHolds(pool)
+    pages = holds.hold("m", KEYS, 1)
+    assert pages == pool.match(KEYS)[:4] and list(holds.held()) == [pages]
+    assert isinstance(again := holds.hold("m", KEYS, 1), NotHeld) and again.code == "unknown"
+    holds.release("m")
+    holds.release("m")
+    assert not len(holds)
+    assert pool.check([pool.match(KEYS)]) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_known", "code"),
+    [(KEYS, 4, "evicted"), (KEYS[5:], 0, "evicted"), ([], 0, "evicted")],
+    ids=["the target has as many", "not cached", "no key"],
+)
+def test_prefix_without_more_pages_is_refused(keys: list[bytes], num_known: int, code: str) -> None:
+    held = PrefixHolds(cached_pool()).hold("m", keys, num_known)
+    assert isinstance(held, NotHeld) and held.code == code
+
+
+def test_hold_that_would_fill_the_pool_is_refused() -> None:
+    pool = cached_pool()
+    pool.release(pool.match(KEYS))
+    others = pool.allocate(pool.free_pages - 4)
+    assert others is not None and len(pool.match(KEYS)) == 4
+    held = PrefixHolds(pool).hold("m", KEYS, 0)
+    assert isinstance(held, NotHeld) and held.code == "no_room"
+    assert pool.check([others]) == []
