@@ -20,7 +20,7 @@ from phalanx_router.balancing.ladder import (
     restrict_to_mode,
 )
 from phalanx_router.balancing.projection import MovesInProgress
-from phalanx_router.balancing.records import NoMove, PlannedMove, RefusalCode, StreamView
+from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove, RefusalCode, Rung, StreamView
 from phalanx_router.routing.view import GroupView
 
 PATIENCE_S = 1.0
@@ -59,6 +59,8 @@ StreamsOf = Callable[[str], Sequence[StreamView]]
 """This router's streams in a group, by key."""
 HoldersOf = Callable[[bytes], Collection[str]]
 """Keys of the groups with a page, by page key."""
+CanSend = Callable[[str], bool]
+"""Whether other groups can pull pages from a group, by key."""
 DEFAULT_POLICY = BalancePolicy()
 
 
@@ -66,11 +68,16 @@ def _no_holders(key: bytes) -> Collection[str]:
     return ()
 
 
+def _never(key: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceDecision:
     """Result of one tick."""
 
     moves: list[PlannedMove] = field(default_factory=list)
+    copies: list[PlannedCopy] = field(default_factory=list)
     refusals: list[NoMove] = field(default_factory=list)
     hotspots: list[Hotspot] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
@@ -79,13 +86,16 @@ class BalanceDecision:
 
 
 class Balancer:
-    """Plans moves. The caller passes the end of each move to `record_end`."""
+    """Plans moves. The caller passes the end of each move to `record_end`, that of each copy to `end_pull`."""
 
-    def __init__(self, policy: BalancePolicy = DEFAULT_POLICY, holders_of: HoldersOf = _no_holders) -> None:
+    def __init__(
+        self, policy: BalancePolicy = DEFAULT_POLICY, holders_of: HoldersOf = _no_holders, can_send: CanSend = _never
+    ) -> None:
         self.policy = policy
         self.attraction = AttractionGuard()
         self.pingpong = PingPongGuard()
         self._holders_of = holders_of
+        self._can_send = can_send
         self._copied_at: dict[bytes, float] = {}  # last copy of each prefix
         self._tracker = HotspotTracker()
         self._budget = MoveBudget()
@@ -107,6 +117,7 @@ class Balancer:
         by_key = {view.key: view for view in views}
         return BalanceDecision(
             moves=[planned for plan in plans for planned in plan.moves],
+            copies=[plan.copy for plan in plans if plan.copy is not None],
             refusals=[plan.refusal for plan in plans if plan.refusal is not None],
             hotspots=[self._hotspot(group, by_key[group.key], report.is_saturated, now) for group in report.hot.values()],
             transitions=report.transitions,
@@ -178,7 +189,7 @@ class Balancer:
                 continue
             streams = [self._restrict(stream, now) for stream in streams_of(group.key)]
             plan = self._start_allowed(replicate(group, streams, self._holders_of(prefix), self._inputs(views, now)), view)
-            if plan.moves:
+            if plan.moves or plan.copy is not None:
                 self._copied_at[prefix] = now
             plans.append(plan)
         return plans
@@ -214,6 +225,7 @@ class Balancer:
             hot=self._hot,
             closed=frozenset(view.key for view in views if view.group in self.policy.evacuate or view.is_draining),
             budget=self._budget,
+            can_send=self._can_send,
             itl_target_s=self.policy.itl_target_s,
             now=now,
         )
@@ -226,12 +238,14 @@ class Balancer:
         return replace(stream, is_pinned=stream.is_pinned or is_blocked, barred_targets=sources)
 
     def _start_allowed(self, plan: LadderPlan, source: GroupView) -> LadderPlan:
-        """Starts the moves within the budgets; refuses the next one."""
+        """Starts the moves or the copy within the budgets; refuses the next one."""
+        if plan.copy is not None:
+            code = self._budget.start_pull(plan.copy.source, plan.copy.target, plan.copy.num_pages * source.capacity.page_bytes)
+            return plan if code is None else LadderPlan([], _exhausted(source, "replicate", code))
         for index, planned in enumerate(plan.moves):
             code = self._budget.exceeded_limit(planned.source, planned.target, planned.rung)
             if code is not None:
-                refusal = NoMove(source.key, planned.rung, code, f"the budget for {code} is exhausted")
-                return LadderPlan(plan.moves[:index], refusal)
+                return LadderPlan(plan.moves[:index], _exhausted(source, planned.rung, code))
             self._in_progress.add(planned)
             self._budget.record_start(planned, planned.context * source.capacity.page_bytes / source.capacity.page_size)
         return plan
@@ -246,3 +260,7 @@ class Balancer:
             since_s=now - group.since,
             action=action,
         )
+
+
+def _exhausted(source: GroupView, rung: Rung, code: RefusalCode) -> NoMove:
+    return NoMove(source.key, rung, code, f"the budget for {code} is exhausted")

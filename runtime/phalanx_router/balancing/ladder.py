@@ -4,14 +4,23 @@ A plan may exceed the budgets; the caller starts its first moves. A hot prefix m
 group.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx_api.summary import Mode
 from phalanx_router.balancing.budget import MoveBudget
 from phalanx_router.balancing.hotspots import RULES, HotGroup
 from phalanx_router.balancing.projection import median_itl_s, strain, target_cost, with_request, without_request
-from phalanx_router.balancing.records import OPTIONAL_RUNGS, HotspotAction, NoMove, PlannedMove, RefusalCode, Rung, StreamView
+from phalanx_router.balancing.records import (
+    OPTIONAL_RUNGS,
+    HotspotAction,
+    NoMove,
+    PlannedCopy,
+    PlannedMove,
+    RefusalCode,
+    Rung,
+    StreamView,
+)
 from phalanx_router.balancing.targets import (
     FREEZE_S,
     RESCUE_GROWTH,
@@ -48,6 +57,7 @@ class LadderInputs:
     hot: Mapping[str, HotGroup]  # by key
     closed: frozenset[str]  # keys of groups that must not be targets
     budget: MoveBudget
+    can_send: Callable[[str], bool]  # whether other groups can pull pages from this one, by key
     itl_target_s: float | None
     now: float
 
@@ -63,6 +73,7 @@ class LadderPlan:
 
     moves: list[PlannedMove]
     refusal: NoMove | None = None
+    copy: PlannedCopy | None = None
 
 
 def migrate(source: HotGroup, streams: Sequence[StreamView], inputs: LadderInputs) -> LadderPlan:
@@ -79,7 +90,9 @@ def migrate(source: HotGroup, streams: Sequence[StreamView], inputs: LadderInput
 
 
 def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collection[str], inputs: LadderInputs) -> LadderPlan:
-    """Moves a stream with the hot prefix to a group without it. `holders`: keys of the groups with the prefix.
+    """Copies the hot prefix to a group without it: by a pull, or with a stream that moves.
+
+    `holders`: keys of the groups with the prefix.
 
     Two copies of the prefix must take less time than its computation, so that the first new request gains.
     """
@@ -98,6 +111,14 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
     bytes_per_s, itl_s = inputs.budget.bytes_per_s(is_urgent=False), inputs.itl_target_s
     if 2 * copy_s(prefix_tokens, view, bytes_per_s) + FREEZE_S >= recompute_s(prefix_tokens, best):
         return _refusal(view, "replicate", "no_victim", f"{best.group} computes the prefix in less time than two copies take")
+    share = f"{view.load.hot_prefix.token_share:.0%} of the prompt tokens of {view.group}"
+    why = f"{best.group} gets the prefix of {prefix_tokens} tokens, {share}"
+    if inputs.can_send(view.key):
+        begins = min((stream.stream for stream in streams if stream.has_hot_prefix), default=None)
+        if begins is not None:
+            pages = view.load.hot_prefix.pages
+            copy = PlannedCopy(stream=begins, source=view.key, target=best.key, num_pages=pages, bytes_per_s=bytes_per_s, why=why)
+            return LadderPlan([], copy=copy)
     fit = [
         stream
         for stream in streams
@@ -107,8 +128,6 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
         and has_room(stream, best)
         and strain(with_request(best, stream.context), itl_s) <= strain(without_request(view, stream.context), itl_s)
     ]
-    share = f"{view.load.hot_prefix.token_share:.0%} of the prompt tokens of {view.group}"
-    why = f"{best.group} gets the prefix of {prefix_tokens} tokens, {share}"
     victim = min(fit, key=lambda stream: (stream.context, stream.stream), default=None)
     planned = None if victim is None else _plan_move(victim, view, best, "replicate", "precopy", inputs=inputs, why=why)
     if planned is None or planned.transfer == "recompute":

@@ -44,6 +44,18 @@ class PlannedMove:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCopy:
+    """A copy of the hot prefix of group `source` to group `target`, by a pull; no stream moves."""
+
+    stream: str  # begins with the prefix
+    source: str
+    target: str
+    num_pages: int
+    bytes_per_s: float | None  # transfer cap
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class NoMove:
     """The reason for no (further) moves from a group."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.guards import PAUSE_S
-from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedMove, RefusalCode, Rung, StreamView
+from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedCopy, PlannedMove, RefusalCode, Rung, StreamView
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import BalanceMetrics
@@ -25,6 +25,10 @@ MOVE_REASONS: dict[Rung, MoveReason] = {"rescue": "rescue", "replicate": "hotspo
 MIN_MEASURED_BYTES = 1 << 20
 """Smaller copies do not measure the bandwidth."""
 BANDWIDTH_SMOOTHING = 0.2
+
+
+CopyPrefix = Callable[[PlannedCopy, StreamSession], None]
+"""Copies the first pages of a stream's prompt, or ends the planned pull."""
 
 
 @dataclass(slots=True)
@@ -47,10 +51,11 @@ class BalanceLoop:
         settings: FleetSettings,
         clock: Callable[[], float],
     ) -> None:
-        self.balancer = Balancer(holders_of=self._holders_of)
+        self.balancer = Balancer(holders_of=self._holders_of, can_send=self._can_send)
         self.decision = BalanceDecision()  # of the last tick
         self.counts = MoveCounts()
         self.tick_listeners: list[Callable[[], None]] = []
+        self.start_copy: CopyPrefix | None = None  # executes the planned copies
         self._links = links
         self._sessions = sessions
         self._mover = mover
@@ -125,6 +130,10 @@ class BalanceLoop:
         by_name = {str(session.number): session for sessions in (by_group or {}).values() for session in sessions}
         for planned in self.decision.moves:
             self._start(by_name[planned.stream], planned)
+        for copy in self.decision.copies:
+            assert self.start_copy is not None, "see `_can_send`"
+            self._metrics.proposed("replicate")
+            self.start_copy(copy, by_name[copy.stream])
         for refusal in self.decision.refusals:
             self._metrics.refused(refusal.rung, refusal.code)
         for transition in self.decision.transitions:
@@ -137,6 +146,10 @@ class BalanceLoop:
     def _holders_of(self, prefix: bytes) -> list[str]:
         holders = frozenset(self._links.fleet_view.prefixes.holders(prefix))
         return [link.key for link in self._links.all() if link.endpoint.key in holders]
+
+    def _can_send(self, key: str) -> bool:
+        link = self._links.find(key)
+        return self.start_copy is not None and self.policy.pull_prefixes and link is not None and link.can_send_prefixes
 
     def _by_group(self) -> dict[str, list[StreamSession]]:
         by_group: dict[str, list[StreamSession]] = {}

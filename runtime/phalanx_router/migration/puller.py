@@ -6,16 +6,18 @@ Requests of one group that lack the same pages wait for one pull. Each request w
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
 from phalanx_api import moves, wire
 from phalanx_api.summary import BalancePolicy
+from phalanx_router.balancing.records import PlannedCopy
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import PullMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
+from phalanx_router.migration.warmup import submit_warmup, warmup_request
 from phalanx_router.moves.pull import Pull, PullAction, PullEnded, PullOrder
 from phalanx_router.moves.records import ToSource, ToTarget
 from phalanx_router.routing.prefixes import KeySpace
@@ -25,6 +27,8 @@ from phalanx_router.session import StreamSession
 
 log = logging.getLogger(__name__)
 
+COPY_TIMEOUT_S = 10.0
+"""Of the copy of a hot prefix, for which no request waits."""
 PAUSE_S = 10.0
 """Time without pulls from and to a group that failed one."""
 StartRequest = Callable[[str, int], None]
@@ -36,7 +40,9 @@ class _OpenPull:
     pull: Pull
     plan: PullPlan
     waiting: dict[StreamSession, StartRequest]
-    """The first one's tokens are reserved for at the target; it starts first."""
+    """Without `use`, the first one starts on the pages."""
+    use: Callable[[str], None] | None = None
+    """Starts a request of its own on the pages of this move."""
 
 
 class Puller:
@@ -58,6 +64,7 @@ class Puller:
         self._paused: dict[str, float] = {}  # end times, by group key
         self._timer: asyncio.TimerHandle | None = None
         links.move_listeners.append(self)
+        balancing.start_copy = self.copy
 
     @property
     def policy(self) -> BalancePolicy:
@@ -79,15 +86,43 @@ class Puller:
             if refusal is not None:
                 self._metrics.declined(refusal)
                 return False
-            move = self._begin(session, plan, keys, on_end)
-            self._mark(session, move)
-            self._execute_all(self._open[move], self._open[move].pull.start(request, self._clock()))
+            found = self._add(plan, keys)
         else:
-            self._open[move].waiting[session] = on_end
-            self._mark(session, move)
+            found = self._open[move]
             self._metrics.joined()
-        log.debug("request waits for pages", extra={"request": request.id, "move": move, "why": plan.why})
+        found.waiting[session] = on_end
+        session.moves.open_pull = found.pull.order.move
+        session.moves.num_pulls += 1
+        log.debug("request waits for pages", extra={"request": request.id, "why": plan.why})
+        if move is None:
+            self._execute_all(found, found.pull.start(request, self._clock()))
         return True
+
+    def copy(self, planned: PlannedCopy, session: StreamSession) -> None:
+        """Copies the hot prefix of a group, with which the prompt of `session` begins, into the prefix cache of another one."""
+        target = self._links.find(planned.target)
+        keys = [] if target is None else list(session.keys.keys(_space(target))[: planned.num_pages])
+        if target is None or not target.is_serving or not keys or (planned.target, keys[-1]) in self._by_page:
+            self._balancing.end_pull(planned.source, planned.target)
+            return
+        report, replay = target.group_report, session.stream.journal.replay()
+        num_tokens = len(keys) * report.page_size
+        request = warmup_request(replay, replay.prompt[: num_tokens + 1])
+        found = self._add(
+            PullPlan(
+                holder=planned.source,
+                target=planned.target,
+                num_pages=len(keys),
+                num_tokens=num_tokens,
+                num_bytes=len(keys) * report.served.page_bytes,
+                compute_s=COPY_TIMEOUT_S,
+                copy_s=0.0,
+            ),
+            keys,
+            lambda move: submit_warmup(target, request, move, num_tokens),
+        )
+        log.debug("prefix is copied", extra={"move": found.pull.order.move, "why": planned.why})
+        self._execute_all(found, found.pull.start(request, self._clock()))
 
     def cancel(self, session: StreamSession) -> None:
         """Ends the wait of a stream that ended. Others that wait for its pull are computed."""
@@ -95,7 +130,7 @@ class Puller:
         session.moves.open_pull = ""
         if found is None:
             return
-        is_first = next(iter(found.waiting)) is session
+        is_first = found.use is None and next(iter(found.waiting)) is session
         del found.waiting[session]
         if is_first:
             self._execute_all(found, found.pull.cancel("the stream ended"))
@@ -155,7 +190,7 @@ class Puller:
 
     # Actions
 
-    def _begin(self, session: StreamSession, plan: PullPlan, keys: list[bytes], on_end: StartRequest) -> str:
+    def _add(self, plan: PullPlan, keys: list[bytes], use: Callable[[str], None] | None = None) -> _OpenPull:
         target = self._links.find(plan.target)
         assert target is not None, "the plan is of an open link"
         self._last_number += 1
@@ -168,13 +203,9 @@ class Puller:
             timeout_s=plan.timeout_s,
             bytes_per_s=self.policy.budgets.bytes_per_s,
         )
-        self._open[order.move] = _OpenPull(pull=Pull(order), plan=plan, waiting={session: on_end})
+        found = self._open[order.move] = _OpenPull(pull=Pull(order), plan=plan, waiting={}, use=use)
         self._by_page[plan.target, keys[-1]] = order.move
-        return order.move
-
-    def _mark(self, session: StreamSession, move: str) -> None:
-        session.moves.open_pull = move
-        session.moves.num_pulls += 1
+        return found
 
     def _execute_all(self, found: _OpenPull, actions: Iterable[PullAction]) -> None:
         for action in actions:
@@ -221,11 +252,15 @@ class Puller:
         log.info("pull ended", extra=fields)
         for listener in self.end_listeners:
             listener(plan, ended)
-        self._start_requests(found.waiting, order.move if ended.outcome == "pulled" else "", ended.num_cached)
+        self._start_requests(found, order.move if ended.outcome == "pulled" else "", ended.num_cached)
 
-    def _start_requests(self, waiting: Mapping[StreamSession, StartRequest], move: str, num_cached: int) -> None:
+    def _start_requests(self, found: _OpenPull, move: str, num_cached: int) -> None:
         """Starts the first request with the move; the others find its pages."""
-        for session, start in list(waiting.items()):
+        if found.use is not None:
+            if move:
+                found.use(move)
+            move = ""
+        for session, start in list(found.waiting.items()):
             session.moves.open_pull = ""
             start(move, num_cached)
             move = ""

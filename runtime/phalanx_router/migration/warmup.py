@@ -30,6 +30,25 @@ class _WarmupSink:
         self._refused("target_lost", why)
 
 
+def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
+    """Returns a request that leaves `tokens` in the prefix cache, with the tenant, salt and priority of `replay`."""
+    return wire.Request(
+        id=replay.id,
+        epoch=0,
+        prompt=tokens,
+        delivered=[],
+        sampling=wire.Sampling(max_tokens=1, seed=0, temperature=0.0),
+        priority=replay.priority,
+        tenant=replay.tenant,
+        cache_salt=replay.cache_salt,
+    )
+
+
+def submit_warmup(target: LeaderLink, request: wire.Request, move: str, hit_tokens: int) -> None:
+    """Starts a request of `warmup_request` on the pages of a pull. Its output and failures are ignored."""
+    target.submit(request, _WarmupSink(lambda: None, lambda code, why: None), move, hit_tokens)
+
+
 class Warmups:
     """Warm-up requests and their results, by move."""
 
@@ -42,16 +61,7 @@ class Warmups:
     def start(self, move: str, replay: wire.Request, target: LeaderLink) -> None:
         """Submits prompt and output tokens of `replay` to the target."""
         tokens = replay.prompt + replay.delivered
-        request = wire.Request(
-            id=replay.id,
-            epoch=0,
-            prompt=tokens,
-            delivered=[],
-            sampling=wire.Sampling(max_tokens=1, seed=0, temperature=0.0),
-            priority=replay.priority,
-            tenant=replay.tenant,
-            cache_salt=replay.cache_salt,
-        )
+        request = warmup_request(replay, tokens)
 
         def computed() -> None:
             page_size = target.group_report.page_size

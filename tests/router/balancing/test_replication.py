@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from phalanx_api import wire
-from phalanx_api.summary import BalancePolicy, Mode
+from phalanx_api.summary import BalancePolicy, Budgets, Mode
 from phalanx_router.balancing.balancer import Balancer
 from phalanx_router.balancing.records import HotspotAction
 from tests.router.balancing.groups import FREE, World, first_moves, hot_world, stream
@@ -47,6 +47,42 @@ def test_hot_prefix_goes_to_a_group_with_compatible_pages() -> None:
     world.fields[world.names[-1]] = {"layout": "tp4"}
     (planned,) = first_moves(world).moves
     assert (planned.target, planned.transfer) == ("b/1/1", "precopy")
+
+
+def pull_world(**fields: Any) -> World:
+    """`prefix_world`, whose group a can send its prefix."""
+    world = prefix_world(**fields)
+    world.balancer = Balancer(world.balancer.policy, lambda key: ["a/1/1"], can_send=lambda key: key == "a/1/1")
+    return world
+
+
+def test_hot_prefix_is_pulled_if_its_group_can_send_it() -> None:
+    world = pull_world()
+    decisions = {0.25 * number: world.tick(0.25 * number) for number in range(60)}
+    assert not any(decision.moves for decision in decisions.values())
+    copies = {now: decision.copies for now, decision in decisions.items() if decision.copies}
+    first = min(copies)
+    assert next(now for now in copies if now > first) == first + 10.0, "at most once per 10 s"
+    (planned,) = copies[first]
+    assert (planned.source, planned.num_pages) == ("a/1/1", 125) and planned.target != planned.source
+    assert "gets the prefix of 2000 tokens" in planned.why
+
+
+def test_pulled_prefix_needs_a_stream_that_begins_with_it() -> None:
+    world = pull_world()
+    world.records = {}
+    decisions = [world.tick(0.25 * number) for number in range(8)]
+    assert not any(decision.copies for decision in decisions)
+    assert [(refusal.rung, refusal.code) for refusal in decisions[-1].refusals] == [("replicate", "no_victim")]
+
+
+def test_pulls_and_moves_share_the_budget() -> None:
+    world = pull_world(policy=BalancePolicy(budgets=Budgets(moves_per_group=1, bytes_per_s=None, tokens_share_per_s=1.0)))
+    (planned,) = next(decision.copies for number in range(8) if (decision := world.tick(0.25 * number)).copies)
+    balancer = world.balancer
+    assert balancer.start_pull(planned.source, "other", 1.0, [], 9.0) == "slots"
+    balancer.end_pull(planned.source, planned.target)
+    assert balancer.start_pull(planned.source, "other", 1.0, [], 9.0) is None
 
 
 NO_HOME = {

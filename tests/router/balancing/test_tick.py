@@ -35,10 +35,10 @@ LONG_PROMPTS = wire.Load(
 )
 
 
-def pair(target: MoveScript | None = None) -> tuple[MovingLeader, MovingLeader]:
+def pair(target: MoveScript | None = None, sends_prefixes: bool = False) -> tuple[MovingLeader, MovingLeader]:
     """Two leaders with room; the first one holds its streams after 5 steps."""
     peers: list[MovingLeader] = []
-    leaders = MovingLeader("a", peers, Script(hold_at=5)), MovingLeader("b", peers, None, target)
+    leaders = MovingLeader("a", peers, Script(hold_at=5, sends_prefixes=sends_prefixes)), MovingLeader("b", peers, None, target)
     for leader in leaders:
         leader.load = EMPTY
     return leaders
@@ -97,6 +97,25 @@ async def test_hot_prefix_is_replicated_with_one_of_its_streams() -> None:
         assert await client == expected(PROMPT, 20)
         assert world.metric("phalanx_router_moves_proposed_total", rung="replicate") == 1
         assert (moved(world, "hotspot"), session.moves.num_balanced) == (1, 1)
+
+
+async def test_hot_prefix_is_pulled_without_moving_a_stream() -> None:
+    source, target = pair(sends_prefixes=True)
+    keys = PrefixKeys(root_key(SERVED.model_hash), 16).extend(PROMPT)
+    async with running_world(
+        source, target, settings=dataclasses.replace(TICKING, policy=BalancePolicy(ttft_target_s=0.5))
+    ) as world:
+        session, client = await start_stream(world)
+        await source.send(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
+        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HotPrefix(keys[-1], len(keys), 0.6)])
+        await until(lambda: target.submitted)
+        (copy,) = target.submitted
+        assert copy.move and (copy.request.prompt, copy.request.sampling.max_tokens) == (PROMPT, 1)
+        assert world.metric("phalanx_router_pulls_total", outcome="pulled") == 1
+        source.release()
+        assert await client == expected(PROMPT, 20)
+        assert (moved(world, "hotspot"), session.moves.num_completed) == (0, 0)
 
 
 async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:

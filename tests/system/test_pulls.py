@@ -1,0 +1,143 @@
+"""A router over two groups, each a program: requests start on pages of the other group, which works, stops or dies."""
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.frame.programs import Program, running
+from tests.polling import wait_until
+from tests.system.runtimes import metric_of, ranks_of, router_flags, runtime
+
+pytestmark = pytest.mark.system
+FLAGS = ("--dtype", "float64", "--max-num-batched-tokens", "16", "--max-num-seqs", "8")
+"""Small steps: a long prompt takes many."""
+MAX_PROMPTS = 12
+
+
+def prompt(number: int) -> str:
+    rng = random.Random(number)
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(1200))
+
+
+@dataclass
+class Field:
+    """Two groups behind a router that sends requests in turn."""
+
+    router: Program
+    groups: list[Program]
+    http: httpx.Client
+
+    def complete(self, program: Program, text: str) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": text, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = self.http.post(f"{program.base_url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def text(self, program: Program, text: str) -> str:
+        found: str = self.complete(program, text)["choices"][0]["text"]
+        return found
+
+    def next_holder(self) -> Program:
+        """The group that does not get the router's next request."""
+        before = [metric_of(group, "vllm:prefix_cache_queries_total") for group in self.groups]
+
+        def grown() -> list[Program]:
+            return [
+                group
+                for group, count in zip(self.groups, before, strict=True)
+                if metric_of(group, "vllm:prefix_cache_queries_total") > count
+            ]
+
+        self.text(self.router, "whose turn is it?")
+        wait_until(lambda: len(grown()) == 1)
+        return grown()[0]
+
+    def prefill(self, number: int) -> tuple[Program, str]:
+        """Computes a prompt at the group that does not get the next request; returns it and the output."""
+        holder, keys = self.next_holder(), metric_of(self.router, "phalanx_router_prefix_keys")
+        reference = self.text(holder, prompt(number))
+        wait_until(lambda: metric_of(self.router, "phalanx_router_prefix_keys") >= keys + 1200 // 16)
+        return holder, reference
+
+    def pulls(self, outcome: str) -> float:
+        page = self.http.get(f"{self.router.base_url}/metrics").text
+        name = f'phalanx_router_pulls_total{{outcome="{outcome}"}} '
+        return sum(float(line.removeprefix(name)) for line in page.splitlines() if line.startswith(name))
+
+
+@contextmanager
+def running_field(model: Path, *flags: str, **budgets: float) -> Iterator[Field]:
+    policy = model.parent / "policy.json"
+    policy.write_text(json.dumps({"routing": "RoundRobin", "budgets": budgets}))
+    with (
+        runtime("group a", model, *FLAGS, *flags) as a,
+        runtime("group b", model, *FLAGS, *flags) as b,
+        running(
+            "router",
+            "phalanx_router",
+            [*router_flags([a, b], model.parent / "token"), "--policy-file", str(policy)],
+            model.parent,
+        ) as router,
+        httpx.Client(trust_env=False, timeout=60) as http,
+    ):
+        wait_until(lambda: metric_of(router, "phalanx_router_groups_ready") == 2)
+        yield Field(router, [a, b], http)
+
+
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", "2"), ("--kv-cache-dtype", "int8")], ids=["tp2", "int8"])
+def test_pulled_prompts_have_equal_outputs(model: Path, flags: tuple[str, ...]) -> None:
+    """A busy machine may make a pull slower than the computation, so there are several."""
+    with running_field(model, *flags) as field:
+        for number in range(MAX_PROMPTS):
+            _, reference = field.prefill(number)
+            pulled = field.pulls("pulled")
+            answer = field.complete(field.router, prompt(number))
+            assert answer["choices"][0]["text"] == reference
+            if field.pulls("pulled") > pulled:
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1024
+                if field.pulls("pulled") >= 3:
+                    break
+        assert field.pulls("pulled") >= 1
+        assert metric_of(field.router, "phalanx_router_pull_tokens_total") >= 1024
+        wait_until(lambda: all(metric_of(group, "vllm:kv_cache_usage_perc") == 0 for group in field.groups))
+
+
+def test_stopped_holder_costs_no_token(model: Path) -> None:
+    with running_field(model) as field:
+        for number in range(MAX_PROMPTS):
+            holder, reference = field.prefill(number)
+            processes = [holder.process.pid, *ranks_of(holder)]
+            for process in processes:
+                os.kill(process, signal.SIGSTOP)
+            try:
+                assert field.text(field.router, prompt(number)) == reference
+            finally:
+                for process in processes:
+                    os.kill(process, signal.SIGCONT)
+            if field.pulls("timeout"):
+                break
+            wait_until(lambda: metric_of(field.router, "phalanx_router_groups_ready") == 2)
+        assert field.pulls("timeout") >= 1
+
+
+def test_killed_holder_costs_no_token(model: Path) -> None:
+    """At a bounded rate, so that a pull takes a while."""
+    with running_field(model, bytes_per_s=2e7) as field:
+        holder, reference = field.prefill(0)
+        answers: list[str] = []
+        client = threading.Thread(target=lambda: answers.append(field.text(field.router, prompt(0))))
+        client.start()
+        holder.process.kill()
+        client.join(60)
+        assert answers == [reference]
