@@ -1,5 +1,6 @@
 """Random operations, faults and damage: never a wrong page, never too many bytes, and the log always opens."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,11 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from tests.runtime.rank.tiers.faulty_files import BROKEN, FULL, READ_ONLY, FaultyFiles, Killed
-from tests.runtime.rank.tiers.logs import MAX_BYTES, get, key_of, open_log, page_of, put, segments, size_on_disk
+from tests.runtime.rank.tiers.logs import LAYOUT, MAX_BYTES, get, key_of, open_log, page_of, put, segments, size_on_disk
 
 NUMBERS = st.integers(0, 150)
 WIDE = 60
 """Pages of a burst: two fill the log."""
+
+
+def offsets(size: int) -> st.SearchStrategy[int]:
+    """Offsets in a file of a segment with bytes: of the header, a record or a page, without the padding."""
+    return st.sampled_from([*range(min(size, LAYOUT.record_at(LAYOUT.slots))), *range(LAYOUT.pages_at, size)])
 
 
 class LogMachine(RuleBasedStateMachine):
@@ -147,7 +153,7 @@ class LogMachine(RuleBasedStateMachine):
         path = data.draw(st.sampled_from(segments(self.folder)))
         if path.stat().st_size and path not in self.foreign:
             content = bytearray(path.read_bytes())
-            content[data.draw(st.integers(0, len(content) - 1))] ^= flip
+            content[data.draw(offsets(len(content)))] ^= flip
             path.write_bytes(content)
             self.is_exact = False
 
@@ -155,9 +161,8 @@ class LogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(segments(self.folder)))
-        if path not in self.foreign:
-            with path.open("r+b") as file:
-                file.truncate(data.draw(st.integers(0, path.stat().st_size)))
+        if path.stat().st_size and path not in self.foreign:
+            os.truncate(path, data.draw(offsets(path.stat().st_size)))
             self.is_exact = False
 
     @rule(name=st.sampled_from(["notes", "00000500.pages", "00000003.pages"]), content=st.sampled_from([b"", b"text", b"PHX!"]))

@@ -8,6 +8,7 @@ import pytest
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from tests.runtime.core.reference_caches import make_slow
+from tests.runtime.rank.tiers.faulty_files import BROKEN, FaultyFiles
 from tests.runtime.rank.tiers.logs import (
     CAPACITY,
     LAYOUT,
@@ -54,10 +55,13 @@ def test_a_present_page_is_not_written_twice(tmp_path: Path) -> None:
 
 
 def test_the_newest_record_of_a_key_wins(tmp_path: Path) -> None:
-    log = open_log(tmp_path)
+    files = FaultyFiles()
+    log = open_log(tmp_path, files=files)
     put(log, 1)
+    files.errors["open"] = BROKEN  # the record of a dropped page cannot be marked
     put_all(log, range(100, 100 + CAPACITY))
-    assert key_of(1) not in log
+    assert key_of(1) not in log and files.raised > 0
+    files.errors.clear()
     put(log, 1, version=1)
     log.close()
     assert get(open_log(tmp_path), key_of(1)) == page_of(key_of(1), 1)

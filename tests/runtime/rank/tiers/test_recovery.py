@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.rank.tiers.page_log import PageLog
-from phalanx_runtime.rank.tiers.segment import Layout
+from phalanx_runtime.rank.tiers.segment import Layout, record
 from tests.runtime.rank.tiers.faulty_files import FaultyFiles, Killed
 from tests.runtime.rank.tiers.logs import (
     CAPACITY,
@@ -132,6 +132,18 @@ def test_a_page_under_another_key_is_never_returned(tmp_path: Path) -> None:
     path.write_bytes(data)
     log = open_log(tmp_path)
     assert readable(log) == [2] and log.counters.corrupt == 2
+
+
+def test_a_record_with_another_key_finds_nothing(tmp_path: Path) -> None:
+    """The record is whole, and its checksum is that of the page in its slot."""
+    path = written(tmp_path, SLOTS)[0]
+    data = bytearray(path.read_bytes())
+    start = LAYOUT.record_at(0)
+    forged = record(key_of(7), bytes(data[start + 20 : start + 36]))
+    data[start : start + len(forged)] = forged
+    path.write_bytes(data)
+    log = open_log(tmp_path)
+    assert key_of(7) in log and readable(log) == [1, 2] and log.counters.corrupt == 1
 
 
 def test_damage_found_by_compaction_is_dropped(tmp_path: Path) -> None:
