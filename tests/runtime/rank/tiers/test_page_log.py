@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
+from phalanx_runtime.rank.tiers.compaction import SPARE_SEGMENTS
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from tests.runtime.core.reference_caches import make_slow
 from tests.runtime.rank.tiers.faulty_files import BROKEN, FaultyFiles
@@ -172,15 +173,37 @@ def test_compaction_keeps_pages_that_are_in_use(tmp_path: Path) -> None:
     assert kept[True] == len(used) > kept[False]
 
 
-def test_compaction_stays_within_its_budget(tmp_path: Path) -> None:
-    log, chance = open_log(tmp_path, write_budget=PAGE / 2), random.Random(3)
-    for second in range(16 * CAPACITY):
-        number = int(chance.paretovariate(0.5)) % (3 * CAPACITY)
+def churn(log: PageLog, turns: int, seed: int) -> None:
+    """Reads and writes pages of unequal popularity, without compaction."""
+    chance = random.Random(seed)
+    for _ in range(turns):
+        number = int(chance.paretovariate(0.3)) % (3 * CAPACITY)
         if get(log, key_of(number)) is None:
             put(log, number)
+
+
+def test_compaction_stays_within_its_budget(tmp_path: Path) -> None:
+    log, copied = open_log(tmp_path, eviction="lfu", write_budget=PAGE / 40), []
+    for second in range(8 * CAPACITY):
+        churn(log, 1, seed=second)
         log.compact(second)
-        assert log.counters.compacted_bytes <= PAGE * (second / 2 + 1)
-    assert log.counters.compacted_bytes > 0
+        copied.append(log.counters.compacted_bytes)
+        assert copied[-1] <= PAGE * second / 40
+    assert copied[-1] > 0 and log.counters.displaced > 0, "the budget is the limit"
+
+
+def test_idle_compaction_ends_with_spare_segments(tmp_path: Path) -> None:
+    log = open_log(tmp_path, eviction="lfu")
+    churn(log, 8 * CAPACITY, seed=1)
+    before, keys = log.bytes_on_disk, log.keys()
+    assert before > MAX_BYTES - SPARE_SEGMENTS * LAYOUT.size
+    for second in range(1000):
+        log.compact(second)
+    assert log.bytes_on_disk <= MAX_BYTES - SPARE_SEGMENTS * LAYOUT.size
+    assert size_on_disk(tmp_path) <= log.bytes_on_disk and log.keys() == keys
+    copied = log.counters.compacted_bytes
+    log.compact(2000)
+    assert 0 < copied == log.counters.compacted_bytes and wrong_pages(log) == []
 
 
 def test_pages_of_a_larger_log_are_found(tmp_path: Path) -> None:
