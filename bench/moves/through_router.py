@@ -197,14 +197,14 @@ class Bench:
 
 
 @contextmanager
-def engines(model: Path, count: int, dtype: str, folder: Path) -> Iterator[list[Program]]:
-    """Runs `count` engines of this model until the block ends."""
+def engines(model: Path, count: int, dtype: str, folder: Path, more: Sequence[str] = ()) -> Iterator[list[Program]]:
+    """Runs `count` engines of this model, with `more` flags, until the block ends."""
     token = folder / "token"
     token.write_text(TOKEN)
     flags = ["--token-file", str(token), "--kv-cache-memory-bytes", "16000000", "--dtype", dtype, "--max-num-seqs", "16"]
     with ExitStack() as stack:
         yield [
-            stack.enter_context(running(f"engine-{number}", "phalanx_runtime", ["serve", str(model), *flags], folder))
+            stack.enter_context(running(f"engine-{number}", "phalanx_runtime", ["serve", str(model), *flags, *more], folder))
             for number in range(count)
         ]
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.dispatch.candidates import CandidateGroups, kind_of
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 class Pulls(Protocol):
     """Copies pages of a prompt from another group. Implemented by `migration.puller.Puller`."""
 
-    def start(self, session: StreamSession, link: LeaderLink, request: wire.Request, on_end: Callable[[str, int], None]) -> bool:
+    def start(self, session: StreamSession, link: LeaderLink, on_end: Callable[[str, int], None]) -> bool:
         """Whether the request waits for pages; `on_end` then starts it with a move and the number of tokens at its group."""
         ...
 
@@ -226,7 +225,7 @@ class Dispatcher:
         def start(move: str, num_cached: int) -> None:
             self._start_pulled(session, choice.key, link, move, max(hit_tokens, num_cached))
 
-        if not self._pulls.start(session, link, session.replay(now), start):
+        if not self._pulls.start(session, link, start):
             self.submit(session, choice.key, link, hit_tokens)
             wait.end()
 

@@ -71,11 +71,11 @@ class Puller:
         """The current policy."""
         return self._balancing.policy
 
-    def start(self, session: StreamSession, link: LeaderLink, request: wire.Request, on_end: StartRequest) -> bool:
+    def start(self, session: StreamSession, link: LeaderLink, on_end: StartRequest) -> bool:
         """Lets a request wait for pages, if a pull to its group pays; `on_end` is called once, unless `cancel` is."""
-        if not self._may_pull(session, request):
+        if not self._may_pull(session):
             return False
-        plan = self._plan(session, link, len(request.prompt) + len(request.delivered))
+        plan = self._plan(session, link)
         if isinstance(plan, NoPull):
             self._metrics.declined(plan.code)
             return False
@@ -93,9 +93,9 @@ class Puller:
         found.waiting[session] = on_end
         session.moves.open_pull = found.pull.order.move
         session.moves.num_pulls += 1
-        log.debug("request waits for pages", extra={"request": request.id, "why": plan.why})
+        log.debug("request waits for pages", extra={"request": session.stream.journal.id, "why": plan.why})
         if move is None:
-            self._execute_all(found, found.pull.start(request, self._clock()))
+            self._execute_all(found, found.pull.start(session.stream.journal.replay(), self._clock()))
         return True
 
     def copy(self, planned: PlannedCopy, session: StreamSession) -> None:
@@ -168,13 +168,15 @@ class Puller:
 
     # Decision
 
-    def _may_pull(self, session: StreamSession, request: wire.Request) -> bool:
-        if not self.policy.pull_prefixes or session.moves.num_pulls or request.alone:
+    def _may_pull(self, session: StreamSession) -> bool:
+        journal = session.stream.journal
+        if not self.policy.pull_prefixes or session.moves.num_pulls or journal.is_alone:
             return False
-        return len(request.prompt) > MIN_PULL_TOKENS and request.sampling.prompt_logprobs is None
+        needs_all = journal.wants_prompt_logprobs or journal.is_pooled
+        return journal.num_prompt > MIN_PULL_TOKENS and not needs_all
 
-    def _plan(self, session: StreamSession, target: LeaderLink, num_tokens: int) -> PullPlan | NoPull:
-        now = self._clock()
+    def _plan(self, session: StreamSession, target: LeaderLink) -> PullPlan | NoPull:
+        now, journal = self._clock(), session.stream.journal
         self._paused = {key: until for key, until in self._paused.items() if until > now}
         if target.key in self._paused:
             return NoPull("no_holder", "the last pull to this group has just failed")
@@ -183,7 +185,7 @@ class Puller:
         others = [link for key, link in senders.items() if key in hits]
         view, *views = self._links.fleet_view.views([target, *others])
         rate = self._rates.rate(self._balancing.copy_bytes_per_s(view), self.policy.budgets.bytes_per_s, now)
-        return plan_pull(view, views, hits, min(num_tokens, session.stream.journal.num_prompt + 1), rate)
+        return plan_pull(view, views, hits, min(journal.num_tokens, journal.num_prompt + 1), rate)
 
     def _can_send(self, link: LeaderLink, target: LeaderLink) -> bool:
         return link is not target and link.can_send_prefixes and link.key not in self._paused

@@ -50,6 +50,11 @@ class Journal:
         return len(self._request.prompt)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the client wants logprobs of the prompt."""
+        return self._request.sampling.prompt_logprobs is not None
+
+    @property
     def priority(self) -> int:
         """Lower numbers are served first."""
         return self._request.priority

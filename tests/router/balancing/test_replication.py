@@ -56,7 +56,7 @@ def pull_world(**fields: Any) -> World:
     return world
 
 
-def test_hot_prefix_is_pulled_if_its_group_can_send_it() -> None:
+def test_hot_prefix_is_pulled_from_its_group() -> None:
     world = pull_world()
     decisions = {0.25 * number: world.tick(0.25 * number) for number in range(60)}
     assert not any(decision.moves for decision in decisions.values())

@@ -16,7 +16,7 @@ from tests.router.fakes import Script, StreamResult, World, expected, make_reque
 from tests.router.loads import FULL, ROOM, report_load
 from tests.router.moves.moving_leaders import MoveScript, MovingLeader
 
-SERVED = wire.Served("model-1", "tp2 bf16 16", page_bytes=65536)
+SERVED = wire.Served("model-1", "tp2 bf16 16", page_bytes=65536, embedding_size=8)
 SLOW_STEPS = [0.005, 2e-3, 0.0, 1e-7, 0.0]
 """A prompt token takes 2 ms, its pages 4 µs."""
 PROMPT = list(range(1, 1601))
@@ -234,3 +234,43 @@ async def test_short_prompt_is_computed() -> None:
     async with running_field() as field:
         await field.check(PROMPT[:200])
         assert not field.ends
+
+
+async def test_prompt_logprobs_and_lone_requests_are_computed() -> None:
+    async with running_field() as field:
+        plain = make_request(PROMPT, 4)
+        with_logprobs = msgspec.structs.replace(plain.sampling, prompt_logprobs=1)
+        for request in (
+            msgspec.structs.replace(plain, sampling=with_logprobs),
+            msgspec.structs.replace(plain, alone=True),
+            msgspec.structs.replace(plain, cache_salt="another"),
+        ):
+            assert (await read_stream(field.world.fleet, request)).tokens == expected(PROMPT, 4)
+        assert not field.ends and [submit.move for submit in field.target.submitted] == ["", "", ""]
+
+
+async def test_embedding_of_a_cached_prompt_is_computed() -> None:
+    """Its vector may need the hidden states of all tokens."""
+    async with running_field() as field:
+        request = msgspec.structs.replace(make_request(PROMPT, max_tokens=0), pooling="mean")
+        assert (await read_stream(field.world.fleet, request)).finish == "stop"
+        assert not field.ends and [submit.move for submit in field.target.submitted] == [""]
+
+
+async def test_started_stream_pulls_its_prompt_after_a_loss() -> None:
+    """Its group dies with four tokens; when it is back, it gets the pages of the prompt from the holder, once."""
+    async with running_field() as field:
+        field.world.fleet.balancing.set_policy(BalancePolicy(number=1, pull_prefixes=False))
+        field.target.script.hold_at = 4
+        stream = field.start()
+        await until(lambda: any(len(session.stream.journal.delivered) == 4 for session in field.world.fleet.sessions))
+        field.world.fleet.balancing.set_policy(BalancePolicy(number=2))
+        await field.target.stop()
+        field.holder.script.refuse = lambda submit: wire.Refused(
+            handle=submit.handle, epoch=submit.request.epoch, status=503, code="queue_full", message="full"
+        )
+        field.target.release()
+        field.target.script.hold_at = None
+        await field.target.start()
+        assert (await stream).tokens == expected(PROMPT, 12)
+        assert [(one.outcome, one.num_tokens) for one in field.ends] == [("pulled", len(PROMPT))], "its last page too"

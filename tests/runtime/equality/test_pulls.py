@@ -160,6 +160,30 @@ def test_pull_ends_while_other_requests_compute(model: Path) -> None:
         mover.settle()
 
 
+def test_pages_loaded_from_host_memory_are_sent(model: Path) -> None:
+    """The pull arrives while the request that has loaded them runs."""
+    with running_groups(model, [[1], [1]], build(num_pages=40, num_host_pages=160)) as field:
+        mover = field.mover
+        (request,) = requests_of("greedy")
+        (plain,) = undisturbed(mover, [request])
+        holder = field.groups[HOLDER].loop
+        assert holder is not None
+        pool = holder.scheduler.pool
+        for number in range(5):
+            undisturbed(mover, [make_request(f"evicts {number}", prompt=150, max_tokens=4)])
+        assert len(pool.match(keys(request))) < FULL // PAGE_SIZE and pool.host.counters.stored > 0
+        move = mover.prepare_pull(request, TARGET)
+        again = mover.submit(request, HOLDER)
+        mover.until(lambda: bool(again.tokens))
+        mover.send_prefix(move, keys(request), HOLDER)
+        mover.until(lambda: bool(mover.frames_of(moves.Arrived, move)))
+        stream, _ = mover.start_pulled(request, move, HOLDER, TARGET)
+        mover.until(lambda: stream.finish is not None and again.finish is not None)
+        assert stream.tokens == again.tokens == plain.tokens
+        assert pool.host.counters.loaded > 0
+        mover.settle()
+
+
 def test_prefix_with_another_salt_is_not_sent(model: Path) -> None:
     with running_groups(model, [[1], [1]], build()) as field:
         mover = field.mover
