@@ -86,8 +86,10 @@ class Setting:
             raise ValueError(f"{text!r}: expected at most {self.max_length} items")
         return values
 
-    def _parse_one(self, text: str) -> int | float:
+    def _parse_one(self, text: str) -> int | float | str:
         kind = get_args(self.type)[0] if self.is_list else self.type
+        if kind is str:
+            return text
         with suppress(ValueError):
             value: int | float = kind(text)
             if math.isfinite(value) and all(_BOUNDS[name][0](value, limit) for name, limit in self.bound.items()):
@@ -165,6 +167,20 @@ class EngineConfig:
         "host memory of each rank for pages that the KV cache evicts; prompts load them where that is faster than computing; "
         "default: none",
         "spec.engine.hostCacheMemory",
+        ge=1,
+        metavar="B",
+        is_quantity=True,
+    )
+    disk_cache_path: str | None = _setting(
+        None,
+        "folder on a local disk for the pages in host memory, of which a restart finds those that it has; default: none",
+        "spec.engine.diskCachePath",
+        metavar="PATH",
+    )
+    disk_cache_bytes: int | None = _setting(
+        None,
+        "disk space of each rank for pages; default: 16 GiB",
+        "spec.engine.diskCacheBytes",
         ge=1,
         metavar="B",
         is_quantity=True,

@@ -67,7 +67,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     memory: MemoryAccount | None = None
     served: Served = Served()
-    """Set by rank 0."""
+    """The group has that of rank 0."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):

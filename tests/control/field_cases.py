@@ -121,6 +121,8 @@ _ENGINE = [
     change("engine.quantization", "int4"),
     change("engine.kvCacheDtype", "int8"),
     change("engine.hostCacheMemory", "2Gi"),
+    change("engine.diskCachePath", "/pages"),
+    change("engine.diskCacheBytes", "8Gi"),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

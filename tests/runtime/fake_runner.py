@@ -243,6 +243,10 @@ class FakeRunner:
         size = self._pool.page_size
         return self._drafted_slots[page * size : (page + 1) * size]
 
+    def put_host(self, slot: int, slots: list[int | None]) -> None:
+        """Writes a slot of host memory, from disk."""
+        self._host[slot] = slots
+
     def put(self, page: int, slots: list[int | None], drafted: list[int | None] | None = None) -> None:
         """Writes a page received from another group, with or without the draft's slots."""
         self._copy_late()

@@ -139,6 +139,8 @@ def _description(setting: Setting) -> str:
 def _manifest_type(setting: Setting) -> Any:
     if setting.is_quantity:
         return Optional[Memory]  # noqa: UP045
+    if setting.type is str:
+        return Optional[Word]  # noqa: UP045
     return Optional[_SHARE if setting.type is float else setting.type]  # noqa: UP045
 
 

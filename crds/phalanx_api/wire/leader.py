@@ -186,6 +186,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     host_declined_pages: int = 0  # found, but faster to compute than to load
     host_load_page_s: float = 0.0  # measured time to load a page
 
+    # Pages on disk, and counters since the engine's start.
+    disk_cached_pages: int = 0
+    disk_fetched_pages: int = 0  # read into host memory
+    disk_failed_pages: int = 0  # not read by all ranks
+    disk_declined_pages: int = 0  # found, but faster to compute than to read
+    disk_read_page_s: float = 0.0  # measured time to read a page
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""

@@ -95,6 +95,7 @@ class StepBuilder:
     backfill_budget: int = 0
     """Tokens that may still be backfilled."""
     host_copies: list[HostCopy] = field(default_factory=list)
+    host_keys: list[bytes] = field(default_factory=list)
     awaits_host_copies: bool = False
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -178,6 +179,7 @@ class StepBuilder:
             relocations=relocations,
             backfills=backfills,
             host_copies=self.host_copies,
+            host_keys=self.host_keys,
             awaits_host_copies=self.awaits_host_copies,
         )
 

@@ -96,6 +96,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """At most one per request. A draft model computes only these and drafted paths."""
     host_copies: list[HostCopy] = []
     """Between device and host memory, in this order, before `copies` and beside the pass; complete before the next plan."""
+    host_keys: list[bytes] = []
+    """Keys of the stored pages, in order, if a disk keeps them too; else empty."""
     awaits_host_copies: bool = False
     """The pass and `copies` use their device pages, so they wait."""
 
@@ -151,6 +153,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     page_size: int
     num_host_pages: int = 0
     """Slots for pages in host memory."""
+    has_disk: bool = False
+    """Whether a disk keeps pages that were stored in host memory."""
 
 
 # Grammar compilation in a thread of a sampling rank that is not rank 0.

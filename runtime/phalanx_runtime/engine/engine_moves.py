@@ -17,6 +17,7 @@ from phalanx_runtime.core.migration.source import SourceMoves
 from phalanx_runtime.core.migration.target import PageReservation, TargetMoves
 from phalanx_runtime.core.scheduling.scheduler import RunningRequest, Scheduler
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
+from phalanx_runtime.engine.disk_fetches import DiskFetches
 from phalanx_runtime.engine.ports import PageTransport
 from phalanx_runtime.engine.prefix_sender import PrefixSender
 
@@ -51,8 +52,10 @@ class EngineMoves:
         send: Callable[[wire.FromEngine], None],
         end_request: Callable[[int], None],
         limits: records.MoveLimits = DEFAULT_LIMITS,
+        fetches: DiskFetches | None = None,
     ) -> None:
-        """`end_request` ends a request without a frame."""
+        """`end_request` ends a request without a frame. `fetches` gets the reports about disks."""
+        self._fetches = fetches or DiskFetches(scheduler, transport)
         self._scheduler = scheduler
         self._transport = transport
         self._send = send
@@ -142,7 +145,9 @@ class EngineMoves:
     def turn(self, now: float) -> None:
         """Handles reports and timeouts."""
         for rank, report in self._transport.reports():
-            if not self._prefixes.handle_report(rank, report, now):
+            if isinstance(report, page_orders.PagesFetched | page_orders.DiskChanged):
+                self._fetches.report(rank, report)
+            elif not self._prefixes.handle_report(rank, report, now):
                 self._handle_report(rank, report, now)
         self._check_copies(now)
         self._execute(self.source.tick(now), now)
@@ -176,7 +181,7 @@ class EngineMoves:
         if not self.source.is_moving(order.handle):
             self._copies.pop(order.move, None)
 
-    def _handle_report(self, rank: int, report: page_orders.Report, now: float) -> None:
+    def _handle_report(self, rank: int, report: page_orders.MoveReport, now: float) -> None:
         match report:
             case page_orders.PagesSent():
                 self._pages_sent(rank, report, now)

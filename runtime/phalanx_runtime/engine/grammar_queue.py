@@ -44,6 +44,10 @@ class GrammarQueue:
         self._waiting[handle] = job
         return False
 
+    def is_waiting(self, handle: int) -> bool:
+        """Returns whether a request waits for its grammar."""
+        return handle in self._waiting
+
     def prefetch(self, grammar: wire.Grammar) -> None:
         """Compiles a grammar before its request arrives."""
         if self._compiler.find(grammar) is None and grammar not in self._jobs:

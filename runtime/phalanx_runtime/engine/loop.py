@@ -21,6 +21,7 @@ from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.core.utilization import UtilizationMeter
+from phalanx_runtime.engine.disk_fetches import DiskFetches
 from phalanx_runtime.engine.engine_moves import EngineMoves
 from phalanx_runtime.engine.grammar_queue import GrammarQueue
 from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S, LoadReports
@@ -90,7 +91,8 @@ class EngineLoop:
         self._watcher = watcher
         self._grammars = GrammarQueue(grammars, channel.wake)
         transport.start(channel.wake)
-        self._moves = EngineMoves(self._scheduler, transport, self._send, self._end_request)
+        self._fetches = DiskFetches(self._scheduler, transport)
+        self._moves = EngineMoves(self._scheduler, transport, self._send, self._end_request, fetches=self._fetches)
         self._meter = UtilizationMeter(roofline)
         self._reports = LoadReports(self._scheduler, self._moves, clock, self._send, self._meter)
         self._flights: deque[_Flight] = deque()
@@ -166,6 +168,9 @@ class EngineLoop:
         now = self._clock()
         self._enter_compiled(now)
         self._moves.turn(now)
+        for handle in self._fetches.turn(now):
+            if not self._grammars.is_waiting(handle):
+                self._scheduler.release(handle, now)
         return True
 
     def _receive_messages(self, must_wait: bool) -> list[bytes] | None:
@@ -175,7 +180,7 @@ class EngineLoop:
         """
         if self._flights or not (must_wait or self._is_stalled):
             return self._channel.receive(block=False)
-        deadline = self._moves.deadline
+        deadline = min((at for at in (self._moves.deadline, self._fetches.deadline) if at is not None), default=None)
         if deadline is None and must_wait:
             return self._channel.receive(block=True)
         timeout_s = math.inf if deadline is None else max(0.0, deadline - self._clock())
@@ -292,7 +297,8 @@ class EngineLoop:
     def _submit(self, handle: int, request: wire.Request, move: str) -> None:
         now, grammar = self._clock(), request.sampling.grammar
         has_pages = bool(move) and self._moves.submit(handle, request, move, now)
-        answer = self._scheduler.submit(handle, request, now, grammar is not None, move if has_pages else "")
+        is_held = grammar is not None or self._fetches.is_on
+        answer = self._scheduler.submit(handle, request, now, is_held, move if has_pages else "")
         if has_pages:
             self._moves.submitted(move)
         if isinstance(answer, Refusal):
@@ -303,11 +309,15 @@ class EngineLoop:
             self._send(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[answer]))
         else:
             self._arrived[handle] = now
-            if grammar is not None and self._grammars.acquire(handle, grammar):
+            has_grammar = grammar is None or self._grammars.acquire(handle, grammar)
+            awaits_pages = not has_pages and self._fetches.start(handle, now)
+            if is_held and has_grammar and not awaits_pages:
                 self._scheduler.release(handle, now)
 
     def _enter_compiled(self, now: float) -> None:
         for handle, refuse in self._grammars.take_ended():
+            if refuse is None and self._fetches.is_waiting(handle):
+                continue
             if refuse is None:
                 self._scheduler.release(handle, now)
             else:
@@ -317,6 +327,7 @@ class EngineLoop:
 
     def _end_request(self, handle: int) -> None:
         self._moves.request_left(handle, self._clock())
+        self._fetches.request_left(handle)
         self._scheduler.abort(handle)
         self._arrived.pop(handle, None)
         self._grammars.release(handle)

@@ -112,6 +112,10 @@ class PageTransport(Protocol):
         """Ends sending."""
         ...
 
+    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+        """Reads pages from disk into slots of host memory, once `step` is computed; each rank reports PagesFetched."""
+        ...
+
     def reports(self) -> Sequence[tuple[int, Report]]:
         """New reports, each with its rank."""
         ...
@@ -181,6 +185,9 @@ class _NoTransport:
         pass
 
     def stop(self, move: str) -> None:
+        pass
+
+    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
         pass
 
     def reports(self) -> Sequence[tuple[int, Report]]:

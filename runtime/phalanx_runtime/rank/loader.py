@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +25,10 @@ from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
-from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer, without_drafting
+from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
-from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostPages
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
@@ -38,6 +38,9 @@ from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
+from phalanx_runtime.rank.tiers.disk_pages import DiskPages
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostPages
+from phalanx_runtime.rank.tiers.opening import open_disk
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)
@@ -108,15 +111,15 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         profiler=profiler,
         reserved_bytes=0 if budget is None else reserved_bytes(budget, model.vocab_size),
     )
-    sizing = measure(drafting=drafting)
-    if spec.engine.speculative_method == "draft" and not sizing.holds(spec, source.max_position):
-        drafting = without_drafting(f"with the draft model {sizing.lack}")
-        sizing = measure(drafting=drafting)
+    sizing, drafting = _fit_drafting(spec, drafting, measure, source.max_position)
     max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
-    num_host_pages = agree_on_host_pages(spec, page_bytes(model.kv, page_size, dtype, format), pipeline.world, system)
-    pool = PoolShape(sizing.num_pages, page_size, num_host_pages)
+    host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
+    num_host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world, system)
+    served = _served(spec, dtype, model, sizing.group_page_bytes)
+    disk = open_disk(spec, served, host_page_bytes)
+    pool = PoolShape(sizing.num_pages, page_size, num_host_pages, has_disk=spec.engine.disk_cache_path is not None)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer: Proposer = NO_PROPOSER
     if pipeline.stage.is_first:
@@ -124,15 +127,25 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     kernels.load_steps(model, 0 if limits is None else -(-max_model_len // page_size))
     runner = make_runner(
-        model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits
+        model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, disk=disk
     )
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
     account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels)
     kernels.start_serving()
-    served = _served(spec, dtype, model, sizing.group_page_bytes) if spec.rank == 0 else Served()
     return runner, RankReady(
         num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
     )
+
+
+def _fit_drafting(
+    spec: RankSpec, drafting: Drafting, measure: Callable[..., KvSizing], max_position: int
+) -> tuple[KvSizing, Drafting]:
+    """Returns the sizing, without the draft model if that leaves too few pages."""
+    sizing = measure(drafting=drafting)
+    if spec.engine.speculative_method == "draft" and not sizing.holds(spec, max_position):
+        drafting = without_drafting(f"with the draft model {sizing.lack}")
+        sizing = measure(drafting=drafting)
+    return sizing, drafting
 
 
 def _load_model(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, options: LoadOptions) -> Model:
@@ -224,8 +237,9 @@ def make_runner(
     grammars: GrammarSource = UNSUPPORTED_GRAMMARS,
     proposer: Proposer = NO_PROPOSER,
     device_limits: DeviceLimits | None = None,
+    disk: DiskPages | None = None,
 ) -> ModelRunner:
-    """Makes a runner over these pages. `device_limits`: of the device path, which it opens."""
+    """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `disk`: keeps pages too."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler()
@@ -246,5 +260,5 @@ def make_runner(
         pooler=pooler,
         proposer=proposer,
         device_step=device_step,
-        host_pages=HostPages(caches, pool.num_host_pages) if pool.num_host_pages else NO_HOST_PAGES,
+        host_pages=HostPages(caches, pool.num_host_pages, disk=disk) if pool.num_host_pages else NO_HOST_PAGES,
     )

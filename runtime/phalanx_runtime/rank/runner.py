@@ -21,7 +21,6 @@ from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
-from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostCopies
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
@@ -41,6 +40,7 @@ from phalanx_runtime.rank.step.draft_paths import (
 from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
 
 POLL_S = 0.001
 """Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
@@ -136,6 +136,7 @@ class ModelRunner:
             open=partial(open_pages, self._caches),
             open_draft=self._draft_pages,
             wait_for=self._wait_for,
+            host=self._host_pages,
         )
 
     @property
@@ -288,7 +289,7 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
-        self._host_pages.start(plan.host_copies, must_wait=plan.awaits_host_copies)
+        self._host_pages.start(plan.host_copies, plan.host_keys, must_wait=plan.awaits_host_copies)
         for source, target in plan.copies:
             for cache in self._all_caches:
                 for tensor in cache.tensors:

@@ -126,6 +126,8 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "quantization": "int8",
         "kvCacheDtype": "int8",
         "hostCacheMemory": "2Gi",
+        "diskCachePath": "/pages",
+        "diskCacheBytes": "8Gi",
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},

@@ -59,6 +59,9 @@ class FakeTransport:
     def stop(self, move: str) -> None:
         self.orders.append(("stop", move))
 
+    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+        self.orders.append(("fetch", number, len(keys), tuple(slots), step))
+
     def reports(self) -> Sequence[tuple[int, page_orders.Report]]:
         reports, self.pending = self.pending, []
         return reports
@@ -97,9 +100,10 @@ class SteppedEngine:
     now: float = 0.0
     grammars: SlowCompiler | None = None
     is_async: bool = False
+    num_host_pages: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.num_pages, 4, self.depth, runs_ahead=self.is_async)
+        self.runner = FakeRunner(self.num_pages, 4, self.depth, runs_ahead=self.is_async, num_host_pages=self.num_host_pages)
         self.transport, self.inbox = FakeTransport(), Inbox()
         grammars = NO_GRAMMARS if self.grammars is None else ThreadedGrammars(self.grammars)
         limits = replace(LIMITS, async_scheduling=self.is_async)

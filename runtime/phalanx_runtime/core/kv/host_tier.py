@@ -10,6 +10,7 @@ device page again then needs no copy.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.engine_config import EvictionPolicy
@@ -46,8 +47,10 @@ def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: f
 class HostTier:
     """Slots 0 to num_slots - 1, each free or found by a key; without slots every call finds nothing."""
 
-    def __init__(self, num_slots: int = 0, eviction: EvictionPolicy = "lru") -> None:
+    def __init__(self, num_slots: int = 0, eviction: EvictionPolicy = "lru", *, has_disk: bool = False) -> None:
+        """has_disk: the ranks also write stored pages to disk, by key."""
         self.num_slots = num_slots
+        self._has_disk = has_disk
         self.counters = HostCounters()
         self.page_s: float | None = None
         """Measured seconds to load a page."""
@@ -58,8 +61,9 @@ class HostTier:
         """1: used. Chains are not tracked: a page that lost the one before it is found again once that is stored."""
         self._policy = make_eviction(eviction, len(self._idle), self._idle)
         self._time = 0
-        self._pending: list[HostCopy] = []
-        """Copies of the next plan."""
+        self._pending: list[tuple[HostCopy, bytes]] = []
+        """Copies of the next plan, with their keys."""
+        self._reserved: set[int] = set()
         self._copied: set[int] = set()
         """Their device pages."""
         self._loading: set[int] = set()
@@ -85,10 +89,8 @@ class HostTier:
             return None
         dropped = None if self._free else self._evict()
         slot = self._free.pop()
-        self._slot_of[key], self._keys[slot] = slot, key
-        self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
-        self._touch(slot)
-        self._pending.append((False, page, slot))
+        self._insert(slot, key)
+        self._pending.append(((False, page, slot), key))
         self._copied.add(page)
         self._storing[page] = key
         self.counters.stored += 1
@@ -107,7 +109,7 @@ class HostTier:
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
         for slot, page in zip(slots, pages, strict=True):
-            self._pending.append((True, page, slot))
+            self._pending.append(((True, page, slot), b""))
             self._copied.add(page)
             self._loading.add(page)
             self._idle[slot] = 0
@@ -135,17 +137,48 @@ class HostTier:
         keys = [self._storing.pop(page) for page in pages if page in self._storing] if self._storing else []
         for key in keys:
             slot = self._slot_of[key]
-            self._pending = [copy for copy in self._pending if copy[2] != slot]
+            self._pending = [(copy, other) for copy, other in self._pending if copy[2] != slot]
             self._drop(slot)
         return keys
 
-    def take(self) -> list[HostCopy]:
-        """Removes and returns the copies of the next plan, in order."""
+    def reserve(self, count: int) -> tuple[list[int], list[bytes]]:
+        """Reserves up to `count` slots that no pending copy uses, at most half of all.
+
+        Returns them, and the keys that lost their slots.
+        """
+        used = {slot for (_, _, slot), _ in self._pending}
+        slots: list[int] = []
+        dropped: list[bytes] = []
+        while len(slots) < count and 2 * (len(self._reserved) + 1) <= self.num_slots:
+            if not self._free:
+                if self._policy.victim() in used:
+                    break
+                dropped.append(self._evict())
+            if self._free[-1] in used:
+                break
+            slots.append(self._free.pop())
+            self._reserved.add(slots[-1])
+        return slots, dropped
+
+    def fill(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[bytes]:
+        """Ends the reservation of `slots`, of which the first have the pages of `keys`. Returns the keys that are new."""
+        self._reserved.difference_update(slots)
+        new = []
+        for slot, key in zip_longest(slots, keys):
+            if key is None or key in self._slot_of:
+                self._free.append(slot)
+                continue
+            self._insert(slot, key)
+            new.append(key)
+        return new
+
+    def take(self) -> tuple[list[HostCopy], list[bytes]]:
+        """Removes and returns the copies of the next plan, in order, and the keys of the stored pages."""
         taken, self._pending = self._pending, []
         self._copied.clear()
         self._loading.clear()
         self._storing.clear()
-        return taken
+        return [copy for copy, _ in taken], [key for (is_load, _, _), key in taken if not is_load] if self._has_disk else []
 
     def learn(self, num_pages: int, seconds: float) -> None:
         """Records the measured time of loads."""
@@ -156,9 +189,14 @@ class HostTier:
     def check(self) -> list[str]:
         """Returns errors of slots and keys."""
         errors = [f"slot {slot} has another key" for key, slot in self._slot_of.items() if self._keys[slot] != key]
-        if len(self._free) + len(self._slot_of) != self.num_slots:
+        if len(self._free) + len(self._slot_of) + len(self._reserved) != self.num_slots:
             errors.append(f"{len(self._free)} free and {len(self._slot_of)} used slots of {self.num_slots}")
         return errors
+
+    def _insert(self, slot: int, key: bytes) -> None:
+        self._slot_of[key], self._keys[slot] = slot, key
+        self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
+        self._touch(slot)
 
     def _touch(self, slot: int) -> None:
         self._time += 1

@@ -51,7 +51,9 @@ class PagePool:
         page_size: int,
         eviction: EvictionPolicy = "lru",
         event_log: int = 65536,
+        *,
         num_host_pages: int = 0,
+        has_disk: bool = False,
     ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
@@ -61,7 +63,7 @@ class PagePool:
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
-        self.host = HostTier(num_host_pages, eviction)
+        self.host = HostTier(num_host_pages, eviction, has_disk=has_disk)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
         """A holder of a published page holds all pages before it."""
@@ -281,6 +283,18 @@ class PagePool:
         dropped = self.host.store(page, key)
         self._free_idle(page)
         self._forget([] if dropped is None else [dropped])
+
+    def reserve_slots(self, count: int) -> list[int]:
+        """Reserves up to `count` slots of the host tier for pages from elsewhere."""
+        slots, dropped = self.host.reserve(count)
+        self._forget(dropped)
+        return slots
+
+    def fill_slots(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Ends a reservation: the first slots have the pages of `keys`."""
+        for key in self.host.fill(slots, keys):
+            if key not in self._page_of:
+                self.events.append(True, key)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Logs keys that the host tier lost and no device page has."""

@@ -17,6 +17,7 @@ from phalanx_api import wire
 from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_runtime.core.kv.disk_tier import DiskTier
 from phalanx_runtime.core.kv.host_tier import pays_to_load
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
@@ -33,6 +34,7 @@ class PrefixSharing:
 
     def __init__(self, pool: PagePool, model: str, is_on: bool = True) -> None:
         self.pool = pool
+        self.disk = DiskTier(pool)
         self.queried_tokens = 0
         """Prompt tokens looked up."""
         self.hit_tokens = 0
@@ -57,6 +59,15 @@ class PrefixSharing:
         if not self._can_share(request):
             return []
         return self.pool.match(self._keys(request)[: self._num_full(request)])
+
+    def missing_keys(self, request: Request) -> tuple[list[bytes], int]:
+        """Returns the keys of a request's full pages after those in device and host memory, and the number of these."""
+        if not self._can_share(request):
+            return [], 0
+        keys = self._keys(request)[: self._num_full(request)]
+        num_found = len(self.pool.match(keys))
+        num_found += len(self.pool.host.match(keys[num_found:]))
+        return keys[num_found:], num_found
 
     def must_defer(self, request: Request, found: list[int], builder: StepBuilder) -> bool:
         """Returns whether a waiting request lacks only a tail that this step writes."""
@@ -185,7 +196,7 @@ class PrefixSharing:
         used = (page for chunk in builder.chunks for page in chunk.request.pages.ids)
         copied = (page for copy in builder.copies for page in copy)
         builder.awaits_host_copies = self.pool.host.is_copying(chain(used, copied))
-        builder.host_copies = self.pool.host.take()
+        builder.host_copies, builder.host_keys = self.pool.host.take()
 
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""

@@ -2,6 +2,7 @@
 
     source: SendPages (per round) -> PagesSent or SendFailed; StopPages; SendEnded at the end
     target: ExpectPages -> Expecting, then PagesReceived or ReceiveFailed; ForgetMove -> Forgotten
+    disk:   FetchPages -> PagesFetched; DiskChanged whenever its keys change
 
 Position i of a request is its i-th page. A rank, which may lag behind rank 0, uses pages only after it has computed `step`.
 """
@@ -47,6 +48,30 @@ class StopPages(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Stop sending for this move, known or not."""
 
     move: str
+
+
+class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch", kw_only=True):
+    """Read pages from disk into slots of host memory, in chain order."""
+
+    number: int
+    keys: list[bytes]
+    slots: list[int]
+    step: int
+
+
+class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
+    """The first `count` pages of a fetch were read and verified. Slots of others are unused from now on."""
+
+    number: int
+    count: int
+    wall_s: float
+
+
+class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
+    """Keys that the disk of this rank gained and lost."""
+
+    added: list[bytes]
+    dropped: list[bytes]
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
@@ -109,5 +134,7 @@ class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     why: str
 
 
-Order = ExpectPages | ForgetMove | SendPages | StopPages
-Report = PagesSent | SendFailed | SendEnded | Expecting | PagesReceived | ReceiveFailed | Forgotten | PeerRefused
+Order = ExpectPages | ForgetMove | SendPages | StopPages | FetchPages
+DiskReport = PagesFetched | DiskChanged
+MoveReport = PagesSent | SendFailed | SendEnded | Expecting | PagesReceived | ReceiveFailed | Forgotten | PeerRefused
+Report = MoveReport | DiskReport

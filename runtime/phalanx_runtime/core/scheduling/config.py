@@ -58,7 +58,9 @@ def make_scheduler(
     limits: Limits, pool: PoolShape, config: SchedulerConfig = DEFAULT_CONFIG, fitting: Fitting = accept_all
 ) -> Scheduler:
     """Returns a scheduler over an empty pool."""
-    pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy, num_host_pages=pool.num_host_pages)
+    pages = PagePool(
+        pool.num_pages, pool.page_size, config.eviction_policy, num_host_pages=pool.num_host_pages, has_disk=pool.has_disk
+    )
     return Scheduler(
         limits.within(pool),
         PrefixSharing(pages, config.model, config.prefix_caching),

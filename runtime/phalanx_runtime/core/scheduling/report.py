@@ -165,7 +165,7 @@ class LoadReporter:
 
 
 def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
-    pool, host = sharing.pool, sharing.pool.host
+    pool, host, disk = sharing.pool, sharing.pool.host, sharing.disk
     return msgspec.structs.replace(
         load,
         cached_pages=pool.cached_pages,
@@ -178,6 +178,11 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         host_evicted_pages=host.counters.evicted,
         host_declined_pages=host.counters.declined,
         host_load_page_s=host.page_s or 0.0,
+        disk_cached_pages=len(disk.keys),
+        disk_fetched_pages=disk.counters.fetched,
+        disk_failed_pages=disk.counters.failed,
+        disk_declined_pages=disk.counters.declined,
+        disk_read_page_s=disk.page_s or 0.0,
     )
 
 

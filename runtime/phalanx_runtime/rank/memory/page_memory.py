@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phalanx_runtime.core.migration.page_orders import DiskReport, FetchPages
 from phalanx_runtime.model.attention.paged import LayerCache
 
 
@@ -45,6 +46,37 @@ def _no_wait(step: int) -> None:
     pass
 
 
+class PageDisk(Protocol):
+    """Pages on disk. Thread-safe."""
+
+    def start(self, report: Callable[[DiskReport], None]) -> None:
+        """Reports all keys, and from now on each change. `report`: thread-safe."""
+        ...
+
+    def fetch(
+        self,
+        order: FetchPages,
+        wait_for: Callable[[int], None],
+        write: Callable[[int, memoryview], None],
+        report: Callable[[DiskReport], None],
+    ) -> None:
+        """Reads pages later and gives each to `write` with its slot, once `wait_for` returns for the order's step."""
+        ...
+
+
+class HostSlots(Protocol):
+    """Host memory for pages, with a disk below it."""
+
+    @property
+    def disk(self) -> PageDisk | None:
+        """The disk, if any."""
+        ...
+
+    def write(self, slot: int, page: memoryview) -> None:
+        """Fills a slot that no copy uses. Thread-safe."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAccess:
     """A rank's pages for KV transfer."""
@@ -57,6 +89,8 @@ class PageAccess:
     """The same with a draft's layers, while it can draft."""
     wait_for: Callable[[int], None] = _no_wait
     """Returns once the rank has computed this step."""
+    host: HostSlots | None = None
+    """Its host memory, if a disk may fill it."""
 
 
 class CopyStream(Protocol):

@@ -20,9 +20,11 @@ from phalanx_runtime.collective.connect import listen
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     ExpectPages,
+    FetchPages,
     ForgetMove,
     Forgotten,
     Order,
+    PagesFetched,
     PeerRefused,
     Report,
     SendPages,
@@ -141,6 +143,9 @@ class KvTransferServer:
         self._reports = reports
         self._receiver = PageReceiver(pages, reports.send)
         self._sender = PageSender(pages, reports.send)
+        self._pages = pages
+        if pages.host is not None and pages.host.disk is not None:
+            pages.host.disk.start(reports.send)
         self._unproven_slots = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._listener = listen(0)
         threading.Thread(target=self._accept, name="pages", daemon=True).start()
@@ -171,6 +176,15 @@ class KvTransferServer:
                 self._sender.send(order)
             case StopPages(move):
                 self._sender.stop(move)
+            case FetchPages():
+                self._fetch(order)
+
+    def _fetch(self, order: FetchPages) -> None:
+        host = self._pages.host
+        if host is None or host.disk is None:
+            self._reports.send(PagesFetched(order.number, 0, 0.0))
+        else:
+            host.disk.fetch(order, self._pages.wait_for, host.write, self._reports.send)
 
     def _accept(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from functools import partial
 
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.migration.page_orders import ExpectPages, ForgetMove, Order, Report, SendPages, StopPages
+from phalanx_runtime.core.migration.page_orders import ExpectPages, FetchPages, ForgetMove, Order, Report, SendPages, StopPages
 from phalanx_runtime.rank.memory.page_memory import PageAccess
 from phalanx_runtime.rank.transfer.server import (
     KvTransferServer,
@@ -128,6 +128,11 @@ class GroupPageTransport:
         """Ends sending."""
         for rank in range(len(self._addresses)):
             self._order(rank, StopPages(move))
+
+    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+        """Lets every rank read pages from its disk."""
+        for rank in range(len(self._addresses)):
+            self._order(rank, FetchPages(number=number, keys=keys, slots=slots, step=step))
 
     def reports(self) -> list[tuple[int, Report]]:
         """Reports since the last call, with ranks."""

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from phalanx_runtime.core.step_plan import HostCopy
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.kv_cache import lazily_zeroed
 from phalanx_runtime.rank.memory.page_memory import CopyStream, CudaCopyStream, page_rows
+from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 
 Rows = Tensor | NDArray[np.uint8]
 """A row of bytes per page, or per slot."""
@@ -24,12 +25,24 @@ Rows = Tensor | NDArray[np.uint8]
 class HostCopies(Protocol):
     """The host memory of a rank. All calls but `wait` come from the thread of the steps."""
 
-    def start(self, copies: Sequence[HostCopy], must_wait: bool) -> None:
-        """Waits for the copies of earlier plans, then starts these in order. `must_wait`: returns when they are complete."""
+    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool) -> None:
+        """Waits for the copies of earlier plans, then starts these in order. `must_wait`: returns when they are complete.
+
+        keys: of the stored pages, in order, if a disk keeps them too.
+        """
         ...
 
     def wait(self) -> None:
         """Returns when all copies so far are complete. Thread-safe."""
+        ...
+
+    @property
+    def disk(self) -> DiskPages | None:
+        """The disk that keeps stored pages too, if any."""
+        ...
+
+    def write(self, slot: int, page: memoryview) -> None:
+        """Fills a slot that no copy uses. Thread-safe."""
         ...
 
     def take_loads(self) -> tuple[int, float]:
@@ -38,11 +51,16 @@ class HostCopies(Protocol):
 
 
 class _NoHostPages:
-    def start(self, copies: Sequence[HostCopy], must_wait: bool) -> None:
+    disk: DiskPages | None = None
+
+    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool) -> None:
         assert not copies, "without host memory no plan has copies"
 
     def wait(self) -> None:
         pass
+
+    def write(self, slot: int, page: memoryview) -> None:
+        raise AssertionError("without host memory nothing is written")
 
     def take_loads(self) -> tuple[int, float]:
         return 0, 0.0
@@ -53,25 +71,29 @@ NO_HOST_PAGES: HostCopies = _NoHostPages()
 
 @dataclass(frozen=True, slots=True)
 class _CopyRun:
-    """Consecutive copies in one direction, to different places."""
+    """Consecutive copies in one direction, to different places. keys: of stored pages, if a disk keeps them."""
 
     is_load: bool
     pages: list[int]
     slots: list[int]
+    keys: list[bytes]
 
 
-def copy_runs(copies: Sequence[HostCopy]) -> Iterator[_CopyRun]:
-    """Divides copies into runs that may be executed at once: of one direction, and each target once."""
-    run = _CopyRun(False, [], [])
+def copy_runs(copies: Sequence[HostCopy], stored: Sequence[bytes] = ()) -> Iterator[_CopyRun]:
+    """Divides copies into runs that may be executed at once: of one direction, and each target once. stored: keys of stores."""
+    run = _CopyRun(False, [], [], [])
     targets: set[int] = set()
+    keys = iter(stored)
     for is_load, page, slot in copies:
         target = page if is_load else slot
         if run.pages and (is_load != run.is_load or target in targets):
             yield run
-            run = _CopyRun(is_load, [], [])
+            run = _CopyRun(is_load, [], [], [])
             targets = set()
         if not run.pages:
-            run = _CopyRun(is_load, [], [])
+            run = _CopyRun(is_load, [], [], [])
+        if stored and not is_load:
+            run.keys.append(next(keys))
         run.pages.append(page)
         run.slots.append(slot)
         targets.add(target)
@@ -87,7 +109,9 @@ class HostPages:
         caches: list[LayerCache],
         num_slots: int,
         make_stream: Callable[[torch.device], CopyStream] = CudaCopyStream,
+        disk: DiskPages | None = None,
     ) -> None:
+        self.disk = disk
         tensors = page_rows(caches)
         self._device = tensors[0].device
         shapes = [((num_slots, rows.shape[1]), torch.uint8) for rows in tensors]
@@ -100,21 +124,21 @@ class HostPages:
             self._rows = list(tensors)
             self._slots = [torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for shape, _ in shapes]
         self._make_stream = make_stream
-        self._orders: queue.SimpleQueue[tuple[Sequence[HostCopy], Any]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Iterable[_CopyRun], Any]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_started = self._num_done = 0
         self._failure: BaseException | None = None
         self._loaded: tuple[int, float] = 0, 0.0
         threading.Thread(target=self._run, name="host-pages", daemon=True).start()
 
-    def start(self, copies: Sequence[HostCopy], must_wait: bool) -> None:
+    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes] = (), *, must_wait: bool) -> None:
         """See `HostCopies`."""
         if self._num_done < self._num_started:
             self.wait()
         if not copies:
             return
         self._num_started += 1
-        self._orders.put((copies, self._computed_event()))
+        self._orders.put((copy_runs(copies, keys), self._computed_event()))
         if must_wait:
             self.wait()
 
@@ -125,6 +149,13 @@ class HostPages:
             self._changed.wait_for(lambda: self._num_done >= last or self._failure is not None)
         if self._failure is not None:
             raise self._failure
+
+    def write(self, slot: int, page: memoryview) -> None:
+        """See `HostCopies`."""
+        start = 0
+        for part in self._parts(slot):
+            part[:] = page[start : start + len(part)]
+            start += len(part)
 
     def take_loads(self) -> tuple[int, float]:
         """See `HostCopies`."""
@@ -144,11 +175,11 @@ class HostPages:
     def _run(self) -> None:
         stream = self._make_stream(self._device) if self._device.type == "cuda" else None
         while True:
-            copies, computed = self._orders.get()
+            runs, computed = self._orders.get()
             try:
                 if computed is not None:
                     computed.synchronize()
-                self._copy_all(copies, stream)
+                self._copy_all(runs, stream)
             except BaseException as error:
                 with self._changed:
                     self._failure = error
@@ -158,13 +189,20 @@ class HostPages:
                 self._num_done += 1
                 self._changed.notify_all()
 
-    def _copy_all(self, copies: Sequence[HostCopy], stream: CopyStream | None) -> None:
-        for run in copy_runs(copies):
+    def _parts(self, slot: int) -> list[memoryview]:
+        rows = (slots.numpy() if isinstance(slots, Tensor) else slots for slots in self._slots)
+        return [row[slot].data for row in rows]
+
+    def _copy_all(self, runs: Iterable[_CopyRun], stream: CopyStream | None) -> None:
+        for run in runs:
             started = time.perf_counter()
             if stream is None:
                 self._copy(run)
             else:
                 stream.run(lambda run=run: self._copy(run))  # type: ignore[misc]
+            if self.disk is not None:
+                for key, slot in zip(run.keys, run.slots, strict=False):
+                    self.disk.put(key, self._parts(slot))
             if run.is_load:
                 with self._changed:
                     pages, seconds = self._loaded

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.memory.host_pages import NO_HOST_PAGES, HostPages, copy_runs
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostPages, copy_runs
 
 COPIES = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3)), max_size=30)
 
@@ -58,6 +58,6 @@ def test_failed_copy_ends_the_wait() -> None:
 
 
 def test_no_host_memory_has_no_copies() -> None:
-    NO_HOST_PAGES.start([], must_wait=False)
+    NO_HOST_PAGES.start([], [], must_wait=False)
     NO_HOST_PAGES.wait()
     assert NO_HOST_PAGES.take_loads() == (0, 0.0)

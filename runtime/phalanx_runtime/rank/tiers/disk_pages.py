@@ -1,0 +1,108 @@
+"""The disk tier of a rank: a thread that writes stored pages to the log, reads fetched ones, and compacts while it is idle."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
+from phalanx_runtime.rank.tiers.page_log import PageLog
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_PAGES = 64
+"""Further pages are not written: the disk is slower than evictions."""
+IDLE_S = 1.0
+"""Compaction runs after this time without work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    key: bytes
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _DiskRead:
+    order: FetchPages
+    wait_for: Callable[[int], None]
+    write: Callable[[int, memoryview], None]
+    report: Callable[[DiskReport], None]
+
+
+class DiskPages:
+    """The log of one rank, owned by one thread."""
+
+    def __init__(self, pages: PageLog) -> None:
+        self.num_unqueued = 0
+        """Pages that were not written because the disk is too slow."""
+        self._log = pages
+        self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
+        self._num_queued = 0
+        self._report: Callable[[DiskReport], None] | None = None
+        self._started = threading.Event()
+        threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
+
+    def start(self, report: Callable[[DiskReport], None]) -> None:
+        """Reports all keys, and from now on each change. `report`: thread-safe."""
+        self._report = report
+        self._started.set()
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        """Writes a page later, from a copy of `parts`, unless too many pages wait."""
+        if self._num_queued >= MAX_QUEUED_PAGES:
+            self.num_unqueued += 1
+            return
+        self._num_queued += 1
+        self._jobs.put(_Put(key, b"".join(parts)))
+
+    def fetch(
+        self,
+        order: FetchPages,
+        wait_for: Callable[[int], None],
+        write: Callable[[int, memoryview], None],
+        report: Callable[[DiskReport], None],
+    ) -> None:
+        """Reads pages later and gives each to `write` with its slot, once `wait_for` returns for the order's step."""
+        self._jobs.put(_DiskRead(order, wait_for, write, report))
+
+    def _run(self) -> None:
+        self._started.wait()
+        self._changed(self._log.keys(), [])
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._changed([], self._log.compact(time.monotonic()))
+                continue
+            if isinstance(job, _Put):
+                self._put(job)
+                self._num_queued -= 1
+            else:
+                self._fetch(job)
+
+    def _put(self, job: _Put) -> None:
+        is_new = job.key not in self._log
+        dropped = self._log.put(job.key, [memoryview(job.content)])
+        self._changed([job.key] if is_new and job.key not in dropped else [], dropped)
+
+    def _fetch(self, job: _DiskRead) -> None:
+        """Reads the last page first: of a chain, the first page is used last, so that it is dropped last."""
+        job.wait_for(job.order.step)
+        started = time.monotonic()
+        page = memoryview(bytearray(self._log.page_bytes))
+        count = len(job.order.keys)
+        for place in reversed(range(len(job.order.keys))):
+            if self._log.get(job.order.keys[place], page):
+                job.write(job.order.slots[place], page)
+            else:
+                count = place
+        job.report(PagesFetched(job.order.number, count, time.monotonic() - started))
+        lost = [key for key in job.order.keys if key not in self._log]
+        self._changed([], lost)
+
+    def _changed(self, added: list[bytes], dropped: list[bytes]) -> None:
+        if self._report is not None and (added or dropped):
+            self._report(DiskChanged(added, dropped))

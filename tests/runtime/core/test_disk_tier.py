@@ -1,0 +1,100 @@
+"""What is fetched from disk, who waits for it, and what a failure costs."""
+
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
+from phalanx_runtime.core.kv.page_pool import PagePool
+
+KEYS = [bytes([number]) * 16 for number in range(8)]
+MODEL = StepModel(fixed_s=0.0, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
+
+
+def make_tier(num_slots: int = 16) -> tuple[PagePool, DiskTier]:
+    pool = PagePool(8, 4, num_host_pages=num_slots, has_disk=True)
+    tier = DiskTier(pool)
+    tier.changed(0, KEYS[:6], [])
+    return pool, tier
+
+
+def start(tier: DiskTier, handle: int, keys: list[bytes], now: float = 0.0, model: StepModel | None = None) -> FetchOrder | None:
+    return tier.start(handle, keys, 0, model=model, now=now)
+
+
+def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
+    pool, tier = make_tier()
+    order = start(tier, 1, KEYS)
+    assert order is not None
+    assert order.keys == KEYS[:6], "the others are not on disk"
+    assert tier.is_waiting(1)
+    assert tier.fetched(0, order.number, 6, 0.06, num_ranks=2) == []
+    assert pool.host.match(KEYS) == []
+    assert tier.fetched(1, order.number, 4, 0.5, num_ranks=2) == [1]
+    assert len(pool.host.match(KEYS)) == 4
+    assert tier.page_s == 0.01, "of rank 0"
+    assert (tier.counters.fetched, tier.counters.failed) == (4, 2)
+    assert KEYS[4] not in tier.keys, "a rank lacks it"
+    assert pool.take_changes().changes == [(True, key) for key in KEYS[:4]]
+    assert pool.check([]) == []
+    assert not tier.is_waiting(1)
+
+
+def test_requests_with_the_same_pages_wait_for_one_fetch() -> None:
+    _, tier = make_tier()
+    order = start(tier, 1, KEYS[:4])
+    assert order is not None
+    assert start(tier, 2, KEYS[2:5]) is None
+    assert tier.is_waiting(2)
+    tier.request_left(1)
+    assert tier.fetched(0, order.number, 4, 0.1, num_ranks=1) == [2]
+
+
+def test_slow_disks_are_not_waited_for() -> None:
+    pool, tier = make_tier()
+    order = start(tier, 1, KEYS)
+    assert order is not None
+    assert tier.deadline == MAX_WAIT_S
+    assert tier.tick(MAX_WAIT_S - 1) == []
+    assert tier.tick(MAX_WAIT_S) == [1]
+    assert tier.deadline is None
+    assert tier.fetched(0, order.number, 6, 20.0, num_ranks=1) == []
+    assert len(pool.host) == 6, "later requests find them"
+
+
+def test_pages_that_are_faster_to_compute_are_declined() -> None:
+    _, tier = make_tier()
+    order = start(tier, 1, KEYS[:1])
+    assert order is not None
+    tier.fetched(0, order.number, 1, 1.0, num_ranks=1)
+    assert start(tier, 2, KEYS[1:], model=MODEL) is None
+    assert not tier.is_waiting(2)
+    assert tier.counters.declined == 5
+
+
+def test_pages_that_the_disk_dropped_are_not_fetched() -> None:
+    _, tier = make_tier()
+    tier.changed(1, KEYS[6:], [KEYS[0]])
+    assert start(tier, 1, KEYS) is None, "rank 1 lost the first page"
+    order = start(tier, 2, KEYS[5:])
+    assert order is not None
+    assert order.keys == [KEYS[5]], "keys are those of rank 0"
+
+
+def test_fetches_take_at_most_half_of_the_slots() -> None:
+    pool, tier = make_tier(num_slots=6)
+    order = start(tier, 1, KEYS)
+    assert order is not None
+    assert len(order.slots) == 3
+    assert start(tier, 2, KEYS[4:]) is None
+    assert not tier.is_waiting(2)
+    assert pool.check([]) == []
+
+
+def test_used_slots_make_room_unless_a_copy_needs_them() -> None:
+    pool, tier = make_tier(num_slots=2)
+    for page, key in ((0, b"a" * 16), (1, b"b" * 16)):
+        pool.host.store(page, key)
+    assert start(tier, 1, KEYS) is None, "their copies are in no plan yet"
+    pool.host.take()
+    order = start(tier, 1, KEYS)
+    assert order is not None
+    assert b"a" * 16 not in pool.host
+    assert pool.take_changes().changes == [(False, b"a" * 16)]

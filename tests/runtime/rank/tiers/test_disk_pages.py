@@ -1,0 +1,61 @@
+"""The disk thread of a rank."""
+
+from pathlib import Path
+
+from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
+from phalanx_runtime.rank.tiers.disk_pages import MAX_QUEUED_PAGES, DiskPages
+from phalanx_runtime.rank.tiers.page_log import PageLog
+from tests.polling import wait_until
+
+PAGE_BYTES = 64
+KEYS = [bytes([number]) * 16 for number in range(6)]
+
+
+def content(number: int) -> bytes:
+    return bytes([number + 100]) * PAGE_BYTES
+
+
+def make_log(folder: Path) -> PageLog:
+    return PageLog(folder, max_bytes=1 << 20, page_bytes=PAGE_BYTES, identity=b"test", segment_bytes=1 << 14)
+
+
+def put_all(disk: DiskPages) -> None:
+    for number, key in enumerate(KEYS):
+        half = PAGE_BYTES // 2
+        disk.put(key, [memoryview(content(number)[:half]), memoryview(content(number)[half:])])
+
+
+def test_pages_are_written_and_read_with_reports(tmp_path: Path) -> None:
+    disk, reports = DiskPages(make_log(tmp_path)), list[DiskReport]()
+    slots: dict[int, bytes] = {}
+    steps = list[int]()
+    put_all(disk)
+    disk.start(reports.append)
+    order = FetchPages(number=3, keys=[*KEYS[:3], b"?" * 16, KEYS[3]], slots=[9, 8, 7, 6, 5], step=11)
+    disk.fetch(order, steps.append, lambda slot, page: slots.update({slot: bytes(page)}), reports.append)
+    wait_until(lambda: any(isinstance(report, PagesFetched) for report in reports))
+    assert [report for report in reports if isinstance(report, DiskChanged)][:6] == [DiskChanged([key], []) for key in KEYS]
+    fetched = next(report for report in reports if isinstance(report, PagesFetched))
+    assert (fetched.number, fetched.count) == (3, 3)
+    assert steps == [11]
+    assert {slot: slots[slot] for slot in (9, 8, 7)} == {9: content(0), 8: content(1), 7: content(2)}
+    assert fetched.wall_s > 0
+    wait_until(lambda: reports[-1] == DiskChanged([], [b"?" * 16]))
+
+
+def test_a_restart_reports_the_pages_on_disk(tmp_path: Path) -> None:
+    pages = make_log(tmp_path)
+    for number, key in enumerate(KEYS):
+        pages.put(key, [memoryview(content(number))])
+    pages.close()
+    reports = list[DiskReport]()
+    DiskPages(make_log(tmp_path)).start(reports.append)
+    wait_until(lambda: reports == [DiskChanged(KEYS, [])])
+
+
+def test_pages_beyond_the_queue_are_not_written(tmp_path: Path) -> None:
+    """The thread starts with the reports."""
+    disk = DiskPages(make_log(tmp_path))
+    for number in range(MAX_QUEUED_PAGES + 5):
+        disk.put(number.to_bytes(16, "little"), [memoryview(content(1))])
+    assert disk.num_unqueued == 5

@@ -1,0 +1,53 @@
+"""A runtime with host and disk tier, as programs: prompts come back from host memory, and from disk after a kill."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.frame.programs import Program
+from tests.polling import wait_until
+from tests.system.runtimes import incarnation, metric_of, ranks_of, readiness, runtime
+
+pytestmark = pytest.mark.system
+PROMPTS = [f"{number} " * 300 for number in range(6)]
+
+
+@contextmanager
+def serving(model: Path, *flags: str) -> Iterator[Program]:
+    """A pool of about two prompts; host memory for all."""
+    fixed = ("--dtype", "float64", "--kv-cache-memory-bytes", "1500000", "--max-model-len", "900")
+    with runtime("tiers", model, *fixed, *flags) as program:
+        yield program
+
+
+def answer(program: Program, prompt: str) -> str:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"{program.base_url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_killed_runtime_starts_with_the_pages_on_disk(model: Path, tmp_path: Path, ranks: str) -> None:
+    tiers = ("--host-cache-memory", "40000000", "--disk-cache-path", str(tmp_path / "pages"), "--tensor-parallel-size", ranks)
+    with serving(model, "--tensor-parallel-size", ranks) as program:
+        expected = [answer(program, prompt) for prompt in PROMPTS]
+    with serving(model, *tiers) as program:
+        assert [answer(program, prompt) for prompt in PROMPTS] == expected
+        wait_until(lambda: metric_of(program, "phalanx_host_stored_pages_total") > 100)
+        assert [answer(program, prompt) for prompt in PROMPTS] == expected
+        assert metric_of(program, "phalanx_host_loaded_pages_total") > 0
+        wait_until(lambda: metric_of(program, "phalanx_disk_cached_pages") > 100)
+        for rank in ranks_of(program):
+            os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: incarnation(program) == 2 and readiness(program).status_code == 200, 90)
+        wait_until(lambda: metric_of(program, "phalanx_disk_cached_pages") > 100)
+        assert [answer(program, prompt) for prompt in PROMPTS] == expected
+        assert metric_of(program, "phalanx_disk_fetched_pages_total") > 0
+        assert metric_of(program, "phalanx_page_leaks_total") == 0
