@@ -9,6 +9,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from phalanx_api import wire
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_runtime.engine.open_requests import RequestSink
+from phalanx_runtime.server.link.send_queue import BYTES_PER_TOKEN, SendQueue
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN, expected, make_request
@@ -302,3 +303,13 @@ async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -
             await asyncio.sleep(0)
         await until(lambda: engine.aborted == [1000] and endpoint.num_routers == 0)
         connection.transport.abort()
+
+
+def test_vectors_count_towards_the_bound_of_a_slow_router() -> None:
+    queue = SendQueue()
+    for handle in range(2):
+        end = wire.Finished(handle, 0, "stop", 0, bytes(100 * BYTES_PER_TOKEN))
+        queue.add_tokens(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[end]))
+    assert queue.num_tokens == 200
+    [frame] = queue.take()
+    assert isinstance(frame, wire.Tokens) and len(frame.finished) == 2 and not queue.num_tokens

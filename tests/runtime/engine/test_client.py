@@ -83,6 +83,19 @@ async def test_cached_tokens_come_with_the_first_token(scene: EngineScene) -> No
     assert [(end.reason, end.cached_tokens) for end in scene.meter.ends] == [("abort", 2)]
 
 
+async def test_vector_reaches_the_backend_and_the_meter(scene: EngineScene) -> None:
+    backend = LocalBackend(scene.client)
+    request = msgspec.structs.replace(make_request(5, 0), pooling="last")
+    answer = asyncio.ensure_future(collect(backend, request))
+    handle = (await scene.engine.receive_submit()).handle
+    end = wire.Finished(handle, 0, "stop", 2, b"vector..")
+    await scene.engine.send(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[end]))
+    assert await answer == [Delta(index=0, tokens=[], finish="stop", cached_tokens=2, vector=b"vector..")]
+    assert scene.meter.embedded_tokens == 5 and not scene.meter.firsts
+    [ended] = scene.meter.ends
+    assert (ended.reason, ended.prompt_tokens, ended.cached_tokens, ended.generated_tokens) == ("stop", 5, 2, 0)
+
+
 async def test_requests_and_tokens_are_measured(scene: EngineScene) -> None:
     sink = QueueSink()
     handle = scene.client.submit(make_request(5), sink)

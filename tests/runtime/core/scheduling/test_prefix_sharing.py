@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
-from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
@@ -195,6 +195,12 @@ def test_move_holds_no_page_before_its_writer_reaches_it() -> None:
     reservation = engine.scheduler.reservations.reserve("m", make_request(PROMPT, 3, seed=2), len(PROMPT))
     assert isinstance(reservation, Reservation)
     assert reservation.num_held == 2, "of 9 pages that the first request published"
+
+
+def test_no_pages_are_reserved_for_an_embedding() -> None:
+    request = msgspec.structs.replace(make_request(PROMPT, 0), pooling="mean")
+    refusal = Engine().scheduler.reservations.reserve("m", request, len(PROMPT))
+    assert isinstance(refusal, Refusal) and (refusal.status, refusal.code) == (409, "incompatible")
 
 
 def test_partial_page_copy_harms_no_sharer() -> None:
