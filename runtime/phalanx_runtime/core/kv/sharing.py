@@ -95,7 +95,7 @@ class PrefixSharing:
             if self._can_share(request):
                 self.miss_ratio.look_up(keys[: self._num_full(request)], len(found))
         before = request.num_computed
-        self._load(request, len(found), model)
+        self._load(request, len(found), builder, model)
         self.skip_computed(request, builder)
         if request.num_computed == len(found) * pool.page_size and self._can_share(request):
             self._copy_partial(request, len(found), builder)
@@ -103,13 +103,14 @@ class PrefixSharing:
         self._publish(request, len(keys))
         self._offer_tail(request)
 
-    def _load(self, request: Request, num_found: int, model: StepModel | None) -> None:
+    def _load(self, request: Request, num_found: int, builder: StepBuilder, model: StepModel | None) -> None:
         """Loads pages after the found ones from host memory, if that is faster than computing them."""
         host, size = self.pool.host, self.pool.page_size
         if not len(host) or not self._can_share(request):
             return
-        if num_found and self.pool.written(request.pages.ids[num_found - 1]) < size:
-            return  # another request computes the page before
+        last = request.pages.ids[num_found - 1] if num_found else None
+        if last is not None and (self.pool.written(last) < size or last in builder.written_pages):
+            return  # another request computes the page before, maybe in a plan that is taken back
         slots = host.match(self._keys(request)[num_found : self._num_full(request)])
         if not slots:
             return
@@ -117,6 +118,8 @@ class PrefixSharing:
             host.counters.declined += len(slots)
             return
         pages = request.pages.ids[num_found : num_found + len(slots)]
+        if any(source in pages for source, _ in builder.copies):
+            return  # the step copies an evicted page, after the loads
         host.load(slots, pages)
         for page in pages:
             self.pool.mark_written(page, size)

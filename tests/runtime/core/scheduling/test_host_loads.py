@@ -1,0 +1,72 @@
+"""Loads from host memory beside copies, unwritten pages and plans that are taken back."""
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
+
+SIZE = 4
+
+
+class Engine:
+    """A scheduler with plans that are computed at once."""
+
+    def __init__(self, num_pages: int, num_host_pages: int) -> None:
+        self.runner = FakeRunner(num_pages, SIZE, num_host_pages=num_host_pages)
+        limits = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, SchedulerConfig(eviction_policy="lru"))
+        self.tokens: dict[int, list[int]] = {}
+
+    def submit(self, request: wire.Request) -> int:
+        handle = len(self.tokens)
+        assert self.scheduler.submit(handle, request) is None
+        self.tokens[handle] = []
+        return handle
+
+    def run(self, *requests: wire.Request) -> list[list[int]]:
+        """Returns the output tokens of requests that arrive together."""
+        handles = [self.submit(request) for request in requests]
+        while (plan := self.scheduler.schedule()) is not None:
+            frame = self.scheduler.commit(self.runner.run(plan), wall_s=0.01)
+            for handle, token in zip(frame.handles, frame.tokens, strict=True):
+                self.tokens[handle].append(token)
+            assert self.scheduler.check() == []
+        return [self.tokens[handle] for handle in handles]
+
+
+def prompt(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_loads_leave_pages_that_the_step_copies() -> None:
+    """Loads precede the copies of a plan; a page may be copied, then evicted and assigned to another request in one step."""
+    engine = Engine(8, 12)
+    for first, count in ((0, 13), (14, 5), (20, 9), (30, 17)):
+        engine.run(make_request(prompt(first, count), 1))
+    requests = [make_request([*prompt(20, 6), 1], 1), make_request(prompt(0, 13), 1)]
+    assert engine.run(*requests) == [expected_output(request) for request in requests]
+    (plan,) = [plan for plan in engine.runner.plans if plan.copies]
+    assert plan.copies[0][0] in {page for _, page, _ in plan.host_copies}
+
+
+def test_loaded_pages_follow_pages_written_before() -> None:
+    """The first request shares no pages, so it computes those that the second one finds; its step has no memory."""
+    engine = Engine(12, 12)
+    engine.run(make_request(prompt(0, 17), 1))
+    engine.run(make_request(prompt(20, 47), 1))
+    first = make_request(prompt(0, 9), 1)
+    first = msgspec.structs.replace(first, sampling=msgspec.structs.replace(first.sampling, prompt_logprobs=0))
+    engine.submit(first)
+    second = engine.submit(make_request(prompt(0, 17), 1))
+    keys = engine.scheduler.sharing.make_keys(first).extend(prompt(0, 17))
+    assert len(engine.scheduler.pool.host.match(keys)) == 4
+    engine.scheduler.schedule()
+    engine.scheduler.take_back()
+    engine.scheduler.preempt_newest()
+    engine.scheduler.abort(second)
+    assert engine.scheduler.check() == []
+    assert engine.run() == []
+    assert engine.tokens[2] == expected_output(first)
