@@ -68,7 +68,6 @@ class EngineMoves:
         self.num_refused = 0
         """Refused KV transfer connections."""
         self._step_s = 0.0
-        self._step = 0
         self._pages_per_s = limits.initial_pages_per_s
         self._rescue = Rescue()
         self._copies: dict[str, _OutgoingCopy] = {}
@@ -120,12 +119,11 @@ class EngineMoves:
         else:
             self._free(move)
 
-    def step_committed(self, step: int, wall_s: float, ended: Sequence[int], now: float) -> None:
+    def step_committed(self, wall_s: float, ended: Sequence[int], now: float) -> None:
         """Records a step and the requests that ended in it, freezes those that leave; requests rescues before preemptions.
 
         The engine may block after this step, so a freeze cannot wait for the next turn.
         """
-        self._step = step
         self._step_s += STEP_SMOOTHING * (wall_s - self._step_s)
         for handle in ended:
             self._end_move(handle, "it finished", now)
@@ -271,7 +269,8 @@ class EngineMoves:
             self._execute(self.target.refused(move, reservation.code, reservation.message, now), now)
             return
         key, num_held = secrets.token_bytes(KEY_BYTES), reservation.num_held
-        self._transport.expect(move, key, num_held, reservation.pages[num_held:], self._step)
+        # Plans in flight may copy freed pages to or from host memory: arriving pages follow the last planned step.
+        self._transport.expect(move, key, num_held, reservation.pages[num_held:], self._scheduler.planned_step)
         addresses = list(self._transport.addresses)
         size = self._page_size
         reserved = PageReservation(num_held * size, len(reservation.pages) * size, addresses, key)

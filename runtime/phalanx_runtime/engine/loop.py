@@ -258,7 +258,7 @@ class EngineLoop:
         ended = [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]
         for handle in ended:
             self._grammars.release(handle)
-        self._moves.step_committed(step.flight.plan.step, step.wall_s, ended, step.ended)
+        self._moves.step_committed(step.wall_s, ended, step.ended)
 
     def _take_queue_times(self, now: float) -> list[float]:
         """Queue times of requests in their first step."""

@@ -27,6 +27,8 @@ class FakeTransport:
     orders: list[tuple[object, ...]] = field(default_factory=list)
     sent_after: list[int] = field(default_factory=list)
     """The step after which each copy is sent."""
+    accepted_after: list[int] = field(default_factory=list)
+    """The step after which pages of each move are written."""
     drafted: list[int] = field(default_factory=list)
     """`num_drafted` of each copy."""
     addresses: Sequence[moves.PageAddress] = tuple(HERE)
@@ -37,6 +39,7 @@ class FakeTransport:
 
     def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
         self.orders.append(("expect", move, first, tuple(pages), len(key)))
+        self.accepted_after.append(step)
         if not self.is_slow:
             self.pending += both(page_orders.Expecting(move))
 

@@ -66,6 +66,17 @@ def test_pages_are_sent_after_plans_that_may_write_them() -> None:
     assert engine.transport.sent_after == [len(engine.runner.plans) + 1], "a plan in flight contains the other request"
 
 
+@pytest.mark.parametrize(("depth", "is_async"), [(1, False), (1, True), (2, False)], ids=["lag 0", "lag 1", "two stages"])
+def test_pages_arrive_after_plans_that_may_store_them(depth: int, is_async: bool) -> None:
+    """A plan in flight may still copy the page, which is free since, to host memory."""
+    engine = SteppedEngine(depth=depth, is_async=is_async)
+    engine.turn(wire.Submit(1, make_request(30, 30)), wire.Submit(2, make_request(30, 30)), times=4)
+    num_in_flight = engine.loop.scheduler.planned_step - len(engine.runner.plans)
+    assert num_in_flight == depth - 1 + is_async
+    engine.turn(wire.Prepare("m", make_request(10, 30, delivered=[1, 2])))
+    assert engine.transport.accepted_after == [len(engine.runner.plans) - 1 + num_in_flight]
+
+
 @pytest.mark.parametrize("end", ["thaw", "lease", "failed"])
 def test_frozen_request_resumes_after_a_cancelled_move(end: str) -> None:
     engine = SteppedEngine()
