@@ -150,15 +150,22 @@ def _agree(num_pages: int, page_bytes: int, collective: Collective) -> tuple[int
     return min(counts), sum(sizes)
 
 
-def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective, system: System) -> int:
-    """Returns how many pages host memory holds, equal on all ranks; collective. Raises ModelError if the pod has too little."""
-    num_bytes = spec.engine.host_cache_memory
-    if num_bytes is None:
-        return 0
-    limit, total = memory_limit(system), num_bytes * spec.local_world_size
-    if total > limit:
+def check_host_memory(spec: RankSpec, system: System) -> None:
+    """Raises ModelError if the pod has less memory than its ranks may fill with evicted pages."""
+    limit, total = memory_limit(system), (spec.engine.host_cache_memory or 0) * spec.local_world_size
+    if total >= limit:
         raise ModelError(
             f"host_cache_memory takes {total >> 20} MiB for {spec.local_world_size} ranks and the pod has {limit >> 20} MiB: "
             "lower it, or raise the pod's memory limit"
         )
-    return _agree(num_bytes // page_bytes, page_bytes, collective)[0]
+
+
+def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective) -> int:
+    """Returns how many pages host memory holds, equal on all ranks; collective. Raises ModelError if it holds none."""
+    num_bytes = spec.engine.host_cache_memory
+    if num_bytes is None:
+        return 0
+    num_pages = _agree(num_bytes // page_bytes, page_bytes, collective)[0]
+    if not num_pages:
+        raise ModelError(f"host_cache_memory of {num_bytes} bytes holds no page of {page_bytes} bytes: raise it")
+    return num_pages

@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.pods import make_spec, with_settings
+from tests.runtime.ranks import with_group
 from tests.runtime.tiny import save_tiny
 
 
@@ -37,6 +39,35 @@ def test_formats_of_equal_size_have_different_layouts(tmp_path: Path) -> None:
     int8, fp8 = (loaded(folder, name).served for name in ("int8", "fp8"))
     assert int8.page_bytes == fp8.page_bytes
     assert int8.layout != fp8.layout and int8.page_model != fp8.page_model
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)], ids=["tp2", "pp2"])
+def test_ranks_agree_on_pages_in_host_memory(tmp_path: Path, ranks: int, stages: int) -> None:
+    """Of three layers one stage has two, so its pages are larger."""
+    folder = save_tiny(tmp_path / "model", num_hidden_layers=3)
+
+    def load(group: Collective) -> tuple[int, int]:
+        spec = with_settings(make_spec(folder, group.rank, ranks), host_cache_memory=1 << 18)
+        spec = msgspec.structs.replace(spec, pipeline_parallel_size=stages)
+        runner, ready = load_rank(spec, group, torch.device("cpu"), System())
+        assert ready.memory is not None and ready.memory.host_cache_bytes == 1 << 18
+        return runner.pool.num_host_pages, ready.memory.kv_bytes_per_token * ready.page_size
+
+    (first, first_bytes), (second, second_bytes) = with_group([ranks], load)
+    assert first == second == (1 << 18) // max(first_bytes, second_bytes) > 0
+    assert (first_bytes == second_bytes) == (stages == 1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [(1, "host_cache_memory of 1 bytes holds no page of"), (1 << 40, "host_cache_memory takes 1048576 MiB for 1 ranks")],
+)
+def test_host_memory_that_is_too_small_or_large_is_refused(tmp_path: Path, num_bytes: int, message: str) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\n")
+    machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
+    spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), host_cache_memory=num_bytes, kv_cache_memory_bytes=None)
+    with pytest.raises(ModelError, match=message):
+        load_rank(spec, SoloCollective(), torch.device("cpu"), machine)
 
 
 def test_gpus_refuse_compressed_pages() -> None:
