@@ -36,6 +36,17 @@ def test_measured_times_of_pages_are_averaged() -> None:
     assert host.load_s(1) == pytest.approx(0.012)
 
 
+def test_a_slow_load_is_tried_again_after_declines() -> None:
+    """Without loads nothing measures that they are fast now."""
+    host = HostTier(2)
+    host.learn(1, 0.032)
+    num_declined = 0
+    while not pays_to_load(16, 0, MODEL, host.load_s(1)):
+        host.decline(1)
+        num_declined += 1
+    assert host.counters.declined == num_declined > 10
+
+
 @settings(max_examples=300)
 @given(
     num_slots=st.integers(1, 4),

@@ -19,6 +19,8 @@ from phalanx_runtime.core.step_plan import HostCopy
 
 LOAD_SMOOTHING = 0.2
 """Weight of the latest measurement in the time to load a page."""
+DECLINE_DECAY = 0.99
+"""Factor of that time for each prompt that computes its pages instead: only loads measure it, so a high one must not stay."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +118,12 @@ class HostTier:
             self._policy.on_hit(slot)
             self._touch(slot)
         self.counters.loaded += len(slots)
+
+    def decline(self, num_pages: int) -> None:
+        """Records that a prompt computes pages that it could load."""
+        self.counters.declined += num_pages
+        if self.page_s is not None:
+            self.page_s *= DECLINE_DECAY
 
     def load_s(self, num_pages: int) -> float | None:
         """Returns the expected seconds to load pages, if measured."""

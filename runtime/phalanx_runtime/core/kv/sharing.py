@@ -115,7 +115,7 @@ class PrefixSharing:
         if not slots:
             return
         if not pays_to_load(len(slots) * size, num_found * size, model, host.load_s(len(slots))):
-            host.counters.declined += len(slots)
+            host.decline(len(slots))
             return
         pages = request.pages.ids[num_found : num_found + len(slots)]
         if any(source in pages for source, _ in builder.copies):
