@@ -1,0 +1,85 @@
+"""The benchmark of the host tier runs the engine's scheduler; its orderings hold, and no time is asserted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.kv_cache.break_even import break_even, least_rate
+from bench.kv_cache.conversations import generate, read
+from bench.kv_cache.tiers import main
+from bench.kv_cache.virtual_run import CopyThread
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.kv.host_tier import pays_to_load
+
+MODEL = StepModel(fixed_s=0.01, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-7)
+
+
+def write_trace(path: Path) -> Path:
+    """Writes nine conversations of six turns, each turn one block of 512 tokens longer; conversations take turns."""
+    turns = [(turn, talk) for turn in range(6) for talk in range(9)]
+    rows = [
+        {"timestamp": 5000 * i, "input_length": 512 * (turn + 1) + 20, "output_length": 9, "hash_ids": ids(turn, talk)}
+        for i, (turn, talk) in enumerate(turns)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ids(turn: int, talk: int) -> list[int]:
+    return [*range(10 * talk, 10 * talk + turn + 1), 1000 + 10 * talk + turn]
+
+
+def test_host_memory_finds_more_and_computes_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", str(write_trace(tmp_path / "trace.jsonl")), "--length-share", "0.125", "--copy-rate", "1e9"]
+    flags += ["--load", "0.5", "--device-share", "0.2", "--host-share", "0.8", "--step-tokens", "256"]
+    assert main([*flags, "--output", str(tmp_path / "out.json")]) == 0
+    outcomes = json.loads((tmp_path / "out.json").read_text())
+    device, both, unlimited = (outcomes[name] for name in ("device", "device and host memory", "no limit"))
+    assert device["hit_tokens"] < both["hit_tokens"] <= unlimited["hit_tokens"]
+    assert device["computed_tokens"] > both["computed_tokens"] >= unlimited["computed_tokens"]
+    assert both["stored"] > 0 and both["loaded"] > 0 == device["loaded"] == unlimited["loaded"]
+    assert both["host_tokens"] == 16 * both["loaded"] and both["preemptions"] == 0
+    assert both["declined"] == 0
+    for outcome in (device, both, unlimited):
+        assert outcome["hit_tokens"] + outcome["computed_tokens"] == outcome["queried_tokens"]
+        assert len(outcome["ttft_s"]) == 54
+    assert "| device and host memory |" in capsys.readouterr().out
+
+
+def test_trace_without_blocks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    with pytest.raises(ValueError, match="no hash_ids"):
+        read(path, None, 1.0)
+
+
+def test_working_set_has_each_page_once(tmp_path: Path) -> None:
+    for conversations in (generate(20), read(write_trace(tmp_path / "trace.jsonl"), 30, 0.125)):
+        prompts = [conversations.prompt(i) for i in range(len(conversations.arrivals))]
+        prefixes = {tuple(prompt[: end + 16]) for prompt in prompts for end in range(0, len(prompt) - 15, 16)}
+        assert conversations.working_set(16) == len(prefixes)
+        assert [len(prompt) for prompt in prompts] == [arrival.input_tokens for arrival in conversations.arrivals]
+
+
+def test_copies_follow_each_other_and_steps_wait() -> None:
+    copies = CopyThread(load_page_s=2.0, store_page_s=1.0)
+    assert copies.start([(False, 0, 0)], must_wait=False, now=0.0) == 0.0
+    assert copies.start([(True, 0, 0), (False, 1, 1)], must_wait=True, now=0.5) == 4.0
+    assert copies.take_loads(3.9) == (0, 0.0)
+    assert copies.take_loads(4.0) == (1, 2.0)
+    assert copies.start([(True, 0, 0)], must_wait=False, now=5.0) == 5.0
+    assert copies.start([], must_wait=False, now=5.5) == 7.0
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7, 3e7, 1e9])
+def test_loads_pay_from_the_break_even_on(rate: float) -> None:
+    tokens = break_even(MODEL, 300_000, rate)
+    pays = [pays_to_load(16 * n, 0, MODEL, n * 300_000 / rate) for n in range(1, 8193)]
+    assert tokens is None or (all(pays[tokens // 16 - 1 :]) and not any(pays[tokens // 16 - 2 : tokens // 16 - 1]))
+    assert (tokens is None) == (not pays[-1])
+
+
+def test_least_rate_is_where_loads_begin_to_pay() -> None:
+    rate = least_rate(MODEL, 300_000, 4)
+    assert pays_to_load(64, 0, MODEL, 1_200_000 / (1.01 * rate)) and not pays_to_load(64, 0, MODEL, 1_200_000 / (0.99 * rate))
