@@ -127,7 +127,7 @@ class Heads:
     k: Tensor
     v: Tensor
     is_written: bool
-    """Keys and values are in the pages already."""
+    """See `Attention`."""
 
 
 class DecoderOps(Protocol):

@@ -60,7 +60,7 @@ def measure_kv_sizing(
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
-    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims, device)
+    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     size = page_bytes(model.kv, spec.engine.page_size, dtype, format) + drafting.page_bytes(spec.engine.page_size)
     usable = _usable_bytes(spec, device, system)
     taken = held + reserved_bytes

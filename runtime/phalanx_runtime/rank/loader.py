@@ -93,7 +93,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
     options = _choose_load_options(spec, source, pipeline, device, system)
     dtype, page_size = options.dtype, spec.engine.page_size
-    kernels = open_kernels(device, dtype, page_size)
+    kernels = open_kernels(device, dtype, page_size, spec.engine.kv_cache_dtype)
     profiler = make_memory_profiler(device)
     bytes_before = profiler.allocated_bytes()
     model = _load_model(spec, source, pipeline, options)

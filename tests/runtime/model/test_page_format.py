@@ -131,8 +131,7 @@ def test_decodes_equal_attention_over_expanded_pages(target: str, name: str, dty
         actual = one.attended(native, AttentionParams(window=window))
         assert native.num_decoded == len(one.q), "the kernel was not used"
         expected = DenseAttention()(
-            one.q.float(),
-            one.k.float(),
+            *transform(one.q.float(), one.k.float(), one.cache),
             v=-one.k.float(),
             cache=one.cache,
             batch=one.batch,

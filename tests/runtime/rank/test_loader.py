@@ -8,7 +8,6 @@ import torch
 
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank_spec import RankReady
@@ -68,9 +67,3 @@ def test_host_memory_that_is_too_small_or_large_is_refused(tmp_path: Path, num_b
     spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), host_cache_memory=num_bytes, kv_cache_memory_bytes=None)
     with pytest.raises(ModelError, match=message):
         load_rank(spec, SoloCollective(), torch.device("cpu"), machine)
-
-
-def test_gpus_refuse_compressed_pages() -> None:
-    assert choose_format("auto", (64,), torch.device("cuda", 0)) is None
-    with pytest.raises(ModelError, match="kv-cache-dtype int8 is for CPU"):
-        choose_format("int8", (64,), torch.device("cuda", 0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, hadamard_size
+from phalanx_runtime.model.attention.page_format import FORMAT_NUMBERS, PageFormat, hadamard_size
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionChunk,
@@ -29,8 +29,6 @@ _DecodeSizes = ctypes.c_int64 * 8
 _WriteSizes = ctypes.c_int64 * 5
 _HadamardSizes = ctypes.c_int64 * 5
 _Pages = ctypes.c_int64 * 5
-_FORMATS = {None: 0, FORMATS["int8"]: 1, FORMATS["fp8"]: 2, FORMATS["int4"]: 3}
-"""The kernels' number of each page format."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -121,8 +119,8 @@ class NativeAttention(PagedAttention):
             self._batch, self._runs = batch, make_runs(batch)
         if params.window is not None and params.window < self._runs.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
-        q, k = self._transform(q, k, cache)
         if not is_written:
+            q, k = self._transform(q, k, cache)
             self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
@@ -200,7 +198,7 @@ def _pages(cache: LayerCache) -> ctypes.Array[ctypes.c_int64]:
     """Returns the layer's format and addresses: keys, values, their scales."""
     scales = (cache.k_scales, cache.v_scales)
     addresses = (0 if part is None else part.data_ptr() for part in scales)
-    return _Pages(_FORMATS[cache.format], cache.k.data_ptr(), cache.v.data_ptr(), *addresses)
+    return _Pages(FORMAT_NUMBERS[cache.format], cache.k.data_ptr(), cache.v.data_ptr(), *addresses)
 
 
 def open_cpu_attention(is_batch_invariant: bool) -> Attention:

@@ -4,13 +4,15 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from phalanx_runtime.model.attention.compression import NO_STEPS, can_compress, compress
+from phalanx_runtime.model.attention.page_format import FORMAT_NUMBERS, FORMATS, PageFormat, num_groups
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionParams,
@@ -57,6 +59,18 @@ PREFILL_BLACKWELL: Mapping[int, TileConfig] = {
     64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=2),
 }
 """For compute capability 10, where the tile of `PREFILL` spills registers."""
+PREFILL_COMPRESSED: Mapping[int, TileConfig] = {
+    64: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
+    128: TileConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3),
+    256: TileConfig(block_queries=8, block_keys=16, num_warps=4, num_stages=2),
+}
+"""Of int8 and fp8 pages, whose conversion needs registers too."""
+PREFILL_INT4: Mapping[int, TileConfig] = {
+    64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=3),
+    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
+    256: TileConfig(block_queries=8, block_keys=16, num_warps=4, num_stages=2),
+}
+"""Of int4 pages: a tile of fewer keys has less than 16 bytes per thread."""
 MIN_ROWS = 16
 """Rows of the smallest tile of tensor cores."""
 MERGE_WARPS = 4
@@ -75,8 +89,10 @@ def padded_dim(head_dim: int) -> int:
     return min(size for size in DECODE if size >= head_dim)
 
 
-def prefill_tiles(capability: int) -> Mapping[int, TileConfig]:
+def prefill_tiles(capability: int, format: PageFormat | None) -> Mapping[int, TileConfig]:
     """Returns the configurations of chunks by padded head dimension. `capability`: major compute capability."""
+    if format is not None:
+        return PREFILL_INT4 if format.name == "int4" else PREFILL_COMPRESSED
     return PREFILL_BLACKWELL if capability >= 10 else PREFILL
 
 
@@ -88,6 +104,7 @@ class HeadShape:
     kv_heads: int
     dim: int
     page_size: int
+    format: PageFormat | None = None
 
     @property
     def group(self) -> int:
@@ -99,6 +116,7 @@ def attention_constants(
     config: TileConfig, shape: HeadShape, params: AttentionParams, *, has_splits: bool, has_tree: bool
 ) -> dict[str, Any]:
     """Returns the compile-time arguments of `paged_attention`. Without a constant group, decodes of float32 spill registers."""
+    is_packed = shape.format is not None and shape.format.code_dim(shape.dim) < shape.dim
     group_rows = int(triton.next_power_of_2(shape.group))
     if config.block_queries * group_rows < MIN_ROWS:
         group_rows = MIN_ROWS // config.block_queries
@@ -106,7 +124,10 @@ def attention_constants(
         "GROUP": shape.group,
         "GROUP_ROWS": group_rows,
         "DIM": shape.dim,
-        "DIM_PADDED": padded_dim(shape.dim),
+        "PART": shape.dim // 2 if is_packed else shape.dim,
+        "PART_PADDED": padded_dim(shape.dim) // 2 if is_packed else padded_dim(shape.dim),
+        "FORMAT": FORMAT_NUMBERS[shape.format],
+        "GROUPS": num_groups(shape.dim) if is_packed else 1,
         "PAGE": shape.page_size,
         "BLOCK_QUERIES": config.block_queries,
         "BLOCK_KEYS": config.block_keys,
@@ -139,7 +160,8 @@ def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int
 
 @operator(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(a!) out, Tensor(b!)[] partial, Tensor[] requests, "
-    "Tensor[] tree, Tensor[] blocks, Tensor? sinks, int[] sizes, int[] tile, float? scale, int? window, float? softcap)"
+    "Tensor[] tree, Tensor[] blocks, Tensor? sinks, Tensor[] scales, str format, int[] sizes, int[] tile, "
+    "float? scale, int? window, float? softcap)"
 )
 def _paged_attention(
     q: Tensor,
@@ -151,6 +173,8 @@ def _paged_attention(
     tree: Sequence[Tensor],
     blocks: Sequence[Tensor],
     sinks: Tensor | None,
+    scales: Sequence[Tensor],
+    format: str,
     sizes: Sequence[int],
     tile: Sequence[int],
     scale: float | None,
@@ -159,8 +183,9 @@ def _paged_attention(
 ) -> None:
     """Lists: the arguments of the kernel in its order, an empty `tree`, decodes and splits, the fields of a `TileConfig`."""
     (num_decodes, max_splits), config = sizes, TileConfig(*tile)
-    (_, kv_heads, page_size, dim), heads = k_cache.shape, q.shape[1]
-    shape, params = HeadShape(heads, kv_heads, dim, page_size), AttentionParams(window, scale, softcap, sinks)
+    (_, kv_heads, page_size, _), (_, heads, dim) = k_cache.shape, q.shape
+    shape = HeadShape(heads, kv_heads, dim, page_size, FORMATS.get(format))
+    params = AttentionParams(window, scale, softcap, sinks)
     tensors = (
         q,
         k_cache,
@@ -171,6 +196,7 @@ def _paged_attention(
         *(tree or [requests[0]] * 3),
         *blocks,
         q if sinks is None else sinks,
+        *(scales or [q, q]),
     )
     arguments = {
         **dict(zip(paged_attention.arg_names, tensors, strict=False)),
@@ -219,10 +245,13 @@ def attention_variants(
     if not can_attend(shape.dim, dtype):
         return []
     width = padded_dim(shape.dim)
-    prefill = prefill_tiles(capability)[width]
+    prefill = prefill_tiles(capability, shape.format)[width]
     forms = [(DECODE[width], False), (prefill, False), (prefill, True)]
     arrays = {**dict.fromkeys(paged_attention.arg_names, torch.int32), **dict.fromkeys(("partial", "partial_lse"), torch.float32)}
-    tensors = arrays | dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks"), dtype)
+    tensors = arrays | dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks", "k_scales", "v_scales"), dtype)
+    if shape.format is not None:
+        tensors |= dict.fromkeys(("k_cache", "v_cache"), shape.format.dtype)
+        tensors |= dict.fromkeys(("k_scales", "v_scales"), torch.bfloat16)
     if params.sinks is not None:
         tensors["sinks"] = params.sinks.dtype
     numbers = {**_numbers(shape, params), "q_stride": q_stride}
@@ -248,14 +277,16 @@ class AttentionLaunch:
     cache: LayerCache
     segments: Segments
     params: AttentionParams
-    prefill_tiles: Mapping[int, TileConfig] = field(default_factory=lambda: PREFILL)
+    capability: int = 9
+    """Major compute capability of the device."""
 
     def run(self, max_splits: int) -> None:
         """Computes the step in one launch, then merges the splits of decodes. `max_splits`: a power of two."""
         segments, params, cache = self.segments, self.params, self.cache
         dim, num_decodes = self.q.shape[2], segments.num_decodes
         is_decode = num_decodes == segments.num_requests
-        config = (DECODE if is_decode else self.prefill_tiles)[padded_dim(dim)]
+        tiles = DECODE if is_decode else prefill_tiles(self.capability, cache.format)
+        config = tiles[padded_dim(dim)]
         splits = max_splits if num_decodes else 1
         rows = num_decodes * self.q.shape[1] * splits if splits > 1 else 1
         partial = [torch.empty(size, dtype=torch.float32, device=self.q.device) for size in (rows * dim, rows)]
@@ -269,6 +300,8 @@ class AttentionLaunch:
             tree=segments.tree,
             blocks=segments.blocks(config.block_queries),
             sinks=params.sinks,
+            scales=list(cache.tensors[2:]),
+            format="" if cache.format is None else cache.format.name,
             sizes=[num_decodes, splits],
             tile=astuple(config),
             scale=params.scale,
@@ -284,7 +317,7 @@ class AttentionLaunch:
 class TritonAttention:
     """Computes a step in one launch, and a second one if decodes have splits."""
 
-    __slots__ = ("_num_multiprocessors", "_prefill_tiles", "_reference", "num_computed")
+    __slots__ = ("_capability", "_num_multiprocessors", "_reference", "num_computed")
 
     def __init__(self, num_multiprocessors: int = DEFAULT_MULTIPROCESSORS, capability: int = 9) -> None:
         """`capability`: major compute capability of the device."""
@@ -292,7 +325,7 @@ class TritonAttention:
         """Tokens computed by the kernels."""
         self._num_multiprocessors = num_multiprocessors
         self._reference = PagedAttention()
-        self._prefill_tiles = prefill_tiles(capability)
+        self._capability = capability
 
     def __call__(
         self,
@@ -308,14 +341,23 @@ class TritonAttention:
         if not can_attend(q.shape[-1], q.dtype):
             return self._reference(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
-            write_pages(k, v, cache, batch.slots)
+            q = _write(q, k, v, cache, batch.slots)
         segments = batch.segments()
         splits = max_splits(segments.num_decodes, cache.k.shape[1], self._num_multiprocessors)
         self.num_computed += q.shape[0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, prefill_tiles=self._prefill_tiles)
+        launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, capability=self._capability)
         launch.run(splits)
         return out.view(q.shape[0], -1)
+
+
+def _write(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> Tensor:
+    """Writes keys and values to the pages and returns the queries as attention reads them."""
+    if cache.format is None:
+        write_pages(k, v, cache, slots)
+        return q
+    heads = torch.cat((q, k), 1)
+    return compress(heads, v if can_compress(heads, v) else v.contiguous(), cache, slots, NO_STEPS)[:, : q.shape[1]]
 
 
 def open_gpu_attention(is_batch_invariant: bool) -> Attention:

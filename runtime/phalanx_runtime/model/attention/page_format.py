@@ -23,7 +23,6 @@ from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
 
-CPU = torch.device("cpu")
 GROUP_DIMS = 64
 """Maximum dimensions of an int4 group."""
 EXPANSION_BYTES = 9
@@ -116,7 +115,8 @@ class GroupedFormat:
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `PageFormat`. Scales of all groups, then offsets."""
-        groups = x.float().reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
+        count = num_groups(x.shape[-1])
+        groups = x.float().reshape(*x.shape[:-1], count, x.shape[-1] // count)
         offsets = _rounded_down(groups.amin(-1, keepdim=True))
         scales = ((groups.amax(-1, keepdim=True) - offsets.float()) / INT4_MAX).bfloat16()
         codes = ((groups - offsets.float()) / _divisor(scales)).clamp(0, INT4_MAX).round().to(torch.uint8).flatten(-2)
@@ -174,17 +174,17 @@ FORMATS: Mapping[str, PageFormat] = {
     "int4": GroupedFormat(),
 }
 """By `--kv-cache-dtype`."""
+FORMAT_NUMBERS: Mapping[PageFormat | None, int] = {None: 0, FORMATS["int8"]: 1, FORMATS["fp8"]: 2, FORMATS["int4"]: 3}
+"""The kernels' number of each format."""
 
 
-def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...], device: torch.device = CPU) -> PageFormat | None:
+def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...]) -> PageFormat | None:
     """Returns the format; no value for `auto`: pages in the dtype of the weights.
 
-    Raises ModelError for an unsupported head dimension or device.
+    Raises ModelError for an unsupported head dimension.
     """
     if kv_cache_dtype == "auto":
         return None
-    if device.type != "cpu":
-        raise ModelError(f"kv-cache-dtype {kv_cache_dtype} is for CPU: GPUs have pages in the dtype of the weights, auto")
     for dim in head_dims if kv_cache_dtype == "int4" else ():
         if dim % (2 * num_groups(dim)):
             raise ModelError(

@@ -183,7 +183,7 @@ class Attention(Protocol):
     ) -> Tensor:
         """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. Returns [tokens, heads * dim].
 
-        `is_written`: keys and values are in the pages already.
+        `is_written`: keys and values are in the pages already, and queries and keys are as the pages' format stores keys.
         """
         ...
 
@@ -226,8 +226,8 @@ class PagedAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        q, k = self._transform(q, k, cache)
         if not is_written:
+            q, k = self._transform(q, k, cache)
             self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for band in batch.bands:
@@ -347,8 +347,8 @@ class DenseAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        q, k = transform(q, k, cache)
         if not is_written:
+            q, k = transform(q, k, cache)
             write_pages(k, v, cache, batch.slots)
         rows = [
             _attend(q[g.start + i], cache, g.tables[i], range(n), params) for g in batch.bands for i, n in enumerate(g.lengths)

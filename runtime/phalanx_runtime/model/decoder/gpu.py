@@ -7,6 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
+from phalanx_runtime.model.attention.compression import HeadSteps, compress
+from phalanx_runtime.model.attention.gpu import can_attend
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder import triton_kernels as kernels
 from phalanx_runtime.model.families import Activation
@@ -268,7 +270,7 @@ class TritonOps(TorchOps):
         return out
 
     def prepare_heads(self, qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache, slots: Tensor) -> Heads:
-        """See `DecoderOps`; in place, and writes the pages. A norm over all heads precedes the kernel."""
+        """See `DecoderOps`; writes the pages, and without a format in place. A norm over all heads precedes the kernel."""
         if not _can_prepare(qkv, norm, angles, cache):
             return super().prepare_heads(qkv, norm, angles, cache, slots)
         kv_heads = cache.k.shape[1]
@@ -278,6 +280,9 @@ class TritonOps(TorchOps):
         if norm is not None and per_head is None:
             qk = norm(qk[:, :heads], qk[:, heads:])
         self.num_launched += 1
+        if cache.format is not None:
+            qk = compress(qk, v, cache, slots, _head_steps(per_head, angles))
+            return Heads(q=qk[:, :heads], k=qk[:, heads:], v=v, is_written=True)
         _prepare_heads(
             qk=qk,
             v=v,
@@ -291,6 +296,13 @@ class TritonOps(TorchOps):
             eps=0.0 if per_head is None else per_head.eps,
         )
         return Heads(q=qk[:, :heads], k=qk[:, heads:], v=v, is_written=True)
+
+
+def _head_steps(norm: HeadNorm | None, angles: Angles | None) -> HeadSteps:
+    cos, sin = (None, None) if angles is None else angles
+    if norm is None:
+        return HeadSteps(cos, sin)
+    return HeadSteps(cos, sin, norm.q, norm.k, norm.eps)
 
 
 def _are_rows(x: Tensor, *weights: Tensor | None) -> bool:
@@ -308,9 +320,12 @@ def can_hold(size: int, dtype: torch.dtype, has_after: bool) -> bool:
 def _can_prepare(qkv: Tensor, norm: QkNorm | None, angles: Angles | None, cache: LayerCache) -> bool:
     """Whether the kernel supports the step."""
     dim = qkv.shape[2]
-    if qkv.dtype not in DTYPES or cache.k.dtype != qkv.dtype or qkv.stride()[1:] != (dim, 1) or dim > HEADS_TILE:
+    if cache.format is not None and not can_attend(dim, qkv.dtype):
+        return False  # as the attention decides, whose reference transforms queries itself
+    is_known = cache.format is not None or cache.k.dtype == qkv.dtype
+    if qkv.dtype not in DTYPES or not is_known or qkv.stride()[1:] != (dim, 1) or dim > HEADS_TILE:
         return False
     if isinstance(norm, HeadNorm) and any(weight.dtype not in (qkv.dtype, torch.float32) for weight in (norm.q, norm.k)):
         return False
-    tensors = (cache.k, cache.v, *(angles or ()))
+    tensors = (*cache.tensors, *(angles or ()))
     return all(tensor.is_contiguous() for tensor in tensors)

@@ -6,15 +6,7 @@ Each reads its inputs once and writes its results once. Sums and products have f
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def weighted(values, scale, weight, dtype: tl.constexpr):
-    """Returns values * scale * weight as `dtype`. An fp32 weight multiplies before the values are rounded, as in `rms_norm`."""
-    if weight.dtype == tl.float32:
-        normed = (values * scale * weight).to(dtype)
-    else:
-        normed = ((values * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
-    return normed
+from phalanx_runtime.model.kernels.arithmetic import weighted
 
 
 @triton.jit

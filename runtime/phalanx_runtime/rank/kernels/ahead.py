@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 import triton
 from triton.backends.nvidia import driver as nvidia
 
+from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.kernels.cache import compile_module, module_path
 from phalanx_runtime.model.kernels.folder import write_toolchain
 from phalanx_runtime.model.kernels.target import TARGETS, compiling_for
@@ -24,8 +26,9 @@ from phalanx_runtime.rank.kernels.shapes import SHAPES, CommonShape
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants, sum_variants
 from phalanx_runtime.rank.kernels.warmup import CompileWatch, warm_up
 
-DTYPES = (torch.bfloat16, torch.float16)
 PAGE_SIZES = (16,)
+PAGE_FORMATS = ((torch.bfloat16, (None, *FORMATS.values())), (torch.float16, (None,)))
+"""Formats of pages by dtype. Others are compiled at start."""
 MAX_PAGES = (64, 128, 256, 512)
 """Pages of the longest request, by size class of page tables: with pages of 16 up to 1,024 tokens, ..., and above 4,096."""
 DRIVER_MODULE = "cuda_utils"
@@ -37,11 +40,12 @@ def common_variants(capability: int, shapes: Iterable[CommonShape] = SHAPES.valu
     found: dict[KernelVariant, None] = {}
     for shape in shapes:
         config = shape.config()
-        for dtype in DTYPES:
-            for world_size, shard in shape.shards():
-                for page_size in PAGE_SIZES:
-                    options = KernelOptions(dtype=dtype, page_size=page_size, capability=capability, world_size=world_size)
-                    found |= dict.fromkeys([*model_variants(config, shard, options), *sum_variants(config, options)])
+        for dtype, formats in PAGE_FORMATS:
+            for (world_size, shard), page_size, format in product(shape.shards(), PAGE_SIZES, formats):
+                options = KernelOptions(
+                    dtype=dtype, page_size=page_size, capability=capability, world_size=world_size, format=format
+                )
+                found |= dict.fromkeys([*model_variants(config, shard, options), *sum_variants(config, options)])
             for max_pages in MAX_PAGES:
                 found |= dict.fromkeys(step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages))
     return list(found)

@@ -46,7 +46,7 @@ class NoKernels:
         """Logs nothing."""
 
 
-def open_kernels(device: torch.device, dtype: torch.dtype, page_size: int) -> KernelLoader:
+def open_kernels(device: torch.device, dtype: torch.dtype, page_size: int, kv_cache_dtype: str = "auto") -> KernelLoader:
     """Opens the kernels of a device, before the first launch."""
     if device.type == "cpu" or launch_obstacle() is not None:
         return NoKernels()
@@ -56,4 +56,5 @@ def open_kernels(device: torch.device, dtype: torch.dtype, page_size: int) -> Ke
     folder = usable_folder()
     if folder is not None:
         open_folder(folder)
-    return RankKernels(dtype, page_size, torch.cuda.get_device_properties(device).major)
+    capability = torch.cuda.get_device_properties(device).major
+    return RankKernels(dtype, page_size, capability, kv_cache_dtype=kv_cache_dtype)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants
+from phalanx_runtime.model.attention.compression import compress_variant
+from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants, can_attend
+from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.gpu import (
@@ -43,6 +45,8 @@ class KernelOptions:
     """Major compute capability."""
     world_size: int
     """Ranks that share a layer."""
+    format: PageFormat | None = None
+    """Of the pages."""
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -86,8 +90,8 @@ def _projected_heads(config: ModelConfig, shard: Shard) -> tuple[int, int]:
 
 
 def _attention(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
-    shape = HeadShape(shard.heads.size, shard.kv_heads.size, config.head_dim, options.page_size)
-    q_heads, _ = _projected_heads(config, shard)
+    shape = HeadShape(shard.heads.size, shard.kv_heads.size, config.head_dim, options.page_size, options.format)
+    q_heads = _projected_heads(config, shard)[0] if options.format is None else shard.heads.size + shard.kv_heads.size
     sinks = torch.empty(0, dtype=options.dtype) if config.has_sinks else None
     for window in sorted(set(config.windows), key=lambda size: size or 0):
         yield from attention_variants(
@@ -134,13 +138,9 @@ def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterabl
     qk_heads, projected = _projected_heads(config, shard)
     weight = _weight_dtype(config, dtype) if config.qk_norm == "head" else None
     for share in sorted({0.0 if rope is None else rope.share for rope in config.ropes}):
-        rotated = 2 * len(range(0, int(dim * share), 2))
-        yield heads_variant(
-            dim,
-            dtype,
-            weight,
-            rotated=rotated,
-            qk_stride=qk_heads * dim,
-            v_stride=projected * dim,
-            v_offset=(shard.heads.size + shard.kv_heads.size) * dim,
-        )
+        rotated, offset = 2 * len(range(0, int(dim * share), 2)), (shard.heads.size + shard.kv_heads.size) * dim
+        strides = {"qk_stride": qk_heads * dim, "v_stride": projected * dim, "v_offset": offset}
+        if options.format is None:
+            yield heads_variant(dim, dtype, weight, rotated=rotated, **strides)
+        elif can_attend(dim, dtype):
+            yield compress_variant(dim, dtype, weight, options.format, rotated=rotated, **strides)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.model.protocol import Model
@@ -71,12 +72,15 @@ def warm_up(
 class RankKernels:
     """`KernelLoader` of one rank and device."""
 
-    def __init__(self, dtype: torch.dtype, page_size: int, capability: int, *, has_device: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype, page_size: int, capability: int, *, kv_cache_dtype: str = "auto", has_device: bool = True
+    ) -> None:
         """`capability`: major compute capability of the device."""
         self.account = NO_WARMUP
         self.watch = CompileWatch()
         self.watch.install()
         self._dtype, self._page_size, self._capability = dtype, page_size, capability
+        self._format = FORMATS.get(kv_cache_dtype)
         self._has_device = has_device
 
     def load_models(self, target: Model, world_size: int, draft: Model | None) -> None:
@@ -84,7 +88,11 @@ class RankKernels:
         for model, size in ((target, world_size), (draft, 1)):
             if isinstance(model, Decoder):
                 options = KernelOptions(
-                    dtype=self._dtype, page_size=self._page_size, capability=self._capability, world_size=size
+                    dtype=self._dtype,
+                    page_size=self._page_size,
+                    capability=self._capability,
+                    world_size=size,
+                    format=self._format,
                 )
                 self._load(model_variants(model.config, model.shard, options))
 

@@ -11,7 +11,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from phalanx_runtime.model.attention.compression import compress_variant
 from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants
+from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.decoder.gpu import MAX_PARTS, can_hold, gate_variant, heads_variant, norm_variant, parts_variant
 from phalanx_runtime.model.families import Activation
@@ -54,7 +56,7 @@ GROUPS = {64: 3, 128: 4, 256: 2}
 
 def attention_costs(target: GPUTarget) -> Iterator[Named]:
     """Yields `paged_attention` for each tuned configuration of the architecture, and `merge_splits`."""
-    capability = int(target.arch) // 10 if target.backend == "cuda" else 9
+    capability = _capability(target)
     for dim, group in GROUPS.items():
         shape = HeadShape(8 * group, 8, dim, 16)
         for params in (PLAIN, WINDOWED):
@@ -71,6 +73,27 @@ def attention_costs(target: GPUTarget) -> Iterator[Named]:
     yield from ((f"{name} 64 sinks", variant) for name, variant in named if name in ("decode split", "mixed split"))
 
 
+def compressed_costs(target: GPUTarget, name: str) -> Iterator[Named]:
+    """Yields attention over pages of a format, and what writes them."""
+    format, capability = FORMATS[name], _capability(target)
+    for dim, group in GROUPS.items():
+        rows, shape = 8 * (group + 1), HeadShape(8 * group, 8, dim, 16, format)
+        for params in (PLAIN, WINDOWED):
+            for variant in attention_variants(shape, params, torch.bfloat16, q_stride=rows * dim, capability=capability):
+                form = _attention_name(variant)
+                if form in COMPRESSED_FORMS[params.window is not None]:
+                    yield f"{form} {dim}{' window' if params.window else ''} {name}", variant
+    for dim, rotated in ((64, 64), (96, 72), (128, 128), (256, 0)):
+        projected = 8 * (GROUPS.get(dim, 4) + 2) * dim
+        strides = {"qk_stride": projected, "v_stride": projected, "v_offset": projected - 8 * dim}
+        yield f"heads {dim} {name}", compress_variant(dim, torch.bfloat16, torch.bfloat16, format, rotated=rotated, **strides)
+
+
+def _capability(target: GPUTarget) -> int:
+    return int(target.arch) // 10 if target.backend == "cuda" else 9
+
+
+COMPRESSED_FORMS = ({"decode split", "prefill"}, {"mixed tree split"})
 FORMS = (
     {"merge", "decode split", "prefill", "mixed split", "tree"},
     {"decode split", "prefill", "mixed split", "mixed tree split"},

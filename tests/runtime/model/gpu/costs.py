@@ -7,7 +7,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, decoder_costs, row_costs
+from phalanx_runtime.model.attention.page_format import FORMATS
+from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, compressed_costs, decoder_costs, row_costs
 from tests.runtime.model.gpu.expert_costs import expert_costs
 from tests.runtime.model.gpu.linear_costs import linear_costs
 from tests.runtime.model.gpu.sampling_costs import sampling_costs
@@ -21,5 +22,6 @@ if __name__ == "__main__":
         *sampling_costs(),
         *expert_costs(),
         *linear_costs(target),
+        *(cost for name in FORMATS for cost in compressed_costs(target, name)),
     ]
     print(json.dumps({name: asdict(compile_variant(variant, target)) for name, variant in variants}))

@@ -5,81 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api import wire
-from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
-from phalanx_runtime.model.attention.gpu import AttentionLaunch
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, StepBatch, write_pages
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Run = tuple[int, int]
-"""Tokens of a request before the step and in the step."""
-
-
-class Case:
-    """A step of random runs over random pages. `trees`: parents of the last tokens, by request."""
-
-    def __init__(
-        self,
-        runs: list[Run],
-        *,
-        trees: dict[int, list[int]] | None = None,
-        page: int = 16,
-        kv_heads: int = 2,
-        group: int = 3,
-        dim: int = 64,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        chance = torch.Generator().manual_seed(seed)
-        needed = [-(-(before + count) // page) for before, count in runs]
-        pages = torch.randperm(sum(needed) + 3, generator=chance).tolist()
-        tables = [pages[sum(needed[:i]) : sum(needed[: i + 1])] for i in range(len(runs))]
-        paths = [DraftPath(request=i, depth=len(parents), parents=parents) for i, parents in (trees or {}).items()]
-        plan = StepPlan(
-            step=1,
-            admitted=[],
-            rows=list(range(len(runs))),
-            starts=[before for before, _ in runs],
-            counts=[count for _, count in runs],
-            pages=tables,
-            tokens=[0] * sum(count for _, count in runs),
-            draws=[],
-            paths=paths,
-        )
-        builder = BatchBuilder(CacheShape(page, kv_heads, 1 << 10), dtype, DEVICE)
-        builder.params = {row: NewRow(row, wire.Sampling(max_tokens=1, seed=0)) for row in plan.rows}
-        self.batch: StepBatch = builder.tensors(_updated(builder, plan))
-        tokens = sum(count for _, count in runs)
-
-        def noise(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=chance).to(DEVICE, dtype)
-
-        self.q = noise(tokens, kv_heads * group + 1, dim)[:, :-1]
-        self.k, self.v = noise(tokens, kv_heads, dim), noise(tokens, kv_heads, dim)
-        self.cache = LayerCache(*(noise(len(pages), kv_heads, page, dim) for _ in range(2)))
-
-    def attended(self, params: AttentionParams, max_splits: int = 1) -> torch.Tensor:
-        """Returns the result of the kernels, after the keys were written."""
-        segments, out = self.batch.segments(), torch.full_like(self.q.contiguous(), torch.nan)
-        launch = AttentionLaunch(q=self.q, out=out, cache=self.cache, segments=segments, params=params)
-        launch.run(max_splits)
-        return out
-
-    def check(self, params: AttentionParams, max_splits: int = 1) -> None:
-        wide = LayerCache(self.cache.k.float(), self.cache.v.float())
-        expected = DenseAttention()(self.q.float(), self.k.float(), self.v.float(), wide, self.batch, params)
-        write_pages(self.k, self.v, self.cache, self.batch.slots)
-        result = self.attended(params, max_splits)
-        tolerance = 1e-5 if result.dtype == torch.float32 else 4e-3
-        found = result.float().reshape(len(self.q), -1)
-        torch.testing.assert_close(found, expected.reshape(len(self.q), -1), rtol=tolerance, atol=tolerance)
-
-
-def _updated(builder: BatchBuilder, plan: StepPlan) -> StepPlan:
-    builder.update(plan)
-    return plan
-
+from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache
+from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 
 TREE = [-1, 0, 0, -1, 3, 1]
 MIXED: list[Run] = [(0, 1), (15, 1), (16, 1), (700, 1), (0, 5), (23, 17), (40, 33)]
@@ -130,10 +57,10 @@ def test_runs_of_any_length_and_context(runs: list[Run], page: int, window: int 
 
 def test_a_changed_page_changes_the_result() -> None:
     case = Case([(30, 1)])
-    write_pages(case.k, case.v, case.cache, case.batch.slots)
-    before = case.attended(AttentionParams())
+    case.written()
+    before = case.attended(case.q, AttentionParams())
     case.cache.v[int(case.batch.segments().tables[0, 0])] = 0
-    assert not torch.equal(case.attended(AttentionParams()), before)
+    assert not torch.equal(case.attended(case.q, AttentionParams()), before)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -163,6 +90,6 @@ def test_long_contexts_cost_few_roundings(max_splits: int) -> None:
     wide_cache = LayerCache(case.cache.k.double(), case.cache.v.double())
     q, k, v = (part.double() for part in (case.q, case.k, case.v))
     expected = DenseAttention()(q, k, v, wide_cache, case.batch, AttentionParams())
-    write_pages(case.k, case.v, case.cache, case.batch.slots)
-    error = (case.attended(AttentionParams(), max_splits).reshape(len(q), -1) - expected.reshape(len(q), -1)).abs().max()
+    case.written()
+    error = (case.attended(case.q, AttentionParams(), max_splits).reshape(len(q), -1) - expected.reshape(len(q), -1)).abs().max()
     assert float(error) < 10 * offset * torch.finfo(torch.float32).eps

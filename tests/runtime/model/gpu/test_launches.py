@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.decoder.decoder import Layer
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.packed import Format, pack
-from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
+from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.rank.memory.kv_cache import make_caches
+from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder
 from tests.runtime.model.gpu.launches import NoWaits, launches_of
 
 LLAMA_8B = {
@@ -64,7 +66,11 @@ STEPS = {"decode": DECODES, "mixed": [*DECODES, *CHUNKS], "prefill": CHUNKS}
 
 
 def layer_launches(
-    raw: dict[str, Any], runs: list[tuple[int, int]], world_size: int, quantized: Format | None = None
+    raw: dict[str, Any],
+    runs: list[tuple[int, int]],
+    world_size: int,
+    quantized: Format | None = None,
+    format: PageFormat | None = None,
 ) -> Counter[str]:
     """Launches of three layers less those of two."""
     config = parse_config(raw)
@@ -74,7 +80,8 @@ def layer_launches(
         if quantized is not None:
             layers = [quantized_layer(layer, config, 2 * decoder.shard.mlp.size, quantized) for layer in layers]
         batch = fake_batch(runs, kv_heads)
-        caches = [LayerCache(*(empty(64, kv_heads, PAGE, config.head_dim) for _ in range(2))) for _ in range(3)]
+        kv = KvLayout(kv_heads, (config.head_dim,) * 3, frozenset())
+        caches = make_caches(kv, 64, PAGE, torch.bfloat16, CUDA, format)
 
         def run(num_layers: int) -> Counter[str]:
             x = empty(len(batch.tokens), config.hidden_size)
@@ -122,6 +129,15 @@ def test_a_layer_needs_ten_launches(raw: dict[str, Any], world_size: int, step: 
     }
     assert found == Counter(expected)
     assert found.total() <= 10
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("raw", [LLAMA_8B, GEMMA2_2B], ids=["llama-8b", "gemma2-2b"])
+def test_compressed_pages_need_no_further_launch(raw: dict[str, Any], name: str, step: str) -> None:
+    plain, small = (layer_launches(raw, STEPS[step], 1, format=format) for format in (None, FORMATS[name]))
+    assert small - plain == Counter({"phalanx::compress_heads": 1})
+    assert plain - small == Counter({"phalanx::prepare_heads": 1})
 
 
 @pytest.mark.parametrize("step", STEPS)

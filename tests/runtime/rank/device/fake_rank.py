@@ -3,6 +3,7 @@
 from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan
+from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
 from phalanx_runtime.rank.device.limits import DeviceLimits
@@ -26,9 +27,9 @@ PENALTIES = wire.Sampling(max_tokens=50, seed=4, repetition_penalty=1.2, logit_b
 class FakeRank:
     """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
 
-    def __init__(self, config: ModelConfig, peers: Collective = ALONE) -> None:
+    def __init__(self, config: ModelConfig, peers: Collective = ALONE, format: PageFormat | None = None) -> None:
         decoder = make_decoder(config, peers)
-        self.caches = caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
+        self.caches = caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE, format)
         self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE)
         self.sampler = TorchSampler(config.vocab_size)
         self.captured: list[RecordedOps] = []

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.loader import make_runner
@@ -118,6 +119,21 @@ def test_a_pipeline_stage_waits_for_nothing(config: ModelConfig) -> None:
     plan = replace(mixed(1), admitted=[NewRow(row, SAMPLING) for row in range(3)], pages=[[0, 1, 2], [3, 4, 5], [*range(10, 23)]])
     runner.start(replace(plan, tokens=[9] * 202))
     assert Counter(backend.calls) == {"allreduce": config.num_layers + 1, "send to 2": 1}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_steps_with_compressed_pages_wait_for_nothing(name: str) -> None:
+    """Captured decode steps, and steps with chunks and with trees of draft tokens: as many launches as without a format."""
+    plain, small = (FakeRank(QWEN3_600M, format=format) for format in (None, FORMATS[name]))
+    for ops, expected in zip(small.captured, plain.captured, strict=True):
+        assert ops.devices == {"cuda"}
+        launched, others = ([name for name in names if name.startswith("phalanx::")] for names in (ops.names, expected.names))
+        assert [name.replace("compress", "prepare") for name in launched] == others
+    for make_plan in (decode, mixed, speculative):
+        counts = [Counter(launches_of(lambda rank=rank, make=make_plan: rank.run(make(2)))) for rank in (plain, small)]  # type: ignore[misc]
+        assert counts[0].total() == counts[1].total()
+        assert counts[0]["phalanx::prepare_heads"] == counts[1]["phalanx::compress_heads"]
+    assert dict(small.step.graphs.num_replays) == {2: 1}
 
 
 @configs

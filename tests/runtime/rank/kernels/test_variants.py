@@ -9,15 +9,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.core.step_plan import StepResult
+from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
 from phalanx_runtime.model.partition import partition
+from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
+from phalanx_runtime.rank.memory.kv_cache import make_caches
 from tests.runtime.collective.fake_groups import fake_group
-from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder
 from tests.runtime.rank.device.fake_decoders import ALONE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M
 from tests.runtime.rank.device.fake_plans import decode, mixed, speculative, with_logprobs
 from tests.runtime.rank.device.fake_rank import FakeRank
@@ -62,8 +65,8 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def listed(config: ModelConfig, world_size: int = 1) -> list[KernelVariant]:
-    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size)
+def listed(config: ModelConfig, world_size: int = 1, format: PageFormat | None = None) -> list[KernelVariant]:
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format)
     return model_variants(config, partition(config, world_size)[0], options)
 
 
@@ -87,6 +90,22 @@ def test_layers_of_each_family_launch_listed_variants(architecture: str, world_s
     assert surplus(found, expected) == []
     assert {variant.name for variant in found} == {variant.name for variant in expected}
     assert len(expected) == len(set(expected)) <= (40 if config.mixture else 20)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"])
+def test_layers_with_compressed_pages_launch_listed_variants(architecture: str, name: str) -> None:
+    config = parse_config({**BASE, **CHANGES[architecture], "architectures": [architecture]})
+    expected = listed(config, format=FORMATS[name])
+    with observed_launches() as found:
+        decoder = fake_decoder(config)
+        kv = KvLayout(decoder.kv.kv_heads, (config.head_dim,) * config.num_layers, frozenset())
+        caches = make_caches(kv, 64, PAGE, DTYPE, CUDA, FORMATS[name])
+        for runs in STEPS.values():
+            batch = fake_batch(runs, decoder.kv.kv_heads)
+            decoder.hidden(batch, caches, empty(len(batch.tokens), config.hidden_size))
+    assert surplus(found, expected) == []
+    assert {variant.name for variant in found} == {variant.name for variant in expected} >= {"compress_heads"}
 
 
 @pytest.mark.parametrize(("world_size", "is_parallel"), [(1, False), (2, False), (2, True)])

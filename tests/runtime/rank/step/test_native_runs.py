@@ -17,6 +17,7 @@ from phalanx_runtime.model.attention.paged import (
     DenseAttention,
     LayerCache,
     StepBatch,
+    transform,
 )
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
@@ -85,7 +86,8 @@ class Case:
         cache = self.cache
         if cache.format is None:
             cache = LayerCache(cache.k.float(), cache.v.float())
-        return DenseAttention()(self.q.float(), self.k.float(), self.v.float(), cache, self.batch, form, is_written=True)
+        q, k = transform(self.q.float(), self.k.float(), cache)
+        return DenseAttention()(q, k, v=self.v.float(), cache=cache, batch=self.batch, params=form, is_written=True)
 
 
 def tolerance(one: Case) -> float:

@@ -1,0 +1,52 @@
+"""Functions that several Triton kernels call."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weighted(values, scale, weight, dtype: tl.constexpr):
+    """Returns values * scale * weight as `dtype`. An fp32 weight multiplies before the values are rounded, as in `rms_norm`."""
+    if weight.dtype == tl.float32:
+        normed = (values * scale * weight).to(dtype)
+    else:
+        normed = ((values * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    return normed
+
+
+@triton.jit
+def from_e4m3(codes):
+    """Returns fp32 of e4m3 in the low bits of int32: shifted into an fp32 with an exponent that is 120 too small, which is exact
+    for subnormal values too. Architectures before 8.9 convert no fp8."""
+    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def to_e4m3(x):
+    """Returns e4m3 bits, int32, of fp32 up to 448 in size, rounded to the nearest even code."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 8 * the difference of exponents
+    subnormal = nearest_integer(tl.abs(x) * 512.0) & 0xF
+    return tl.where(size < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
+
+
+@triton.jit
+def nearest_integer(x):
+    """Returns int32 whose low 22 bits are those of fp32 x as an integer, rounded to the nearest even one: the sum's last bits."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def to_bfloat16(x):
+    """Returns fp32 rounded to the nearest even bfloat16. The interpreter's conversion rounds towards 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def down_to_bfloat16(x):
+    """Returns the largest bfloat16 up to fp32 x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
