@@ -13,11 +13,13 @@ from bench.gpu.sizes import Sizes
 from phalanx_api import wire
 from phalanx_api.roofline import ModelShape
 from phalanx_runtime.model.attention.gpu import open_gpu_attention
-from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, write_pages
+from phalanx_runtime.model.attention.page_format import FORMATS
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, transform, write_pages
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
 from tests.gpu.places import Place
+from tests.runtime.model.compressed import compress, copied
 from tests.runtime.rank.sampling.gpu_cases import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,7 @@ KERNEL_TESTS = (
     *(f"tests/runtime/model/gpu/test_{name}.py" for name in ("attention", "decoder_kernels")),
     *(f"tests/runtime/rank/device/test_{name}.py" for name in ("device_rows", "decode_inputs")),
     *(f"tests/runtime/rank/sampling/test_gpu_{name}.py" for name in ("rows", "samples", "results")),
+    *(f"tests/runtime/model/gpu/test_compressed_{name}.py" for name in ("attention", "heads")),
 )
 """They draw shapes, on the GPU where there is one."""
 
@@ -81,6 +84,26 @@ def test_attention_equals_the_reference(place: Place, kind: str, form: str, dtyp
     expected = PagedAttention()(q.float(), k.float(), v.float(), wide(cache), wide_batch, FORMS[form])
     result = open_gpu_attention(False)(q, k, v, cache, batch, FORMS[form])
     assert error(result, expected.view_as(result)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_compressed_pages_are_written_and_read(place: Place, name: str, form: str) -> None:
+    shape, make = shape_of(place), tensors_of(place, place.dtype)
+    runs = [*((context - 1, 1) for context in place.contexts), (place.chunk, place.chunk // 2)]
+    tokens, page = sum(count for _, count in runs), make.sizes.page
+    cache = compress(make.cache(shape, sum(-(-(before + count) // page) for before, count in runs)), name)
+    known = copied(cache)
+    q, k, v = (make(tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
+    result = open_gpu_attention(False)(q, k, v, cache, make.batch(shape, runs), FORMS[form])
+    wide_batch = tensors_of(place, torch.float32).batch(shape, runs)
+    wide_q, wide_k = transform(q.float(), k.float(), cache)
+    expected = PagedAttention()(wide_q, wide_k, v.float(), cache=cache, batch=wide_batch, params=FORMS[form], is_written=True)
+    assert error(result, expected.view_as(result)) < BOUND[place.dtype]
+    write_pages(wide_k, v, known, wide_batch.slots)
+    assert torch.equal(cache.v, known.v) and cache.v_scales is not None and known.v_scales is not None
+    assert torch.equal(cache.v_scales.view(torch.int16), known.v_scales.view(torch.int16))
+    assert (cache.k != known.k).float().mean() < 0.05, "keys are rounded to the dtype before they are rounded to codes"
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 700])

@@ -64,13 +64,7 @@ PREFILL_COMPRESSED: Mapping[int, TileConfig] = {
     128: TileConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=3),
     256: TileConfig(block_queries=8, block_keys=16, num_warps=4, num_stages=2),
 }
-"""Of int8 and fp8 pages, whose conversion needs registers too."""
-PREFILL_INT4: Mapping[int, TileConfig] = {
-    64: TileConfig(block_queries=16, block_keys=64, num_warps=4, num_stages=3),
-    128: TileConfig(block_queries=16, block_keys=32, num_warps=4, num_stages=3),
-    256: TileConfig(block_queries=8, block_keys=16, num_warps=4, num_stages=2),
-}
-"""Of int4 pages: a tile of fewer keys has less than 16 bytes per thread."""
+"""Of compressed pages, whose conversion needs registers too."""
 MIN_ROWS = 16
 """Rows of the smallest tile of tensor cores."""
 MERGE_WARPS = 4
@@ -92,7 +86,7 @@ def padded_dim(head_dim: int) -> int:
 def prefill_tiles(capability: int, format: PageFormat | None) -> Mapping[int, TileConfig]:
     """Returns the configurations of chunks by padded head dimension. `capability`: major compute capability."""
     if format is not None:
-        return PREFILL_INT4 if format.name == "int4" else PREFILL_COMPRESSED
+        return PREFILL_COMPRESSED
     return PREFILL_BLACKWELL if capability >= 10 else PREFILL
 
 

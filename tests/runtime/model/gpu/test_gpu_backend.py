@@ -6,11 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from phalanx_api.engine_config import KvCacheDtype
 from phalanx_runtime.model.attention.gpu import MAX_SPLITS, TritonAttention, can_attend, max_splits
 from phalanx_runtime.model.attention.paged import PagedAttention
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.decoder.load import OPS, choose_ops
+from phalanx_runtime.model.kernels.variant import observed_launches
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
 
@@ -46,6 +48,34 @@ def test_kernels_give_the_tokens_of_the_reference(
     assert tokens(folder, Build(attention=attention)) == expected
     assert attention.num_computed > 0
     assert ops.num_launched > 0
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "int8"), ("llama", "int4"), ("llama", "fp8")])
+def test_compressed_pages_give_the_tokens_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, kv_cache_dtype: KvCacheDtype
+) -> None:
+    folder = save_tiny(tmp_path / "model", family)
+    attention, ops = TritonAttention(), TritonOps()
+    expected = tokens(folder, Build(attention=PagedAttention(), kv_cache_dtype=kv_cache_dtype))
+    monkeypatch.setitem(cast(dict[str, Any], OPS), "cpu", lambda: ops)
+    with observed_launches() as found:
+        assert tokens(folder, Build(attention=attention, kv_cache_dtype=kv_cache_dtype)) == expected
+    assert {variant.name for variant in found} >= {"compress_heads", "paged_attention"}
+    assert "prepare_heads" not in {variant.name for variant in found}
+
+
+@pytest.mark.no_cover
+def test_any_model_writes_compressed_pages_by_the_kernel(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", "llama")
+    reference, kernels = (
+        Build(attention=attention, kv_cache_dtype="int8", level="transformers")
+        for attention in (PagedAttention(), TritonAttention())
+    )
+    expected = tokens(folder, reference)
+    with observed_launches() as found:
+        assert tokens(folder, kernels) == expected
+    assert {variant.name for variant in found} >= {"compress_heads", "paged_attention"}
 
 
 def test_float64_is_computed_by_the_reference(tmp_path: Path) -> None:
