@@ -32,7 +32,7 @@ ODD_WORDS = re.compile(
 
 MAX_POSITIONAL = 5
 MAX_FUNCTION_LINES = 50
-MAX_KERNEL_LINES = 140
+MAX_KERNEL_LINES = 200
 """Of a Triton kernel: one loop over memory, with an argument per line."""
 MAX_FOLDER = 14
 MAX_MODULES = 480
