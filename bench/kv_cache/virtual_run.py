@@ -1,7 +1,7 @@
 """The real scheduler in virtual time, with the copies of its host tier.
 
 A step takes the time of a step-time function; copies take a time per page, one after another, in a thread beside the steps as
-in `rank.memory.host_pages`: a step waits for the copies of earlier plans, and for its own if it uses their pages. Copies and
+in `rank.tiers.host_pages`: a step waits for the copies of earlier plans, and for its own if it uses their pages. Copies and
 steps do not slow each other down. The scheduler learns its step times and loads from these, as it does from measured ones.
 """
 

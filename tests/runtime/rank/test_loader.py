@@ -61,7 +61,7 @@ def test_ranks_agree_on_pages_in_host_memory(tmp_path: Path, ranks: int, stages:
     ("num_bytes", "message"),
     [(1, "host_cache_memory of 1 bytes holds no page of"), (1 << 40, "host_cache_memory takes 1048576 MiB for 1 ranks")],
 )
-def test_host_memory_that_is_too_small_or_large_is_refused(tmp_path: Path, num_bytes: int, message: str) -> None:
+def test_host_memory_of_wrong_size_is_refused(tmp_path: Path, num_bytes: int, message: str) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\n")
     machine = System(tmp_path, tmp_path / "none", tmp_path / "meminfo", 1)
     spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), host_cache_memory=num_bytes, kv_cache_memory_bytes=None)
