@@ -46,7 +46,7 @@ def test_killed_runtime_starts_with_the_pages_on_disk(model: Path, tmp_path: Pat
         wait_until(lambda: metric_of(program, "phalanx_disk_cached_pages") > 100)
         for rank in ranks_of(program):
             os.kill(rank, signal.SIGKILL)
-        wait_until(lambda: incarnation(program) == 2 and readiness(program).status_code == 200, 90)
+        wait_until(lambda: incarnation(program) > 1 and readiness(program).status_code == 200, 90)
         wait_until(lambda: metric_of(program, "phalanx_disk_cached_pages") > 100)
         assert [answer(program, prompt) for prompt in PROMPTS] == expected
         assert metric_of(program, "phalanx_disk_fetched_pages_total") > 0
