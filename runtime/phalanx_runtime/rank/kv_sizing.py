@@ -135,7 +135,11 @@ def _pool_bytes(spec: RankSpec, usable: int, taken: int, device: torch.device, s
 
 
 def _usable_bytes(spec: RankSpec, device: torch.device, system: System) -> int:
-    """The share of the pod's limit; on a GPU, `gpu_memory_utilization` minus other processes."""
+    """The share of the pod's limit; on a GPU, `gpu_memory_utilization` minus other processes.
+
+    Raises ModelError if host memory for pages exceeds the pod's limit.
+    """
+    _check_host_memory(spec, system)
     if device.type == "cpu":
         return memory_limit(system) // spec.local_world_size - (spec.engine.host_cache_memory or 0)
     torch.cuda.empty_cache()
@@ -150,7 +154,7 @@ def _agree(num_pages: int, page_bytes: int, collective: Collective) -> tuple[int
     return min(counts), sum(sizes)
 
 
-def check_host_memory(spec: RankSpec, system: System) -> None:
+def _check_host_memory(spec: RankSpec, system: System) -> None:
     """Raises ModelError if the pod has less memory than its ranks may fill with evicted pages."""
     limit, total = memory_limit(system), (spec.engine.host_cache_memory or 0) * spec.local_world_size
     if total >= limit:

@@ -28,7 +28,7 @@ from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
-from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, check_host_memory, measure_kv_sizing
+from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
@@ -88,7 +88,6 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """Returns the runner, and the report for the supervisor. Raises ModelError, PeerLost, DraftLost."""
-    check_host_memory(spec, system)
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
     options = _choose_load_options(spec, source, pipeline, device, system)
