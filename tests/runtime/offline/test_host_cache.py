@@ -1,0 +1,33 @@
+"""A group of processes that keeps evicted pages in host memory."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx_runtime import LLM, SamplingParams
+from tests.runtime.tiny import save_tiny
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = [f"prompt {i} " + "some more words of it " * 8 for i in range(8)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are those of the first time, when each page was computed."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))
+    folder = save_tiny(tmp_path / "model")
+    with LLM(
+        str(folder),
+        dtype="float64",
+        kv_cache_memory_bytes=1 << 19,
+        host_cache_memory=4 << 20,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+    ) as engine:
+        first, second = engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, GREEDY)
+    assert [output.outputs for output in second] == [output.outputs for output in first]
+    assert sum(output.num_cached_tokens for output in first) == 0
+    pool_tokens = (1 << 19) // (2 * 3 * 2 * 16 * 8)
+    assert sum(output.num_cached_tokens for output in second) > 2 * pool_tokens
