@@ -63,7 +63,12 @@ async def test_leader_sends_identity_then_state_then_load() -> None:
         frames = [wire.decode_from_leader(await connection.recv(decode=False)) for _ in range(3)]
         assert frames == [
             wire.Welcome(
-                protocol_version=PROTOCOL_VERSION, group="group-a", revision="r1", page_size=16, assets_hash=ASSETS.content_hash
+                protocol_version=PROTOCOL_VERSION,
+                group="group-a",
+                revision="r1",
+                page_size=16,
+                assets_hash=ASSETS.content_hash,
+                can_send_prefixes=True,
             ),
             wire.State(serving=True, incarnation=1),
             wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8),
