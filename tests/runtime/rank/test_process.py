@@ -105,7 +105,7 @@ def test_two_ranks_serve_and_exit_together(tmp_path: Path) -> None:
             assert served.version == "c0ffee"
             assert served.layout == "tp2 pp1 float32 page16 heads1x16x3"
             assert served.page_bytes == 2 * 16 * 2 * 3 * 1 * 16 * 4, "of both ranks"
-            assert ready[1].served == wire.Served()
+            assert ready[1].served == served, "of equal heads"
             engine.send(wire.encode(wire.Submit(5, request)))
             assert tokens_of(engine) == expected
             long = [7] * 40
