@@ -32,7 +32,7 @@ COPY_TIMEOUT_S = 10.0
 PAUSE_S = 10.0
 """Time without pulls from and to a group that failed one."""
 StartRequest = Callable[[str, int], None]
-"""Starts a request with this move, or none, at a group that has so many of its tokens."""
+"""Starts a request. Arguments: its move, empty without one, and how many of its tokens the group has."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -54,19 +54,22 @@ def test_a_slow_load_is_tried_again_after_declines() -> None:
     script=st.lists(st.tuples(st.sampled_from(["store", "load", "plan", "cancel"]), st.integers(0, 5), st.integers(0, 7))),
 )
 def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, script: list[tuple[str, int, int]]) -> None:
-    """Pages are written by others once they are stored or cancelled, after the plan's copies or before."""
-    host = HostTier(num_slots, policy)
+    """Also on disk. Pages are written by others once they are stored or cancelled, after the plan's copies or before."""
+    host = HostTier(num_slots, policy, has_disk=True)
     slots: dict[int, bytes] = {}
     content: dict[int, bytes] = {}
     present: set[bytes] = set()
     loaded: dict[int, bytes] = {}
 
     def execute() -> None:
-        for is_load, page, slot in host.take()[0]:
+        copies, keys = host.take()
+        stored = iter(keys)
+        for is_load, page, slot in copies:
             if is_load:
                 content[page] = slots[slot]
             else:
                 slots[slot] = content[page]
+                assert slots[slot] == next(stored), "a disk keeps it under this key"
         for page, key in loaded.items():
             assert content[page] == key
         loaded.clear()
@@ -98,3 +101,12 @@ def test_without_slots_nothing_is_stored() -> None:
     assert host.store(3, b"k" * 16) is None
     assert host.match([b"k" * 16]) == []
     assert host.take() == ([], [])
+
+
+def test_page_that_lost_its_slot_is_not_stored_later() -> None:
+    """Something else writes it before the plan, and a disk would keep that under its key."""
+    host = HostTier(1, has_disk=True)
+    host.store(0, b"a" * 16)
+    assert host.store(1, b"b" * 16) == b"a" * 16
+    assert host.cancel([0]) == []
+    assert host.take() == ([(False, 1, 0)], [b"b" * 16])

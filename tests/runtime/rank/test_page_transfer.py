@@ -382,3 +382,13 @@ def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank
         transport.close()
     for server in opened:
         server.close()
+
+
+def test_earlier_reports_wake_an_engine_that_starts() -> None:
+    """A disk reports its keys before the engine does anything."""
+    reports, woken = TransferReports(), list[bool]()
+    reports.start(lambda: woken.append(True))
+    assert woken == []
+    reports.add(0, Forgotten("m"))
+    reports.start(lambda: woken.append(True))
+    assert len(woken) == 2

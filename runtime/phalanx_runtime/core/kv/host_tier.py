@@ -65,12 +65,13 @@ class HostTier:
         self._time = 0
         self._pending: list[tuple[HostCopy, bytes]] = []
         """Copies of the next plan, with their keys."""
-        self._reserved: set[int] = set()
         self._copied: set[int] = set()
         """Their device pages."""
         self._loading: set[int] = set()
         self._storing: dict[int, bytes] = {}
         """Device pages that they store, with the keys that find the slots."""
+        self._reserved: set[int] = set()
+        """Slots that pages from elsewhere will fill."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of
@@ -145,7 +146,7 @@ class HostTier:
         keys = [self._storing.pop(page) for page in pages if page in self._storing] if self._storing else []
         for key in keys:
             slot = self._slot_of[key]
-            self._pending = [(copy, other) for copy, other in self._pending if copy[2] != slot]
+            self._drop_pending(slot)
             self._drop(slot)
         return keys
 
@@ -217,9 +218,20 @@ class HostTier:
         key = self._keys[slot]
         assert key is not None, "a victim has a key"
         self.counters.evicted += 1
-        self._storing = {page: other for page, other in self._storing.items() if other != key} if self._storing else {}
+        self._drop_pending(slot)
         self._drop(slot)
         return key
+
+    def _drop_pending(self, slot: int) -> None:
+        """Drops a pending store into a slot that loses its page, unless a load of the same plan reads it.
+
+        Otherwise something may write the device page before the plan, and a disk would keep that under the key.
+        """
+        copies = [(copy, key) for copy, key in self._pending if copy[2] == slot]
+        if copies and not any(is_load for (is_load, _, _), _ in copies):
+            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != slot]
+            for (_, page, _), _ in copies:
+                self._storing.pop(page, None)
 
     def _drop(self, slot: int) -> None:
         key = self._keys[slot]

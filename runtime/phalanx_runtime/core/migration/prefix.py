@@ -25,7 +25,7 @@ class _PrefixSend:
     reading: set[int]
     """Ranks that may read the pages."""
     deadline: float | None
-    """Absent while closing: a rank ends by its own timeouts."""
+    """None while closing, because the timeouts of the ranks end that."""
 
 
 class PrefixSends:

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED_PAGES = 64
 """Further pages are not written: the disk is slower than evictions."""
+MAX_REPORTED_KEYS = 10_000
+"""Of one report: a frame between ranks has a bound."""
 IDLE_S = 1.0
 """Compaction runs after this time without work."""
 
@@ -75,12 +77,23 @@ class DiskPages:
             try:
                 job = self._jobs.get(timeout=IDLE_S)
             except queue.Empty:
+                job = None
+            try:
+                self._execute(job)
+            except Exception:  # a defect costs these pages; requests must not wait for them
+                log.exception("the disk tier failed")
+                if isinstance(job, _DiskRead):
+                    job.report(PagesFetched(job.order.number, 0, 0.0))
+
+    def _execute(self, job: _Put | _DiskRead | None) -> None:
+        """Executes a job; compacts without one."""
+        match job:
+            case None:
                 self._changed([], self._log.compact(time.monotonic()))
-                continue
-            if isinstance(job, _Put):
-                self._put(job)
+            case _Put():
                 self._num_queued -= 1
-            else:
+                self._put(job)
+            case _DiskRead():
                 self._fetch(job)
 
     def _put(self, job: _Put) -> None:
@@ -104,5 +117,7 @@ class DiskPages:
         self._changed([], lost)
 
     def _changed(self, added: list[bytes], dropped: list[bytes]) -> None:
-        if self._report is not None and (added or dropped):
-            self._report(DiskChanged(added, dropped))
+        assert self._report is not None, "the thread waits for `start`"
+        for first in range(0, max(len(added), len(dropped)), MAX_REPORTED_KEYS):
+            some = slice(first, first + MAX_REPORTED_KEYS)
+            self._report(DiskChanged(added[some], dropped[some]))

@@ -23,7 +23,7 @@ Rows = Tensor | NDArray[np.uint8]
 
 
 class HostCopies(Protocol):
-    """The host memory of a rank. All calls but `wait` come from the thread of the steps."""
+    """The host memory of a rank. Calls come from the thread of the steps, except `wait` and `write`."""
 
     def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool) -> None:
         """Waits for the copies of earlier plans, then starts these in order. `must_wait`: returns when they are complete.
@@ -80,7 +80,10 @@ class _CopyRun:
 
 
 def copy_runs(copies: Sequence[HostCopy], stored: Sequence[bytes] = ()) -> Iterator[_CopyRun]:
-    """Divides copies into runs that may be executed at once: of one direction, and each target once. stored: keys of stores."""
+    """Divides copies into runs of one direction that have each target once: a disk gets the slots after the run.
+
+    stored: keys of the stores, if a disk keeps them.
+    """
     run = _CopyRun(False, [], [], [])
     targets: set[int] = set()
     keys = iter(stored)
@@ -117,7 +120,7 @@ class HostPages:
         shapes = [((num_slots, rows.shape[1]), torch.uint8) for rows in tensors]
         self._rows: list[Rows]
         self._slots: list[Rows]
-        if self._device.type == "cpu":  # NumPy's copies of rows take a fifth of the time of torch's
+        if self._device.type == "cpu":  # torch takes longer for each row
             self._rows = [rows.numpy() for rows in tensors]
             self._slots = [slots.numpy() for slots in lazily_zeroed(shapes)]
         else:

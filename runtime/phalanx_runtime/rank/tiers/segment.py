@@ -5,7 +5,7 @@
     record: magic, key, checksum of the page, checksum of these           zeros: free slot; another magic: dead slot
 
 A page is written before its record, so a process that dies leaves a free slot, or a record whose page is whole. After a power
-failure anything may be on disk: whoever reads a page compares its checksum. Nothing waits for the disk (fsync).
+failure anything may be on disk: each read of a page compares its checksum. No write waits for the disk (fsync).
 
 All records are in one place, so that an index is rebuilt with one read per segment, independent of the size of pages.
 """

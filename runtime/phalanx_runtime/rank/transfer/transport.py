@@ -38,8 +38,10 @@ class TransferReports:
         self._wake()
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Sets the function called after each report."""
+        """Sets the function called after each report, and calls it if there are reports."""
         self._wake = wake
+        if self._unread:
+            wake()
 
     def take(self) -> list[tuple[int, Report]]:
         """Removes and returns all reports."""

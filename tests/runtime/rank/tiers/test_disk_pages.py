@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
+from phalanx_runtime.rank.tiers import disk_pages
 from phalanx_runtime.rank.tiers.disk_pages import MAX_QUEUED_PAGES, DiskPages
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from tests.polling import wait_until
@@ -51,6 +54,32 @@ def test_a_restart_reports_the_pages_on_disk(tmp_path: Path) -> None:
     reports = list[DiskReport]()
     DiskPages(make_log(tmp_path)).start(reports.append)
     wait_until(lambda: reports == [DiskChanged(KEYS, [])])
+
+
+def test_failed_fetch_is_answered(tmp_path: Path) -> None:
+    """Also one that fails in a call of the rank; later ones work."""
+    disk, reports = DiskPages(make_log(tmp_path)), list[DiskReport]()
+    put_all(disk)
+    disk.start(reports.append)
+
+    def fail(step: int) -> None:
+        raise RuntimeError("the rank lost its device")
+
+    for number, wait in enumerate((fail, lambda step: None)):
+        order = FetchPages(number=number, keys=KEYS[:2], slots=[0, 1], step=1)
+        disk.fetch(order, wait, lambda slot, page: None, reports.append)
+    wait_until(lambda: sum(isinstance(report, PagesFetched) for report in reports) == 2)
+    assert [report.count for report in reports if isinstance(report, PagesFetched)] == [0, 2]
+
+
+def test_many_keys_are_reported_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_pages, "MAX_REPORTED_KEYS", 4)
+    pages = make_log(tmp_path)
+    for number, key in enumerate(KEYS):
+        pages.put(key, [memoryview(content(number))])
+    reports = list[DiskReport]()
+    DiskPages(pages).start(reports.append)
+    wait_until(lambda: reports == [DiskChanged(KEYS[:4], []), DiskChanged(KEYS[4:], [])])
 
 
 def test_pages_beyond_the_queue_are_not_written(tmp_path: Path) -> None:

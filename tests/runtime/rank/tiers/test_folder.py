@@ -1,4 +1,4 @@
-"""One process owns an identity's folder; folders that nobody uses make room."""
+"""One process owns an identity's folder; unused folders of other identities are removed when the disk is full."""
 
 import os
 import subprocess
