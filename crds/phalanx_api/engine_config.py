@@ -64,7 +64,7 @@ class Setting:
     @property
     def spellings(self) -> tuple[str, ...]:
         """All forms of the flag."""
-        negated = (f"--no-{self.flag[2:]}",) if self.type is bool and self.default else ()
+        negated = (f"--no-{self.flag[2:]}",) if self.type is bool else ()
         return (self.flag, *((self.short,) if self.short else ()), *negated)
 
     @property

@@ -194,8 +194,7 @@ def _add_model_flags(serve: argparse.ArgumentParser) -> None:
 def _add_setting(serve: argparse.ArgumentParser, setting: Setting) -> None:
     names = [setting.flag, *([setting.short] if setting.short else [])]
     if setting.type is bool:
-        action = argparse.BooleanOptionalAction if setting.default else "store_true"
-        serve.add_argument(*names, action=action, default=setting.default, help=setting.help)
+        serve.add_argument(*names, action=argparse.BooleanOptionalAction, default=setting.default, help=setting.help)
     elif setting.choices is not None:
         serve.add_argument(*names, choices=setting.choices, default=setting.default, help=setting.help)
     else:

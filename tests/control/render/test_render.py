@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_api import labels
 from phalanx_api.crd import schema
-from phalanx_api.engine_config import SCHEDULING_POLICIES
+from phalanx_api.engine_config import SCHEDULING_POLICIES, SETTINGS
 from phalanx_api.spec.engine import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
 from phalanx_operator.render import monitoring, network, pods, router, services
@@ -135,11 +135,22 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     cached = {"uri": "hf://o/m", "revision": "a", "cache": {"type": "Shared", "claimName": "c", "readOnly": True}}
     wide = {"tensor": 2, "pipeline": 2}
     args = container(engine=everything, model=cached, parallelism=wide)["args"]
-    args += container(engine={"prefixCaching": True, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
+    unset = {"prefixCaching": True, "asyncScheduling": False, "enforceEager": False, "enableExpertParallel": False}
+    args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
     assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "-q", "--api-key", "--api-keys-file"}, (
         "flags that the operator never sets on groups"
     )
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_runtime_accepts_both_values_of_boolean_fields(value: bool) -> None:
+    booleans = {setting.manifest: setting for setting in SETTINGS if setting.type is bool and setting.manifest}
+    fields = {path.removeprefix("spec.engine."): value for path in booleans}
+    args = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in container(engine=fields)["args"]]
+    words = [word for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
+    parsed = vars(make_parser().parse_args(words))
+    assert {parsed[setting.flag.removeprefix("--").replace("-", "_")] for setting in booleans.values()} == {value}
 
 
 def test_extra_flags_come_last_and_the_runtime_accepts_them() -> None:
