@@ -1,12 +1,15 @@
 """Strikes a service repeatedly in the test cluster and waits each time until it recovers.
 
     python3 -m tests.cluster up --images
-    python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.chaos --minutes 20 [--seed N]
+    python3 -m tests.cluster run $(python3 tools/bootstrap.py dev)/bin/python -m bench.chaos --minutes 20 [--seed N] [--rungs]
 
 The service has three groups of two pods with a tiny model, each group on one node, and two routers; the operator has two
 replicas. Each kind of strike comes once, then random ones until the time is over. After each, the service must be Ready, and each
 object of every kind that the operator makes must have its owner and exist once. Between, groups are checked twice a second; a
 duplicate may exist for 5 s (`watch.DUPLICATE_S`).
+
+With `--rungs` the service has every memory tier (`bench.chaos.rungs`), clients repeat questions with common prefixes, and each
+answer must equal that of an undisturbed engine without tiers.
 
 Prints the seed first and the result as JSON last. Exits with 1 if a kind was never struck, the state did not converge, an object
 had no owner, a group existed twice, or the status said Ready for more than 10 s while nothing was served and an operator ran.
@@ -23,19 +26,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.chaos import rungs as tiers
 from bench.chaos.checks import false_ready_periods, unsettled
+from bench.chaos.questions import Question, answered
 from bench.chaos.strikes import NOT_DONE, Striker, StrikeRecord, missing_strikes, next_strike
-from bench.chaos.traffic import Traffic
+from bench.chaos.traffic import OTHER_TOKENS, Traffic
 from bench.chaos.watch import NAME, Watcher
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
 from tests.cluster import tiny_model
 from tests.cluster.access import Cluster, local_cluster
 from tests.cluster.conftest import make_namespace
+from tools.cache import cache_root
 from tools.errors import Failed
 
 MAX_FALSE_READY_S = 10.0
 GROUPS, ROUTERS, CLIENTS = 3, 2, 3
+RUNG_CLIENTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class Result:
     duplicates: list[str]
     streams: dict[str, int]
     probes: tuple[int, int]
+    rungs: dict[str, int]
+    """What each memory tier did."""
 
     @property
     def holds(self) -> bool:
@@ -55,21 +64,37 @@ class Result:
         return (
             settled
             and not (self.violations or self.false_ready_s or self.duplicates)
+            and OTHER_TOKENS not in self.streams
             and self.streams.get("completed", 0) > 0
             and bool(self.strikes)
         )
 
 
-def manifest(cluster: Cluster) -> dict[str, Any]:
-    """Returns the manifest. A group's pods share a node, so that a lost node affects some groups only."""
-    body = svc.manifest(NAME, model=f"pvc://models/{tiny_model.NAME}", replicas=GROUPS, servedNames=["tiny"])
+def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None) -> dict[str, Any]:
+    """Returns the manifest, with all memory tiers if they have sizes.
+
+    A group's pods share a node, so that a lost node affects some groups only.
+    """
+    model = tiny_model.WIDE if sizes else tiny_model.NAME
+    body = svc.manifest(NAME, model=f"pvc://models/{model}", replicas=GROUPS, servedNames=["tiny"])
     del body["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"]
     one_node = {"key": "kubernetes.io/hostname", "mode": "Required"}
     body["spec"]["placement"] = {"topology": one_node, "spreadGroups": "Preferred"}
     body["spec"]["engine"] |= {"kvCacheMemory": "64Mi", "maxModelLen": 2048}
     body["spec"]["router"] = {"replicas": ROUTERS}
     body["spec"]["restartPolicy"] = {"nodeLostSeconds": 30}
-    return cluster.with_site_packages(body)
+    return cluster.with_site_packages(tiers.with_rungs(body, sizes) if sizes else body)
+
+
+def apply(cluster: Cluster, namespace: str, has_rungs: bool) -> list[Question]:
+    """Creates claims and the service. Returns the questions for its clients; none without tiers."""
+    cluster.claim(namespace, "models", tiny_model.folder())
+    sizes = tiers.sizes_here() if has_rungs else None
+    if sizes:
+        folder = tiers.make_folder(cache_root() / "pages" / namespace)
+        cluster.claim(namespace, tiers.DISK_CLAIM, folder, "ReadWriteMany")
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest(cluster, sizes)))
+    return answered(tiny_model.folder() / tiny_model.WIDE, sizes.flags) if sizes else []
 
 
 def run(
@@ -80,21 +105,23 @@ def run(
     limit_s: float = 300.0,
     first: Sequence[str] = (),
     max_outage_s: float = 45.0,
+    has_rungs: bool = False,
 ) -> Result:
     """Strikes for `minutes`: first the kinds of `first` in order (default: each once, shuffled), then random ones."""
     print(f"seed {seed}", flush=True)
     rng = random.Random(seed)
     installation.install(cluster)
     namespace = make_namespace(cluster, "chaos")
-    cluster.claim(namespace, "models", tiny_model.folder())
-    cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest(cluster)))
+    questions = apply(cluster, namespace, has_rungs)
     ip = svc.wait_for(lambda: _service_ip(cluster, namespace), 60, "the router's Service")
     watcher = Watcher(cluster, namespace, f"http://{ip}", "tiny")
     violations: list[str] = []
     strikes: list[StrikeRecord] = []
     if _settle(watcher, limit_s, violations) is None:
-        return Result(seed, minutes, strikes, violations, [], [], {}, (0, 0))
-    traffic = Traffic(f"http://{ip}", "tiny", CLIENTS, watcher.served)
+        return Result(seed, minutes, strikes, violations, [], [], {}, (0, 0), {})
+    clients = RUNG_CLIENTS if has_rungs else CLIENTS
+    traffic = Traffic(f"http://{ip}", "tiny", clients, watcher.served, questions)
+    counts = tiers.RungWatch(watcher.pod_addresses)
     watcher.start()
     traffic.start()
     started = time.monotonic()
@@ -104,16 +131,15 @@ def run(
         strikes += _strike_until(striker, first, watcher, minutes, limit_s, violations)
         violations += missing_strikes(first, strikes)
     finally:
-        streams, observed = traffic.stop(), watcher.stop()
+        streams, observed, done = traffic.stop(), watcher.stop(), counts.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
     found = list[float]()
     for period in false_ready_periods(observed.samples, MAX_FALSE_READY_S):
         found.append(round(period.seen_s, 1))
         span = f"from {period.from_s - started:.0f} s to {period.to_s - started:.0f} s"
         print(f"Ready for {period.seen_s:.1f} s observed while nothing was served, {span}", flush=True)
-    return Result(
-        seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), (observed.probes_answered, observed.probes)
-    )
+    probes = observed.probes_answered, observed.probes
+    return Result(seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), probes, done)
 
 
 def _service_ip(cluster: Cluster, namespace: str) -> str | None:
@@ -171,8 +197,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     parser.add_argument("--limit", type=float, default=300.0, help="maximum recovery time in seconds")
+    parser.add_argument("--rungs", action="store_true", help="a service with every memory tier")
     args = parser.parse_args()
-    result = run(local_cluster(), minutes=args.minutes, seed=args.seed, limit_s=args.limit)
+    result = run(local_cluster(), minutes=args.minutes, seed=args.seed, limit_s=args.limit, has_rungs=args.rungs)
     times = [seconds for _, _, seconds in result.strikes if seconds is not None]
     report = {name: getattr(result, name) for name in result.__dataclass_fields__} | {
         "converged_s": {"max": max(times, default=None), "mean": sum(times) / len(times) if times else None},

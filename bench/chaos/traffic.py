@@ -3,20 +3,26 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import httpx
 
-TOKENS = 120
+from bench.chaos.questions import TOKENS, Question, chosen
+
+OTHER_TOKENS = "other tokens than the reference"
+"""End of a whole answer that is wrong."""
 
 
 class Traffic:
-    """Several clients until `stop`; they call `served` for each token."""
+    """Several clients until `stop`; they call `served` for each event. With `questions`, they ask these again and again."""
 
-    def __init__(self, url: str, model: str, clients: int, served: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, model: str, clients: int, served: Callable[[], None], questions: Sequence[Question] = ()
+    ) -> None:
         self._url = url
         self._model = model
         self._served = served
+        self._questions = questions
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.ends: Counter[str] = Counter()
@@ -38,7 +44,7 @@ class Traffic:
         while not self._stop.is_set():
             count += 1
             try:
-                end = self._stream(f"client {number} request {count}", seed=1000 * number + count)
+                end = self._stream(chosen(self._questions, number, count))
             except httpx.HTTPError as error:
                 end = type(error).__name__
             with self._lock:
@@ -46,10 +52,11 @@ class Traffic:
             if end != "completed":
                 self._stop.wait(0.5)
 
-    def _stream(self, prompt: str, seed: int) -> str:
+    def _stream(self, question: Question) -> str:
         extra = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        body = {"model": self._model, "prompt": prompt, "seed": seed, "max_tokens": TOKENS, "stream": True, **extra}
-        tokens = 0
+        body = {"model": self._model, "prompt": question.prompt, "seed": question.seed, "max_tokens": TOKENS, "stream": True}
+        body |= extra
+        tokens: list[int] = []
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=httpx.Timeout(90, connect=5)) as response:
             if response.status_code != 200:
                 return refusal_of(response.status_code, response.read())
@@ -59,9 +66,12 @@ class Traffic:
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     return f"error {event['error'].get('code')}"
-                tokens += sum(len(choice.get("token_ids") or []) for choice in event["choices"])
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
                 self._served()
-        return "completed" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"
+        if len(tokens) != TOKENS:
+            return f"{len(tokens)} of {TOKENS} tokens"
+        return "completed" if question.tokens in (None, tuple(tokens)) else OTHER_TOKENS
 
 
 def refusal_of(status: int, body: bytes) -> str:

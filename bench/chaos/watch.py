@@ -86,6 +86,11 @@ class Watcher:
         sets, pods, replica_sets, deployments, *rest = lists
         return ServiceState(service, sets, pods, replica_sets, deployments, [body for objects in rest for body in objects])
 
+    def pod_addresses(self) -> list[str]:
+        """Returns the addresses of the service's pods; none while the API server does not answer."""
+        found = (pod.get("status", {}).get("podIP") for pod in self._list(PODS) or [])
+        return [address for address in found if address]
+
     def _list(self, resource: Resource) -> list[Json] | None:
         found = self._api.find(f"{resource.path(self._namespace)}?labelSelector={_OURS}")
         return None if found is None else [{"kind": found["kind"].removesuffix("List")} | body for body in found["items"]]

@@ -4,9 +4,13 @@ import asyncio
 
 import pytest
 
-from bench.chaos.traffic import TOKENS, Traffic
+from bench.chaos.questions import TOKENS, Question, shared_prompts
+from bench.chaos.rungs import COMPRESSED, COUNTERS, PLAIN, Sizes, counts_of, with_rungs
+from bench.chaos.traffic import OTHER_TOKENS, Traffic
+from phalanx_api.spec.inference_service import InferenceService, parse
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError
+from tests.cluster import service as svc
 from tests.frontend.fakes import FakeBackend, Script, seeded_script
 from tests.router.api_servers import http_server
 
@@ -32,3 +36,37 @@ async def test_answers_are_counted_by_how_they_ended(script: Script, end: str) -
     assert set(ends) == {end}, ends
     assert bool(served) == (end == "completed")
     assert {request.sampling.max_tokens for request in backend.requests} == {TOKENS}
+
+
+async def test_an_answer_with_other_tokens_is_counted() -> None:
+    backend = FakeBackend(seeded_script)
+    (model, *_) = backend.assets().served_names
+    async with http_server(create_app(backend)) as address:
+        traffic = Traffic(f"http://{address}", model, 1, lambda: None, [Question("a", 1, (1,) * TOKENS)])
+        traffic.start()
+        async with asyncio.timeout(20):
+            while not traffic.ends:
+                await asyncio.sleep(0.02)
+        assert set(await asyncio.to_thread(traffic.stop)) == {OTHER_TOKENS}
+
+
+def test_shared_prompts_differ_after_long_prefixes() -> None:
+    prompts = shared_prompts()
+    assert len(set(prompts)) == len(prompts) == 32
+    assert len({prompt[:640] for prompt in prompts}) == 8
+
+
+@pytest.mark.parametrize("sizes", [COMPRESSED, PLAIN], ids=["compressed", "plain"])
+def test_manifest_with_rungs_is_valid(sizes: Sizes) -> None:
+    body = svc.manifest("chaos", model="pvc://models/wide", replicas=3, router={"replicas": 2})
+    service = parse(with_rungs(body | {"metadata": {"name": "chaos", "namespace": "n", "uid": "u"}}, sizes))
+    assert isinstance(service, InferenceService), service
+    spec = service.spec
+    assert spec.router.response_cache.exact
+    assert spec.engine.get_setting("host_cache_memory") == sizes.host_cache_memory
+    assert spec.engine.get_setting("disk_cache_path") is not None
+
+
+def test_counts_of_rungs_are_sums_over_pods() -> None:
+    page = "# TYPE phalanx_host_loaded_pages counter\nphalanx_host_loaded_pages_total 3.0\n"
+    assert counts_of([page, page]) == dict.fromkeys(COUNTERS, 0) | {"pages loaded from host memory": 6}

@@ -19,15 +19,29 @@ KINDS = ("operator", "pod", "node", "api")
 """Required kinds. The operator is first: after another failure there may be no leader."""
 
 
+def chosen_seed() -> int:
+    return int(os.environ.get("PHALANX_CHAOS_SEED") or secrets.randbelow(1_000_000))
+
+
 @pytest.mark.parametrize(
     "minutes", [pytest.param(0.0, id="each kind once"), pytest.param(3.0, id="three minutes", marks=pytest.mark.slow)]
 )
 def test_state_converges_after_every_failure(cluster: Cluster, capsys: pytest.CaptureFixture[str], minutes: float) -> None:
     if cluster.files is None:
         pytest.skip("kills nodes: only in the cluster of this machine")
-    seed = int(os.environ.get("PHALANX_CHAOS_SEED") or secrets.randbelow(1_000_000))
     with capsys.disabled():
-        print(f"\nchaos: seed {seed}", flush=True)
-    result = run(cluster, minutes=minutes, seed=seed, first=KINDS, max_outage_s=AWAY_S)
+        result = run(cluster, minutes=minutes, seed=chosen_seed(), first=KINDS, max_outage_s=AWAY_S)
     assert result.holds, result
     assert set(KINDS) <= struck(result.strikes)
+
+
+def test_answers_of_all_tiers_survive_failures(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    if cluster.files is None:
+        pytest.skip("kills nodes: only in the cluster of this machine")
+    with capsys.disabled():
+        result = run(
+            cluster, minutes=0.0, seed=chosen_seed(), first=("pod", "router", "pod"), max_outage_s=AWAY_S, has_rungs=True
+        )
+    assert result.holds, result
+    assert set(result.streams) == {"completed"}, result
+    assert all(result.rungs[name] > 0 for name in result.rungs), result
