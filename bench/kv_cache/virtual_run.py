@@ -1,4 +1,4 @@
-"""The real scheduler in virtual time, with the copies of its host tier.
+"""The real scheduler in virtual time, with the copies of its host tier and a disk.
 
 A step takes the time of a step-time function; copies take a time per page, one after another, in a thread beside the steps as
 in `rank.tiers.host_pages`: a step waits for the copies of earlier plans, and for its own if it uses their pages. Copies and
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.kv_cache.conversations import Conversations
+from bench.kv_cache.virtual_disk import VirtualDisk
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, step_work
 from phalanx_runtime.core.admission import Limits
@@ -45,6 +46,8 @@ class Outcome:
     stored: int = 0
     loaded: int = 0
     declined: int = 0
+    fetched: int = 0
+    """Pages read from disk to host memory."""
     waits: int = 0
     """Steps that waited for copies."""
     wait_s: float = 0.0
@@ -92,8 +95,10 @@ class CopyThread:
 class VirtualRun:
     """One run of all requests over a pool."""
 
-    def __init__(self, machine: Machine, pool: PoolShape, max_model_len: int) -> None:
+    def __init__(self, machine: Machine, pool: PoolShape, max_model_len: int, disk: VirtualDisk | None = None) -> None:
+        """disk: with the pages of an earlier run, if it has some."""
         self.machine = machine
+        self.disk = disk
         self.outcome = Outcome()
         limits = Limits(
             max_model_len=max_model_len,
@@ -102,6 +107,9 @@ class VirtualRun:
             max_waiting=1 << 30,
         )
         self.scheduler: Scheduler = make_scheduler(limits, pool, SchedulerConfig())
+        if disk is not None:
+            disk.restart()
+            self.scheduler.sharing.disk.changed(0, disk.keys, [])
         self._now = 0.0
         self._copies = CopyThread(machine.load_page_s, machine.store_page_s)
         self._num_prompt: dict[int, int] = {}
@@ -114,14 +122,19 @@ class VirtualRun:
             while number < len(arrivals) and arrivals[number].at_s <= self._now:
                 self._submit(number, conversations.prompt(number), arrivals[number].output_tokens)
                 number += 1
+            self._release_fetched()
             plan = self.scheduler.schedule(self._now)
             if plan is not None:
                 for handle in self._step(plan):
                     first_s.setdefault(handle, self._now)
-            elif number < len(arrivals):
-                self._now = arrivals[number].at_s
-            else:
+                continue
+            arrival_s = arrivals[number].at_s if number < len(arrivals) else None
+            deadline_s = self.scheduler.sharing.disk.deadline
+            disk_s = self.disk.next_s if self.disk is not None and deadline_s is not None else None
+            events = [at for at in (arrival_s, disk_s, deadline_s) if at is not None]
+            if not events:
                 break
+            self._now = max(self._now, min(events))
         assert self.scheduler.is_idle() and not self.scheduler.check()
         self.outcome.ttft_s = [first_s[i] - arrival.at_s for i, arrival in enumerate(arrivals)]
         return self._finish()
@@ -129,8 +142,23 @@ class VirtualRun:
     def _submit(self, number: int, prompt: list[int], output: int) -> None:
         sampling = wire.Sampling(max_tokens=output, seed=number)
         request = wire.Request(id=f"r{number}", epoch=0, prompt=prompt, delivered=[], sampling=sampling)
-        refusal = self.scheduler.submit(number, request, self._now)
+        tier = self.scheduler.sharing.disk
+        is_held = self.disk is not None and bool(tier.keys)
+        refusal = self.scheduler.submit(number, request, self._now, is_held)
         assert refusal is None, refusal
+        if self.disk is None or not is_held:
+            return
+        missing, num_found = self.scheduler.sharing.missing_keys(self.scheduler.requests[number])
+        order = tier.start(number, missing, num_found, model=self.scheduler.fit.model(), now=self._now)
+        if order is not None:
+            self.disk.read(order, self._now)
+        if not tier.is_waiting(number):
+            self.scheduler.release(number, self._now)
+
+    def _release_fetched(self) -> None:
+        if self.disk is not None:
+            for handle in self.disk.run(self.scheduler.sharing.disk, self._now):
+                self.scheduler.release(handle, self._now)
 
     def _step(self, plan: StepPlan) -> list[int]:
         """Executes a plan. Returns the requests that got a token."""
@@ -140,6 +168,8 @@ class VirtualRun:
         chunks = [(start, count) for start, count in rows if count > 1 or not start]
         started = self._copies.start(plan.host_copies, plan.awaits_host_copies, self._now)
         ended = started + self.machine.model.predict(step_work(decodes, chunks))
+        if self.disk is not None:
+            self.disk.put(plan.host_keys, started, self.machine.store_page_s)
         self.outcome.waits += started > self._now
         self.outcome.wait_s += started - self._now
         wall_s, self._now = ended - self._now, ended
@@ -163,5 +193,6 @@ class VirtualRun:
         outcome, counters, sharing = self.outcome, self.scheduler.pool.host.counters, self.scheduler.sharing
         outcome.queried_tokens, outcome.hit_tokens = sharing.queried_tokens, sharing.hit_tokens
         outcome.stored, outcome.loaded, outcome.declined = counters.stored, counters.loaded, counters.declined
+        outcome.fetched = sharing.disk.counters.fetched
         outcome.preemptions, outcome.end_s = self.scheduler.num_preemptions, self._now
         return outcome

@@ -7,7 +7,7 @@ import pytest
 
 from bench.kv_cache.break_even import break_even, least_rate
 from bench.kv_cache.conversations import generate, read
-from bench.kv_cache.tiers import main
+from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
 from bench.kv_cache.virtual_run import CopyThread
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.host_tier import pays_to_load
@@ -30,18 +30,22 @@ def ids(turn: int, talk: int) -> list[int]:
     return [*range(10 * talk, 10 * talk + turn + 1), 1000 + 10 * talk + turn]
 
 
-def test_host_memory_finds_more_and_computes_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_tier_finds_more_and_computes_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--trace", str(write_trace(tmp_path / "trace.jsonl")), "--length-share", "0.125", "--copy-rate", "1e9"]
-    flags += ["--load", "0.5", "--device-share", "0.2", "--host-share", "0.8", "--step-tokens", "256"]
+    flags += ["--disk-rate", "1e9", "--disk-share", "1.5"]
+    flags += ["--load", "0.5", "--device-share", "0.2", "--host-share", "0.3", "--step-tokens", "256"]
     assert main([*flags, "--output", str(tmp_path / "out.json")]) == 0
     outcomes = json.loads((tmp_path / "out.json").read_text())
-    device, both, unlimited = (outcomes[name] for name in ("device", "device and host memory", "no limit"))
-    assert device["hit_tokens"] < both["hit_tokens"] <= unlimited["hit_tokens"]
-    assert device["computed_tokens"] > both["computed_tokens"] >= unlimited["computed_tokens"]
+    device, both, disk, unlimited = (outcomes[name] for name in ("device", TWO_TIERS, THREE_TIERS, "no limit"))
+    assert device["hit_tokens"] < both["hit_tokens"] < disk["hit_tokens"] <= unlimited["hit_tokens"]
+    assert device["computed_tokens"] > both["computed_tokens"] > disk["computed_tokens"] >= unlimited["computed_tokens"]
+    assert disk["fetched"] > 0 == both["fetched"]
+    warm, cold = outcomes["warm restart"], outcomes["cold restart"]
+    assert warm["computed_tokens"] < cold["computed_tokens"] and warm["fetched"] > 0
     assert both["stored"] > 0 and both["loaded"] > 0 == device["loaded"] == unlimited["loaded"]
     assert both["host_tokens"] == 16 * both["loaded"] and both["preemptions"] == 0
     assert both["declined"] == 0
-    for outcome in (device, both, unlimited):
+    for outcome in (device, both, disk, unlimited):
         assert outcome["hit_tokens"] + outcome["computed_tokens"] == outcome["queried_tokens"]
         assert len(outcome["ttft_s"]) == 54
     assert "| device and host memory |" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.host_tier import HostTier, pays_to_load
 
 MODEL = StepModel(fixed_s=0.004, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-6)
+A, B = b"a" * 16, b"b" * 16
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,10 @@ def test_a_slow_load_is_tried_again_after_declines() -> None:
         host.decline(1)
         num_declined += 1
     assert host.counters.declined == num_declined > 10
+
+
+def old(number: int) -> bytes:
+    return bytes([number]) * 16
 
 
 @settings(max_examples=300)
@@ -103,10 +108,36 @@ def test_without_slots_nothing_is_stored() -> None:
     assert host.take() == ([], [])
 
 
-def test_page_that_lost_its_slot_is_not_stored_later() -> None:
-    """Something else writes it before the plan, and a disk would keep that under its key."""
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_only_a_disk_gets_a_page_without_slot(has_disk: bool) -> None:
+    host = HostTier(1, has_disk=has_disk)
+    host.store(0, A)
+    assert host.store(1, B) == A
+    both = ([(False, 0, 0), (False, 1, 0)], [A, B])
+    assert host.take() == (both if has_disk else ([(False, 1, 0)], []))
+
+
+def test_page_written_after_losing_its_slot_is_not_stored() -> None:
+    """A disk would keep what is written under its key."""
     host = HostTier(1, has_disk=True)
-    host.store(0, b"a" * 16)
-    assert host.store(1, b"b" * 16) == b"a" * 16
+    host.store(0, A)
+    assert host.store(1, B) == A
     assert host.cancel([0]) == []
-    assert host.take() == ([(False, 1, 0)], [b"b" * 16])
+    assert host.take() == ([(False, 1, 0)], [B])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy != "fifo"])
+def test_pages_that_a_request_waits_for_are_evicted_late(policy: EvictionPolicy) -> None:
+    """Also those in host memory before the ones from disk: without them the others are of no use."""
+    host = HostTier(64, policy, has_disk=True)
+    for page in range(64):
+        host.store(page, old(page))
+    host.take()
+    chain = [old(3), old(4), A, B]
+    assert host.keep(chain) == 2
+    slots, _ = host.reserve(2)
+    host.fill(slots, chain[2:])
+    for page in range(16):
+        host.store(page, old(100 + page))
+        host.take()
+    assert len(host.match(chain)) == 4

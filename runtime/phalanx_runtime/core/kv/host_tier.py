@@ -109,15 +109,20 @@ class HostTier:
             slots.append(slot)
         return slots
 
+    def keep(self, keys: Iterable[bytes]) -> int:
+        """Counts a hit of the longest found prefix, so that these slots are evicted late. Returns its length."""
+        slots = self.match(keys)
+        for slot in slots:
+            self._hit(slot)
+        return len(slots)
+
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
         for slot, page in zip(slots, pages, strict=True):
             self._pending.append(((True, page, slot), b""))
             self._copied.add(page)
             self._loading.add(page)
-            self._idle[slot] = 0
-            self._policy.on_hit(slot)
-            self._touch(slot)
+            self._hit(slot)
         self.counters.loaded += len(slots)
 
     def decline(self, num_pages: int) -> None:
@@ -143,12 +148,15 @@ class HostTier:
 
         No load is pending then: a plan follows each load at once.
         """
-        keys = [self._storing.pop(page) for page in pages if page in self._storing] if self._storing else []
-        for key in keys:
-            slot = self._slot_of[key]
-            self._drop_pending(slot)
-            self._drop(slot)
-        return keys
+        keys = {page: self._storing.pop(page) for page in pages if page in self._storing} if self._storing else {}
+        if not keys:
+            return []
+        cancelled = {key: slot for (is_load, page, slot), key in self._pending if not is_load and page in keys}
+        self._pending = [(copy, key) for copy, key in self._pending if copy[0] or copy[1] not in keys]
+        lost = [key for key, slot in cancelled.items() if self._slot_of.get(key) == slot]
+        for key in lost:
+            self._drop(self._slot_of[key])
+        return lost
 
     def reserve(self, count: int) -> tuple[list[int], list[bytes]]:
         """Reserves up to `count` slots that no pending copy uses, at most half of all.
@@ -178,6 +186,7 @@ class HostTier:
                 self._free.append(slot)
                 continue
             self._insert(slot, key)
+            self._hit(slot)  # a request waits for it
             new.append(key)
         return new
 
@@ -207,6 +216,11 @@ class HostTier:
         self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
         self._touch(slot)
 
+    def _hit(self, slot: int) -> None:
+        self._idle[slot] = 0
+        self._policy.on_hit(slot)
+        self._touch(slot)
+
     def _touch(self, slot: int) -> None:
         self._time += 1
         self._idle[slot] = 1
@@ -218,14 +232,15 @@ class HostTier:
         key = self._keys[slot]
         assert key is not None, "a victim has a key"
         self.counters.evicted += 1
-        self._drop_pending(slot)
+        if not self._has_disk:
+            self._drop_pending(slot)
         self._drop(slot)
         return key
 
     def _drop_pending(self, slot: int) -> None:
         """Drops a pending store into a slot that loses its page, unless a load of the same plan reads it.
 
-        Otherwise something may write the device page before the plan, and a disk would keep that under the key.
+        A disk still gets the page, whose store comes before the next one into the slot.
         """
         copies = [(copy, key) for copy, key in self._pending if copy[2] == slot]
         if copies and not any(is_load for (is_load, _, _), _ in copies):

@@ -61,12 +61,15 @@ class PrefixSharing:
         return self.pool.match(self._keys(request)[: self._num_full(request)])
 
     def missing_keys(self, request: Request) -> tuple[list[bytes], int]:
-        """Returns the keys of a request's full pages after those in device and host memory, and the number of these."""
+        """Returns the keys of a request's full pages after those in device and host memory, and the number of these.
+
+        Host memory keeps its pages for the request: without the first ones, the others are of no use.
+        """
         if not self._can_share(request):
             return [], 0
         keys = self._keys(request)[: self._num_full(request)]
         num_found = len(self.pool.match(keys))
-        num_found += len(self.pool.host.match(keys[num_found:]))
+        num_found += self.pool.host.keep(keys[num_found:])
         return keys[num_found:], num_found
 
     def must_defer(self, request: Request, found: list[int], builder: StepBuilder) -> bool:

@@ -12,12 +12,18 @@ from phalanx_runtime.rank.tiers.page_log import PageLog
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_PAGES = 64
-"""Further pages are not written: the disk is slower than evictions."""
+MAX_QUEUED_BYTES = 128 << 20
+"""Of pages that wait to be written; further ones are not written: the disk is slower than evictions."""
+MIN_QUEUED_PAGES = 16
 MAX_REPORTED_KEYS = 10_000
 """Of one report: a frame between ranks has a bound."""
 IDLE_S = 1.0
 """Compaction runs after this time without work."""
+
+
+def max_queued_pages(page_bytes: int) -> int:
+    """Returns how many pages may wait to be written. A step may store the pages of all its tokens at once."""
+    return max(MIN_QUEUED_PAGES, MAX_QUEUED_BYTES // page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class DiskPages:
         self._log = pages
         self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
         self._num_queued = 0
+        self._max_queued = max_queued_pages(pages.page_bytes)
         self._report: Callable[[DiskReport], None] | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
@@ -54,7 +61,7 @@ class DiskPages:
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Writes a page later, from a copy of `parts`, unless too many pages wait."""
-        if self._num_queued >= MAX_QUEUED_PAGES:
+        if self._num_queued >= self._max_queued:
             self.num_unqueued += 1
             return
         self._num_queued += 1

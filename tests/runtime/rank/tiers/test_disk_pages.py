@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
 from phalanx_runtime.rank.tiers import disk_pages
-from phalanx_runtime.rank.tiers.disk_pages import MAX_QUEUED_PAGES, DiskPages
+from phalanx_runtime.rank.tiers.disk_pages import DiskPages, max_queued_pages
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from tests.polling import wait_until
 
@@ -82,9 +82,15 @@ def test_many_keys_are_reported_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: reports == [DiskChanged(KEYS[:4], []), DiskChanged(KEYS[4:], [])])
 
 
-def test_pages_beyond_the_queue_are_not_written(tmp_path: Path) -> None:
+def test_queue_has_a_bound_in_bytes() -> None:
+    assert [max_queued_pages(size) for size in (1 << 20, 2 << 20, 64 << 20)] == [128, 64, 16]
+
+
+def test_pages_beyond_the_queue_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread starts with the reports."""
-    disk = DiskPages(make_log(tmp_path))
-    for number in range(MAX_QUEUED_PAGES + 5):
+    pages = make_log(tmp_path)
+    monkeypatch.setattr(disk_pages, "MAX_QUEUED_BYTES", 20 * pages.page_bytes)
+    disk = DiskPages(pages)
+    for number in range(20 + 5):
         disk.put(number.to_bytes(16, "little"), [memoryview(content(1))])
     assert disk.num_unqueued == 5
