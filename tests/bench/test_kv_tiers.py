@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.kv_cache import fixed_pool
 from bench.kv_cache.break_even import break_even, least_rate
 from bench.kv_cache.conversations import generate, read
 from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
@@ -87,3 +88,12 @@ def test_loads_pay_from_the_break_even_on(rate: float) -> None:
 def test_least_rate_is_where_loads_begin_to_pay() -> None:
     rate = least_rate(MODEL, 300_000, 4)
     assert pays_to_load(64, 0, MODEL, 1_200_000 / (1.01 * rate)) and not pays_to_load(64, 0, MODEL, 1_200_000 / (0.99 * rate))
+
+
+def test_smaller_pages_serve_a_trace_with_fewer_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fixed_pool.main(["--conversations", "30", "--pool-tokens", "4096", "--load", "20"]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    pages, preemptions = ([int(row[i].replace(",", "")) for row in rows] for i in (1, 4))
+    assert [row[0] for row in rows] == ["| auto", "| fp8", "| int8", "| int4"]
+    assert pages[0] < pages[1] == pages[2] < pages[3]
+    assert preemptions[0] > preemptions[3]
