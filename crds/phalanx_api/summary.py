@@ -173,6 +173,11 @@ class ResponseCachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_entries: int = 10_000
     max_bytes: int = 64 << 20
     scope: CacheScope = "tenant"
+    exact: bool = True
+    semantic: bool = False
+    similarity: float = 0.95
+    embedder: str = ""  # address of another service (host, or host:port); empty: the own groups
+    recheck_share: float = 0.01
 
 
 class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):

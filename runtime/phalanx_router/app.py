@@ -25,7 +25,8 @@ from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import GroupGauges, RouterMetrics
 from phalanx_router.operator_endpoint import PURGE_PATH, InternalRouteMiddleware, OperatorEndpoint, PurgeEndpoint
-from phalanx_router.responses import RouterResponseCache
+from phalanx_router.responses.cache import RouterResponseCache
+from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_router.resume.peers import PeerEndpoint, Peers
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
@@ -70,10 +71,13 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+Job = Callable[[], Coroutine[Any, Any, None]]
+
+
 def _make_lifespan(
-    jobs: Sequence[Callable[[], Coroutine[Any, Any, None]]], on_error: Callable[[BaseException], None]
+    jobs: Sequence[Job], on_error: Callable[[BaseException], None], close: Job
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """A lifespan that runs `jobs`."""
+    """A lifespan that runs `jobs`, then `close`."""
 
     def report(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -91,6 +95,7 @@ def _make_lifespan(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # `report` has passed on an error
+            await close()
 
     return lifespan
 
@@ -109,7 +114,8 @@ def make_router(
     backend = RouterBackend(settings, metrics)
     api_keys = ApiKeys(keys)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
-    replication = Peers(settings.link, backend.stream_registry.open_sessions)
+    cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
+    replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
     backend.stream_registry.replication = replication
     summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
     registry.register(GroupGauges(summaries.groups))
@@ -119,18 +125,17 @@ def make_router(
     jobs = [partial(backend.run, source), partial(replication.run, peers)]
     if key_file is not None:
         jobs.append(partial(key_file.follow, api_keys))
-    cache = RouterResponseCache(backend, metrics.response_cache)
     app = create_app(
         backend,
         registry=registry,
         cache=cache,
-        lifespan=_make_lifespan(jobs, on_error),
+        lifespan=_make_lifespan(jobs, on_error, cache.close),
         keys=api_keys,
         metrics_prefix="phalanx_router",
         keep_alive_s=settings.keep_alive_s,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
-    app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies).route())
+    app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
     purge = PurgeEndpoint(settings.link.token, cache.purge)
     app.add_middleware(InternalRouteMiddleware, routes={SUMMARY_PATH: endpoint.answer, PURGE_PATH: purge.answer})
     return app, backend

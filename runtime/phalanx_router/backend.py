@@ -73,9 +73,13 @@ class RouterBackend:
         self._refuses = False
         self._is_closing = False
 
-    async def generate(self, request: wire.Request) -> AsyncIterator[Delta | KeepAlive]:
-        """Yields deltas in order, each index once. Closing the iterator aborts the request. Raises BackendError."""
+    async def generate(self, request: wire.Request, is_exempt: bool = False) -> AsyncIterator[Delta | KeepAlive]:
+        """Yields deltas in order, each index once. Closing the iterator aborts the request. Raises BackendError.
+
+        `is_exempt`: the request is the router's own, which counts in no quota.
+        """
         session = self._open_session(request)
+        session.charge.is_exempt = is_exempt
         self.sessions.add(session)
         self._by_request[id(request)] = session
         if request.can_resume:

@@ -84,35 +84,6 @@ class PullMetrics:
             self._seconds.observe(seconds)
 
 
-class ResponseCacheMetrics:
-    """Metrics of the response cache."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        name = "phalanx_router_response_cache"
-        self._hits = Counter(f"{name}_hits", "Requests answered from the response cache, by kind.", ["kind"], registry=registry)
-        self._misses = Counter(f"{name}_misses", "Requests that the response cache could not answer.", registry=registry)
-        self._entries = Gauge(f"{name}_entries", "Stored responses.", registry=registry)
-        self._bytes = Gauge(f"{name}_bytes", "Memory of the stored responses.", registry=registry)
-        self._tokens = Counter(f"{name}_tokens_saved", "Tokens of hits, which no group computed.", ["kind"], registry=registry)
-        self._seconds = Counter(f"{name}_seconds_saved", "Time that the computation of hits took.", registry=registry)
-
-    def hit(self, kind: str, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
-        """Counts a hit."""
-        self._hits.labels(kind).inc()
-        self._tokens.labels("prompt").inc(prompt_tokens)
-        self._tokens.labels("output").inc(output_tokens)
-        self._seconds.inc(seconds)
-
-    def missed(self) -> None:
-        """Counts a miss."""
-        self._misses.inc()
-
-    def show(self, entries: int, num_bytes: int) -> None:
-        """Shows the size."""
-        self._entries.set(entries)
-        self._bytes.set(num_bytes)
-
-
 WAIT_BOUNDS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MOVE_STALL_BOUNDS_S = (0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 Outcome = Literal["finished", "refused", "failed", "cancelled"]
@@ -123,7 +94,6 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.balance = BalanceMetrics(registry)
-        self.response_cache = ResponseCacheMetrics(registry)
         self.pulls = PullMetrics(registry)
         self.num_shed = 0
         self._requests = Counter("phalanx_router_requests", "Requests by outcome.", ["outcome"], registry=registry)

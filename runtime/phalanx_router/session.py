@@ -83,6 +83,7 @@ class GroupWait:
 class TenantCharge:
     """Charges to the tenant."""
 
+    is_exempt: bool = False  # a computation of the router's own
     output_tokens: int = 0  # in the queue's counter
     grant: QuotaGrant | None = None
     granted_at: float = 0.0

@@ -14,7 +14,12 @@ def names(program: str) -> set[str]:
 
 @pytest.mark.parametrize("program", ["operator", "router"])
 def test_control_programs_carry_no_torch(program: str) -> None:
-    assert names(program) & {"torch", "transformers", "triton", "numpy"} == set()
+    assert names(program) & {"torch", "transformers", "triton"} == set()
+
+
+def test_only_routers_carry_the_index_of_vectors() -> None:
+    assert [program for program in ("operator", "router", "runtime") if "usearch" in names(program)] == ["router"]
+    assert "numpy" not in names("operator")
 
 
 def test_runtime_installs_torch_and_the_api_server() -> None:

@@ -32,6 +32,7 @@ def exposed(kind: str, **fields: Any) -> Json:
 
 
 CACHED: Json = {"router": {"responseCache": {"exact": True}}}
+SEMANTIC: Json = {"router": {"responseCache": {"semantic": True}}}
 SECRET = hub(secretRef={"name": "a"})
 LOCAL = hub(cache={"type": "NodeLocal", "size": "1Gi"})
 SHARED = hub(cache={"type": "Shared", "claimName": "a"})
@@ -191,6 +192,10 @@ _ROUTER = [
     change("router.failureMode", "FailClosed"),
     change("router.coalesceRequests", False),
     change("router.responseCache.exact", True),
+    change("router.responseCache.semantic", True),
+    change("router.responseCache.similarity", 0.9, SEMANTIC),
+    change("router.responseCache.embedder", "embedder", SEMANTIC),
+    change("router.responseCache.recheckShare", 0.5, SEMANTIC),
     change("router.responseCache.ttlSeconds", 60, CACHED),
     change("router.responseCache.maxEntries", 10, CACHED),
     change("router.responseCache.maxBytes", "1Mi", CACHED),

@@ -14,10 +14,11 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
-from phalanx_frontend.stream.response_cache import CachedOutput, CacheQuery
+from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery
 from phalanx_router.__main__ import main
 from phalanx_router.operator_endpoint import PURGE_PATH
-from phalanx_router.responses import RouterResponseCache
+from phalanx_router.responses.cache import RouterResponseCache
+from phalanx_router.responses.metrics import ResponseCacheMetrics
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
@@ -292,21 +293,22 @@ async def test_stored_response_ages_by_the_clock() -> None:
     async with running_world(
         FakeLeader(), settings=replace(make_settings(), policy=BalancePolicy(response_cache=CACHE))
     ) as world:
-        cache = RouterResponseCache(world.fleet, world.metrics.response_cache, clock=lambda: now)
+        cache = RouterResponseCache(world.fleet, ResponseCacheMetrics(world.registry), clock=lambda: now)
         query = CacheQuery(make_request())
         stream = world.fleet.generate(query.request)
         await anext(stream)
         output = CachedOutput(tokens=[1, 2], finish="stop", cached_tokens=0, seconds=1.5)
-        cache.store(query, output)
+        cache.store(query, output, MISS)
         await stream.aclose()  # type: ignore[attr-defined]
-        cache.store(CacheQuery(make_request(prompt=[9])), output)  # no open stream: its revision is unknown
+        cache.store(CacheQuery(make_request(prompt=[9])), output, MISS)  # no open stream: its revision is unknown
         now += CACHE.ttl_s - 1
-        assert cache.find(query) == output and cache.find(CacheQuery(make_request(prompt=[9]))) is None
+        assert await cache.find(query) == CacheAnswer(result="exact", output=output)
+        assert await cache.find(CacheQuery(make_request(prompt=[9]))) == MISS
         assert world.metric("phalanx_router_response_cache_entries") == 1
         now += 1
         world.fleet.balancing.tick()
         assert world.metric("phalanx_router_response_cache_entries") == 0, "an old response is dropped without a request"
-        assert cache.find(query) is None
+        assert await cache.find(query) == MISS
         assert world.metric("phalanx_router_response_cache_seconds_saved_total") == 1.5
 
 

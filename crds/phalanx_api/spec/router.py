@@ -10,6 +10,7 @@ from phalanx_api.spec.quantities import Memory
 from phalanx_api.summary import CacheScope, Routing
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 _SET: JsonDict = {"x-kubernetes-list-type": "set"}
 Host = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=_HOST)]
@@ -89,14 +90,30 @@ class ResponseCache(Record):
     exact: bool = False
     """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed. A
     change restarts the routers."""
+    semantic: bool = False
+    """Answers a request with the response to a similar last message of the user; all else must be equal: the messages before it,
+    the revision, the sampling parameters and the tenant. A change restarts the routers."""
+    similarity: float = Field(default=0.95, ge=0, le=1)
+    """Semantic: lowest cosine similarity of the embeddings of both messages."""
+    embedder: str | None = Field(default=None, min_length=1, max_length=63, pattern=_LABEL)
+    """Semantic: another InferenceService of the namespace, without API keys, that embeds the messages. Default: the service's own
+    groups, if their model computes embeddings."""
+    recheck_share: float = Field(default=0.01, ge=0, le=1)
+    """Semantic: share of the hits that are also computed, after the response was sent, to measure how many answers differ."""
     ttl_seconds: int = Field(default=3600, ge=1, le=31_536_000)
     """Age at which a response is dropped."""
     max_entries: int = Field(default=10_000, ge=1, le=10_000_000)
     """Stored responses of each router; the least recently used is dropped first."""
     max_bytes: Memory = "64Mi"
-    """Memory of the stored responses of each router. It raises the memory request of the pods: a change restarts the routers."""
+    """Memory of the stored responses of each router, vectors included. It raises the memory request of the pods: a change
+    restarts the routers."""
     scope: CacheScope = "tenant"
     """Requests that share responses: those of one tenant (API key), or all requests of the service."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether routers store responses."""
+        return self.exact or self.semantic
 
 
 class Router(Record):

@@ -89,7 +89,7 @@ def _pod(service: InferenceService, images: Images) -> Object:
 def _memory(service: InferenceService) -> str:
     """The memory request: of a router, and of the responses that it may store."""
     cache = service.spec.router.response_cache
-    stored_mib = -(-parse_bytes(cache.max_bytes) >> 20) if cache.exact else 0
+    stored_mib = -(-parse_bytes(cache.max_bytes) >> 20) if cache.is_enabled else 0
     return f"{MEMORY_MIB + stored_mib}Mi"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -20,6 +21,7 @@ from phalanx_frontend.health import HealthSource, HealthTotals
 from phalanx_frontend.native.generation_format import TOKEN_IDS, GenerationFormat
 from phalanx_frontend.openai.accept import cache_query, stream_identity, wire_request
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens
 from phalanx_frontend.openai.schemas import CommonRequest, GenerationRequest
@@ -130,7 +132,9 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         is_streamed=bool(body.stream),
         has_usage=False,
         has_running_usage=False,
-        cache_use=server.look_up(cache_query(fields, caller, [request])),
+        cache_use=server.cache_use(
+            cache_query(fields, caller, [request], partial(question_of, fields, body.prompt, model, request))
+        ),
     )
     return Answer(job, server.backend, server.metrics, GENERATE)
 

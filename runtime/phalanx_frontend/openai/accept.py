@@ -19,6 +19,7 @@ from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.prompt import bad_word_ids, chat_prompts, completion_prompts
+from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
@@ -28,7 +29,7 @@ from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
 from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
 from phalanx_frontend.stream.reply import NO_ECHO, Echo, Reply, ShownFields
-from phalanx_frontend.stream.response_cache import CacheQuery
+from phalanx_frontend.stream.response_cache import CacheQuery, Question
 from phalanx_frontend.stream.resume import ResumePoint, find_resumable, parse_last_event_id, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
 
@@ -96,7 +97,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         is_streamed=bool(body.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
-        cache_use=server.look_up(cache_query(body, caller, requests)),
+        cache_use=server.cache_use(cache_query(body, caller, requests, partial(_question, body, model, requests))),
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
 
@@ -172,10 +173,18 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
     )
 
 
-def cache_query(body: GenerationRequest, caller: Caller, requests: Sequence[wire.Request]) -> CacheQuery | None:
+def _question(body: GenerationRequest, model: ServedModel, requests: Sequence[wire.Request]) -> Question | None:
+    [written] = body.prompt if isinstance(body, CompletionRequest) else [None]
+    return question_of(body, written if isinstance(written, str) else None, model, requests[0])
+
+
+def cache_query(
+    body: GenerationRequest, caller: Caller, requests: Sequence[wire.Request], question: Callable[[], Question | None]
+) -> CacheQuery | None:
     """Returns the query of a request with one deterministic choice; null if it forbids storing, resumes a stream or needs more.
 
-    Tools are excluded, because their calls have effects, and details of tokens, because only tokens are stored.
+    `question`: returns what other requests may resemble. Tools are excluded, because their calls have effects, and details of
+    tokens, because only tokens are stored.
     """
     forbids = body.cache == "no-store" or caller.no_store or bool(caller.last_event_id)
     has_effects = isinstance(body, ChatRequest) and bool(body.tools)
@@ -187,7 +196,7 @@ def cache_query(body: GenerationRequest, caller: Caller, requests: Sequence[wire
         return None
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None
-    return CacheQuery(request, _ending(body))
+    return CacheQuery(request, _ending(body), question)
 
 
 def _ending(body: GenerationRequest) -> tuple[str, ...]:

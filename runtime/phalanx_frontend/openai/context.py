@@ -10,7 +10,7 @@ from phalanx_frontend.ids import random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import ApiMetrics, Clock
 from phalanx_frontend.openai.served_model import ModelCache, ServedModel
-from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, CacheQuery, CacheUse, ResponseCache, look_up
+from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, CacheQuery, CacheUse, ResponseCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class ServerContext:
         await self.backend.wait_for_assets()
         return await self.models.get(self.assets())
 
-    def look_up(self, query: CacheQuery | None) -> CacheUse | None:
-        """Looks a request up in the response cache, if it may be stored there."""
-        return None if query is None or not self.cache.is_enabled else look_up(self.cache, query)
+    def cache_use(self, query: CacheQuery | None) -> CacheUse | None:
+        """Returns the use of the response cache by a request, if it may be stored there."""
+        return None if query is None or not self.cache.is_enabled else CacheUse(self.cache, query)
 
     async def warm(self) -> None:
         """Loads the model, if known."""

@@ -22,7 +22,7 @@ from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
 from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
 from phalanx_frontend.stream.reply import Reply
-from phalanx_frontend.stream.response_cache import CacheUse, record, replay
+from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CacheUse, record, replay_hit
 from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
 
 
@@ -72,7 +72,7 @@ class AnswerJob:
 log = logging.getLogger(__name__)
 
 CACHE_HEADER = "x-phalanx-cache"
-"""Response header with a `CacheResult`, if the response cache was asked."""
+"""Response header with the result of the lookup, if the response cache was asked."""
 
 
 class Answer(Response):
@@ -85,6 +85,7 @@ class Answer(Response):
         self._metrics = metrics
         self._route = route
         self._has_started = False
+        self._cached: CacheAnswer = MISS
         self._ids = EventIds(job.stream, [choice.num_delivered for choice in job.choices])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,6 +115,8 @@ class Answer(Response):
     async def _streams(self) -> AsyncIterator[SiblingStreams]:
         """Opens the backend's streams, and closes them and the meters. Raises ApiError."""
         outcome = "abort"
+        if self._job.cache_use is not None:
+            self._cached = await self._job.cache_use.find()
         siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
         for choice in self._job.choices:
             choice.meter.start()
@@ -140,9 +143,9 @@ class Answer(Response):
             return resume_answer(self._backend, choice.request, choice.reply, choice.format.skip, choice.resume_point)
         if use is None:
             return self._backend.generate(choice.request)
-        if use.found is not None:
-            return replay(use.found)
-        return record(self._backend.generate(choice.request), use, choice.reply, time.perf_counter)
+        if self._cached.output is not None:
+            return replay_hit(use, self._cached, self._cached.output)
+        return record(self._backend.generate(choice.request), use, self._cached, choice.reply, time.perf_counter)
 
     async def _send_stream(self, send: Send) -> None:
         async with self._streams() as siblings:
@@ -201,7 +204,7 @@ class Answer(Response):
     async def _start(self, status: int, headers: dict[str, str], send: Send) -> None:
         self._has_started = True
         if self._job.cache_use is not None and status == 200:
-            headers[CACHE_HEADER] = self._job.cache_use.result
+            headers[CACHE_HEADER] = self._cached.header
         self._metrics.responses.labels(self._route, str(status)).inc()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})

@@ -17,8 +17,30 @@ MAX_PIECES = 16
 """Deltas of a replayed stream of usual length: each costs the encoding of a chunk."""
 MAX_PIECE_TOKENS = 1024
 """Their tokens become text without an interruption, in a few milliseconds."""
-CacheResult = Literal["exact", "miss"]
-"""Values of the response header `x-phalanx-cache`."""
+CacheResult = Literal["exact", "semantic", "miss"]
+
+
+class QuestionModel(Protocol):
+    """Text of the model that a request asks."""
+
+    async def pooled(self, text: str) -> wire.Request:
+        """Returns the request for the embedding of a text. Raises ApiError."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of an output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The last message of the user, as a request that may differ by it alone from a stored one."""
+
+    text: str
+    context: bytes  # digest of all that the prompt has besides it
+    max_tokens: int  # limit that the client has set; 0 without one
+    stop: tuple[str, ...]
+    model: QuestionModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +49,7 @@ class CacheQuery:
 
     request: wire.Request  # the object that the backend receives
     ending: tuple[str, ...] = ()  # stop strings and what else decides where the text ends; empty without stop strings
+    question: Callable[[], Question | None] = lambda: None  # null without a message that others may resemble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,24 @@ class CachedOutput:
     seconds: float  # that the response took
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheAnswer:
+    """Result of a lookup."""
+
+    result: CacheResult = "miss"
+    output: CachedOutput | None = None  # of a hit
+    similarity: float | None = None  # of a semantic hit
+    embedded: object = None  # the cache's own: the embedding of the question, stored with the response
+
+    @property
+    def header(self) -> str:
+        """Value of the response header `x-phalanx-cache`."""
+        return self.result if self.similarity is None else f"{self.result}; similarity={self.similarity:.2f}"
+
+
+MISS = CacheAnswer()
+
+
 class ResponseCache(Protocol):
     """Stores outputs. Bound to one event loop."""
 
@@ -47,12 +88,16 @@ class ResponseCache(Protocol):
         """Whether responses are stored."""
         ...
 
-    def find(self, query: CacheQuery) -> CachedOutput | None:
-        """Returns the stored output, if any."""
+    async def find(self, query: CacheQuery) -> CacheAnswer:
+        """Returns the stored output, if any. Takes at most about a second, and never fails."""
         ...
 
-    def store(self, query: CacheQuery, output: CachedOutput) -> None:
-        """Stores an output, while the backend's stream of the request is open."""
+    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
+        """Stores an output after the miss `answer`, while the backend's stream of the request is open."""
+        ...
+
+    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
+        """Reports that the client has the whole response of a hit."""
         ...
 
 
@@ -61,11 +106,14 @@ class NoResponseCache:
 
     is_enabled = False
 
-    def find(self, query: CacheQuery) -> CachedOutput | None:
-        """Returns nothing."""
-        return None
+    async def find(self, query: CacheQuery) -> CacheAnswer:
+        """Returns a miss."""
+        return MISS
 
-    def store(self, query: CacheQuery, output: CachedOutput) -> None:
+    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
+        """Does nothing."""
+
+    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
         """Does nothing."""
 
 
@@ -74,21 +122,26 @@ NO_RESPONSE_CACHE: ResponseCache = NoResponseCache()
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """The lookup of one request."""
+    """The cache as one request uses it."""
 
     cache: ResponseCache
     query: CacheQuery
-    found: CachedOutput | None
 
-    @property
-    def result(self) -> CacheResult:
-        """Value of the response header."""
-        return "miss" if self.found is None else "exact"
+    async def find(self) -> CacheAnswer:
+        """Returns the result of the lookup."""
+        return await self.cache.find(self.query)
 
 
-def look_up(cache: ResponseCache, query: CacheQuery) -> CacheUse:
-    """Returns the lookup of a request."""
-    return CacheUse(cache, query, cache.find(query))
+async def replay_hit(use: CacheUse, answer: CacheAnswer, output: CachedOutput) -> AsyncIterator[Item]:
+    """Yields the output of a hit, and reports when it was read to its end."""
+    has_ended = False
+    try:
+        async for item in replay(output):
+            has_ended = isinstance(item, Delta) and item.finish is not None
+            yield item
+    finally:
+        if has_ended:
+            use.cache.was_sent(use.query, answer)
 
 
 async def replay(output: CachedOutput) -> AsyncIterator[Item]:
@@ -107,7 +160,9 @@ async def replay(output: CachedOutput) -> AsyncIterator[Item]:
         )
 
 
-async def record(stream: AsyncIterator[Item], use: CacheUse, reply: Reply, seconds: Callable[[], float]) -> AsyncIterator[Item]:
+async def record(
+    stream: AsyncIterator[Item], use: CacheUse, answer: CacheAnswer, reply: Reply, seconds: Callable[[], float]
+) -> AsyncIterator[Item]:
     """Yields `stream` and stores it if `reply` has ended by then, also at a stop string: not when the client has left."""
     started_s, tokens = seconds(), list[int]()
     try:
@@ -123,5 +178,5 @@ async def record(stream: AsyncIterator[Item], use: CacheUse, reply: Reply, secon
                 cached_tokens=reply.cached_tokens,
                 seconds=seconds() - started_s,
             )
-            use.cache.store(use.query, output)
+            use.cache.store(use.query, output, answer)
         await close(stream)

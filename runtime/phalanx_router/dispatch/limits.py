@@ -28,7 +28,7 @@ class TenantQuotas:
         """Charges a new stream, once. Raises BackendError 429 over quota."""
         journal = session.stream.journal
         quota = self.quota_of(journal.tenant)
-        if quota is None or session.charge.grant is not None:
+        if quota is None or session.charge.is_exempt or session.charge.grant is not None:
             return
         demand, now = journal.demand(), self._clock()
         grant = self._quotas.take(

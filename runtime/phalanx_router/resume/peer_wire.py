@@ -1,6 +1,6 @@
 """Frames between routers: journal copies to one peer, queries to all.
 
-    Greeting -> JournalChanges ...                     every 20 ms in which a journal changed
+    Greeting -> JournalChanges ...                     every 20 ms in which a journal changed or a response was stored
     Greeting -> JournalQuery -> JournalAnswer          when a client resumes an unknown stream
 
 Msgpack on one WebSocket, authenticated with the service token. Structs are arrays: new fields go at the end and have a default.
@@ -9,6 +9,7 @@ Msgpack on one WebSocket, authenticated with the service token. Structs are arra
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.summary import CacheScope
 from phalanx_api.wire import PROTOCOL_VERSION
 
 PEER_PATH = "/phalanx/peer"
@@ -39,6 +40,23 @@ class JournalEnd(msgspec.Struct, frozen=True, array_like=True):
     is_forgotten: bool = False  # cannot be resumed
 
 
+class SharedResponse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A stored response, for the response caches of the other routers."""
+
+    key: bytes  # `equality.response_key`
+    tokens: list[int]
+    finish: wire.FinishReason
+    cached_tokens: int
+    seconds: float
+    revision: str
+    scope: CacheScope
+    age_s: float
+    hops: int  # routers that still lack it
+    conversation: bytes = b""  # of its question; empty without one
+    question: str = ""
+    vector: bytes = b""
+
+
 class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes", kw_only=True):
     """Changes since the last frame. The sender numbers its streams."""
 
@@ -47,6 +65,7 @@ class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes"
     counts: list[int]  # the next `counts[i]` of `tokens` belong to stream `numbers[i]`
     tokens: list[int]
     closed: list[JournalEnd]
+    responses: list[SharedResponse] = []
 
 
 class JournalQuery(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):

@@ -1,4 +1,4 @@
-"""Replicates journals to one other router every 20 ms, queries all routers for streams, and serves both to the others.
+"""Replicates journals and stored responses to one other router every 20 ms, queries all routers for streams, and serves both.
 
 The peer is the next router by name. A lost peer is replaced by the next, which receives all open journals. A slow peer causes no
 queue: each frame is built after the previous one was sent.
@@ -9,6 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from starlette.responses import PlainTextResponse
@@ -24,7 +25,7 @@ from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
-from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd
+from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, SharedResponse
 from phalanx_router.resume.registry import make_copy
 from phalanx_router.session import StreamSession
 
@@ -38,6 +39,32 @@ RETRY_S = 0.5
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
 GREETING_TIMEOUT_S = 5.0
+
+
+class ResponseExchange(Protocol):
+    """Exchanges stored responses."""
+
+    def take(self) -> list[SharedResponse]:
+        """Removes and returns responses for the peer: those of one frame."""
+        ...
+
+    def receive(self, responses: Sequence[SharedResponse]) -> None:
+        """Stores responses of another router."""
+        ...
+
+
+class NoResponseExchange:
+    """Exchanges nothing."""
+
+    def take(self) -> list[SharedResponse]:
+        """Returns nothing."""
+        return []
+
+    def receive(self, responses: Sequence[SharedResponse]) -> None:
+        """Does nothing."""
+
+
+NO_EXCHANGE: ResponseExchange = NoResponseExchange()
 
 
 def peer_order(own: str, others: Iterable[Endpoint]) -> list[Endpoint]:
@@ -91,8 +118,8 @@ class PeerBacklog:
             self._opened.append((sent.number, make_copy(session)))
         sent.num_tokens, sent.weights = len(delivered), weights
 
-    def take(self) -> JournalChanges | None:
-        """Next frame, if a journal changed."""
+    def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
+        """Next frame with `responses`, if there are any or a journal changed."""
         extended, self._extended = self._extended, set()
         for session in extended:
             if (sent := self._sent.get(session)) is not None:
@@ -104,7 +131,7 @@ class PeerBacklog:
             self._add(session, self._sent[session])
         opened, tails, closed = self._opened, self._tokens, self._closed
         self._opened, self._tokens, self._closed = [], [], []
-        if not (opened or tails or closed):
+        if not (opened or tails or closed or responses):
             return None
         return JournalChanges(
             opened=opened,
@@ -112,14 +139,21 @@ class PeerBacklog:
             counts=[len(tail) for _, tail in tails],
             tokens=[token for _, tail in tails for token in tail],
             closed=closed,
+            responses=list(responses),
         )
 
 
 class Peers:
     """Implements `resume.registry.JournalReplication`."""
 
-    def __init__(self, settings: LinkSettings, open_sessions: Callable[[], Iterable[StreamSession]]) -> None:
-        self.peer: Endpoint | None = None  # receives this router's journals
+    def __init__(
+        self,
+        settings: LinkSettings,
+        open_sessions: Callable[[], Iterable[StreamSession]],
+        responses: ResponseExchange = NO_EXCHANGE,
+    ) -> None:
+        self.peer: Endpoint | None = None  # receives this router's journals and responses
+        self._responses = responses
         self._settings = settings
         self._open_sessions = open_sessions
         self._others: list[Endpoint] = []
@@ -184,7 +218,7 @@ class Peers:
         log.info("replicating journals to a peer", extra={"peer": peer.address})
         while any(other.key == peer.key and not other.is_leaving for other in self._others):
             await asyncio.sleep(PERIOD_S)
-            changes = backlog.take()
+            changes = backlog.take(self._responses.take())
             if changes is not None:
                 async with asyncio.timeout(self._settings.heartbeat_timeout_s):
                     await connection.send(peer_wire.encode(changes))
@@ -226,9 +260,10 @@ class UnknownVersion(Exception):
 class PeerEndpoint:
     """Endpoint at `peer_wire.PEER_PATH`; requires the service token."""
 
-    def __init__(self, token: str, copies: PeerCopies) -> None:
+    def __init__(self, token: str, copies: PeerCopies, responses: ResponseExchange = NO_EXCHANGE) -> None:
         self._expected = b"Bearer " + token.encode()
         self._copies = copies
+        self._responses = responses
 
     def route(self) -> WebSocketRoute:
         """Route for the router's application."""
@@ -266,6 +301,7 @@ class PeerEndpoint:
             match peer_wire.decode(await receive_binary(websocket)):
                 case peer_wire.JournalChanges() as changes:
                     receiver.apply(changes)
+                    self._responses.receive(changes.responses)
                 case peer_wire.JournalQuery(ids):
                     await websocket.send_bytes(peer_wire.encode(peer_wire.JournalAnswer(self._copies.find(ids))))
                 case frame:

@@ -26,9 +26,7 @@ def output_key(request: wire.Request, has_tenant: bool = True) -> bytes | None:
         return None
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None
-    bias = sorted(sampling.logit_bias.items())
-    fields = (request.tenant if has_tenant else "", request.cache_salt, bias, _normalised(sampling))
-    digest = hashlib.blake2b(_encode(fields), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(_encode(_parameters(request, sampling, has_tenant)), digest_size=DIGEST_BYTES)
     digest.update(array("q", request.prompt).tobytes())
     return digest.digest()
 
@@ -54,6 +52,25 @@ def response_key(request: wire.Request, ending: Sequence[str], revision: str, ha
     output = output_key(request, has_tenant)
     assert output is not None, "such requests are not stored"
     return hashlib.blake2b(output + _encode((list(ending), revision)), digest_size=DIGEST_BYTES).digest()
+
+
+def conversation_key(
+    request: wire.Request, ending: Sequence[str], revision: str, has_tenant: bool, *, context: bytes, max_tokens: int, space: str
+) -> bytes:
+    """Returns a digest that requests share if they may differ by the last message alone.
+
+    `context`: of all that the prompt has besides that message; `max_tokens`: the client's limit, 0 without one, as that of the
+    request may depend on the length of its prompt; `space`: identity of the model that embeds messages. Others as in
+    `response_key`.
+    """
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+    fields = (_parameters(request, sampling, has_tenant), list(ending), revision, context, space)
+    return hashlib.blake2b(_encode(fields), digest_size=DIGEST_BYTES, person=b"conversation").digest()
+
+
+def _parameters(request: wire.Request, sampling: wire.Sampling, has_tenant: bool) -> tuple[object, ...]:
+    """All that tokens depend on, without the prompt."""
+    return request.tenant if has_tenant else "", request.cache_salt, sorted(sampling.logit_bias.items()), _normalised(sampling)
 
 
 def _normalised(sampling: wire.Sampling) -> wire.Sampling:

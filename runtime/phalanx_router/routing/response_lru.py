@@ -1,14 +1,22 @@
-"""Stored responses, bounded in entries, bytes and age. The least recently used is dropped first."""
+"""Stored responses, bounded in entries, bytes and age. The least recently used is dropped first.
 
+A response may have the question that it answers: its text, and its vector in an index.
+"""
+
+import sys
 from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from phalanx_api import wire
+from phalanx_router.routing.semantic import Candidate
+from phalanx_router.routing.vector_index import CONVERSATION_BYTES, VECTOR_BYTES, VectorIndex
 
 ENTRY_BYTES = 768
 """Upper bound of an entry's memory in addition to its tokens, also after many changes of the dicts. Revisions are shared."""
-TOKEN_BYTES = 4
+TOKEN_TYPE, TOKEN_BYTES = "I", 4
+QUESTION_BYTES = 256
+"""Upper bound of a question's memory in addition to its text and vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +26,19 @@ class LruBounds:
     ttl_s: float
     max_entries: int
     max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuestion:
+    """The last message of a request."""
+
+    conversation: bytes  # `equality.conversation_key`
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the question, without its vector."""
+        return QUESTION_BYTES + sys.getsizeof(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +51,35 @@ class StoredResponse:
     seconds: float  # that its computation took
     revision: str  # of the groups that computed it
     stored_at: float
+    question: StoredQuestion | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the entry."""
-        return ENTRY_BYTES + TOKEN_BYTES * len(self.tokens)
+        """Memory of the entry, without its vector."""
+        question = 0 if self.question is None else self.question.num_bytes
+        return ENTRY_BYTES + TOKEN_BYTES * len(self.tokens) + question
 
 
 class ResponseLru:
     """Responses by key. Times are those of the caller's clock, which never goes back."""
 
     def __init__(self, bounds: LruBounds) -> None:
-        self.num_bytes = 0
+        self.index = VectorIndex()
         self._bounds = bounds
+        self._entry_bytes = 0
         self._entries: dict[bytes, StoredResponse] = {}  # the least recently used first
         self._by_age: dict[bytes, None] = {}  # the oldest first
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries, vectors included."""
+        return self._entry_bytes + self.index.num_bytes
+
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._entries)
@@ -74,13 +106,35 @@ class ResponseLru:
         self._entries[key] = entry
         return entry
 
-    def put(self, key: bytes, entry: StoredResponse) -> None:
-        """Stores a response. One that exceeds the limits by itself is dropped, others are not."""
+    def nearest(self, conversation: bytes, vector: bytes, count: int, now: float) -> list[Candidate]:
+        """Returns the responses to the most similar questions of a conversation, at most `count`."""
+        self.expire(now)
+        found = [(key, self._entries[key], similarity) for key, similarity in self.index.search(conversation, vector, count)]
+        return [
+            Candidate(
+                key=key,
+                similarity=similarity,
+                question=entry.question.text,
+                output_tokens=len(entry.tokens),
+                is_cut=entry.finish == "length",
+            )
+            for key, entry, similarity in found
+            if entry.question is not None
+        ]
+
+    def put(self, key: bytes, entry: StoredResponse, vector: bytes = b"") -> None:
+        """Stores a response; `vector`: of its question. One that exceeds the limits by itself is dropped, others are not."""
         self._drop(key)
-        if entry.num_bytes > self._bounds.max_bytes or self._bounds.max_entries < 1:
+        size = entry.num_bytes
+        if entry.question is not None:
+            assert self.index.can_add(entry.question.conversation, vector), "vectors of a conversation have one size"
+            size += CONVERSATION_BYTES + VECTOR_BYTES + len(vector)
+        if size > self._bounds.max_bytes or self._bounds.max_entries < 1:
             return
         self._entries[key], self._by_age[key] = entry, None
-        self.num_bytes += entry.num_bytes
+        self._entry_bytes += entry.num_bytes
+        if entry.question is not None:
+            self.index.add(entry.question.conversation, key, vector)
         self._shrink(entry.stored_at)
 
     def retain(self, revisions: Collection[str]) -> None:
@@ -91,7 +145,8 @@ class ResponseLru:
     def clear(self) -> int:
         """Drops all responses; returns their number."""
         count = len(self)
-        self._entries, self._by_age, self.num_bytes = {}, {}, 0
+        self._entries, self._by_age, self._entry_bytes = {}, {}, 0
+        self.index.clear()
         return count
 
     def _shrink(self, now: float) -> None:
@@ -106,4 +161,6 @@ class ResponseLru:
         entry = self._entries.pop(key, None)
         if entry is not None:
             del self._by_age[key]
-            self.num_bytes -= entry.num_bytes
+            self._entry_bytes -= entry.num_bytes
+            if entry.question is not None:
+                self.index.remove(entry.question.conversation, key)

@@ -60,6 +60,7 @@ def test_user_spread_constraints_apply_to_groups() -> None:
         ({}, "128Mi"),
         ({"maxBytes": "2Gi"}, "128Mi"),
         ({"exact": True}, "192Mi"),
+        ({"semantic": True}, "192Mi"),
         ({"exact": True, "maxBytes": "2Gi"}, "2176Mi"),
         ({"exact": True, "maxBytes": "1500k"}, "130Mi"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,11 +13,14 @@ from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.response_cache import (
     MAX_PIECE_TOKENS,
     MAX_PIECES,
+    MISS,
+    CacheAnswer,
     CachedOutput,
     CacheQuery,
     CacheUse,
     record,
     replay,
+    replay_hit,
 )
 from phalanx_frontend.stream.resume import Item
 from phalanx_frontend.text.detokenize import make_detokenizer
@@ -33,12 +37,16 @@ class StoredOutputs:
 
     def __init__(self) -> None:
         self.outputs: list[CachedOutput] = []
+        self.num_sent = 0
 
-    def find(self, query: CacheQuery) -> CachedOutput | None:
-        return None
+    async def find(self, query: CacheQuery) -> CacheAnswer:
+        return MISS
 
-    def store(self, query: CacheQuery, output: CachedOutput) -> None:
+    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
         self.outputs.append(output)
+
+    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
+        self.num_sent += 1
 
 
 @given(tokens=st.lists(st.integers(0, 9), max_size=200))
@@ -81,7 +89,7 @@ async def recorded(text: str, *, stop: str = "", pieces: int = 4, reads: int = 1
             is_last = start + size >= len(ids)
             yield Delta(index=start, tokens=ids[start : start + size], finish="length" if is_last else None)
 
-    stream = record(deltas(), CacheUse(cache, CacheQuery(REQUEST), None), reply, lambda: float(next(now)))
+    stream = record(deltas(), CacheUse(cache, CacheQuery(REQUEST)), MISS, reply, lambda: float(next(now)))
     async for item in stream:
         assert isinstance(item, Delta)
         reply.feed(item)
@@ -107,3 +115,26 @@ async def test_output_up_to_a_stop_string_is_stored() -> None:
 
 async def test_output_without_an_end_is_not_stored() -> None:
     assert await recorded(TEXT, reads=1) == []
+
+
+@pytest.mark.parametrize(("reads", "num_sent"), [(2, 1), (1, 0)])
+async def test_hit_is_sent_when_its_end_was_read(reads: int, num_sent: int) -> None:
+    cache, output = StoredOutputs(), CachedOutput(tokens=range(32), finish="stop", cached_tokens=0, seconds=1.0)
+    stream = replay_hit(CacheUse(cache, CacheQuery(REQUEST)), CacheAnswer(result="exact", output=output), output)
+    for _ in range(reads * MAX_PIECES // 2):
+        await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert cache.num_sent == num_sent
+
+
+@pytest.mark.parametrize(
+    ("answer", "header"),
+    [
+        (MISS, "miss"),
+        (CacheAnswer(result="exact"), "exact"),
+        (CacheAnswer(result="semantic", similarity=0.9687), "semantic; similarity=0.97"),
+    ],
+    ids=str,
+)
+def test_header_shows_the_result(answer: CacheAnswer, header: str) -> None:
+    assert answer.header == header

@@ -61,11 +61,18 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
 
 
 def _response_cache(cache: ResponseCache) -> ResponseCachePolicy | None:
-    if not cache.exact:
+    if not cache.is_enabled:
         return None
-    max_bytes = parse_bytes(cache.max_bytes)
     return ResponseCachePolicy(
-        ttl_s=float(cache.ttl_seconds), max_entries=cache.max_entries, max_bytes=max_bytes, scope=cache.scope
+        ttl_s=float(cache.ttl_seconds),
+        max_entries=cache.max_entries,
+        max_bytes=parse_bytes(cache.max_bytes),
+        scope=cache.scope,
+        exact=cache.exact,
+        semantic=cache.semantic,
+        similarity=cache.similarity,
+        embedder=cache.embedder or "",
+        recheck_share=cache.recheck_share,
     )
 
 

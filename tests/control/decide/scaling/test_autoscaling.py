@@ -288,7 +288,11 @@ def test_routers_receive_the_limits_of_the_response_cache() -> None:
     assert policy.response_cache == ResponseCachePolicy(ttl_s=60.0, max_entries=5, max_bytes=1 << 20, scope="service")
     defaults = router_policy(make_service(router={"responseCache": {"exact": True}}).spec, PolicyInputs(routers=1))
     assert defaults.response_cache == ResponseCachePolicy(), "the defaults of both agree"
-    off = make_service(router={"responseCache": fields | {"exact": False}})
+    fields = {"semantic": True, "similarity": 0.9, "embedder": "small", "recheckShare": 0.5}
+    semantic = router_policy(make_service(router={"responseCache": fields}).spec, PolicyInputs(routers=1)).response_cache
+    expected = ResponseCachePolicy(exact=False, semantic=True, similarity=0.9, embedder="small", recheck_share=0.5)
+    assert semantic == expected
+    off = make_service(router={"responseCache": fields | {"semantic": False}})
     assert router_policy(off.spec, PolicyInputs(routers=1)).response_cache is None
 
 

@@ -1,0 +1,83 @@
+"""The last message of the user, as the response cache compares it with those of other requests."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx_api import wire
+from phalanx_frontend.ids import random_id
+from phalanx_frontend.openai.embeddings import POOLED
+from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
+from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.stream.response_cache import Question
+
+MAX_CHARACTERS = 8192
+"""Longer messages are not compared: their embedding costs as much as a prompt, and their details decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedModel:
+    """Implements `phalanx_frontend.stream.response_cache.QuestionModel` for one request."""
+
+    model: ServedModel
+    request: wire.Request
+
+    async def pooled(self, text: str) -> wire.Request:
+        """Returns the request for the embedding of a text, of the same tenant and urgency. Raises ApiError."""
+        pooling = self.model.embedding().pooling
+        tokens = await self.model.encode(text, True, "messages")
+        asked = self.request
+        return wire.Request(
+            id=random_id("cache-"),
+            epoch=0,
+            prompt=tokens[: self.model.assets.max_model_len],
+            delivered=[],
+            sampling=POOLED,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            cache_salt=asked.cache_salt,
+            pooling=pooling,
+        )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of an output."""
+        return self.model.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def question_of(body: GenerationRequest, written: str | None, model: ServedModel, request: wire.Request) -> Question | None:
+    """Returns the question of a request; null if others may not resemble it.
+
+    `written`: the text of a prompt, which is the question of a request without messages. The last message must be the user's, and
+    the conversation must have no tools: calls and their results.
+    """
+    text: str | None
+    if isinstance(body, ChatRequest):
+        text, context = _last_message(body.messages), _chat_context(body)
+    else:
+        text, context = written, _completion_context(body)
+    if not text or not text.strip() or len(text) > MAX_CHARACTERS or (isinstance(body, ChatRequest) and _has_tools(body)):
+        return None
+    limit = (body.max_completion_tokens if isinstance(body, ChatRequest) else None) or body.max_tokens
+    digest = hashlib.blake2b(json.dumps(context, sort_keys=True).encode(), digest_size=32).digest()
+    return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=RequestedModel(model, request))
+
+
+def _last_message(messages: Sequence[Message]) -> str | None:
+    return messages[-1].content if messages[-1].role == "user" else None
+
+
+def _has_tools(body: ChatRequest) -> bool:
+    return bool(body.tools) or any(message.tool_calls or message.tool_call_id for message in body.messages)
+
+
+def _chat_context(body: ChatRequest) -> tuple[object, ...]:
+    """All that a rendered conversation depends on, without the last message's text."""
+    earlier = [message.model_dump() for message in body.messages[:-1]]
+    last = body.messages[-1].model_dump(exclude={"content"})
+    options = (body.add_generation_prompt, body.add_special_tokens, body.reasoning_effort, body.chat_template_kwargs)
+    return ("chat", earlier, last, *options, body.tool_choice if isinstance(body.tool_choice, str) else None)
+
+
+def _completion_context(body: GenerationRequest) -> tuple[object, ...]:
+    return ("completion", body.add_special_tokens is not False if isinstance(body, CompletionRequest) else True)

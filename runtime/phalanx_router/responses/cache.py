@@ -1,0 +1,266 @@
+"""The response cache of one router: stores outputs by revision, as the policy allows, and shares them with the other routers."""
+
+import random
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from phalanx_api.summary import ResponseCachePolicy
+from phalanx_frontend.stream.lexical_guard import differs
+from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
+from phalanx_router.backend import RouterBackend
+from phalanx_router.responses.embedder import Embedded, QuestionEmbedder
+from phalanx_router.responses.metrics import ResponseCacheMetrics
+from phalanx_router.responses.recheck import Recheck, SemanticHit
+from phalanx_router.responses.sharing import Outbox, from_wire, to_wire
+from phalanx_router.resume.peer_wire import JournalCopy, SharedResponse
+from phalanx_router.routing import vector_index
+from phalanx_router.routing.equality import conversation_key, response_key
+from phalanx_router.routing.response_lru import TOKEN_TYPE, LruBounds, ResponseLru, StoredQuestion, StoredResponse
+from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, Guard, decide
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedQuestion:
+    """A question and its vector."""
+
+    question: Question
+    embedded: Embedded
+
+
+def bounds_of(policy: ResponseCachePolicy | None) -> LruBounds:
+    """Returns the limits of a policy; without one nothing is stored."""
+    if policy is None:
+        return LruBounds(ttl_s=0.0, max_entries=0, max_bytes=0)
+    return LruBounds(ttl_s=policy.ttl_s, max_entries=policy.max_entries, max_bytes=policy.max_bytes)
+
+
+class RouterResponseCache:
+    """Implements `phalanx_frontend.stream.response_cache.ResponseCache` and `resume.peers.ResponseExchange`.
+
+    Bound to one event loop.
+    """
+
+    def __init__(
+        self,
+        backend: RouterBackend,
+        metrics: ResponseCacheMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+        differs: Guard = differs,
+    ) -> None:
+        self._backend = backend
+        self._metrics = metrics
+        self._clock = clock
+        self._differs = differs
+        self._policy: ResponseCachePolicy | None = None
+        self._revisions: Sequence[str] = ()  # of known groups, the newest first
+        self._responses = ResponseLru(bounds_of(None))
+        self._embedder = QuestionEmbedder(backend, metrics.show_embedder, clock)
+        self._recheck = Recheck(backend, self._embedder, metrics, draw)
+        self._outbox = Outbox()
+        self._purged_at = float("-inf")
+        backend.balancing.tick_listeners.append(self.refresh)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the policy permits a response cache."""
+        return self._backend.balancing.policy.response_cache is not None
+
+    async def close(self) -> None:
+        """Ends a re-check and closes connections."""
+        await self._recheck.close()
+        await self._embedder.close()
+
+    def refresh(self) -> None:
+        """Applies the policy, and drops responses that are too old or of revisions that no group has any more.
+
+        Without groups, responses are kept for the next groups and not used.
+        """
+        policy, before = self._backend.balancing.policy.response_cache, self._policy
+        revisions = self._backend.links.revisions()
+        if policy != before:
+            self._apply(policy, before)
+        if revisions and revisions != self._revisions:
+            self._responses.retain(revisions)
+        self._revisions = revisions
+        self._responses.expire(self._clock())
+        self._show()
+
+    def _apply(self, policy: ResponseCachePolicy | None, before: ResponseCachePolicy | None) -> None:
+        self._policy = policy
+        if policy is None or before is None or policy.scope != before.scope:
+            self._responses.clear()
+            self._outbox.clear()
+        if policy is not None and policy.semantic and not (before is not None and before.semantic):
+            threading.Thread(target=vector_index.load, daemon=True).start()  # before a request waits for it
+        if policy is None or not policy.semantic:
+            self._metrics.show_embedder("")
+        self._responses.set_bounds(bounds_of(policy), self._clock())
+
+    async def find(self, query: CacheQuery) -> CacheAnswer:
+        """Returns an output of the newest revision that has one: of an equal request, else to a similar question."""
+        self.refresh()
+        answer = MISS
+        if self._policy is not None and self._policy.exact:
+            answer = self._find_equal(query)
+        if answer.output is None and self._policy is not None and self._policy.semantic:
+            answer = await self._find_similar(query, self._policy)
+        if answer.output is None:
+            self._metrics.missed()
+        return answer
+
+    def _find_equal(self, query: CacheQuery) -> CacheAnswer:
+        now = self._clock()
+        for revision in self._used_revisions():
+            found = self._responses.get(self._key(query, revision), now)
+            if found is not None:
+                self._metrics.hit("exact", len(query.request.prompt), len(found.tokens), found.seconds)
+                return CacheAnswer(result="exact", output=self._output(query, found))
+        return MISS
+
+    async def _find_similar(self, query: CacheQuery, policy: ResponseCachePolicy) -> CacheAnswer:
+        question = query.question() if self._revisions else None
+        if question is None:
+            self._metrics.not_similar("no_question" if self._revisions else "no_group")
+            return MISS
+        embedded = await self._embedder.embed(question.text, question.model, policy.embedder)
+        if not isinstance(embedded, Embedded):
+            self._metrics.not_similar(embedded.why)
+            return MISS
+        self.refresh()
+        if self._policy is None or not self._policy.semantic:
+            return MISS
+        asked = EmbeddedQuestion(question, embedded)
+        decision = self._decide(query, asked, self._policy)
+        self._metrics.compared(decision.nearest, decision.hit is not None)
+        found = None if decision.hit is None else self._responses.get(decision.hit.key, self._clock())
+        if decision.hit is None or found is None:
+            self._metrics.not_similar(decision.why)
+            return CacheAnswer(embedded=asked)
+        self._metrics.hit("semantic", len(query.request.prompt), len(found.tokens), found.seconds)
+        output = replace(self._output(query, found), cached_tokens=min(found.cached_tokens, len(query.request.prompt)))
+        return CacheAnswer(result="semantic", output=output, similarity=decision.hit.similarity, embedded=asked)
+
+    def _decide(self, query: CacheQuery, asked: EmbeddedQuestion, policy: ResponseCachePolicy) -> Decision:
+        """Decision by the newest revision with a hit; else the first one with a candidate."""
+        decisions = []
+        for revision in self._used_revisions():
+            conversation = self._conversation(query, asked, revision)
+            candidates = self._responses.nearest(conversation, asked.embedded.vector, MAX_CANDIDATES, self._clock())
+            max_tokens = query.request.sampling.max_tokens
+            decision = decide(asked.question.text, max_tokens, candidates, policy.similarity, self._differs)
+            if decision.hit is not None:
+                return decision
+            decisions.append(decision)
+        return next((decision for decision in decisions if decision.nearest is not None), Decision(why="no_candidate"))
+
+    def _used_revisions(self) -> Sequence[str]:
+        """During a canary without the newest one, whose responses would reach more requests than its share."""
+        canary = self._backend.balancing.policy.canary
+        return [identity for identity in self._revisions if identity.split(" ")[0] != canary] or self._revisions
+
+    def _output(self, query: CacheQuery, found: StoredResponse) -> CachedOutput:
+        tokens, request = found.tokens.tolist(), query.request
+        if request.can_resume:  # as an ended stream: its client may lose the connection
+            ended = msgspec.structs.replace(request, delivered=tokens)
+            self._backend.stream_registry.store.put(JournalCopy(ended, finish=found.finish), displaces=False)
+        return CachedOutput(tokens=tokens, finish=found.finish, cached_tokens=found.cached_tokens, seconds=found.seconds)
+
+    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
+        """Stores an output under the revision of the groups that computed it, with the question that `answer` has embedded."""
+        self.refresh()
+        revision = sys.intern(self._backend.revision_of(query.request))
+        if self._policy is None or revision not in self._revisions:
+            return
+        question, vector = None, b""
+        if self._policy.semantic and isinstance(answer.embedded, EmbeddedQuestion):
+            asked = answer.embedded
+            question, vector = (
+                StoredQuestion(self._conversation(query, asked, revision), asked.question.text),
+                asked.embedded.vector,
+            )
+        stored = StoredResponse(
+            tokens=array(TOKEN_TYPE, output.tokens),
+            finish=output.finish,
+            cached_tokens=output.cached_tokens,
+            seconds=output.seconds,
+            revision=revision,
+            stored_at=self._clock(),
+            question=question,
+        )
+        key, hops = self._key(query, revision), self._backend.balancing.policy.routers - 1
+        self._responses.put(key, stored, vector)
+        self._outbox.put(to_wire(key, stored, vector, scope=self._policy.scope, hops=hops, now=self._clock()))
+        self._show()
+
+    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
+        """Considers a re-check of a semantic hit."""
+        asked, policy = answer.embedded, self._policy
+        if policy is not None and answer.output is not None and isinstance(asked, EmbeddedQuestion):
+            hit = SemanticHit(request=query.request, question=asked.question, output=answer.output)
+            self._recheck.consider(hit, policy.recheck_share, policy.similarity, policy.embedder)
+
+    def take(self) -> list[SharedResponse]:
+        """Removes and returns responses for the peer: those of one frame."""
+        taken = self._outbox.take()
+        self._metrics.shared("sent", len(taken))
+        return taken
+
+    def receive(self, responses: Sequence[SharedResponse]) -> None:
+        """Stores responses of another router and passes them on. Those known here, or computed before a purge, are not stored."""
+        if not responses:
+            return
+        self.refresh()
+        for shared in responses:
+            if self._accept(shared):
+                self._metrics.shared("received", 1)
+                self._outbox.put(msgspec.structs.replace(shared, hops=shared.hops - 1))
+        self._show()
+
+    def _accept(self, shared: SharedResponse) -> bool:
+        now, policy = self._clock(), self._policy
+        if policy is None or shared.scope != policy.scope or shared.revision not in self._revisions:
+            return False
+        stored = from_wire(shared, sys.intern(shared.revision), now)
+        if stored is None or stored.stored_at - stored.seconds < self._purged_at or shared.key in self._responses:
+            return False
+        if stored.question is not None and not self._responses.index.can_add(stored.question.conversation, shared.vector):
+            return False
+        self._responses.put(shared.key, stored, shared.vector)
+        return True
+
+    def purge(self) -> int:
+        """Drops all responses; returns their number. Those that are computed now will not be stored, here or by other routers."""
+        self._backend.forget_revisions()
+        count = self._responses.clear()
+        self._outbox.clear()
+        self._purged_at = self._clock()
+        self._show()
+        return count
+
+    def _key(self, query: CacheQuery, revision: str) -> bytes:
+        return response_key(query.request, query.ending, revision, self._has_tenant)
+
+    def _conversation(self, query: CacheQuery, asked: EmbeddedQuestion, revision: str) -> bytes:
+        return conversation_key(
+            query.request,
+            query.ending,
+            revision,
+            self._has_tenant,
+            context=asked.question.context,
+            max_tokens=asked.question.max_tokens,
+            space=asked.embedded.space,
+        )
+
+    @property
+    def _has_tenant(self) -> bool:
+        return self._policy is None or self._policy.scope == "tenant"
+
+    def _show(self) -> None:
+        self._metrics.show(len(self._responses), self._responses.num_bytes)

@@ -1,0 +1,180 @@
+"""Embeddings of questions, by the groups of this service or by another InferenceService. A failure is a result, not an error."""
+
+import asyncio
+import base64
+import logging
+from array import array
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from phalanx_frontend.backend import BackendError, Delta
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openai.embeddings import shaped
+from phalanx_frontend.stream.response_cache import QuestionModel
+from phalanx_router.backend import RouterBackend
+from phalanx_router.routing import vector_index
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0
+"""Longest wait of a request for the embedding of its question."""
+PAUSE_S = 5.0
+"""Time without embeddings after a failure, so that not every request waits for a group or service that does not answer."""
+MAX_CONCURRENT = 32
+MAX_BODY_BYTES = 1 << 20
+NO_EMBEDDINGS = "no_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A packed vector. Those of one `space` may be compared."""
+
+    vector: bytes
+    space: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotEmbedded:
+    """Why there is no vector, as a code for metrics."""
+
+    why: str
+
+
+class EmbedderFailed(Exception):
+    """The embedder gives no vector. The text is a code."""
+
+
+class _Vector(msgspec.Struct, frozen=True):
+    embedding: str
+
+
+class _Response(msgspec.Struct, frozen=True):
+    data: list[_Vector]
+    model: str
+
+
+class _ErrorCode(msgspec.Struct, frozen=True):
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorCode = _ErrorCode()
+
+
+class QuestionEmbedder:
+    """Embeds texts within bounds of time and number."""
+
+    def __init__(
+        self,
+        backend: RouterBackend,
+        show_failure: Callable[[str], None],
+        clock: Callable[[], float],
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`show_failure` receives the reason of a failure that concerns later questions too, and empty text when it has ended."""
+        self._backend = backend
+        self._show_failure = show_failure
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._is_loaded = False
+        self._num_running = 0
+        self._paused_until = 0.0
+        self._failure = ""
+        self._http: aiohttp.ClientSession | None = None
+
+    async def embed(self, text: str, model: QuestionModel, address: str) -> Embedded | NotEmbedded:
+        """Returns the vector of a text. `address`: of the service that embeds, empty for the own groups."""
+        if self._clock() < self._paused_until:
+            return NotEmbedded("paused")
+        if self._num_running >= MAX_CONCURRENT or (not address and len(self._backend.dispatcher.queue)):
+            return NotEmbedded("busy")
+        self._num_running += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self._is_loaded:
+                    await asyncio.to_thread(vector_index.load)
+                    self._is_loaded = True
+                embedded = await (self._ask(text, address) if address else self._compute(text, model))
+        except Exception as error:
+            return self._failed(error)
+        finally:
+            self._num_running -= 1
+        self._report("")
+        return embedded
+
+    async def close(self) -> None:
+        """Closes connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    def _failed(self, error: Exception) -> NotEmbedded:
+        match error:
+            case ApiError() | BackendError():
+                why = error.code or "failed"
+            case EmbedderFailed():
+                why = str(error)
+            case TimeoutError():
+                why = "timeout"
+            case aiohttp.ClientError() | OSError() | msgspec.MsgspecError() | ValueError():
+                why = "unreachable"
+            case _:
+                log.exception("no embedding of a question", exc_info=error)
+                why = "failed"
+        if why != NO_EMBEDDINGS:  # which costs no wait
+            self._paused_until = self._clock() + PAUSE_S
+        self._report(why)
+        return NotEmbedded(why)
+
+    def _report(self, why: str) -> None:
+        if why == self._failure:
+            return
+        if why:
+            log.warning("similar requests are not found: no embeddings", extra={"why": why})
+        else:
+            log.info("similar requests are found again")
+        self._failure = why
+        self._show_failure(why)
+
+    async def _compute(self, text: str, model: QuestionModel) -> Embedded:
+        """Raises ApiError, BackendError, EmbedderFailed."""
+        request = await model.pooled(text)
+        async with aclosing(self._backend.generate(request, is_exempt=True)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if isinstance(delta, Delta) and delta.finish is not None:
+                    space = self._backend.revision_of(request)
+                    if not space or not delta.vector:
+                        break
+                    return _packed(delta.vector, space)
+        raise EmbedderFailed("no_vector")
+
+    async def _ask(self, text: str, address: str) -> Embedded:
+        """Raises EmbedderFailed, and errors of aiohttp and msgspec."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession()
+        body = {"input": text, "encoding_format": "base64"}
+        async with self._http.post(f"http://{address}/v1/embeddings", json=body) as response:
+            content = await response.content.read(MAX_BODY_BYTES)
+            if response.status != 200:
+                raise EmbedderFailed(_error_code(content) or f"status_{response.status}")
+        answer = msgspec.json.decode(content, type=_Response)
+        return _packed(base64.b64decode(answer.data[0].embedding), f"{address} {answer.model}")
+
+
+def _packed(vector: bytes, space: str) -> Embedded:
+    """`vector`: little-endian float32. Raises EmbedderFailed, ValueError."""
+    numbers: array[float] = shaped(vector, len(vector) // 4, False)
+    packed = vector_index.packed(numbers)
+    if packed is None:
+        raise EmbedderFailed("no_direction")
+    return Embedded(packed, f"{space} {len(numbers)}")
+
+
+def _error_code(content: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(content, type=_ErrorBody).error.code
+    except msgspec.MsgspecError:
+        return None
