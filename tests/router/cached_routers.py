@@ -1,7 +1,8 @@
 """Routers with a response cache over scripted leaders, at a URL."""
 
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +14,32 @@ from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
-from tests.frontend.fakes import tiny_assets
+from phalanx_router.links.endpoints import Endpoint
+from phalanx_router.resume.peers import Peers
+from tests.frontend.fakes import EMBEDDING, tiny_assets, tiny_tokenizer
 from tests.frontend.serving import served
 from tests.polling import until
+from tests.router.api_servers import http_server
 from tests.router.fakes import FakeLeader, Leaders, Script, make_settings
 from tests.router.http_routers import draw
 
 CACHE = ResponseCachePolicy()
+SEMANTIC = ResponseCachePolicy(semantic=True, similarity=0.95, recheck_share=0.0)
 NAME = "phalanx_router_response_cache"
+
+
+def meaning(request: wire.Request) -> bytes:
+    """Vector of a text: its first letter is the topic, and each `please` moves it: to a similarity of 0.995, three to 0.958."""
+    words = tiny_tokenizer().decode(request.prompt).lower().replace(",", "").split()
+    vector = [0.0] * EMBEDDING.size
+    vector[ord(words[0][0]) % (EMBEDDING.size - 1)] = 3.0
+    vector[-1] = 0.3 * words.count("please")
+    return struct.pack(f"<{EMBEDDING.size}f", *vector)
 
 
 def printing_leader(group: str = "group-a", assets: wire.Assets | None = None, hold_at: int | None = None) -> FakeLeader:
     """A leader with printable tokens."""
-    return FakeLeader(group, Script(assets=assets or tiny_assets(), draw=draw, hold_at=hold_at))
+    return FakeLeader(group, Script(assets=assets or tiny_assets(), draw=draw, hold_at=hold_at, embed=meaning))
 
 
 @dataclass(slots=True)
@@ -39,8 +53,16 @@ class CachedRouter:
 
     @property
     def num_computed(self) -> int:
-        """Requests that groups have received."""
-        return sum(len(leader.submitted) for leader in self.leaders)
+        """Requests that groups have received, without embeddings."""
+        return len(self._received()) - self.num_embedded
+
+    @property
+    def num_embedded(self) -> int:
+        """Embeddings that groups have received."""
+        return sum(request.pooling is not None for request in self._received())
+
+    def _received(self) -> list[wire.Request]:
+        return [submit.request for leader in self.leaders for submit in leader.submitted]
 
     async def post(
         self, body: Mapping[str, Any], path: str = "/v1/completions", key: str = "sk-1", **headers: str
@@ -64,16 +86,17 @@ class CachedRouter:
 
 @asynccontextmanager
 async def cached_router(
-    *leaders: FakeLeader, cache: ResponseCachePolicy | None = CACHE, coalesces: bool = False
+    *leaders: FakeLeader,
+    cache: ResponseCachePolicy | None = CACHE,
+    coalesces: bool = False,
+    keys: Sequence[ApiKey] = (ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")),
 ) -> AsyncIterator[CachedRouter]:
     """Serves a router over these leaders."""
     for leader in leaders:
         await leader.start()
     policy = BalancePolicy(response_cache=cache, coalesce_requests=coalesces)
     source = Leaders(*(leader.endpoint(created=str(number)) for number, leader in enumerate(leaders)))
-    app, fleet = make_router(
-        replace(make_settings(), policy=policy), source, keys=(ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2"))
-    )
+    app, fleet = make_router(replace(make_settings(), policy=policy), source, keys=keys)
     assert isinstance(app, FastAPI)
     try:
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as http:
@@ -82,3 +105,29 @@ async def cached_router(
     finally:
         for leader in leaders:
             await leader.stop()
+
+
+@asynccontextmanager
+async def sharing_routers(
+    names: Sequence[str], leader: FakeLeader, cache: ResponseCachePolicy
+) -> AsyncIterator[list[CachedRouter]]:
+    """Serves routers that are peers, over one leader."""
+    await leader.start()
+    base = replace(make_settings(), policy=BalancePolicy(response_cache=cache, routers=len(names)))
+    lists, routers, peers = [Leaders() for _ in names], list[CachedRouter](), dict[str, Endpoint]()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(leader.stop)
+        for name, found in zip(names, lists, strict=True):
+            settings, source = replace(base, link=replace(base.link, router=name)), Leaders(leader.endpoint())
+            app, fleet = make_router(settings, source, keys=(ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")), peers=found)
+            address = await stack.enter_async_context(http_server(app))
+            client = httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=20)
+            routers.append(CachedRouter(await stack.enter_async_context(client), fleet, source, [leader]))
+            peers[name] = Endpoint(key=name, address=address, group=name)
+        for router, found in zip(routers, lists, strict=True):
+            found.change(*peers.values())
+            replication = router.fleet.stream_registry.replication
+            assert isinstance(replication, Peers)
+            await until(lambda replication=replication: replication.peer is not None)  # type: ignore[misc]
+            await until(lambda router=router: router.fleet.links.num_ready == 1)  # type: ignore[misc]
+        yield routers

@@ -64,6 +64,7 @@ class Script:
     assets: wire.Assets = ASSETS
     sends_assets: bool = True
     draw: Callable[[wire.Request, int], int] = lambda request, index: token_at(request.prompt, index)
+    embed: Callable[[wire.Request], bytes | None] = vector_of  # null: never
     endless_from: int = 10**9  # requests with at least this `max_tokens` stop after five tokens without an end
     sends_prefixes: bool = False  # reads `moves.SendPrefix`
     kills: Callable[[wire.Request], bool] = lambda request: False  # requests that kill the group within three tokens
@@ -254,8 +255,10 @@ class FakeLeader:
         for handle, entry in list(running.items()):
             request = entry.submit.request
             if request.pooling is not None:
-                del running[handle]
-                frame.finished.append(wire.Finished(handle, request.epoch, "stop", 1, vector_of(request)))
+                vector = self.script.embed(request)
+                if vector is not None:
+                    del running[handle]
+                    frame.finished.append(wire.Finished(handle, request.epoch, "stop", 1, vector))
                 continue
             index = entry.next_index
             if index >= 5 and request.sampling.max_tokens >= self.script.endless_from:

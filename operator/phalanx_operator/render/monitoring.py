@@ -7,6 +7,8 @@ from phalanx_operator.render.objects import Object, child
 API_VERSION = "monitoring.coreos.com/v1"
 COMPONENT = "monitoring"
 INTERVAL = "15s"
+MAX_DISAGREEMENT = 0.1
+"""Share of re-checked semantic hits with another answer, above which an alert fires."""
 _SERVICE_LABEL = "phalanx_dev_service"
 """`phalanx.dev/service` in Prometheus."""
 
@@ -27,7 +29,8 @@ def objects(service: InferenceService) -> list[Object]:
 
 
 def _rules(service: InferenceService) -> list[Object]:
-    selector = f'{{namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"}}'
+    own = f'namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"'
+    selector = f"{{{own}}}"
     known, ready = f"max(phalanx_router_groups_known{selector})", f"max(phalanx_router_groups_ready{selector})"
     name = f"{service.namespace}/{service.name}"
     return [
@@ -51,7 +54,24 @@ def _rules(service: InferenceService) -> list[Object]:
             "info",
             f"a group of {name} drafts no more and serves without: its log says why",
         ),
+        _rule(
+            "PhalanxSemanticCacheDisagrees",
+            f"{_rechecks(own, 'disagreed')} / {_rechecks(own, 'agreed|disagreed')} > {MAX_DISAGREEMENT}",
+            "warning",
+            f"responses to similar questions differ from computed ones at {name}: raise spec.router.responseCache.similarity",
+        ),
+        _rule(
+            "PhalanxEmbedderFailed",
+            f"max(phalanx_router_response_cache_embedder_failed{selector}) == 1",
+            "warning",
+            f"questions to {name} get no embeddings, so similar requests are computed: the label why says the reason",
+        ),
     ]
+
+
+def _rechecks(own_labels: str, outcomes: str) -> str:
+    """Re-checks of semantic hits in the last hours with these outcomes."""
+    return f'sum(increase(phalanx_router_response_cache_rechecks_total{{{own_labels},outcome=~"{outcomes}"}}[6h]))'
 
 
 def _rule(name: str, expression: str, severity: str, summary: str) -> Object:

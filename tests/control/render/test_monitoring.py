@@ -10,6 +10,7 @@ from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STA
 from phalanx_operator.render import monitoring, router, services
 from phalanx_operator.render.objects import Images
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_runtime.server.http.metrics import SpeculationMetrics
 from tests.control.builders import make_service
 from tests.control.worlds import World
@@ -78,8 +79,9 @@ def test_alerts_use_existing_metrics_of_routers_and_groups() -> None:
     registry = CollectorRegistry()
     RouterMetrics(registry)
     SpeculationMetrics(registry, "tiny")
+    ResponseCacheMetrics(registry)
     metrics = {family.name for family in registry.collect()}
     rules = monitoring.objects(SERVICE)[1]["spec"]["groups"][0]["rules"]
     pattern = r"phalanx_(?:router|speculation)_\w+"
     used = {name.removesuffix("_total") for rule in rules for name in re.findall(pattern, rule["expr"])}
-    assert len(rules) == 5 and len(used) == 5 and used <= metrics
+    assert len(rules) == 7 and len(used) == 7 and used <= metrics
