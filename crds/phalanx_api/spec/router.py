@@ -88,11 +88,10 @@ class ResponseCache(Record):
     """Stored responses of each router. Only deterministic requests with one choice, without tools and logprobs."""
 
     exact: bool = False
-    """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed. A
-    change restarts the routers."""
+    """Answers equal requests with the stored tokens: equal prompt tokens and sampling parameters, temperature 0 or a seed."""
     semantic: bool = False
     """Answers a request with the response to a similar last message of the user; all else must be equal: the messages before it,
-    the revision, the sampling parameters and the tenant. A change restarts the routers."""
+    the revision, the sampling parameters and the tenant."""
     similarity: float = Field(default=0.95, ge=0, le=1)
     """Semantic: lowest cosine similarity of the embeddings of both messages."""
     embedder: str | None = Field(default=None, min_length=1, max_length=63, pattern=_LABEL)
@@ -105,8 +104,8 @@ class ResponseCache(Record):
     max_entries: int = Field(default=10_000, ge=1, le=10_000_000)
     """Stored responses of each router; the least recently used is dropped first."""
     max_bytes: Memory = "64Mi"
-    """Memory of the stored responses of each router, vectors included. It raises the memory request of the pods: a change
-    restarts the routers."""
+    """Memory of the stored responses of each router, vectors included. With `exact` or `semantic` it raises the memory
+    request of the pods, so that its change, or that from neither of them to one, restarts the routers."""
     scope: CacheScope = "tenant"
     """Requests that share responses: those of one tenant (API key), or all requests of the service."""
 

@@ -137,6 +137,7 @@ DIALLED = {
     ("phalanx_runtime.rank.transfer.sender", "socket.create_connection"): "KV transfer",
     ("phalanx_router.links.connection", "connect"): "pod HTTP",
     ("phalanx_router.resume.peers", "connect"): "router HTTP",
+    ("phalanx_router.responses.embedder", "aiohttp.ClientSession"): "router HTTP",
     ("phalanx_operator.app", "aiohttp.ClientSession"): "router HTTP",
 }
 SOURCES = "phalanx_runtime.checkpoint"
@@ -163,6 +164,7 @@ UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
 ADDRESSES = {
     ("phalanx_router.links.connection", "ws"): "pod HTTP",
     ("phalanx_router.resume.peers", "ws"): "router HTTP",
+    ("phalanx_router.responses.embedder", "http"): "router HTTP",
     ("phalanx_operator.routers", "http"): "router HTTP",
 }
 """Modules and schemes of the addresses that they dial, except model sources."""

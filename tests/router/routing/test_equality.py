@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
-from phalanx_router.routing.equality import computation_key, output_key
+from phalanx_router.routing.equality import computation_key, conversation_key, output_key, response_key
 
 PROMPT = [5, 6, 7]
 
@@ -99,3 +99,41 @@ def test_request_for_token_details_has_no_key(fields: dict[str, Any]) -> None:
 def test_identity_and_progress_leave_the_key() -> None:
     later = msgspec.structs.replace(request(), id="b", epoch=3, delivered=[1, 2], waited_ms=9.0, can_resume=True, alone=True)
     assert computation_key(later) == computation_key(request())
+
+
+CONVERSATIONS = st.fixed_dictionaries(
+    {
+        "ending": st.sampled_from([(), ("other", "True", "a")]),
+        "revision": st.sampled_from(["r1 ", "r2 "]),
+        "context": st.sampled_from([b"", b"a"]),
+        "max_tokens": st.integers(0, 1),
+        "space": st.sampled_from(["r1  8", "r1  16"]),
+    }
+)
+
+
+@given(
+    prompts=st.tuples(TOKENS, TOKENS),
+    fields=st.tuples(FIELDS, FIELDS),
+    parts=st.tuples(CONVERSATIONS, CONVERSATIONS),
+    same=st.tuples(st.booleans(), st.booleans()),
+    has_tenant=st.booleans(),
+)
+def test_conversations_agree_in_all_but_the_last_message(
+    prompts: tuple[list[int], list[int]],
+    fields: tuple[dict[str, Any], dict[str, Any]],
+    parts: tuple[dict[str, Any], dict[str, Any]],
+    same: tuple[bool, bool],
+    has_tenant: bool,
+) -> None:
+    """The limit of the request counts no more than its prompt: it may depend on its length."""
+    free = {"priority", "deadline_ms", "max_tokens"} | (set() if has_tenant else {"tenant"})
+    others = [fields[0], {name: fields[name in free or not same[0]][name] for name in fields[0]}]
+    conversations = [parts[0], parts[not same[1]]]
+    keys = [
+        conversation_key(request(prompt, **one), has_tenant=has_tenant, **part)
+        for prompt, one, part in zip(prompts, others, conversations, strict=True)
+    ]
+    effects = [effect([], {name: value for name, value in one.items() if name not in free}) for one in others]
+    assert (keys[0] == keys[1]) == (effects[0] == effects[1] and conversations[0] == conversations[1])
+    assert keys[0] != response_key(request(prompts[0], **fields[0]), (), "r1 ", has_tenant)

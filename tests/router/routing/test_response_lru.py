@@ -1,15 +1,25 @@
 """Bounds of the stored responses."""
 
+import random
 import tracemalloc
 from array import array
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from phalanx_router.routing.equality import DIGEST_BYTES
-from phalanx_router.routing.response_lru import ENTRY_BYTES, TOKEN_BYTES, LruBounds, ResponseLru, StoredResponse
+from phalanx_router.routing.response_lru import (
+    ENTRY_BYTES,
+    TOKEN_BYTES,
+    LruBounds,
+    ResponseLru,
+    StoredQuestion,
+    StoredResponse,
+)
+from phalanx_router.routing.vector_index import packed
 
 WIDE = LruBounds(ttl_s=10.0, max_entries=10**6, max_bytes=10**9)
 
@@ -62,6 +72,59 @@ def test_too_large_response_drops_no_other() -> None:
     assert list(responses) == [key(1)]
 
 
+def question(conversation: int, text: str = "a") -> StoredQuestion:
+    return StoredQuestion(key(conversation), text)
+
+
+def vector_of(number: int, size: int = 8) -> bytes:
+    draw = random.Random(number)
+    found = packed([draw.gauss(0, 1) for _ in range(size)])
+    assert found is not None
+    return found
+
+
+def test_nearest_questions_have_their_responses() -> None:
+    responses = ResponseLru(WIDE)
+    for number in range(5):
+        asked = replace(entry(number, stored_at=float(number)), question=question(number % 2, f"question {number}"))
+        responses.put(key(number), asked, vector_of(number))
+    found = responses.nearest(key(0), vector_of(2), 2, 5.0)
+    assert (found[0].key, found[0].question, found[0].output_tokens, found[0].is_cut) == (key(2), "question 2", 2, False)
+    assert found[0].similarity > max(0.999, found[1].similarity) and found[1].key in (key(0), key(4))
+    assert responses.nearest(key(2), vector_of(2), 2, 5.0) == []
+    assert [one.key for one in responses.nearest(key(0), vector_of(2), 9, 11.5)] == [key(2), key(4)], "the others are too old"
+
+
+@given(
+    stored=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90), st.booleans()), min_size=1, max_size=150),
+    max_bytes=st.sampled_from([0, 3000, 50_000, 100_000, 200_000]),
+)
+@settings(deadline=None, max_examples=40)
+def test_bounds_include_questions_and_vectors(stored: list[tuple[int, int, bool]], max_bytes: int) -> None:
+    responses = ResponseLru(LruBounds(ttl_s=1e9, max_entries=120, max_bytes=max_bytes))
+    for number, (conversation, size, has_question) in enumerate(stored):
+        asked = question(conversation, "x" * size) if has_question else None
+        stored_response = replace(entry(size, revision=f"r{number % 2}"), question=asked)
+        responses.put(key(number % 100), stored_response, vector_of(number) if has_question else b"")
+        assert len(responses) <= 120 and responses.num_bytes <= max_bytes
+    for conversation in range(4):
+        for found in responses.nearest(key(conversation), vector_of(1), 200, 1.0):
+            assert found.key in responses
+    responses.retain(["r1"])
+    assert responses.num_bytes <= max_bytes
+    responses.clear()
+    assert responses.num_bytes == responses.index.num_bytes == 0
+
+
+def test_flood_of_one_conversation_uses_the_graph_within_its_bound() -> None:
+    responses = ResponseLru(LruBounds(ttl_s=1e9, max_entries=10**6, max_bytes=1 << 20))
+    for number in range(2000):
+        responses.put(key(number), replace(entry(20), question=question(0, f"question {number}")), vector_of(number, 64))
+        assert responses.num_bytes <= 1 << 20
+    [newest, *_] = responses.nearest(key(0), vector_of(1999, 64), 4, 1.0)
+    assert newest.key == key(1999) and responses.index.num_graph_searches == 1 and 200 < len(responses) < 2000
+
+
 def test_other_revisions_are_dropped() -> None:
     responses = ResponseLru(WIDE)
     for number, revision in enumerate(["r1", "r2", "r1", "r3"]):
@@ -83,6 +146,22 @@ def test_bounds_hold_under_a_flood_of_distinct_requests(sizes: list[int], max_en
         assert len(responses) <= max_entries and responses.num_bytes <= max_bytes
         if max_entries and ENTRY_BYTES + TOKEN_BYTES * size <= max_bytes:
             assert responses.get(key(number), 0.0) is not None, "the newest one that fits is kept"
+
+
+@pytest.mark.parametrize("conversations", [1, 40, 10**6])
+def test_counted_bytes_bound_the_memory_of_questions(conversations: int) -> None:
+    """Of few vectors per conversation: those of a graph are outside of Python."""
+    responses, texts = ResponseLru(LruBounds(ttl_s=1e9, max_entries=60, max_bytes=10**9)), ["", "x" * 100, "\u20ac" * 30]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(600):
+            asked = question(number % conversations, texts[number % 3] + str(number))
+            responses.put(key(number), replace(entry(10, cached_tokens=1000 + number), question=asked), vector_of(number, 64))
+            memory = tracemalloc.get_traced_memory()[0] - before
+            assert number < 20 or memory <= responses.num_bytes, f"{memory / len(responses):.0f} bytes an entry"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
