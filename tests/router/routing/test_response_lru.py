@@ -116,7 +116,7 @@ def test_bounds_include_questions_and_vectors(stored: list[tuple[int, int, bool]
     assert responses.num_bytes == responses.index.num_bytes == 0
 
 
-def test_flood_of_one_conversation_uses_the_graph_within_its_bound() -> None:
+def test_flood_of_one_conversation_searches_the_graph() -> None:
     responses = ResponseLru(LruBounds(ttl_s=1e9, max_entries=10**6, max_bytes=1 << 20))
     for number in range(2000):
         responses.put(key(number), replace(entry(20), question=question(0, f"question {number}")), vector_of(number, 64))
