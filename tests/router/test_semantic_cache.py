@@ -1,5 +1,6 @@
 """Similar questions are answered from the router's memory, within one conversation, and nothing else is."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +14,13 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
-from phalanx_router.responses.embedder import PAUSE_S
+from phalanx_router.responses.embedder import MAX_CONCURRENT, PAUSE_S
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
 from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, printing_leader
 from tests.router.fakes import FakeLeader
+from tests.router.loads import FULL, ROOM, is_same
 
 ASKED, SIMILAR, OTHER = "france, what is its capital", "france, what is its capital please", "spain, what is its capital"
 COMMON: Mapping[str, Any] = {"max_tokens": 40, "temperature": 0}
@@ -271,6 +273,9 @@ async def test_model_without_embeddings_costs_clients_nothing() -> None:
         router.set_policy(CACHE)
         router.fleet.balancing.tick()
         assert await router.metric("embedder_failed", '{why="no_embeddings"}') == 0
+        router.set_policy(SEMANTIC)
+        await router.post(body(OTHER), CHAT)
+        assert await router.metric("embedder_failed", '{why="no_embeddings"}') == 1
 
 
 async def test_groups_without_vectors_are_a_miss() -> None:
@@ -291,6 +296,43 @@ async def test_slow_embedding_is_a_miss_and_pauses_others() -> None:
         assert (await why(router, "paused"), router.num_embedded) == (1, 1) and PAUSE_S > 1
         await until(lambda: leader.aborted)
         assert router.num_computed == 2
+
+
+async def test_few_requests_wait_for_embeddings() -> None:
+    leader = printing_leader()
+    leader.script.embed = lambda request: None
+    async with cached_router(leader, cache=SEMANTIC) as router:
+        asked = [body(f"question {number}", max_tokens=1) for number in range(MAX_CONCURRENT + 3)]
+        responses = await asyncio.gather(*(router.post(one, CHAT) for one in asked))
+        assert {result_of(response) for response in responses} == {"miss"}
+        assert await why(router, "busy") + await why(router, "paused") >= 3 and router.num_embedded <= MAX_CONCURRENT
+
+
+async def test_client_that_leaves_ends_its_embedding() -> None:
+    leader = printing_leader()
+    leader.script.embed = lambda request: None
+    async with cached_router(leader, cache=SEMANTIC) as router:
+        headers = {"authorization": "Bearer sk-1"}
+        asking = asyncio.create_task(router.http.post(CHAT, json=body(ASKED), headers=headers))
+        await until(lambda: leader.submitted)
+        asking.cancel()
+        await until(lambda: leader.aborted)
+        assert router.num_computed == 0 and await router.metric("misses_total") == 0
+
+
+async def test_queued_requests_come_before_embeddings() -> None:
+    leader = printing_leader()
+    async with cached_router(leader, cache=SEMANTIC) as router:
+        leader.load = FULL
+        links = router.fleet.links
+        await until(lambda: any(is_same(link.group_report.load, FULL) for link in links.serving()))
+        asking = [asyncio.create_task(router.post({**COMMON, "prompt": [5, 6]}, COMPLETION))]
+        await until(lambda: len(router.fleet.dispatcher.queue) == 1)
+        asking.append(asyncio.create_task(router.post(body(ASKED), CHAT)))
+        await until(lambda: len(router.fleet.dispatcher.queue) == 2)
+        assert router.num_embedded == 0 and await why(router, "busy") == 1
+        leader.load = ROOM
+        assert [result_of(response) for response in await asyncio.gather(*asking)] == ["miss", "miss"]
 
 
 async def test_vector_without_direction_is_a_miss() -> None:

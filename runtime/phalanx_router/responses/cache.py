@@ -100,7 +100,7 @@ class RouterResponseCache:
         if policy is not None and policy.semantic and not (before is not None and before.semantic):
             threading.Thread(target=vector_index.load, daemon=True).start()  # before a request waits for it
         if policy is None or not policy.semantic:
-            self._metrics.show_embedder("")
+            self._embedder.reset()
         self._responses.set_bounds(bounds_of(policy), self._clock())
 
     async def find(self, query: CacheQuery) -> CacheAnswer:
@@ -181,10 +181,9 @@ class RouterResponseCache:
         question, vector = None, b""
         if self._policy.semantic and isinstance(answer.embedded, EmbeddedQuestion):
             asked = answer.embedded
-            question, vector = (
-                StoredQuestion(self._conversation(query, asked, revision), asked.question.text),
-                asked.embedded.vector,
-            )
+            conversation = self._conversation(query, asked, revision)
+            if self._responses.index.can_add(conversation, asked.embedded.vector):
+                question, vector = StoredQuestion(conversation, asked.question.text), asked.embedded.vector
         stored = StoredResponse(
             tokens=array(TOKEN_TYPE, output.tokens),
             finish=output.finish,

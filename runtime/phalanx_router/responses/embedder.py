@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+import re
 from array import array
 from collections.abc import Callable
 from contextlib import aclosing
@@ -27,6 +28,7 @@ PAUSE_S = 5.0
 MAX_CONCURRENT = 32
 MAX_BODY_BYTES = 1 << 20
 NO_EMBEDDINGS = "no_embeddings"
+_CODE = re.compile("[a-z_]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,10 @@ class QuestionEmbedder:
             return NotEmbedded("busy")
         self._num_running += 1
         try:
+            if not self._is_loaded:  # once; the thread that the policy has started may be at it
+                await asyncio.to_thread(vector_index.load)
+                self._is_loaded = True
             async with asyncio.timeout(self._timeout_s):
-                if not self._is_loaded:
-                    await asyncio.to_thread(vector_index.load)
-                    self._is_loaded = True
                 embedded = await (self._ask(text, address) if address else self._compute(text, model))
         except Exception as error:
             return self._failed(error)
@@ -105,6 +107,11 @@ class QuestionEmbedder:
             self._num_running -= 1
         self._report("")
         return embedded
+
+    def reset(self) -> None:
+        """Forgets failures, as no text will be embedded for a while."""
+        self._failure, self._paused_until = "", 0.0
+        self._show_failure("")
 
     async def close(self) -> None:
         """Closes connections."""
@@ -174,7 +181,9 @@ def _packed(vector: bytes, space: str) -> Embedded:
 
 
 def _error_code(content: bytes) -> str | None:
+    """The code of a Phalanx service, which is one of few; null for other bodies."""
     try:
-        return msgspec.json.decode(content, type=_ErrorBody).error.code
+        code = msgspec.json.decode(content, type=_ErrorBody).error.code
     except msgspec.MsgspecError:
         return None
+    return code if code is not None and _CODE.fullmatch(code) else None
