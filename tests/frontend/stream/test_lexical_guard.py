@@ -1,24 +1,117 @@
-"""Texts with nearly equal vectors that ask for different things."""
+"""The lexical guard: differences that change an answer, rewordings that do not, and properties of any texts."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from phalanx_frontend.stream.lexical_guard import differs
+from phalanx_frontend.stream.lexical_guard import MAX_CHARS, differs
+from phalanx_frontend.stream.lexical_tokens import tokens_of, uncached_tokens
 
-
-@pytest.mark.parametrize(
-    ("asked", "stored", "reason"),
-    [
-        ("what is 3 + 4", "what is 4 + 3?", None),
-        ("what is 3 + 4", "what is 3 + 5", "numbers"),
-        ("3 and 3", "3", "numbers"),
-        ("version 1.5", "version 15", "numbers"),
-        ("is it safe", "is it not safe", "negation"),
-        ("Is it safe?", "is it safe, please", None),
-        ("why doesn't it work", "why does it not work", None),
-        ("why doesn\N{RIGHT SINGLE QUOTATION MARK}t it work", "why does it work", "negation"),
-        ("with sugar", "without sugar", "negation"),
-        ("", "", None),
-    ],
+DIFFERENT = [
+    ("numbers", "How many days are in 3 years?", "How many days are in 4 years?"),
+    ("numbers", "Add three and twenty-one.", "Add three and twenty-two."),
+    ("numbers", "What is 1,000 plus 2?", "What is 100 plus 2?"),
+    ("numbers", "How cold is -5 degrees?", "How cold is 5 degrees?"),
+    ("numbers", "What is new in Python 3.10?", "What is new in Python 3.1?"),
+    ("numbers", "Is the shop open on 2026-05-01?", "Is the shop open on 2026-05-02?"),
+    ("numbers", "Is 7 greater than 5?", "Is 5 greater than 7?"),
+    ("units", "How far is 5 km for a runner?", "How far is 5 miles for a runner?"),
+    ("units", "What is 80% of the 15 seats?", "What is 80 of the 15 seats?"),
+    ("units", "How much is $20 in the shop?", "How much is €20 in the shop?"),
+    ("units", "What is 30 °C on the stove?", "What is 30 °F on the stove?"),
+    ("units", "How long is it in metres?", "How long is it in yards?"),
+    ("units", "Is 5mg too much for a cat?", "Is 5 g too much for a cat?"),
+    ("names", "Who is the mayor of Hamburg?", "Who is the mayor of Bremen?"),
+    ("names", "What does the API return?", "What does the CLI return?"),
+    ("identifiers", "What does `max_len` do?", "What does `min_len` do?"),
+    ("identifiers", "How do I open https://a.example/x in the browser?", "How do I open https://a.example/y in the browser?"),
+    ("identifiers", 'How do I say "good morning" in the village?', 'How do I say "good night" in the village?'),
+    ("identifiers", "What is a < b in the shell?", "What is a > b in the shell?"),
+    ("identifiers", "What does the flag --force do?", "What does the flag --dry-run do?"),
+    ("negation", "Can I eat it?", "Can't I eat it?"),
+    ("negation", "How do I do it with a key?", "How do I do it without a key?"),
+    ("scope", "Which of the seats are only for staff?", "Which of the seats are for staff?"),
+    ("polarity", "Does the price increase in the rain?", "Does the price decrease in the rain?"),
+    ("polarity", "What is the maximum speed of the boat?", "What is the minimum speed of the boat?"),
+    ("question", "Who opened the bridge?", "When was the bridge opened?"),
+    ("question", "How many boats are there?", "How much is the boat?"),
+    ("question", "How long is the bridge?", "What is the height of the bridge?"),
+    ("tense", "Who is the mayor?", "Who was the mayor?"),
+    ("order", "How do I get from the lake to the castle?", "How do I get from the castle to the lake?"),
+    ("order", "Is a horse bigger than a cow?", "Is a cow bigger than a horse?"),
+    ("order", "Did the cat chase the dog?", "Did the dog chase the cat?"),
+    ("order", "What can replace butter?", "What can butter replace?"),
+    ("words", "How do I wash a shirt?", "How do I wash a car?"),
+    ("words", "How do I wash a shirt?", "How do I wash a silk shirt?"),
+    ("language", "Wie hoch ist der Turm?", "Wie hoch ist der Turm dort?"),
+    ("language", "Wat is de hoofdstad?", "Wat is de grootste hoofdstad?"),
+    ("language", "北京在哪里", "北京在那里"),
+    ("language", "Reset password", "Reset pin"),
+    ("length", "word " * MAX_CHARS, "word " * MAX_CHARS + "more"),
+]
+ALIKE = [
+    ("How do I reset my password?", "Please tell me how I can reset the password."),
+    ("What is the length of the bridge?", "How long is the bridge?"),
+    ("How many minutes does it take?", "How long does it take?"),
+    ("What is 5 km in miles?", "Convert 5 kilometers to miles."),
+    ("What is 15 percent of 80?", "How much is 15% of 80?"),
+    ("Is twenty-one odd?", "Is 21 odd?"),
+    ("Does a loan of $5,000 cost a fee?", "Does a loan of 5000 dollars cost a fee?"),
+    ("In Go, how do I sort a map?", "How can I sort a map in Go?"),
+    ("Who wrote the novel Dune?", "Which author wrote Dune?"),
+    ("How do I turn on the lamp?", "How do I switch on the lamp?"),
+    ("It isn't open. What can I do?", "What should I do if it is not open?"),
+    ("Wie hoch ist der Turm?", "wie hoch  ist der turm?"),
+    ("Does O’Neill live here?", "Does O'Neill live here?"),
+]
+WORDS = (
+    'how do does I the of to from not 3 -4 1,000 5% $7 Paris NASA `x_y` "a b" before after max min twenty one which km'.split()
 )
-def test_numbers_and_negations_must_agree(asked: str, stored: str, reason: str | None) -> None:
+TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=20).map(" ".join)
+NUMBERS = st.integers(0, 10**7) | st.decimals(0, 1000, places=2).map(str)
+SENTENCES = st.sampled_from(
+    [
+        "How much is {} and 20?",
+        "Give me {} tips for the garden.",
+        "What is {}% of 80?",
+        "Is ${} too much?",
+        "Who won the {} race in 1990?",
+    ]
+)
+
+
+@pytest.mark.parametrize(("reason", "asked", "stored"), DIFFERENT)
+def test_differences_are_found(reason: str, asked: str, stored: str) -> None:
     assert differs(asked, stored) == differs(stored, asked) == reason
+
+
+@pytest.mark.parametrize(("asked", "stored"), ALIKE)
+def test_rewordings_are_alike(asked: str, stored: str) -> None:
+    assert differs(asked, stored) is differs(stored, asked) is None
+
+
+@given(TEXTS)
+def test_a_text_equals_itself(text: str) -> None:
+    assert differs(text, text) is None
+
+
+@given(TEXTS, TEXTS)
+def test_the_guard_is_symmetric(asked: str, stored: str) -> None:
+    assert differs(asked, stored) == differs(stored, asked)
+
+
+@given(SENTENCES, NUMBERS, NUMBERS)
+def test_another_number_always_differs(sentence: str, one: object, other: object) -> None:
+    asked, stored = sentence.format(one), sentence.format(other)
+    assert (differs(asked, stored) is None) == (asked == stored)
+
+
+@given(TEXTS)
+@example("don't 'quote it' -4 12'000 a - b")
+def test_cached_tokens_equal_uncached_ones(text: str) -> None:
+    assert tokens_of(text) == uncached_tokens(text)
+
+
+def test_equal_long_texts_are_alike() -> None:
+    text = "Is it long? " * MAX_CHARS
+    assert differs(text, str(text)) is None

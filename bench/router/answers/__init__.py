@@ -1,0 +1,1 @@
+"""How often a stored answer of a similar question is the right one: labelled pairs, embedded by the engine."""

@@ -1,0 +1,203 @@
+"""Reads what the lexical guard compares from the tokens of a text: each with the few words around it that decide its meaning."""
+
+from dataclasses import dataclass, field
+
+from phalanx_frontend.stream import lexical_words as lists
+from phalanx_frontend.stream.lexical_tokens import Token, tokens_of
+
+MIN_ENGLISH_SHARE = 0.15
+"""Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
+MAX_WORDS_TO_UNIT = 2
+"""Words between a number and its unit: 30 degrees Celsius."""
+_BEFORE_NOUN = frozenset("is are was were the a an of".split())
+_NOT_ONE = frozenset("which this that each no any every the another".split())
+_CURRENCIES = frozenset("$€£¥₹")
+_MULTIPLES_OF_TEN = frozenset(str(number) for number in range(20, 100, 10))
+
+
+@dataclass(slots=True)
+class Features:
+    """What the guard compares of a text."""
+
+    tokens: list[Token]
+    numbers: list[str] = field(default_factory=list)
+    measures: set[tuple[str, str]] = field(default_factory=set)  # a number and its unit
+    units: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    identifiers: list[str] = field(default_factory=list)
+    signs: list[str] = field(default_factory=list)
+    negations: list[str] = field(default_factory=list)
+    scopes: set[str] = field(default_factory=set)
+    axes: dict[int, int] = field(default_factory=dict)
+    questions: set[str] = field(default_factory=set)
+    tenses: set[str] = field(default_factory=set)
+    content: dict[str, str] = field(default_factory=dict)  # canonical word and its direction, in order of appearance
+
+    @property
+    def is_english(self) -> bool:
+        """Whether the guard can judge the text."""
+        return sum([token.score for token in self.tokens]) >= max(1, MIN_ENGLISH_SHARE * len(self.tokens))
+
+    @property
+    def opening(self) -> list[str]:
+        """The first two tokens."""
+        return [token.text for token in self.tokens[:2]]
+
+    @property
+    def roots(self) -> set[str]:
+        """All words without their endings."""
+        return {token.root for token in self.tokens}
+
+
+def read(text: str) -> Features:
+    """Returns the features of a text, in time linear in its length."""
+    tokens = tokens_of(text)
+    reader = _Reader(tokens)
+    reader.read(tokens)
+    return reader.features
+
+
+class _Reader:
+    """Reads tokens in order. State: what the next token depends on."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.features = Features(tokens)
+        self._number = ""  # that waits for its unit
+        self._waited = 0  # words since then
+        self._currency = ""  # a unit that waits for its number
+        self._question = ""  # question word that waits for the next word
+        self._asks_time = False  # the last word is the unit of "how many days"
+
+    def read(self, tokens: list[Token]) -> None:
+        features = self.features
+        content, names = features.content, features.names
+        is_start, direction, previous, is_waiting = True, "", "", False
+        for token in tokens:
+            if token.is_plain and not is_waiting:
+                if token.content:
+                    content.setdefault(token.content, direction)
+                is_start, previous = False, token.text
+                continue
+            if token.capitals and (not is_start or token.capitals > 1):
+                names.add(token.root)
+            if token.tense:
+                features.tenses.add(token.tense)
+            if token.is_auxiliary and is_start:
+                features.questions.add("whether")
+            is_content = True
+            if is_waiting or token.is_special:
+                is_content = self._special(token, previous, is_start)
+                is_waiting = bool(self._question or self._number)
+            if token.content and is_content:
+                content.setdefault(token.content, direction)
+            if token.direction is not None:
+                direction = token.direction
+            if token.kind == "stop":
+                is_start, previous = is_start or token.text[-1] in ".!?:\n", ""
+            else:
+                is_start, previous = False, token.text
+        self._end_question("")
+
+    def _special(self, token: Token, previous: str, is_start: bool) -> bool:
+        """Reads a token that matters beyond its content, or that another one waits for. Returns whether it is content too."""
+        if token.kind != "word":
+            self._other(token)
+            return False
+        is_asked = self._asks(token, is_head=is_start or not previous or previous in lists.STOPWORDS)
+        features = self.features
+        if token.negation:
+            features.negations.append(token.negation)
+        if token.scope:
+            features.scopes.add(token.scope)
+        for axis, side in token.axes:
+            features.axes[axis] = features.axes.get(axis, 0) | side
+        if token.number:
+            if token.number != "1" or token.text != "one" or previous not in _NOT_ONE:
+                self._number_word(token.number)
+            return False
+        if token.unit or self._number:
+            return self._unit(token, previous) and not is_asked
+        return not is_asked
+
+    def _other(self, token: Token) -> None:
+        self._end_question("")
+        if token.kind == "number":
+            self.features.numbers.append(token.text)
+            self._number, self._waited = token.text, 0
+            if self._currency:
+                self._unit_of_number(self._currency)
+                self._currency = ""
+        elif token.text in _CURRENCIES:
+            self._currency = token.unit
+            self.features.units.add(token.unit)
+        elif token.kind == "identifier":
+            self.features.identifiers.append(token.text)
+        elif token.unit:
+            self._unit(token, "")
+        elif token.kind == "sign":
+            self.features.signs.append(token.text)
+
+    def _number_word(self, number: str) -> None:
+        numbers = self.features.numbers
+        if self._number in _MULTIPLES_OF_TEN and self._waited == 0 and len(number) == 1:
+            self._number = numbers[-1] = self._number[0] + number
+            return
+        numbers.append(number)
+        self._number, self._waited = number, 0
+
+    def _unit(self, token: Token, previous: str) -> bool:
+        """Joins a unit to the number before it, else records it alone, a time as a word. Returns whether it is a word."""
+        unit = token.unit
+        if not unit and (self._waited == 0 or previous.startswith("degree") or previous == "°"):
+            unit = lists.SHORT_UNITS.get(token.text, "")
+        if not unit or unit == "degree":
+            self._waited += unit != "degree"
+            if self._waited > MAX_WORDS_TO_UNIT:
+                self._number = ""
+            return not unit
+        if self._number:
+            self._unit_of_number(unit)
+        elif unit in lists.TIMES:
+            return not self._asks_time
+        self.features.units.add(unit)
+        return False
+
+    def _unit_of_number(self, unit: str) -> None:
+        self.features.measures.add((self._number, unit))
+        self._number = ""
+
+    def _asks(self, token: Token, *, is_head: bool) -> bool:
+        """Follows questions. Returns whether the word became part of one, such as "deep" of "how deep"."""
+        self._asks_time = False
+        if not token.is_question:
+            return bool(self._question) and self._end_question(token.text)
+        self._end_question("")
+        self._question = token.text if is_head or token.text in ("why", "how", "what") else ""
+        return False
+
+    def _end_question(self, follower: str) -> bool:
+        """Records the question of a question word by the word that follows it. Returns whether that is a part of it."""
+        question, self._question = self._question, ""
+        found = ""
+        if question == "how":
+            found = lists.DEGREES.get(follower, "")
+            question = f"how {found}" if found else "how"
+            if found == "many":
+                self._question = question  # waits for the noun: how many days is how long
+                return True
+        elif question == "how many":
+            self._asks_time = lists.UNITS.get(follower) in lists.TIMES
+            question = "how long" if self._asks_time else question
+        elif question in ("what", "which"):
+            if follower in _BEFORE_NOUN:
+                self._question = question
+                return False
+            found = lists.ASKED.get(follower, "")
+            question = found or "what"
+        elif question in ("when", "where") and follower not in lists.AUXILIARIES:
+            return False  # a conjunction
+        elif question in ("whose", "whom"):
+            question = "who"
+        if question:
+            self.features.questions.add(question)
+        return bool(found) and follower != "deadline"
