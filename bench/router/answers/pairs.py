@@ -3,8 +3,8 @@
 `families.txt` has families of seven texts, separated by blank lines and written for this bench: `@` names the domain, `=` starts
 three texts with one answer, `!` four near-misses with the kind of the difference. The paraphrases of a family make three pairs;
 near-miss i makes one with paraphrase i, the fourth with the first one. The first two mostly change few words of theirs, the third
-is mostly worded differently, the fourth narrows the question (a few replace another thing). Families alternate between the part
-that the guard was tuned on and the held-out part.
+is mostly worded differently, the fourth narrows the question (a few replace another thing). The guard was tuned on the
+first families; the last 52 were written after that and not used to change it.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 FAMILIES = Path(__file__).with_name("families.txt")
+NUM_TUNING = 191
+"""Families that the guard was tuned on."""
 Part = Literal["tuning", "held-out"]
 
 
@@ -35,7 +37,7 @@ class Pair:
 
     @property
     def part(self) -> Part:
-        return "held-out" if self.family % 2 else "tuning"
+        return "tuning" if self.family < NUM_TUNING else "held-out"
 
 
 def read_pairs(text: str | None = None) -> tuple[Pair, ...]:

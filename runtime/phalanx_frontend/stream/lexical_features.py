@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from phalanx_frontend.stream import lexical_words as lists
 from phalanx_frontend.stream.lexical_tokens import Token, tokens_of
 
-MIN_ENGLISH_SHARE = 0.15
+MIN_ENGLISH_SHARE = 0.125
 """Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
 MAX_WORDS_TO_UNIT = 2
 """Words between a number and its unit: 30 degrees Celsius."""
-_BEFORE_NOUN = frozenset("is are was were the a an of".split())
+_BEFORE_NOUN = frozenset("is are was were the a an of best right usual current average normal typical exact".split())
 _NOT_ONE = frozenset("which this that each no any every the another".split())
 _CURRENCIES = frozenset("$€£¥₹")
 _MULTIPLES_OF_TEN = frozenset(str(number) for number in range(20, 100, 10))
@@ -23,6 +23,7 @@ class Features:
     numbers: list[str] = field(default_factory=list)
     measures: set[tuple[str, str]] = field(default_factory=set)  # a number and its unit
     units: set[str] = field(default_factory=set)
+    asked_times: set[str] = field(default_factory=set)  # units of "how many days"
     names: set[str] = field(default_factory=set)
     identifiers: list[str] = field(default_factory=list)
     signs: list[str] = field(default_factory=list)
@@ -71,7 +72,7 @@ class _Reader:
     def read(self, tokens: list[Token]) -> None:
         features = self.features
         content, names = features.content, features.names
-        is_start, direction, previous, is_waiting = True, "", "", False
+        is_start, direction, previous, is_waiting, has_modal = True, "", "", False, False
         for token in tokens:
             if token.is_plain and not is_waiting:
                 if token.content:
@@ -81,7 +82,10 @@ class _Reader:
             if token.capitals and (not is_start or token.capitals > 1):
                 names.add(token.root)
             if token.tense:
-                features.tenses.add(token.tense)
+                features.tenses.add("past" if has_modal and token.text == "have" else token.tense)
+            elif token.is_auxiliary:
+                features.tenses.add("modal")
+                has_modal = True  # should I have done it
             if token.is_auxiliary and is_start:
                 features.questions.add("whether")
             is_content = True
@@ -158,6 +162,8 @@ class _Reader:
         if self._number:
             self._unit_of_number(unit)
         elif unit in lists.TIMES:
+            if self._asks_time:
+                self.features.asked_times.add(unit)
             return not self._asks_time
         self.features.units.add(unit)
         return False
@@ -187,7 +193,7 @@ class _Reader:
                 return True
         elif question == "how many":
             self._asks_time = lists.UNITS.get(follower) in lists.TIMES
-            question = "how long" if self._asks_time else question
+            question = "how long" if self._asks_time else "how much" if follower in lists.UNITS else question
         elif question in ("what", "which"):
             if follower in _BEFORE_NOUN:
                 self._question = question
@@ -196,7 +202,7 @@ class _Reader:
             question = found or "what"
         elif question in ("when", "where") and follower not in lists.AUXILIARIES:
             return False  # a conjunction
-        elif question in ("whose", "whom"):
+        elif question == "whose":
             question = "who"
         if question:
             self.features.questions.add(question)

@@ -40,9 +40,11 @@ def differs(asked: str, stored: str) -> Difference | None:
 
 def _values(first: Features, second: Features) -> Values | None:
     """Compares what an answer is computed from."""
-    if first.numbers != second.numbers:
+    if first.numbers != second.numbers and not _may_be_reordered(first, second):
         return "numbers"
     if first.measures != second.measures or first.units != second.units:
+        return "units"
+    if first.asked_times and second.asked_times and first.asked_times != second.asked_times:
         return "units"
     if first.identifiers != second.identifiers or first.signs != second.signs:
         if sorted(first.identifiers) != sorted(second.identifiers) or first.signs != second.signs:
@@ -50,6 +52,13 @@ def _values(first: Features, second: Features) -> Values | None:
     if first.names != second.names and not (first.names <= second.roots and second.names <= first.roots):
         return "names"
     return None
+
+
+def _may_be_reordered(first: Features, second: Features) -> bool:
+    """Returns whether both texts have the same numbers, each with a unit of its own: 4% for 3 years, 3 years at 4%."""
+    if sorted(first.numbers) != sorted(second.numbers):
+        return False
+    return all(len(one.numbers) == len({unit for _, unit in one.measures}) == len(one.measures) for one in (first, second))
 
 
 def _logic(first: Features, second: Features) -> Logic | None:

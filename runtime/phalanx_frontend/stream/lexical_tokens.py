@@ -81,13 +81,15 @@ def _cached_tokens(chunk: str) -> tuple[Token, ...]:
 
 def stem(word: str) -> str:
     """Returns the word without the endings of plural, tense and adverb; equal words have equal stems."""
-    for ending, rest in (("ies", "y"), ("sses", "ss"), ("ing", ""), ("edly", ""), ("ed", ""), ("ly", ""), ("es", ""), ("s", "")):
+    for ending, rest in (("ies", "i"), ("sses", "ss"), ("ing", ""), ("edly", ""), ("ed", ""), ("ly", ""), ("es", ""), ("s", "")):
         if word.endswith(ending) and len(word) - len(ending) >= 3 and not (ending == "s" and word[-2] in "su"):
             word = word[: -len(ending)] + rest
             break
     if len(word) > 3 and word[-1] == word[-2] and word[-1] in "bdgmnprt":
         word = word[:-1]
-    return word[:-1] if len(word) > 3 and word[-1] == "e" else word
+    if len(word) > 3 and word[-1] in "ey":
+        return word[:-1] if word[-1] == "e" else word[:-1] + "i"
+    return word
 
 
 def _axes() -> dict[str, tuple[tuple[int, int], ...]]:

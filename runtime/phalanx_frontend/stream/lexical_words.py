@@ -27,7 +27,7 @@ STOPWORDS = frozenset(
     someone anyone people person some any more most very really quite just now ok thanks hello hi hey beneath below
     above among around across near since until best good well right possible compute calculate convert determine per
     allowed able long much many often far go goes come comes use uses using used take takes make makes mean means count
-    counts look looks lies located happen happens because although while""".split()
+    counts look looks lies located bring brings brought require requires required happen happens because although while""".split()
 )
 """Words that a paraphrase may add or leave out. Negations, quantifiers and question words are compared on their own."""
 
@@ -73,12 +73,10 @@ DEGREES = {word: word for word in "many much long far often deep tall fast heavy
 """Words after "how"."""
 
 OPTIONAL = frozenset(
-    """author writer artist painter novel book person human people city town country river mountain planet ocean place year
-    date time question text sentence word file program code command function script error message exception number value
-    result step point temperature symptom amount area employee product item article page order customer account user
-    following again instead moment always own actual exact exactly precise simple simply main normal usual usually
-    proper correctly easily quickly properly fully eventually yet already still ever new nowadays generally typically
-    approximately roughly total overall altogether together specific particular""".split()
+    """author writer artist painter novel book person people city town country river mountain planet place year date time question
+    sentence number value result step point amount area message error item article again instead moment always own actual exact
+    exactly precise simple simply main normal usual usually proper correctly easily quickly properly fully eventually yet already
+    still ever nowadays generally typically approximately roughly total overall altogether together specific particular""".split()
 )
 """Stems of these may be left out: kinds of things that the rest of a question implies, and fillers."""
 
@@ -189,7 +187,7 @@ OPPOSITES = [
         male/man/men/boy/boys female/woman/women/girl/girls; mother father; son daughter; brother sister; husband wife;
         parent child; buyer/customer seller/vendor; tenant landlord; employer employee; teacher student; doctor patient;
         public private; positive negative; plus/sum/addition minus/difference/subtraction;
-        multiply/product/times divide/divided/quotient; major/serious/severe minor/slight; major/large minor/small;
+        multiply/times divide/divided/quotient; major/serious/severe minor/slight; major/large minor/small;
         winter summer; spring autumn; sunrise/dawn sunset/dusk; import/buy export/sell;
         deposit/deposits withdraw/withdrawal/withdrawals; credit debit; profit loss; asset/assets liability/liabilities;
         online offline; present/attend absent; optional required/mandatory; static dynamic;
@@ -221,8 +219,8 @@ SYNONYMS = _first_of(
     weigh weight heavy; defeat beat; cause reason; locate location; transfer copy move;
     change replace modify alter substitute substitution replacement; maximum most; minimum least; frequent often frequently;
     turn switch enable disable activate deactivate; child kid children; flu influenza; tablet pill; bake baking;
-    cook cooking; choose select pick choice; check verify; need require must; sum plus add addition total;
-    minus subtract subtraction difference; differ difference different; divide division; multiply product multiplication;
+    cook cooking; choose select pick choice; check verify;  sum plus add addition total;
+    minus subtract subtraction difference; differ difference different; divide division; multiply multiplication;
     answer reply respond response; help assist assistance; leave depart departure left; arrive arrival; flight fly;
     book reserve reservation; terminate termination; save saving; safe safety; pregnant pregnancy; boil boiling;
     freeze frozen freezing; treat treatment; permit allow; method approach; goal aim; rule policy; illness disease sickness;

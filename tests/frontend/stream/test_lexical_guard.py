@@ -19,6 +19,7 @@ DIFFERENT = [
     ("units", "What is 80% of the 15 seats?", "What is 80 of the 15 seats?"),
     ("units", "How much is $20 in the shop?", "How much is €20 in the shop?"),
     ("units", "What is 30 °C on the stove?", "What is 30 °F on the stove?"),
+    ("units", "How many hours does it take?", "How many days does it take?"),
     ("units", "How long is it in metres?", "How long is it in yards?"),
     ("units", "Is 5mg too much for a cat?", "Is 5 g too much for a cat?"),
     ("names", "Who is the mayor of Hamburg?", "Who is the mayor of Bremen?"),
@@ -37,6 +38,7 @@ DIFFERENT = [
     ("question", "How many boats are there?", "How much is the boat?"),
     ("question", "How long is the bridge?", "What is the height of the bridge?"),
     ("tense", "Who is the mayor?", "Who was the mayor?"),
+    ("tense", "Should I have watered it?", "Should I water it?"),
     ("order", "How do I get from the lake to the castle?", "How do I get from the castle to the lake?"),
     ("order", "Is a horse bigger than a cow?", "Is a cow bigger than a horse?"),
     ("order", "Did the cat chase the dog?", "Did the dog chase the cat?"),
@@ -61,6 +63,7 @@ ALIKE = [
     ("Who wrote the novel Dune?", "Which author wrote Dune?"),
     ("How do I turn on the lamp?", "How do I switch on the lamp?"),
     ("It isn't open. What can I do?", "What should I do if it is not open?"),
+    ("What is 4% of $50 over 3 years?", "What is 4% over 3 years of $50?"),
     ("Wie hoch ist der Turm?", "wie hoch  ist der turm?"),
     ("Does O’Neill live here?", "Does O'Neill live here?"),
 ]
