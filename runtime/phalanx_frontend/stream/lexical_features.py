@@ -10,6 +10,8 @@ MIN_ENGLISH_SHARE = 0.125
 MAX_WORDS_TO_UNIT = 2
 """Words between a number and its unit: 30 degrees Celsius."""
 _BEFORE_NOUN = frozenset("is are was were the a an of best right usual current average normal typical exact".split())
+_ASKED_OF_VERBS = frozenset(("who", "why"))
+"""Questions of nouns that a verb may follow: which author wrote, what causes tides."""
 _NOT_ONE = frozenset("which this that each no any every the another".split())
 _CURRENCIES = frozenset("$€£¥₹")
 _MULTIPLES_OF_TEN = frozenset(str(number) for number in range(20, 100, 10))
@@ -29,7 +31,8 @@ class Features:
     signs: list[str] = field(default_factory=list)
     negations: list[str] = field(default_factory=list)
     scopes: set[str] = field(default_factory=set)
-    axes: dict[int, int] = field(default_factory=dict)
+    axes: dict[int, int] = field(default_factory=dict)  # sides of each axis of opposites, 3 for both
+    first_sides: dict[int, int] = field(default_factory=dict)  # of each axis, the side that appears first
     questions: set[str] = field(default_factory=set)
     tenses: set[str] = field(default_factory=set)
     content: dict[str, str] = field(default_factory=dict)  # canonical word and its direction, in order of appearance
@@ -41,8 +44,8 @@ class Features:
 
     @property
     def opening(self) -> list[str]:
-        """The first two tokens."""
-        return [token.text for token in self.tokens[:2]]
+        """The first two tokens, or the auxiliary that starts a question: texts with equal ones keep the order of words."""
+        return [token.text for token in self.tokens[: 1 if self.questions == {"whether"} else 2]]
 
     @property
     def roots(self) -> set[str]:
@@ -67,13 +70,14 @@ class _Reader:
         self._waited = 0  # words since then
         self._currency = ""  # a unit that waits for its number
         self._question = ""  # question word that waits for the next word
+        self._has_noun_next = False  # the next word has content: the price difference is no price
         self._asks_time = False  # the last word is the unit of "how many days"
 
     def read(self, tokens: list[Token]) -> None:
         features = self.features
         content, names = features.content, features.names
         is_start, direction, previous, is_waiting, has_modal = True, "", "", False, False
-        for token in tokens:
+        for index, token in enumerate(tokens):
             if token.is_plain and not is_waiting:
                 if token.content:
                     content.setdefault(token.content, direction)
@@ -90,6 +94,7 @@ class _Reader:
                 features.questions.add("whether")
             is_content = True
             if is_waiting or token.is_special:
+                self._has_noun_next = index + 1 < len(tokens) and bool(tokens[index + 1].content)
                 is_content = self._special(token, previous, is_start)
                 is_waiting = bool(self._question or self._number)
             if token.content and is_content:
@@ -115,6 +120,7 @@ class _Reader:
             features.scopes.add(token.scope)
         for axis, side in token.axes:
             features.axes[axis] = features.axes.get(axis, 0) | side
+            features.first_sides.setdefault(axis, side)
         if token.number:
             if token.number != "1" or token.text != "one" or previous not in _NOT_ONE:
                 self._number_word(token.number)
@@ -199,6 +205,8 @@ class _Reader:
                 self._question = question
                 return False
             found = lists.ASKED.get(follower, "")
+            if self._has_noun_next and found not in _ASKED_OF_VERBS:
+                found = ""
             question = found or "what"
         elif question in ("when", "where") and follower not in lists.AUXILIARIES:
             return False  # a conjunction

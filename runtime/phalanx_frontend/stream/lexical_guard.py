@@ -19,6 +19,7 @@ MAX_CHARS = 4000
 """Longer texts are alike only if they are equal."""
 MAX_ORDERED = 64
 """Words with a compared order: the first ones, as its cost is quadratic."""
+_BOTH_SIDES = 3
 _LIKE_WHAT = {"what", "how", "how much", "how tall"}
 _OPPOSITE_DIRECTIONS = ({"from", "to"}, {"from", "for"}, {"before", "after"})
 
@@ -97,6 +98,9 @@ def _order_differs(first: Features, second: Features) -> bool:
 
     Questions such as "which" move their words freely, unless both texts open equally: what can X do, what can do X.
     """
+    both = [axis for axis, sides in first.axes.items() if sides == second.axes.get(axis) == _BOTH_SIDES]
+    if any(first.first_sides[axis] != second.first_sides[axis] for axis in both):
+        return True
     one, other = first.content, second.content
     shared = [word for word in one if word in other]
     changed = {(one[word], other[word]) for word in shared if one[word] != other[word]}
