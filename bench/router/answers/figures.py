@@ -1,16 +1,19 @@
 """Precision and recall of answers from similar questions, by threshold, with intervals."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.router.answers.pairs import Pair
 
 THRESHOLDS = tuple(round(0.80 + 0.01 * step, 2) for step in range(20))
 LEAST_PRECISION = 0.99
+DEFAULT_THRESHOLD = 0.9
+MOST_UNRELATED = 0.02
+"""Share of unrelated pairs above a threshold that is worth having beside the guard."""
 _Z95 = 1.959964
 _FOLDS = 10
 
@@ -65,16 +68,19 @@ def point(scored: Sequence[Scored], threshold: float, *, is_guarded: bool) -> Po
     return Point(threshold, sum(served), len(served) - sum(served), sum(one.pair.is_same for one in scored))
 
 
-def lowest_threshold(scored: Sequence[Scored], *, is_guarded: bool) -> float | None:
-    """Returns the lowest threshold, in hundredths from 0, from which on the precision is at least 99 %; None without one."""
-    found = None
-    for hundredths in range(99, -1, -1):
-        at = point(scored, hundredths / 100, is_guarded=is_guarded)
-        if at.right + at.wrong and at.precision < LEAST_PRECISION:
-            break
-        if at.right:
-            found = hundredths / 100
-    return found
+def lowest_threshold(
+    scored: Sequence[Scored], unrelated: npt.NDArray[np.float32] | None = None, *, is_guarded: bool
+) -> float | None:
+    """Returns the lowest threshold of the table with a precision of at least 99 %; None without one.
+
+    With the cosines of unrelated pairs, at most 2 % of them are above it.
+    """
+    for threshold in THRESHOLDS:
+        at = point(scored, threshold, is_guarded=is_guarded)
+        is_selective = unrelated is None or float((unrelated >= threshold).mean()) <= MOST_UNRELATED
+        if is_selective and at.right and at.precision >= LEAST_PRECISION:
+            return threshold
+    return None
 
 
 def best_recall(scored: Sequence[Scored], *, is_guarded: bool) -> float:
@@ -92,19 +98,14 @@ def area(scored: Sequence[Scored]) -> float:
     return float((same[:, None] > near).mean() + (same[:, None] == near).mean() / 2)
 
 
-def cross_validated(scored: Sequence[Scored]) -> Point:
+def cross_validated(scored: Sequence[Scored], unrelated: npt.NDArray[np.float32]) -> Point:
     """Returns what thresholds serve that were chosen without the family of the pair: ten folds of families."""
     families = sorted({one.pair.family for one in scored})
     fold = {family: index % _FOLDS for index, family in enumerate(families)}
     right = wrong = 0
     for number in range(_FOLDS):
-        threshold = lowest_threshold([one for one in scored if fold[one.pair.family] != number], is_guarded=True)
+        threshold = lowest_threshold([one for one in scored if fold[one.pair.family] != number], unrelated, is_guarded=True)
         if threshold is not None:
             at = point([one for one in scored if fold[one.pair.family] == number], threshold, is_guarded=True)
             right, wrong = right + at.right, wrong + at.wrong
     return Point(math.nan, right, wrong, sum(one.pair.is_same for one in scored))
-
-
-def passing_kinds(scored: Sequence[Scored], threshold: float) -> Counter[str]:
-    """Returns how many near-misses of each kind pass the threshold and the guard."""
-    return Counter(one.pair.kind for one in scored if not one.pair.is_same and one.is_guarded and one.cosine >= threshold)

@@ -7,7 +7,7 @@ is mostly worded differently, the fourth narrows the question (a few replace ano
 first families; the last 56 were written after that and not used to change it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_pairs(text: str | None = None) -> tuple[Pair, ...]:
     return tuple(pair for number, lines in enumerate(families) for pair in _family_pairs(number, lines.splitlines()))
 
 
-def texts_of(pairs: tuple[Pair, ...]) -> tuple[str, ...]:
+def texts_of(pairs: Sequence[Pair]) -> tuple[str, ...]:
     """Returns each text once, in order of appearance."""
     return tuple(dict.fromkeys(text for pair in pairs for text in (pair.asked, pair.stored)))
 
