@@ -10,7 +10,9 @@ depend on one another.
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +26,7 @@ from bench.router.answers.remedies import REMEDIES
 from bench.router.answers.vectors import METHODS, Vectors, encoder_vectors, engine_vectors, smollm2
 from phalanx_frontend.stream.lexical_guard import differs
 
+TIMED_RUNS = 10
 Embedder = Callable[[Sequence[str]], Vectors]
 
 
@@ -55,7 +58,8 @@ def report(pairs: Sequence[Pair], embedders: dict[str, Embedder], plot: Path | N
                 chosen[name] = by_text
     first = next(iter(chosen.values()))
     parts = {part: scores([pair for pair in pairs if pair.part == part], first) for part in ("tuning", "held-out")}
-    lines += ["The guard alone:", "", tables.guard_table(parts), "", "Held-out pairs:", "", tables.methods_table(rows)]
+    lines += ["The guard alone:", "", tables.guard_table(parts), "", unrelated_line(held_out), time_line(held_out)]
+    lines += ["", "Held-out pairs:", "", tables.methods_table(rows)]
     for name, by_text in chosen.items():
         scored, others = scores(held_out, by_text), unrelated(held_out, by_text)
         lines += ["", f"{name}, raw:", "", tables.threshold_table(scored, others), "", tables.choice(scored, others)]
@@ -75,6 +79,27 @@ def unrelated(pairs: Sequence[Pair], vectors: dict[str, Vectors]) -> Vectors:
     families = {text: pair.family for pair in pairs for text in (pair.asked, pair.stored)}
     matrix, of = np.array([vectors[text] for text in families]), np.array(list(families.values()))
     return cast(Vectors, (matrix @ matrix.T)[of[:, None] < of])
+
+
+def unrelated_line(pairs: Sequence[Pair]) -> str:
+    """Returns how many pairs of texts of different families the guard lets pass."""
+    families = {text: pair.family for pair in pairs for text in (pair.asked, pair.stored)}
+    others = [(one, other) for one, other in combinations(families, 2) if families[one] != families[other]]
+    passing = sum(_is_alike(one, other) for one, other in others)
+    return f"unrelated held-out pairs that pass: {passing} of {len(others):,}"
+
+
+def time_line(pairs: Sequence[Pair]) -> str:
+    """Returns the CPU time of the guard per pair of known words: the least of some runs, as other work adds to it."""
+    times = list[float]()
+    for _ in range(TIMED_RUNS):
+        started_s = time.process_time()
+        for pair in pairs:
+            _is_alike(pair.asked, pair.stored)
+        times.append(time.process_time() - started_s)
+    num_words = sum(len(text.split()) for pair in pairs for text in (pair.asked, pair.stored))
+    mean = num_words / len(pairs) / 2
+    return f"CPU time of the guard: {min(times) / len(pairs) * 1e6:.0f} us per pair of texts with {mean:.0f} words each"
 
 
 def _is_alike(asked: str, stored: str) -> bool:

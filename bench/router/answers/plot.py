@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.router.answers.figures import Scored, point
 
 WIDTH, HEIGHT, LEFT, TOP = 420, 240, 40, 30
-FIRST = 0.5
+FIRST = 0.8
 CURVES = (("precision", True, "#1f6f8b", ""), ("recall", True, "#c8553d", ""), ("precision", False, "#1f6f8b", "4 3"))
 INK = "#222"
 
@@ -21,8 +21,9 @@ def write_plot(path: Path, scored: Sequence[Scored], title: str, default: float)
             f'<path d="M{LEFT} {y:.0f}H{LEFT + WIDTH}" stroke="#ddd"/>',
             _text(LEFT - 5, y + 4, f"{share:.0%}", anchor="end"),
         ]
-    for tenth in range(5, 11):
-        shapes.append(_text(_x(tenth / 10), TOP + HEIGHT + 16, f"{tenth / 10:.1f}", anchor="middle"))
+    for step in range(5):
+        threshold = FIRST + (1 - FIRST) * step / 4
+        shapes.append(_text(_x(threshold), TOP + HEIGHT + 16, f"{threshold:.2f}", anchor="middle"))
     shapes.append(f'<path d="M{_x(default):.1f} {TOP}V{TOP + HEIGHT}" stroke="{INK}" stroke-dasharray="2 3"/>')
     for row, (name, is_guarded, colour, dashes) in enumerate(CURVES):
         points = [point(scored, threshold, is_guarded=is_guarded) for threshold in thresholds]
@@ -30,7 +31,7 @@ def write_plot(path: Path, scored: Sequence[Scored], title: str, default: float)
         line = " ".join(f"{_x(x):.1f},{_y(y):.1f}" for x, y in drawn)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>')
         label = f"{name} {'with' if is_guarded else 'without'} the guard"
-        shapes.append(_text(LEFT + 10, TOP + HEIGHT - 46 + 16 * row, label, fill=colour))
+        shapes.append(_text(LEFT + 10, TOP + HEIGHT - 46 + 16 * row, f"{'- - ' if dashes else '—— '}{label}", fill=colour))
     shapes.append(_text(LEFT + WIDTH / 2, TOP + HEIGHT + 32, "threshold", anchor="middle"))
     width, height = LEFT + WIDTH + 15, TOP + HEIGHT + 40
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="12">'

@@ -19,14 +19,17 @@ PARAPHRASES_KEPT = 95
 
 
 def guard_table(parts: Mapping[str, Sequence[Scored]]) -> str:
-    """Returns what the guard alone lets pass."""
-    rows = [markdown_header(["pairs", "paraphrases that pass", "near-misses that pass", "precision", "95 % interval", "recall"])]
+    """Returns what the guard alone lets pass, and the near-misses among it."""
+    passing = ["near-misses that pass", "95 % interval"]
+    rows = [markdown_header(["pairs", "paraphrases that pass", *passing, "precision", "95 % interval", "recall"])]
     for part, scored in parts.items():
         at = figures.point(scored, -2.0, is_guarded=True)
-        rows.append(
-            markdown_row([part, f"{at.right} of {at.all_same}", f"{at.wrong} of {len(scored) - at.all_same}", *_shares(at)])
-        )
-    return "\n".join(rows)
+        near = len(scored) - at.all_same
+        wrong = [f"{at.wrong} of {near}", _percents(figures.wilson(at.wrong, near))]
+        rows.append(markdown_row([part, f"{at.right} of {at.all_same}", *wrong, *_shares(at)]))
+    missed = [one.pair for scored in parts.values() for one in scored if one.is_guarded and not one.pair.is_same]
+    examples = [f'"{pair.asked}" passes for "{pair.stored}" ({pair.kind}).' for pair in missed]
+    return "\n".join([*rows, *(["", *examples] if examples else [])])
 
 
 def methods_table(rows: Sequence[tuple[str, str, Sequence[Scored], Vectors]]) -> str:
@@ -90,9 +93,12 @@ def _is_anything_alike(asked: str, stored: str) -> bool:
 
 
 def _shares(at: Point) -> list[str]:
-    low, high = at.interval
     served = at.right + at.wrong
-    return [f"{at.precision:.1%}" if served else "none served", f"{low:.1%} to {high:.1%}" if served else "", f"{at.recall:.0%}"]
+    return [f"{at.precision:.1%}" if served else "none served", _percents(at.interval) if served else "", f"{at.recall:.0%}"]
+
+
+def _percents(interval: tuple[float, float]) -> str:
+    return f"{interval[0]:.1%} to {interval[1]:.1%}"
 
 
 def _or_none(threshold: float | None) -> str:

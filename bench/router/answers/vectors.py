@@ -15,7 +15,7 @@ from phalanx_runtime.llm import LLM
 from tools.cache import cache_root, finished, key_of
 
 Vectors = npt.NDArray[np.float32]
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 256
 BATCH = 32
 
 
