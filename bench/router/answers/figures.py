@@ -11,7 +11,7 @@ from bench.router.answers.pairs import Pair
 
 THRESHOLDS = tuple(round(0.80 + 0.01 * step, 2) for step in range(20))
 LEAST_PRECISION = 0.99
-DEFAULT_THRESHOLD = 0.9
+DEFAULT_THRESHOLD = 0.92
 MOST_UNRELATED = 0.02
 """Share of unrelated pairs above a threshold that is worth having beside the guard."""
 _Z95 = 1.959964

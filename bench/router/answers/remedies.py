@@ -1,4 +1,4 @@
-"""What a router can do to vectors before it compares them: each learned on the tuning part, as online on stored vectors."""
+"""What one can do to vectors before they are compared: each learned on the tuning part, as online on stored vectors."""
 
 from collections.abc import Callable
 from typing import cast

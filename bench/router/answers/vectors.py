@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx_api.wire.router import Pooling
+from phalanx_frontend.stream import question_vectors
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.llm import LLM
 from tools.cache import cache_root, finished, key_of
@@ -25,16 +26,16 @@ class Method:
 
     name: str
     pooling: Pooling
-    template: str = "{}"
-    """Prompt around the text."""
+    prepare: Callable[[str], str]
 
 
 METHODS = (
-    Method("mean of all tokens", "mean"),
-    Method("last token", "last"),
-    Method("last token of `Question: ... Answer:`", "last", "Question: {}\nAnswer:"),
-    Method("last token of `This sentence: ... means in one word:`", "last", 'This sentence: "{}" means in one word: "'),
+    Method("last token of `This sentence: ... means in one word:`", question_vectors.POOLING, question_vectors.prepare),
+    Method("last token of `Question: ... Answer:`", "last", lambda text: f"Question: {text}\nAnswer:"),
+    Method("last token", "last", lambda text: text),
+    Method("mean of all tokens", "mean", lambda text: text),
 )
+"""That of routers first."""
 
 
 def smollm2() -> Path:
@@ -49,12 +50,14 @@ def smollm2() -> Path:
 def engine_vectors(model: Path, method: Method, texts: Sequence[str]) -> Vectors:
     """Returns a vector per text, as `/v1/embeddings` of a service with this pooling computes it in fp32."""
 
+    prepared = [method.prepare(text) for text in texts]
+
     def make() -> Vectors:
         with LLM(str(model), dtype="float32", max_model_len=MAX_MODEL_LEN, pooling=method.pooling) as llm:
-            outputs = llm.embed([method.template.replace("{}", text) for text in texts])
+            outputs = llm.embed(prepared)
         return np.array([output.outputs.embedding for output in outputs], np.float32)
 
-    return _kept(make, key_of("engine", str(model.absolute()), method.pooling, method.template, *texts))
+    return _kept(make, key_of("engine", str(model.absolute()), method.pooling, *prepared))
 
 
 def encoder_vectors(folder: Path, texts: Sequence[str]) -> Vectors:
