@@ -7,15 +7,16 @@ from typing import Literal
 
 from phalanx_frontend.stream import lexical_words as lists
 
-MAX_CACHED_CHUNKS = 8192
+MAX_CACHED = 8192
+"""Entries of each cache: of tokens, and of texts between spaces."""
 MAX_CACHED_CHARS = 40
-"""Of a text between spaces in the cache."""
+"""Of an entry."""
 
 Kind = Literal["word", "number", "sign", "identifier", "stop"]
 
 _TOKEN = re.compile(
-    r""""[^"]+"|`[^`]+`|“[^”]+”|«[^»]+»|(?<!\w)'[^'\n]+'(?!\w)
-    |\w+://\S*[\w/]|[\w.+-]+@[\w.-]+\w|(?<!\S)[~.]{0,2}(?:/[\w.-]+)+/?|(?<!\S)--?[A-Za-z][\w-]*
+    r""""[^"]+"|`[^`]+`|“[^“”]+”|«[^«»]+»|(?<!\w)'[^'\n]+'(?!\w)
+    |\w+://\S*[\w/]|[\w.+-]{1,64}@[\w.-]+\w|(?<!\S)[~.]{0,2}(?:/[\w.-]+)+/?|(?<!\S)--?[A-Za-z][\w-]*
     |(?:(?<![\w)\].%])[-−])?(?<![^\W\d])(?:\d{1,3}(?:[,'’_\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)*
     |\w+(?:['’]\w+)*(?:\.\w+)*
     |[.!?:,;\n]+
@@ -60,12 +61,12 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """Returns the tokens in order. Those between spaces come from a bounded cache, unless a quotation may have spaces."""
+    """Returns the tokens in order, from bounded caches: those between spaces, or single ones if a quotation may have spaces."""
     if any([quote in text for quote in '"`“«']) or ("'" in text and _APOSTROPHE.search(text)):
-        return uncached_tokens(text)
+        return _scanned(text)
     tokens = list[Token]()
     for chunk in text.split(" "):
-        tokens += _cached_tokens(chunk) if len(chunk) <= MAX_CACHED_CHARS else uncached_tokens(chunk)
+        tokens += _cached_tokens(chunk) if len(chunk) <= MAX_CACHED_CHARS else _scanned(chunk)
     return tokens
 
 
@@ -74,9 +75,18 @@ def uncached_tokens(text: str) -> list[Token]:
     return [_token(one) for one in _TOKEN.findall(text)]
 
 
-@lru_cache(MAX_CACHED_CHUNKS)
+def _scanned(text: str) -> list[Token]:
+    return [_cached_token(one) if len(one) <= MAX_CACHED_CHARS else _token(one) for one in _TOKEN.findall(text)]
+
+
+@lru_cache(MAX_CACHED)
+def _cached_token(text: str) -> Token:
+    return _token(text)
+
+
+@lru_cache(MAX_CACHED)
 def _cached_tokens(chunk: str) -> tuple[Token, ...]:
-    return tuple(uncached_tokens(chunk))
+    return tuple(_scanned(chunk))
 
 
 def stem(word: str) -> str:

@@ -42,6 +42,7 @@ DIFFERENT = [
     ("order", "How do I get from the lake to the castle?", "How do I get from the castle to the lake?"),
     ("order", "Is a horse bigger than a cow?", "Is a cow bigger than a horse?"),
     ("order", "Did the cat chase the dog?", "Did the dog chase the cat?"),
+    ("order", "The cat chases the dog.", "The dog chases the cat."),
     ("order", "Are cats dogs?", "Are dogs cats?"),
     ("order", "Do I paint it in the morning, not in the evening?", "Do I paint it in the evening, not in the morning?"),
     ("order", "What can replace butter?", "What can butter replace?"),
