@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -25,6 +26,7 @@ from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import Delta, KeepAlive, ResumableStream
 
 NAME = "bench"
+EMBEDDING_SIZE = 1024
 
 
 def bench_assets() -> wire.Assets:
@@ -32,7 +34,10 @@ def bench_assets() -> wire.Assets:
     tokenizer = Tokenizer(models.BPE(vocab={character: id for id, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return wire.make_assets({"tokenizer.json": tokenizer.to_str().encode()}, [NAME], 1_000_000, [])
+    embedding = msgspec.json.encode(wire.Embedding(size=EMBEDDING_SIZE, pooling="mean"))
+    return wire.make_assets(
+        {"tokenizer.json": tokenizer.to_str().encode(), wire.EMBEDDING_FILE: embedding}, [NAME], 1_000_000, []
+    )
 
 
 class SteppedBackend:

@@ -9,9 +9,11 @@ step is in the file `--clock`, so that a client on the same machine can compute 
 import argparse
 import asyncio
 import mmap
+import random
 import struct
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from bench.router.api_server import bench_assets
+from bench.router.api_server import EMBEDDING_SIZE, bench_assets
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_runtime.engine.backend import LocalBackend
@@ -35,7 +37,15 @@ from phalanx_runtime.server.link.gateway import EngineGateway
 
 FIRST_ID, NUM_SYMBOLS = 32, 64
 """First id of plain characters in the tokenizer of `bench.router.api_server`, and the number of ids used."""
+TOPIC_TOKENS = 8
+"""First tokens of a text, which decide its vector."""
 REPORT_S = 0.05
+
+
+def vector_of(prompt: list[int]) -> bytes:
+    """A vector that texts with the same start share."""
+    draw = random.Random(bytes(prompt[:TOPIC_TOKENS]))
+    return array("f", [draw.gauss(0.0, 1.0) for _ in range(EMBEDDING_SIZE)]).tobytes()
 
 
 class StepClock:
@@ -86,7 +96,7 @@ class FakeEngine:
             self._running[handle] = request, sink, index
 
     def state(self) -> wire.State:
-        return wire.State(serving=True, incarnation=1, served=wire.Served("bench", "bench", 1000))
+        return wire.State(serving=True, incarnation=1, served=wire.Served("bench", "bench", 1000, embedding_size=EMBEDDING_SIZE))
 
     def load(self) -> wire.Load:
         context = 200 * len(self._running)
@@ -138,6 +148,10 @@ class FakeEngine:
         frames: dict[int, tuple[RequestSink, wire.Tokens]] = {}
         for handle, (request, sink, index) in list(self._running.items()):
             _, frame = frames.setdefault(id(sink), (sink, wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[])))
+            if request.pooling is not None:
+                frame.finished.append(wire.Finished(handle, request.epoch, "stop", vector=vector_of(request.prompt)))
+                del self._running[handle]
+                continue
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)
