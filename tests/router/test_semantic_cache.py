@@ -14,12 +14,13 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
+from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses.embedder import MAX_CONCURRENT, PAUSE_S
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
 from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, printing_leader
-from tests.router.fakes import FakeLeader
+from tests.router.fakes import TOKEN, FakeLeader
 from tests.router.loads import FULL, ROOM, is_same
 
 ASKED, SIMILAR, OTHER = "france, what is its capital", "france, what is its capital please", "spain, what is its capital"
@@ -443,3 +444,12 @@ async def test_refused_recheck_fails_alone() -> None:
 async def test_share_zero_rechecks_nothing() -> None:
     counts, priorities = await outcome_of(printing_leader(), share=0.0)
     assert not any(counts.values()) and priorities == [0]
+
+
+async def test_purge_drops_similar_questions() -> None:
+    async with cached_router(printing_leader(), cache=SEMANTIC) as router:
+        await router.post(body(ASKED), CHAT)
+        purged = await router.http.post(PURGE_PATH, headers={"authorization": f"Bearer {TOKEN}"})
+        assert purged.json() == {"purged": 1} and await router.metric("bytes") == 0
+        assert result_of(await router.post(body(SIMILAR), CHAT)) == "miss"
+        assert str(result_of(await router.post(body(ASKED), CHAT))).startswith("semantic")
