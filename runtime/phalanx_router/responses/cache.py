@@ -14,12 +14,11 @@ from phalanx_api.summary import ResponseCachePolicy
 from phalanx_frontend.stream.lexical_guard import differs
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
 from phalanx_router.backend import RouterBackend
-from phalanx_router.responses.embedder import Embedded, QuestionEmbedder
+from phalanx_router.responses.embedder import Embedded, QuestionEmbedder, load_index
 from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_router.responses.recheck import Recheck, SemanticHit
 from phalanx_router.responses.sharing import Outbox, from_wire, to_wire
 from phalanx_router.resume.peer_wire import JournalCopy, SharedResponse
-from phalanx_router.routing import vector_index
 from phalanx_router.routing.equality import conversation_key, response_key
 from phalanx_router.routing.response_lru import TOKEN_TYPE, LruBounds, ResponseLru, StoredQuestion, StoredResponse
 from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, Guard, decide
@@ -98,7 +97,7 @@ class RouterResponseCache:
             self._responses.clear()
             self._outbox.clear()
         if policy is not None and policy.semantic and not (before is not None and before.semantic):
-            threading.Thread(target=vector_index.load, daemon=True).start()  # before a request waits for it
+            threading.Thread(target=load_index, daemon=True).start()  # before a request waits for it
         if policy is None or not policy.semantic:
             self._embedder.reset()
         self._responses.set_bounds(bounds_of(policy), self._clock())

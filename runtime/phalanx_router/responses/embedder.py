@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+import os
 import re
 from array import array
 from collections.abc import Callable
@@ -67,6 +68,12 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     error: _ErrorCode = _ErrorCode()
 
 
+def load_index() -> None:
+    """Imports the libraries of vectors, in tenths of a second."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy starts a thread per core of the node
+    vector_index.load()
+
+
 class QuestionEmbedder:
     """Embeds texts within bounds of time and number."""
 
@@ -97,7 +104,7 @@ class QuestionEmbedder:
         self._num_running += 1
         try:
             if not self._is_loaded:  # once; the thread that the policy has started may be at it
-                await asyncio.to_thread(vector_index.load)
+                await asyncio.to_thread(load_index)
                 self._is_loaded = True
             async with asyncio.timeout(self._timeout_s):
                 embedded = await (self._ask(text, address) if address else self._compute(text, model))
