@@ -403,11 +403,15 @@ async def outcome_of(leader: FakeLeader, share: float = 1.0) -> tuple[dict[str, 
     async with cached_router(leader, cache=msgspec.structs.replace(SEMANTIC, recheck_share=share)) as router:
         for text in (ASKED, SIMILAR):
             await router.post(body(text), CHAT)
-        counts = {}
-        for _ in range(200 if share else 1):
-            counts = {outcome: await router.metric("rechecks_total", f'{{outcome="{outcome}"}}') for outcome in outcomes}
-            if any(counts.values()):
-                break
+
+        async def counted() -> dict[str, float]:
+            return {outcome: await router.metric("rechecks_total", f'{{outcome="{outcome}"}}') for outcome in outcomes}
+
+        async def has_ended() -> bool:
+            return not share or any((await counted()).values())
+
+        await until(has_ended)
+        counts = await counted()
         requests = [submit.request for submit in leader.submitted if submit.request.pooling is None]
         return counts, [request.priority for request in requests]
 

@@ -41,10 +41,11 @@ def shared(number: int = 0, size: int = 10, **fields: Any) -> SharedResponse:
 async def until_stored(routers: list[CachedRouter], count: int = 1) -> None:
     for router in routers:
         await until(lambda router=router: len(router.fleet.links.revisions()) == 1)  # type: ignore[misc]
-    for _ in range(500):
-        if [await router.metric("entries") for router in routers] == [count] * len(routers):
-            return
-    raise AssertionError("the routers did not share")
+
+    async def have_entries() -> bool:
+        return [await router.metric("entries") for router in routers] == [count] * len(routers)
+
+    await until(have_entries)
 
 
 @pytest.mark.parametrize("names", ["ab", "abc"])
