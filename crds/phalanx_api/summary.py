@@ -175,7 +175,7 @@ class ResponseCachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     scope: CacheScope = "tenant"
     exact: bool = True
     semantic: bool = False
-    similarity: float = 0.95
+    similarity: float = 0.92
     embedder: str = ""  # address of another service (host, or host:port); empty: the own groups
     recheck_share: float = 0.01
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_frontend.auth.api_keys import ApiKey
+from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint
@@ -30,7 +31,9 @@ NAME = "phalanx_router_response_cache"
 
 def meaning(request: wire.Request) -> bytes:
     """Vector of a text: its first letter is the topic, and each `please` moves it: to a similarity of 0.995, three to 0.958."""
-    words = tiny_tokenizer().decode(request.prompt).lower().replace(",", "").split()
+    text = tiny_tokenizer().decode(request.prompt)
+    before, after = prepare("\0").split("\0")
+    words = text.removeprefix(before).removesuffix(after).lower().replace(",", "").split()
     vector = [0.0] * EMBEDDING.size
     vector[ord(words[0][0]) % (EMBEDDING.size - 1)] = 3.0
     vector[-1] = 0.3 * words.count("please")

@@ -92,7 +92,7 @@ class ResponseCache(Record):
     semantic: bool = False
     """Answers a request with the response to a similar last message of the user; all else must be equal: the messages before it,
     the revision, the sampling parameters and the tenant."""
-    similarity: float = Field(default=0.95, ge=0, le=1)
+    similarity: float = Field(default=0.92, ge=0, le=1)
     """Semantic: lowest cosine similarity of the embeddings of both messages."""
     embedder: str | None = Field(default=None, min_length=1, max_length=63, pattern=_LABEL)
     """Semantic: another InferenceService of the namespace, without API keys, that embeds the messages. Default: the service's own

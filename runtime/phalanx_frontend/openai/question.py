@@ -10,6 +10,7 @@ from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.embeddings import POOLED
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.stream.question_vectors import POOLING, prepare
 from phalanx_frontend.stream.response_cache import Question
 
 MAX_CHARACTERS = 8192
@@ -23,21 +24,24 @@ class RequestedModel:
     model: ServedModel
     request: wire.Request
 
-    async def pooled(self, text: str) -> wire.Request:
-        """Returns the request for the embedding of a text, of the same tenant and urgency. Raises ApiError."""
-        pooling = self.model.embedding().pooling
-        tokens = await self.model.encode(text, True, "messages")
+    async def pooled(self, text: str, *, is_question: bool) -> wire.Request:
+        """Returns the request for the embedding of a question, or of another text, of the same tenant and urgency.
+
+        Raises ApiError. A question gets the prompt of `question_vectors`; the last tokens of a long one count.
+        """
+        embedding, longest = self.model.embedding(), self.model.assets.max_model_len
+        tokens = await self.model.encode(prepare(text) if is_question else text, True, "messages")
         asked = self.request
         return wire.Request(
             id=random_id("cache-"),
             epoch=0,
-            prompt=tokens[: self.model.assets.max_model_len],
+            prompt=tokens[-longest:] if is_question else tokens[:longest],
             delivered=[],
             sampling=POOLED,
             priority=asked.priority,
             tenant=asked.tenant,
             cache_salt=asked.cache_salt,
-            pooling=pooling,
+            pooling=POOLING if is_question else embedding.pooling,
         )
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -23,8 +23,8 @@ CacheResult = Literal["exact", "semantic", "miss"]
 class QuestionModel(Protocol):
     """Text of the model that a request asks."""
 
-    async def pooled(self, text: str) -> wire.Request:
-        """Returns the request for the embedding of a text. Raises ApiError."""
+    async def pooled(self, text: str, *, is_question: bool) -> wire.Request:
+        """Returns the request for the embedding of a question, or of another text. Raises ApiError."""
         ...
 
     def text(self, tokens: Sequence[int]) -> str:

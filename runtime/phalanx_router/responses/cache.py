@@ -128,7 +128,7 @@ class RouterResponseCache:
         if question is None:
             self._metrics.not_similar("no_question" if self._revisions else "no_group")
             return MISS
-        embedded = await self._embedder.embed(question.text, question.model, policy.embedder)
+        embedded = await self._embedder.embed(question.text, question.model, policy.embedder, is_question=True)
         if not isinstance(embedded, Embedded):
             self._metrics.not_similar(embedded.why)
             return MISS

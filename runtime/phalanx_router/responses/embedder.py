@@ -95,8 +95,8 @@ class QuestionEmbedder:
         self._failure = ""
         self._http: aiohttp.ClientSession | None = None
 
-    async def embed(self, text: str, model: QuestionModel, address: str) -> Embedded | NotEmbedded:
-        """Returns the vector of a text. `address`: of the service that embeds, empty for the own groups."""
+    async def embed(self, text: str, model: QuestionModel, address: str, *, is_question: bool) -> Embedded | NotEmbedded:
+        """Returns the vector of a question or of another text. `address`: of the service that embeds; empty: the own groups."""
         if self._clock() < self._paused_until:
             return NotEmbedded("paused")
         if self._num_running >= MAX_CONCURRENT or (not address and len(self._backend.dispatcher.queue)):
@@ -107,7 +107,7 @@ class QuestionEmbedder:
                 await asyncio.to_thread(load_index)
                 self._is_loaded = True
             async with asyncio.timeout(self._timeout_s):
-                embedded = await (self._ask(text, address) if address else self._compute(text, model))
+                embedded = await (self._ask(text, address) if address else self._compute(text, model, is_question))
         except Exception as error:
             return self._failed(error)
         finally:
@@ -153,16 +153,16 @@ class QuestionEmbedder:
         self._failure = why
         self._show_failure(why)
 
-    async def _compute(self, text: str, model: QuestionModel) -> Embedded:
+    async def _compute(self, text: str, model: QuestionModel, is_question: bool) -> Embedded:
         """Raises ApiError, BackendError, EmbedderFailed."""
-        request = await model.pooled(text)
+        request = await model.pooled(text, is_question=is_question)
         async with aclosing(self._backend.generate(request, is_exempt=True)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 if isinstance(delta, Delta) and delta.finish is not None:
                     space = self._backend.revision_of(request)
                     if not space or not delta.vector:
                         break
-                    return _packed(delta.vector, space)
+                    return _packed(delta.vector, f"{space} {request.pooling}")
         raise EmbedderFailed("no_vector")
 
     async def _ask(self, text: str, address: str) -> Embedded:

@@ -82,7 +82,7 @@ class Recheck:
             return "agreed"
         if not all(text.strip() for text in texts):
             return "disagreed"
-        first, second = [await self._embedder.embed(text[:MAX_CHARACTERS], model, address) for text in texts]
+        first, second = [await self._embedder.embed(text[:MAX_CHARACTERS], model, address, is_question=False) for text in texts]
         if not isinstance(first, Embedded) or not isinstance(second, Embedded) or first.space != second.space:
             return "failed"
         is_alike = vector_index.similarity(first.vector, second.vector) >= threshold
