@@ -1,5 +1,6 @@
-"""Prints the cost of every kernel variant for one architecture as JSON: `python -m tests.runtime.model.gpu.costs sm_90`.
+"""Prints the cost of every kernel variant for one architecture as JSON: `python -m tests.runtime.model.gpu.costs sm_90 [plain]`.
 
+plain: without those that read compressed pages.
 A process of its own, because kernels of a process are either interpreted or compiled.
 """
 
@@ -15,6 +16,7 @@ from tests.runtime.model.gpu.sampling_costs import sampling_costs
 
 if __name__ == "__main__":
     target = TARGETS[sys.argv[1]]
+    formats = () if sys.argv[2:] == ["plain"] else FORMATS
     variants = [
         *attention_costs(target),
         *decoder_costs(),
@@ -22,6 +24,6 @@ if __name__ == "__main__":
         *sampling_costs(),
         *expert_costs(),
         *linear_costs(target),
-        *(cost for name in FORMATS for cost in compressed_costs(target, name)),
+        *(cost for name in formats for cost in compressed_costs(target, name)),
     ]
     print(json.dumps({name: asdict(compile_variant(variant, target)) for name, variant in variants}))

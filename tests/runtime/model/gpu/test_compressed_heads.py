@@ -47,7 +47,7 @@ def check_codes(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torc
         assert torch.equal(found, expected)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     name=st.sampled_from(list(FORMATS)),
     heads=st.integers(1, 6),

@@ -34,8 +34,8 @@ HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.
     [
         ("qwen3", {}),
         ("gemma2", {}),
-        ("olmo2", {}),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", {}), ("smollm3", {}), ("phi3", HALF_ROTATED))),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("olmo2", "llama", "smollm3")),
+        pytest.param("phi3", HALF_ROTATED, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_give_the_tokens_of_the_reference(
@@ -51,7 +51,10 @@ def test_kernels_give_the_tokens_of_the_reference(
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(("family", "kv_cache_dtype"), [("qwen3", "int8"), ("llama", "int4"), ("llama", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [("qwen3", "int8"), *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("int4", "fp8"))],
+)
 def test_compressed_pages_give_the_tokens_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, kv_cache_dtype: KvCacheDtype
 ) -> None:

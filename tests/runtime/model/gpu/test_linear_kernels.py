@@ -35,7 +35,7 @@ def terms_of(weight: PackedWeight, x: torch.Tensor) -> float:
     return float((x.double().abs() @ weight.dequantize(torch.float32).double().abs().T).max())
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     kind=st.sampled_from(FORMATS),
     rows=st.integers(1, 6) | st.sampled_from([17, 40]),
@@ -93,7 +93,7 @@ def test_splits_of_the_inputs_sum_to_the_whole(kind: Format) -> None:
     close(PackedTritonLinear(weight, None, whole)(x), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(kind=st.sampled_from(FORMATS), outputs=st.integers(1, 9), inputs=st.integers(1, 300), seed=st.integers(0, 99))
 def test_quantised_weights_are_near_the_originals(kind: Format, outputs: int, inputs: int, seed: int) -> None:
     weight = noise(seed, outputs, inputs)

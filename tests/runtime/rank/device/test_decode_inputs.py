@@ -44,7 +44,7 @@ def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]
 
 
 @pytest.mark.no_cover
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=runs_with_decodes())
 def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]]) -> None:
     steps, step = case

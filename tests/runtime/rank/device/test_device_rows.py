@@ -30,7 +30,7 @@ def check_tables(device_rows: DeviceRows, builder: BatchBuilder, rows: Rows) -> 
         assert device_rows.tables[row, :num_pages].tolist() == segments.tables[at, :num_pages].tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps=moves)
 def test_rows_equal_those_of_the_batch_builder(steps: list[list[Move]]) -> None:
     rows, device_rows = Rows(), make_rows()

@@ -111,6 +111,7 @@ def test_logprobs_of_the_device_are_those_of_the_host(folder: Path) -> None:
 
 
 @pytest.mark.no_cover
+@pytest.mark.slow
 def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     """A row with penalties stays on the host after its first step there, also when the other rows have ended."""
     submitted = [limited(one, size) for one, size in zip(chosen(["grammar", "penalties", "seeded"]), (2, 6, 6), strict=True)]
@@ -148,12 +149,14 @@ def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
     assert steps.accepted > 2
 
 
+@pytest.mark.no_cover
 def test_penalties_with_draft_tokens_are_verified_by_the_host(folder: Path) -> None:
     steps = check(folder, [limited(repeating()[at], 12) for at in (3, 0)], NGRAMS)
     assert steps.obstacles["penalties with drafts"] > 0 and steps.obstacles["host rows"] > 0
 
 
 @pytest.mark.no_cover
+@pytest.mark.slow
 def test_device_pools_the_vectors_of_the_host(folder: Path) -> None:
     """Beside decodes, in chunks; the steps without an embedding are graphs again."""
     sampling = wire.Sampling(max_tokens=0, seed=0)

@@ -121,7 +121,7 @@ def test_a_pipeline_stage_waits_for_nothing(config: ModelConfig) -> None:
     assert Counter(backend.calls) == {"allreduce": config.num_layers + 1, "send to 2": 1}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS])
 def test_steps_with_compressed_pages_wait_for_nothing(name: str) -> None:
     """Captured decode steps, and steps with chunks and with trees of draft tokens: as many launches as without a format."""
     plain, small = (FakeRank(QWEN3_600M, format=format) for format in (None, FORMATS[name]))

@@ -60,7 +60,7 @@ def _transform_bits(bits, noise, COUNT: tl.constexpr):  # type: ignore[no-untype
     tl.store(noise + place, gumbel_noise(tl.load(bits + place).to(tl.uint32, bitcast=True)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=4))
 def test_noise_has_the_bits_of_the_reference(pairs: list[tuple[int, int]]) -> None:
     count = 1024
@@ -145,7 +145,7 @@ rooms = st.sampled_from([16, 1 << 14])
 
 
 @pytest.mark.no_cover
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(samplings, min_size=2, max_size=3), shapes, rooms, logits_of)
 def test_samples_equal_the_reference(
     samplings: list[wire.Sampling], shape: tuple[int, int], num_candidates: int, source: Logits
@@ -163,7 +163,7 @@ def test_samples_equal_the_reference(
 
 
 @pytest.mark.no_cover
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(chances, cuts, shapes, rooms, logits_of)
 def test_thresholds_keep_the_tokens_of_the_definition(
     chance: dict[str, Any], cuts: dict[str, Any], shape: tuple[int, int], num_candidates: int, source: Logits
