@@ -89,6 +89,7 @@ class Reason(StrEnum):
     DEVICE_THROTTLED = "DeviceThrottled"
     WORKING_SET_FITS = "WorkingSetFits"
     TOO_FEW_PAGES = "TooFewPages"
+    TOO_FEW_HOST_PAGES = "TooFewHostPages"
     TOO_FEW_LOOKUPS = "TooFewLookups"
 
 

@@ -124,6 +124,23 @@ class ModelStatus(Record):
     """Nodes with the model in claims of ready pods (cache `NodeLocal`)."""
 
 
+class HostCacheStatus(Record):
+    """Estimated hit rates of page lookups on the device and in host memory, by the pages of the host tier."""
+
+    pages: int
+    """Limit of the host tier; in groups without one, the pages of the device."""
+    is_used: bool = False
+    """Whether the groups have a host tier."""
+    hit_percent_half: int
+    """Hit rate with half these pages, in percent."""
+    hit_percent: int
+    """With these pages."""
+    hit_percent_twice: int
+    """With twice these pages."""
+    hit_percent_four_times: int
+    """With four times these pages."""
+
+
 class CacheStatus(Record):
     """Estimated hit rates of the prefix cache in groups of the newest revision, by their number of pages.
 
@@ -142,6 +159,12 @@ class CacheStatus(Record):
     """With twice the pages."""
     hit_percent_four_times: int
     """With four times the pages."""
+    hit_percent_with_host: int | None = None
+    """Counted with the present host tier. Absent without one."""
+    hit_percent_with_disk: int | None = None
+    """Counted with the host tier and the disk. Absent without one."""
+    host: HostCacheStatus | None = None
+    """By the size of the host tier. Absent until pages were looked up there."""
 
 
 class Status(Record):

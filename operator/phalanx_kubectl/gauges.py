@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phalanx_api import labels
-from phalanx_api.cache_curve import NO_CURVE, SIZE_NAMES, CacheCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, NO_CURVE, SIZE_NAMES, CacheCurve, TierCurve
 
 _LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -103,7 +103,17 @@ def _cache(gauges: Mapping[str, float]) -> CacheLoad:
     return CacheLoad(
         pages=int(gauges.get("pages", 0)),
         page_bytes=int(gauges.get("page_bytes", 0)),
-        curve=CacheCurve(lookups, hit_rates) if lookups else NO_CURVE,
+        curve=CacheCurve(lookups, hit_rates, _tiers(gauges)) if lookups else NO_CURVE,
+    )
+
+
+def _tiers(gauges: Mapping[str, float]) -> TierCurve:
+    hit_rates = [gauges.get(f"cache_host_hit_rate_{name}") for name in HOST_SIZE_NAMES]
+    return TierCurve(
+        int(gauges.get("cache_host_pages", 0)),
+        [rate for rate in hit_rates if rate is not None],
+        gauges.get("cache_hit_rate_host"),
+        gauges.get("cache_hit_rate_disk"),
     )
 
 

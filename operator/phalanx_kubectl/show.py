@@ -121,10 +121,15 @@ def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
     if len(caches) > 1:
         rows.append(_cache_row("all", CacheLoad(curve=merge_curves(group.curve for group in caches.values()))))
     if stored := _status(body).get("cache"):
-        percents = [f"{stored.get(field, 0)}%" for field in _STORED_PERCENTS]
+        percents = [_stored(stored, field) for field in _STORED_PERCENTS]
         size = CacheLoad(pages=stored.get("pages", 0), page_bytes=stored.get("pageBytes", 0))
         rows.append([*_cache_row("status.cache", size)[:4], *percents])
-    text = table(["GROUP", "PAGES", "MEMORY", "LOOKUPS", "HALF", "NOW", "TWICE", "FOUR TIMES"], rows) if rows else "no groups\n"
+    text = (
+        table(["GROUP", "PAGES", "MEMORY", "LOOKUPS", "HALF", "NOW", "TWICE", "FOUR TIMES", "HOST", "DISK"], rows)
+        if rows
+        else "no groups\n"
+    )
+    text += _host_table(caches, _status(body).get("cache") or {})
     sized = _conditions(body).get("CacheSized")
     if sized is None:
         return text
@@ -132,13 +137,37 @@ def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
     return f"{text}\nCacheSized {sized.get('status')}, {sized.get('reason')}{message}\n"
 
 
-_STORED_PERCENTS = ("hitPercentHalf", "hitPercent", "hitPercentTwice", "hitPercentFourTimes")
+_STORED_SIZES = ("hitPercentHalf", "hitPercent", "hitPercentTwice", "hitPercentFourTimes")
+_STORED_PERCENTS = (*_STORED_SIZES, "hitPercentWithHost", "hitPercentWithDisk")
+
+
+def _stored(stored: Json, field: str) -> str | None:
+    return None if stored.get(field) is None else f"{stored[field]}%"
 
 
 def _cache_row(name: str, load: CacheLoad) -> list[object]:
     rates = [f"{rate:.0%}" for rate in load.curve.hit_rates] or [NOTHING] * len(SIZES)
-    memory = f"{load.pages * load.page_bytes / 2**30:.3g}Gi" if load.pages * load.page_bytes else None
-    return [name, load.pages or None, memory, load.curve.lookups or None, *rates]
+    tiers = [None if rate is None else f"{rate:.0%}" for rate in (load.curve.tiers.host, load.curve.tiers.disk)]
+    return [name, load.pages or None, _memory(load.pages, load.page_bytes), load.curve.lookups or None, *rates, *tiers]
+
+
+def _host_table(caches: Mapping[str, CacheLoad], stored: Json) -> str:
+    """Hit rates by the size of the host tier; empty without any."""
+    rows = []
+    for name, load in caches.items():
+        tiers = load.curve.tiers
+        if len(tiers.hit_rates) == len(SIZES):
+            rates = [f"{rate:.0%}" for rate in tiers.hit_rates]
+            rows.append([name, tiers.pages, _memory(tiers.pages, load.page_bytes), *rates])
+    if host := stored.get("host"):
+        memory = _memory(host.get("pages", 0), stored.get("pageBytes", 0))
+        rows.append(["status.cache", host.get("pages"), memory, *(_stored(host, field) for field in _STORED_SIZES)])
+    columns = ["WITH HOST PAGES", "PAGES", "MEMORY", "HALF", "FULL", "TWICE", "FOUR TIMES"]
+    return "\n" + table(columns, rows) if rows else ""
+
+
+def _memory(pages: int, page_bytes: int) -> str | None:
+    return f"{pages * page_bytes / 2**30:.3g}Gi" if pages * page_bytes else None
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -207,7 +207,7 @@ class RouterMetrics:
         self._streams.set(streams)
 
 
-_GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float | None]], ...] = (
     ("streams", "Streams of this router in the group.", lambda group: group.streams),
     ("running_requests", "Requests running in the group, of all routers.", lambda group: group.running),
     ("waiting_requests", "Requests waiting in the group, of all routers.", lambda group: group.waiting),
@@ -232,6 +232,17 @@ _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float]], ...] = (
     ("cache_hit_rate_now", "Estimated hit rate with the present pages.", lambda group: _hit_rate(group, 1)),
     ("cache_hit_rate_twice", "Estimated hit rate with twice the pages.", lambda group: _hit_rate(group, 2)),
     ("cache_hit_rate_four_times", "Estimated hit rate with four times the pages.", lambda group: _hit_rate(group, 3)),
+    ("cache_hit_rate_host", "Hit rate with the present host tier.", lambda group: group.cache_curve.tiers.host),
+    ("cache_hit_rate_disk", "Hit rate with the host tier and the disk.", lambda group: group.cache_curve.tiers.disk),
+    (
+        "cache_host_pages",
+        "Pages of the host tier's limit; without one, of the device.",
+        lambda group: group.cache_curve.tiers.pages,
+    ),
+    ("cache_host_hit_rate_half", "Estimated hit rate with half the host pages.", lambda group: _host_rate(group, 0)),
+    ("cache_host_hit_rate_full", "Estimated hit rate with the host pages.", lambda group: _host_rate(group, 1)),
+    ("cache_host_hit_rate_twice", "Estimated hit rate with twice the host pages.", lambda group: _host_rate(group, 2)),
+    ("cache_host_hit_rate_four_times", "Estimated hit rate with four times the host pages.", lambda group: _host_rate(group, 3)),
 )
 
 
@@ -251,7 +262,8 @@ class GroupGauges(Collector):
         groups = self._groups()
         for family, (_, _, value) in zip(self.describe(), _GAUGES, strict=True):
             for group in groups:
-                family.add_metric([group.group], value(group))
+                if (sample := value(group)) is not None:
+                    family.add_metric([group.group], sample)
             yield family
 
 
@@ -259,6 +271,12 @@ def _hit_rate(group: GroupSummary, size: int) -> float:
     """Hit rate at `SIZES[size]`; 0 without lookups."""
     rates = group.cache_curve.hit_rates
     return rates[size] if size < len(rates) else 0.0
+
+
+def _host_rate(group: GroupSummary, size: int) -> float | None:
+    """Hit rate with a host tier of `SIZES[size]`; None without lookups."""
+    rates = group.cache_curve.tiers.hit_rates
+    return rates[size] if size < len(rates) else None
 
 
 def _kv_use(group: GroupSummary) -> float:

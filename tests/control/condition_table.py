@@ -35,7 +35,7 @@ Speculating       Unknown  NoReadyGroup
 DevicesHealthy    True     Healthy
 DevicesHealthy    False    DeviceFault DeviceThrottled
 CacheSized        True     WorkingSetFits
-CacheSized        False    TooFewPages
+CacheSized        False    TooFewPages TooFewHostPages
 CacheSized        Unknown  TooFewLookups
 """
 ALLOWED = {

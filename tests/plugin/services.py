@@ -62,6 +62,12 @@ phalanx_router_group_cache_hit_rate_half{group="g-a"} 0.3
 phalanx_router_group_cache_hit_rate_now{group="g-a"} 0.41
 phalanx_router_group_cache_hit_rate_twice{group="g-a"} 0.53
 phalanx_router_group_cache_hit_rate_four_times{group="g-a"} 0.55
+phalanx_router_group_cache_hit_rate_host{group="g-a"} 0.5
+phalanx_router_group_cache_host_pages{group="g-a"} 16384.0
+phalanx_router_group_cache_host_hit_rate_half{group="g-a"} 0.45
+phalanx_router_group_cache_host_hit_rate_full{group="g-a"} 0.5
+phalanx_router_group_cache_host_hit_rate_twice{group="g-a"} 0.55
+phalanx_router_group_cache_host_hit_rate_four_times{group="g-a"} 0.6
 phalanx_router_hotspot{cause="kv",group="g-b"} 1.0
 phalanx_router_wait_seconds_bucket{le="+Inf"} +Inf
 something else entirely

@@ -89,7 +89,9 @@ def test_cache_lists_groups_and_the_recommendation(kubectl: FakeKubectl, capsys:
     routers(kubectl)
     assert plugin("cache", "chat") == 0
     output = capsys.readouterr()
-    assert ["chat-g-a", "8192", "16Gi", "90000", "30%", "41%", "53%", "55%"] in [line.split() for line in output.out.splitlines()]
+    lines = [line.split() for line in output.out.splitlines()]
+    assert ["chat-g-a", "8192", "16Gi", "90000", "30%", "41%", "53%", "55%", "50%", "-"] in lines
+    assert ["chat-g-a", "16384", "32Gi", "45%", "50%", "55%", "60%"] in lines
     assert "warning: router r-b" in output.err
 
 

@@ -1,15 +1,18 @@
 """The plugin's output."""
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from phalanx_api.cache_curve import CacheCurve
+from phalanx_api.cache_curve import CacheCurve, TierCurve
 from phalanx_kubectl import show
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, merge, read_router
 from tests.plugin.services import METRICS, make_body
 
-CACHE = CacheLoad(pages=8192, page_bytes=2 << 20, curve=CacheCurve(90_000, [0.3, 0.41, 0.53, 0.55]))
+TIERS = TierCurve(16384, [0.45, 0.5, 0.55, 0.6], 0.5)
+CACHE = CacheLoad(pages=8192, page_bytes=2 << 20, curve=CacheCurve(90_000, [0.3, 0.41, 0.53, 0.55], TIERS))
 BARE = {"metadata": {"namespace": "team", "name": "new", "generation": 1}, "spec": {}}
 
 
@@ -105,22 +108,37 @@ STORED = {
     "hitPercent": 41,
     "hitPercentTwice": 53,
     "hitPercentFourTimes": 55,
+    "hitPercentWithHost": 50,
+    "host": {
+        "pages": 16384,
+        "isUsed": True,
+        "hitPercentHalf": 45,
+        "hitPercent": 50,
+        "hitPercentTwice": 55,
+        "hitPercentFourTimes": 60,
+    },
 }
 SMALL = {"type": "CacheSized", "status": "False", "reason": "TooFewPages", "message": "32 GiB would raise it"}
 
 
 def test_cache_shows_groups_their_mean_and_the_stored_status() -> None:
     loads = {
-        "chat-g-a": GroupLoad(cache=CACHE),
+        "chat-g-a": GroupLoad(
+            cache=replace(CACHE, curve=CacheCurve(90_000, CACHE.curve.hit_rates, msgspec.structs.replace(TIERS, disk=0.7)))
+        ),
         "chat-g-c": GroupLoad(cache=CacheLoad(pages=100, curve=CacheCurve(30_000, [0.1, 0.2, 0.3, 0.4]))),
     }
     assert show.cache(make_body(cache=STORED, conditions=[SMALL]), loads) == (
-        "GROUP          PAGES   MEMORY   LOOKUPS   HALF   NOW   TWICE   FOUR TIMES\n"
-        "chat-g-a       8192    16Gi     90000     30%    41%   53%     55%\n"
-        "chat-g-b       -       -        -         -      -     -       -\n"
-        "chat-g-c       100     -        30000     10%    20%   30%     40%\n"
-        "all            -       -        120000    25%    36%   47%     51%\n"
-        "status.cache   8192    16Gi     -         30%    41%   53%     55%\n"
+        "GROUP          PAGES   MEMORY   LOOKUPS   HALF   NOW   TWICE   FOUR TIMES   HOST   DISK\n"
+        "chat-g-a       8192    16Gi     90000     30%    41%   53%     55%          50%    70%\n"
+        "chat-g-b       -       -        -         -      -     -       -            -      -\n"
+        "chat-g-c       100     -        30000     10%    20%   30%     40%          -      -\n"
+        "all            -       -        120000    25%    36%   47%     51%          50%    70%\n"
+        "status.cache   8192    16Gi     -         30%    41%   53%     55%          50%    -\n"
+        "\n"
+        "WITH HOST PAGES   PAGES   MEMORY   HALF   FULL   TWICE   FOUR TIMES\n"
+        "chat-g-a          16384   32Gi     45%    50%    55%     60%\n"
+        "status.cache      16384   32Gi     45%    50%    55%     60%\n"
         "\n"
         "CacheSized False, TooFewPages: 32 GiB would raise it\n"
     )

@@ -50,7 +50,7 @@ async def test_cache_curves_are_weighted_by_lookups() -> None:
     a.load = msgspec.structs.replace(a.load, cache_curve=CacheCurve(300, [0.0, 0.5, 0.5, 1.0]))
     b.load = msgspec.structs.replace(b.load, cache_curve=CacheCurve(100, [1.0, 0.5, 1.0, 1.0]))
     async with polled_router(a, b, c) as router:
-        expected = {"lookups": 400, "hit_rate": {"half": 0.25, "now": 0.5, "twice": 0.625, "four_times": 1.0}}
+        expected = {"lookups": 400, "hit_rate": {"half": 0.25, "now": 0.5, "twice": 0.625, "four_times": 1.0}, "tiers": None}
         await read_document(router, cache=expected)
 
 

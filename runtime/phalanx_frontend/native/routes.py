@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phalanx_api.cache_curve import SIZE_NAMES, CacheCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve, TierCurve
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import BackendError
@@ -201,10 +201,20 @@ async def _accept_entry(
 
 
 def _cache_document(curve: CacheCurve) -> dict[str, Any] | None:
-    """Hit rates of the prefix cache with half, all, twice and four times the pages; null without lookups."""
+    """Hit rates of the prefix cache with half, all, twice and four times the pages, and with the tiers; null without lookups."""
     if not curve.hit_rates:
         return None
-    return {"lookups": curve.lookups, "hit_rate": dict(zip(SIZE_NAMES, curve.hit_rates, strict=True))}
+    return {
+        "lookups": curve.lookups,
+        "hit_rate": dict(zip(SIZE_NAMES, curve.hit_rates, strict=True)),
+        "tiers": _tiers_document(curve.tiers) if curve.tiers.hit_rates else None,
+    }
+
+
+def _tiers_document(tiers: TierCurve) -> dict[str, Any]:
+    """Hit rates with the present tiers, null without one, and with other sizes of the host tier, whose `pages` are full size."""
+    rates = dict(zip(HOST_SIZE_NAMES, tiers.hit_rates, strict=False))
+    return {"host": tiers.host, "disk": tiers.disk, "pages": tiers.pages, "hit_rate": rates}
 
 
 def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_bytes_per_token: int | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_api.cache_curve import CacheCurve
+from phalanx_api.cache_curve import NO_TIERS, CacheCurve, TierCurve
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import CacheStatus, Status
 from phalanx_api.summary import GroupSummary
@@ -23,9 +23,14 @@ SMALL = (0.3, 0.41, 0.53, 0.55)
 
 
 def report(
-    name: str, *hit_rates: float, lookups: int = 10 * PAGES, pages: int = PAGES, page_bytes: int = 2 << 20
+    name: str,
+    *hit_rates: float,
+    lookups: int = 10 * PAGES,
+    pages: int = PAGES,
+    page_bytes: int = 2 << 20,
+    tiers: TierCurve = NO_TIERS,
 ) -> GroupSummary:
-    curve = CacheCurve(lookups, list(hit_rates))
+    curve = CacheCurve(lookups, list(hit_rates), tiers)
     return group(name, cache_curve=curve, total_pages=pages, page_bytes=page_bytes)
 
 
@@ -117,6 +122,80 @@ def test_cache_condition_table(reports: list[GroupSummary], expected: tuple[str,
         assert found[:2] == expected[:2] and (expected[2] is None or found[2] == expected[2])
 
 
+HOST = " in each group would raise the hit rate of the prefix cache from {}"
+
+
+@pytest.mark.parametrize(
+    ("rates", "tiers", "expected"),
+    [
+        (
+            SMALL,
+            TierCurve(PAGES, [0.45, 0.5, 0.6, 0.61]),
+            (
+                "False",
+                "TooFewPages",
+                "32 GiB of KV cache (16,384 pages)" + MORE.format("41 % to 53 %; 32 GiB of host memory (16,384 pages) to 60 %"),
+            ),
+        ),
+        (
+            (0.1, 0.2, 0.2, 0.8),
+            TierCurve(PAGES, [0.2, 0.2, 0.3, 0.8]),
+            ("False", "TooFewHostPages", "64 GiB of host memory (32,768 pages)" + HOST.format("20 % to 80 %")),
+        ),
+        (
+            SMALL,
+            TierCurve(2 * PAGES, [0.5, 0.6, 0.7, 0.72], 0.6, 0.8),
+            (
+                "False",
+                "TooFewHostPages",
+                "64 GiB of host memory (32,768 pages) in each group instead of 32 GiB of host memory (16,384 pages) would raise "
+                "the hit rate of the prefix cache from 60 % to 70 %",
+            ),
+        ),
+        (
+            SMALL,
+            TierCurve(2 * PAGES, [0.6, 0.6, 0.61, 0.62], 0.6),
+            (
+                "True",
+                "WorkingSetFits",
+                "16 GiB of KV cache (8,192 pages) and 32 GiB of host memory (16,384 pages) in each group reach a hit rate of "
+                "60 %, twice the host memory 61 %, half of it 60 %",
+            ),
+        ),
+    ],
+    ids=["device and host", "only host memory", "larger host tier", "host tier fits"],
+)
+def test_host_memory_is_recommended(rates: tuple[float, ...], tiers: TierCurve, expected: tuple[str, str, str]) -> None:
+    status = after(report("a", *rates, tiers=tiers))
+    assert verdict(status) == expected
+    assert status.cache and status.cache.host and status.cache.host.pages == tiers.pages
+    assert status.cache.host.is_used == (tiers.host is not None)
+    assert status.cache.hit_percent_with_host == (None if tiers.host is None else 60)
+    assert status.cache.hit_percent_with_disk == (None if tiers.disk is None else 80)
+
+
+def test_gain_of_host_memory_is_kept() -> None:
+    former = after(report("a", *FITS, tiers=TierCurve(PAGES, [0.62, 0.63, 0.64, 0.68])))
+    kept = after(report("a", *FITS, tiers=TierCurve(PAGES, [0.62, 0.63, 0.64, 0.66])), status=former)
+    assert [verdict(status)[1] for status in (former, kept) if verdict(status)] == ["TooFewHostPages"] * 2  # type: ignore[index]
+    assert kept == former, "no write for two points"
+
+
+def test_a_tier_that_appears_is_written() -> None:
+    former = after(report("a", *FITS, tiers=TierCurve(PAGES, [0.62, 0.62, 0.62, 0.62])))
+    now = after(report("a", *FITS, tiers=TierCurve(PAGES, [0.62, 0.62, 0.62, 0.62], 0.62)), status=former)
+    assert now.cache and now.cache.hit_percent_with_host == 62
+    assert after(report("a", *FITS), status=now).cache != now.cache
+
+
+def test_tiers_of_groups_are_weighted() -> None:
+    a = report("a", *FITS, lookups=30 * PAGES, tiers=TierCurve(PAGES, [0.6, 0.6, 0.6, 0.6], 0.6))
+    b = report("b", *FITS, lookups=10 * PAGES, tiers=TierCurve(2 * PAGES, [0.8, 0.8, 0.8, float("nan")], 0.8, 0.9))
+    host = after(a, b).cache
+    assert host and host.host and (host.host.pages, host.host.hit_percent, host.host.hit_percent_four_times) == (PAGES, 65, 45)
+    assert (host.hit_percent_with_host, host.hit_percent_with_disk) == (65, 90)
+
+
 def test_groups_are_weighted_by_their_lookups() -> None:
     status = after(
         report("a", 0.0, 0.4, 0.4, 0.4, lookups=30 * PAGES, pages=PAGES),
@@ -170,8 +249,9 @@ def test_small_changes_are_not_written(curves: list[tuple[float, ...]]) -> None:
         new = after(report("a", *curve), status=status)
         assert new.cache and status.cache
         if [c.status for c in new.conditions] == [c.status for c in status.conditions] and new != status:
-            pairs = zip(list(new.cache.model_dump().values())[2:], list(status.cache.model_dump().values())[2:], strict=True)
-            assert max(abs(a - b) for a, b in pairs) >= 5
+            assert new.cache.host is None
+            fields = ("hit_percent_half", "hit_percent", "hit_percent_twice", "hit_percent_four_times")
+            assert max(abs(getattr(new.cache, name) - getattr(status.cache, name)) for name in fields) >= 5
         status = new
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from phalanx_api.cache_curve import CacheCurve
+from phalanx_api.cache_curve import NO_TIERS, CacheCurve, TierCurve
 from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find_condition
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
@@ -116,8 +116,8 @@ def devices_after(*fleets: Fleet) -> Conditions:
     return status.conditions
 
 
-def cache_size_of(lookups: int, *hit_rates: float) -> Conditions:
-    curve = CacheCurve(lookups, list(hit_rates))
+def cache_size_of(lookups: int, *hit_rates: float, tiers: TierCurve = NO_TIERS) -> Conditions:
+    curve = CacheCurve(lookups, list(hit_rates), tiers)
     return cache.with_cache_condition(
         Status(),
         make_service().spec.engine,
@@ -209,6 +209,10 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Speculating Unknown NoReadyGroup", lambda: speculation_of()),
     ("CacheSized True WorkingSetFits", lambda: cache_size_of(4000, 0.4, 0.5, 0.54, 0.6)),
     ("CacheSized False TooFewPages", lambda: cache_size_of(4000, 0.4, 0.5, 0.56, 0.6)),
+    (
+        "CacheSized False TooFewHostPages",
+        lambda: cache_size_of(4000, 0.4, 0.5, 0.5, 0.5, tiers=TierCurve(1000, [0.5, 0.5, 0.56, 0.6], 0.5)),
+    ),
     ("CacheSized Unknown TooFewLookups", lambda: cache_size_of(3999, 0.4, 0.5, 0.56, 0.6)),
     ("DevicesHealthy False DeviceFault", lambda: devices_after(with_problem("fault"))),
     ("DevicesHealthy False DeviceThrottled", lambda: devices_after(with_problem("throttled"))),

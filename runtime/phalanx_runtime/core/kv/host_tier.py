@@ -10,11 +10,12 @@ device page again then needs no copy.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
+from phalanx_runtime.core.kv.tier_hits import TierHits
 from phalanx_runtime.core.step_plan import HostCopy
 
 LOAD_SMOOTHING = 0.2
@@ -49,9 +50,12 @@ def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: f
 class HostTier:
     """Slots 0 to num_slots - 1, each free or found by a key; without slots every call finds nothing."""
 
-    def __init__(self, num_slots: int = 0, eviction: EvictionPolicy = "lru", *, has_disk: bool = False) -> None:
+    def __init__(
+        self, num_slots: int = 0, eviction: EvictionPolicy = "lru", *, has_disk: bool = False, num_device_pages: int = 1
+    ) -> None:
         """has_disk: the ranks also write stored pages to disk, by key."""
         self.num_slots = num_slots
+        self.hits = TierHits(num_slots or num_device_pages, has_host=num_slots > 0, has_disk=has_disk)
         self._has_disk = has_disk
         self.counters = HostCounters()
         self.page_s: float | None = None
@@ -72,6 +76,8 @@ class HostTier:
         """Device pages that they store, with the keys that find the slots."""
         self._reserved: set[int] = set()
         """Slots that pages from elsewhere will fill."""
+        self._filled: set[int] = set()
+        """Slots with such a page that no prompt loaded yet."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of
@@ -85,6 +91,7 @@ class HostTier:
 
     def store(self, page: int, key: bytes) -> bytes | None:
         """Copies a device page, which nothing writes before the next plan, to a slot. Returns the key that loses its slot."""
+        self.hits.evict(key)
         if not self.num_slots:
             return None
         if key in self._slot_of:
@@ -116,12 +123,17 @@ class HostTier:
             self._hit(slot)
         return len(slots)
 
+    def num_own(self, slots: Iterable[int]) -> int:
+        """Returns how many of `slots` precede the first one with a page from elsewhere, which the tier alone would lack."""
+        return sum(1 for _ in takewhile(lambda slot: slot not in self._filled, slots))
+
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
         for slot, page in zip(slots, pages, strict=True):
             self._pending.append(((True, page, slot), b""))
             self._copied.add(page)
             self._loading.add(page)
+            self._filled.discard(slot)
             self._hit(slot)
         self.counters.loaded += len(slots)
 
@@ -187,6 +199,7 @@ class HostTier:
                 continue
             self._insert(slot, key)
             self._hit(slot)  # a request waits for it
+            self._filled.add(slot)
             new.append(key)
         return new
 
@@ -252,6 +265,7 @@ class HostTier:
         key = self._keys[slot]
         assert key is not None, "only used slots are dropped"
         self._idle[slot] = 0
+        self._filled.discard(slot)
         self._policy.on_remove(slot)
         del self._slot_of[key]
         self._keys[slot] = None

@@ -20,6 +20,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from phalanx_api.cache_curve import NO_CURVE, SIZES, CacheCurve
 
@@ -104,11 +105,15 @@ class _Lookups:
         self.num_sampled = 0.0
         self.by_depth = array("d", bytes(8 * num_depths))
 
-    def num_within(self, reach: float) -> float:
-        """Returns how many sampled lookups are less deep than `reach`, in keys of the sample; depth 0 always is."""
-        num_full = min(max(int(reach), 1), len(self.by_depth))
-        partly = self.by_depth[num_full] * (reach - num_full) if num_full < len(self.by_depth) and reach > num_full else 0.0
-        return sum(self.by_depth[:num_full]) + partly
+    def num_within(self, reaches: Sequence[float]) -> list[float]:
+        """Returns how many sampled lookups are less deep than each reach, in keys of the sample; depth 0 always is."""
+        sums = list(accumulate(self.by_depth, initial=0.0))
+        counts = []
+        for reach in reaches:
+            num_full = min(max(int(reach), 1), len(self.by_depth))
+            is_partly = num_full < len(self.by_depth) and reach > num_full
+            counts.append(sums[num_full] + (self.by_depth[num_full] * (reach - num_full) if is_partly else 0.0))
+        return counts
 
     def halve(self) -> None:
         """Halves all counts."""
@@ -148,7 +153,7 @@ class MissRatioCurve:
         """Lookups that the curve counts; old ones count less."""
         return round(self._found.total + self._missed.total)
 
-    def look_up(self, keys: Sequence[bytes], num_found: int) -> None:
+    def look_up(self, keys: Sequence[bytes], num_found: int, *, uses_missed: bool = True) -> None:
         """Counts the lookups of a prompt's pages, in chain order, and uses them. `num_found`: pages that the pool had."""
         found, missed = self._sampled(keys[:num_found]), self._sampled(keys[num_found:])
         self._found.total += num_found
@@ -159,36 +164,57 @@ class MissRatioCurve:
                 depth = self._stack.depth(key)
                 if depth is not None:
                     lookups.by_depth[depth] += 1
-        self._use(missed)
+        if uses_missed:
+            self._use(missed)
         self._use(found)
-        if self._found.total + self._missed.total >= self._half_life:
-            self._found.halve()
-            self._missed.halve()
-            self._reported = NO_CURVE  # else a curve of as many earlier lookups could be kept
+        self._age()
+
+    def count_misses(self, keys: Sequence[bytes]) -> None:
+        """Counts lookups that miss at every size, without a use."""
+        self._missed.total += len(keys)
+        self._missed.num_sampled += len(self._sampled(keys))
+        self._age()
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses pages without a lookup: a request that ends leaves its pages, in chain order, to the cache."""
         self._use(self._sampled(keys))
 
     def hit_rate(self, num_pages: float) -> float:
-        """Returns the estimated hit rate of a cache of at most `max_pages` pages; 0 without lookups.
+        """Returns the estimated hit rate of a cache of at most `max_pages` pages; 0 without lookups."""
+        return self.hit_rates([num_pages])[0]
+
+    def hit_rates(self, sizes: Sequence[float]) -> list[float]:
+        """Returns the estimated hit rate of each size of at most `max_pages` pages; 0 without lookups, and without pages.
 
         Of found lookups, misses are scaled by the rate: popular keys, sampled or not by chance, are not among them (SHARDS-adj).
         """
-        found, missed, reach = self._found, self._missed, num_pages * self.rate
+        found, missed, reaches = self._found, self._missed, [size * self.rate for size in sizes]
         total = found.total + missed.total
         if not total:
-            return 0.0
-        lost = (found.num_sampled - found.num_within(reach)) / self.rate
-        gained = missed.total * missed.num_within(reach) / missed.num_sampled if missed.num_sampled else 0.0
-        return min(max((found.total - lost + gained) / total, 0.0), 1.0)
+            return [0.0] * len(sizes)
+        rates = []
+        for size, kept, won in zip(sizes, found.num_within(reaches), missed.num_within(reaches), strict=True):
+            lost = (found.num_sampled - kept) / self.rate
+            gained = missed.total * won / missed.num_sampled if missed.num_sampled else 0.0
+            rates.append(min(max((found.total - lost + gained) / total, 0.0), 1.0) if size else 0.0)
+        return rates
 
     def report(self, num_pages: int) -> CacheCurve:
         """Returns the curve at `SIZES` of a cache of `num_pages` pages, at most `_REFRESH_SHARE` out of date."""
         lookups, reported = self.lookups, self._reported.lookups
         if abs(lookups - reported) > _REFRESH_SHARE * reported:
-            self._reported = CacheCurve(lookups, [self.hit_rate(size * num_pages) for size in SIZES])
+            self._reported = CacheCurve(lookups, self.hit_rates([size * num_pages for size in SIZES]))
         return self._reported
+
+    def halve(self) -> None:
+        """Lets all lookups so far count half."""
+        self._found.halve()
+        self._missed.halve()
+        self._reported = NO_CURVE  # else a curve of as many earlier lookups could be kept
+
+    def _age(self) -> None:
+        if self._found.total + self._missed.total >= self._half_life:
+            self.halve()
 
     def _sampled(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         bound = self._bound

@@ -63,7 +63,7 @@ class PagePool:
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
-        self.host = HostTier(num_host_pages, eviction, has_disk=has_disk)
+        self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
         """A holder of a published page holds all pages before it."""

@@ -91,14 +91,21 @@ class PrefixSharing:
         pages.ids = found + own
         pages.num_keyed = len(found)
         pages.found_tokens = len(found) * pool.page_size
-        if not request.max_computed:
+        is_first = not request.max_computed
+        if is_first:
             num_prompt = request.params.num_prompt
             self.queried_tokens += num_prompt
             self.hot_prefixes.add(keys[: num_prompt // pool.page_size], num_prompt)
-            if self._can_share(request):
-                self.miss_ratio.look_up(keys[: self._num_full(request)], len(found))
         before = request.num_computed
-        self._load(request, len(found), builder, model)
+        if self._can_share(request):
+            slots = pool.host.match(keys[len(found) : self._num_full(request)])
+            pays = not slots or self._pays_to_load(len(slots), len(found), model)
+            if is_first:
+                self._count_lookups(keys[: self._num_full(request)], len(found), slots, pays)
+            if pays:
+                self._load(request, len(found), slots, builder)
+            else:
+                pool.host.decline(len(slots))
         self.skip_computed(request, builder)
         if request.num_computed == len(found) * pool.page_size and self._can_share(request):
             self._copy_partial(request, len(found), builder)
@@ -106,24 +113,25 @@ class PrefixSharing:
         self._publish(request, len(keys))
         self._offer_tail(request)
 
-    def _load(self, request: Request, num_found: int, builder: StepBuilder, model: StepModel | None) -> None:
-        """Loads pages after the found ones from host memory, if that is faster than computing them."""
-        host, size = self.pool.host, self.pool.page_size
-        if not len(host) or not self._can_share(request):
-            return
+    def _pays_to_load(self, num_pages: int, num_found: int, model: StepModel | None) -> bool:
+        size, load_s = self.pool.page_size, self.pool.host.load_s(num_pages)
+        return pays_to_load(num_pages * size, num_found * size, model, load_s)
+
+    def _count_lookups(self, keys: list[bytes], num_found: int, slots: list[int], pays: bool) -> None:
+        self.miss_ratio.look_up(keys, num_found)
+        num_own = self.pool.host.num_own(slots)
+        self.pool.host.hits.look_up(keys, num_found, num_own, len(slots) - num_own, pays=pays)
+
+    def _load(self, request: Request, num_found: int, slots: list[int], builder: StepBuilder) -> None:
+        """Loads pages after the found ones from host memory."""
+        size = self.pool.page_size
         last = request.pages.ids[num_found - 1] if num_found else None
         if last is not None and (self.pool.written(last) < size or last in builder.written_pages):
             return  # another request computes the page before, maybe in a plan that is taken back
-        slots = host.match(self._keys(request)[num_found : self._num_full(request)])
-        if not slots:
-            return
-        if not pays_to_load(len(slots) * size, num_found * size, model, host.load_s(len(slots))):
-            host.decline(len(slots))
-            return
         pages = request.pages.ids[num_found : num_found + len(slots)]
         if any(source in pages for source, _ in builder.copies):
             return  # the step copies an evicted page, after the loads
-        host.load(slots, pages)
+        self.pool.host.load(slots, pages)
         for page in pages:
             self.pool.mark_written(page, size)
 

@@ -169,7 +169,7 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
     return msgspec.structs.replace(
         load,
         cached_pages=pool.cached_pages,
-        cache_curve=sharing.miss_ratio.report(pool.num_pages),
+        cache_curve=msgspec.structs.replace(sharing.miss_ratio.report(pool.num_pages), tiers=host.hits.report()),
         evicted_page_s=pool.counters.evicted_page_s,
         host_total_pages=host.num_slots,
         host_cached_pages=len(host),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
-from phalanx_api.cache_curve import SIZE_NAMES, CacheCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, RequestTotals
 from phalanx_runtime.engine.load_feed import NO_LOAD
@@ -145,14 +145,32 @@ class CacheMetrics:
             ["model_name", "size"],
             registry=registry,
         )
+        self._host_rates = Gauge(
+            "phalanx_cache_curve_host_hit_rate",
+            "Estimated hit rate with a host tier of half, all, twice and four times its limit, else of the device's pages.",
+            ["model_name", "size"],
+            registry=registry,
+        )
+        self._tier_rates = Gauge(
+            "phalanx_cache_tier_hit_rate",
+            "Hit rate of recent page lookups with the present host tier, and with the disk.",
+            ["model_name", "tier"],
+            registry=registry,
+        )
 
     def update(self, curve: CacheCurve) -> None:
         """Shows a curve."""
         self._lookups.labels(self._model_name).set(curve.lookups)
         if not curve.hit_rates:
-            self._hit_rates.clear()
+            for family in (self._hit_rates, self._host_rates, self._tier_rates):
+                family.clear()
         for size, rate in zip(SIZE_NAMES, curve.hit_rates, strict=False):
             self._hit_rates.labels(self._model_name, size).set(rate)
+        for size, rate in zip(HOST_SIZE_NAMES, curve.tiers.hit_rates, strict=False):
+            self._host_rates.labels(self._model_name, size).set(rate)
+        for tier, found in (("host", curve.tiers.host), ("disk", curve.tiers.disk)):
+            if found is not None:
+                self._tier_rates.labels(self._model_name, tier).set(found)
 
 
 class EngineMetrics:

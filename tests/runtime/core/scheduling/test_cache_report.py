@@ -19,6 +19,10 @@ def prompt(seed: int, length: int = 17) -> list[int]:
     return [(seed + 7 * i * i + seed * i) % 50 for i in range(length)]
 
 
+def curve_of(load: wire.Load) -> tuple[int, list[float]]:
+    return load.cache_curve.lookups, load.cache_curve.hit_rates
+
+
 class Engine:
     """A scheduler with pages of 4 tokens and fake ranks; a step takes a second."""
 
@@ -50,7 +54,7 @@ def test_curve_counts_full_pages_of_prompts() -> None:
     assert engine.scheduler.load(0.0).cache_curve == CacheCurve()
     engine.serve(make_request(prompt(1), 2))
     load = engine.serve(make_request(prompt(1), 2))
-    assert load.cache_curve == CacheCurve(8, [0.5, 0.5, 0.5, 0.5])
+    assert curve_of(load) == (8, [0.5, 0.5, 0.5, 0.5])
 
 
 def test_half_the_pages_lose_what_was_used_before() -> None:
@@ -76,12 +80,12 @@ def test_pages_of_answers_are_hits_of_the_next_turn() -> None:
     first = make_request(prompt(1), 12)
     engine.serve(first)
     load = engine.serve(make_request([*first.prompt, *expected_output(first), 1, 2, 3], 2))
-    assert load.cache_curve == CacheCurve(4 + 7, [7 / 11] * 4)
+    assert curve_of(load) == (4 + 7, [7 / 11] * 4)
 
 
 def test_requests_of_a_burst_hit_the_first_ones_pages() -> None:
     load = Engine().serve(*(make_request(prompt(1), 2, seed=seed) for seed in range(4)))
-    assert load.cache_curve == CacheCurve(16, [0.75] * 4)
+    assert curve_of(load) == (16, [0.75] * 4)
 
 
 def test_preempted_requests_are_looked_up_once() -> None:
