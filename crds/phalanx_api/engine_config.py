@@ -171,6 +171,27 @@ class EngineConfig:
         metavar="B",
         is_quantity=True,
     )
+    host_cache_adaptive: bool = _setting(
+        False,
+        "let the host memory for pages grow to its limit, and shrink, by what its pages add to the hit rate",
+        "spec.engine.hostCacheAdaptive",
+    )
+    host_cache_min_memory: int | None = _setting(
+        None,
+        "host memory for pages that an adaptive size keeps; default: an eighth of the limit",
+        "spec.engine.hostCacheMinMemory",
+        ge=1,
+        metavar="B",
+        is_quantity=True,
+    )
+    host_cache_min_gain: float = _setting(
+        0.05,
+        "hit rate that the whole limit of an adaptive size must add, and parts of it in proportion; more keeps it smaller",
+        "spec.engine.hostCacheMinGain",
+        gt=0,
+        le=1,
+        metavar="SHARE",
+    )
     disk_cache_path: str | None = _setting(
         None,
         "folder on a local disk for the pages in host memory, of which a restart finds those that it has; default: none",

@@ -65,6 +65,8 @@ class Shape:
     num_host_pages: int = 0
     load_s: float = 0.0
     """Measured time to load a page."""
+    resizes: bool = False
+    """The host tier gets another size after every few steps."""
 
     @property
     def max_flights(self) -> int:
@@ -115,6 +117,7 @@ SHAPES = st.builds(
     is_async=st.booleans(),
     num_host_pages=st.sampled_from([0, 1, 3, 20]),
     load_s=st.sampled_from([0.0, 0.001, 1.0]),
+    resizes=st.booleans(),
 )
 
 
@@ -127,6 +130,7 @@ class Workload:
             shape.page_size,
             has_pages=shape.speculation.method != "self_draft",
             num_host_pages=shape.num_host_pages,
+            min_host_pages=min(1, shape.num_host_pages) if shape.resizes else None,
         )
         limits = Limits(
             max_model_len=64,
@@ -161,6 +165,8 @@ class Workload:
         for step in range(10_000):
             self.submit(step)
             self.abort(step)
+            if self.shape.resizes and step % 3 == 0:
+                self.scheduler.pool.host.want(1 + step * 7 % (self.shape.num_host_pages + 1), "test")
             assert self.scheduler.check() == []
             self.turn(step)
             self.check_report(step)
@@ -311,6 +317,14 @@ def test_host_tier_brings_pages_back_and_keeps_the_tokens() -> None:
             assert run.runner.num_stored >= host.counters.loaded / 2
             assert 0 < run.runner.num_awaited < sum(bool(plan.host_copies) for plan in run.runner.plans)
             assert run.scheduler.load().host_loaded_pages == host.counters.loaded
+
+
+def test_host_tier_of_changing_size_keeps_the_tokens() -> None:
+    for is_async in (False, True):
+        arrivals = [Arrival(3 * i, 17, 5, common=17, family=i % 4) for i in range(32)]
+        run = Workload(arrivals, Shape(32, 2, 4, 16, is_async=is_async, num_host_pages=40, resizes=True)).run()
+        assert run.runner.num_resized > 20 and run.runner.num_moved > 20
+        assert run.runner.num_loaded == run.scheduler.pool.host.counters.loaded > 20
 
 
 def test_slow_loads_are_declined() -> None:

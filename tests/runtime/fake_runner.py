@@ -4,7 +4,7 @@ from collections import deque
 
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, sibling_ranks
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, PoolShape, StepPlan, StepResult, TreeBounds
+from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, HostResize, PoolShape, StepPlan, StepResult, TreeBounds
 from phalanx_runtime.rank.step.draft_paths import DraftedPath, chosen_shapes, fill_paths, num_drafted, paths_of_draws, undrafted
 from phalanx_runtime.rank.step.last_sampled import LastSampled
 
@@ -47,6 +47,7 @@ class FakeRunner:
         *,
         runs_ahead: bool = False,
         num_host_pages: int = 0,
+        min_host_pages: int | None = None,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -58,11 +59,15 @@ class FakeRunner:
         self._drafted_slots: list[int | None] = [None] * (num_pages * page_size)
         self.most_in_flight = 0
         self._started: deque[StepPlan] = deque()
-        self._pool = PoolShape(num_pages, page_size, num_host_pages)
+        self._pool = PoolShape(num_pages, page_size, num_host_pages, min_host_pages=min_host_pages)
         self._host: dict[int, list[int | None]] = {}
         """Contents of slots in host memory."""
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
+        self._late_resize: HostResize | None = None
+        """Executed after them."""
+        self.num_resized = self.num_moved = 0
+        """Changes of the number of slots; pages that moved to other slots."""
         self.num_loaded = self.num_stored = self.num_awaited = 0
         """Pages copied from and to host memory; plans that waited for it."""
         self._slots: list[int | None] = [None] * (num_pages * page_size)
@@ -132,6 +137,7 @@ class FakeRunner:
         if plan.awaits_host_copies:
             self.num_awaited += 1
             self._copy_late()
+        self._late_resize = plan.host_resize
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed
@@ -161,6 +167,16 @@ class FakeRunner:
             self.num_loaded += is_load
             self.num_stored += not is_load
         self._late = []
+        if self._late_resize is not None:
+            self._resize(self._late_resize)
+            self._late_resize = None
+
+    def _resize(self, resize: HostResize) -> None:
+        for source, target in resize.moves:
+            self._host[target] = self._host.pop(source)
+        self._host = {slot: tokens for slot, tokens in self._host.items() if slot < resize.num_slots}
+        self.num_resized += 1
+        self.num_moved += len(resize.moves)
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:
         """Returns the tokens of request i up to the first that no draft token equals, and the accepted draft tokens."""

@@ -121,6 +121,7 @@ class Build:
     attention: Attention | None = None
     num_pages: int = 64
     num_host_pages: int = 0
+    min_host_pages: int | None = None
     device: str = "cpu"
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
@@ -169,7 +170,10 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    pool, proposer = PoolShape(build.num_pages, PAGE_SIZE, build.num_host_pages), build.proposer
+    pool, proposer = (
+        PoolShape(build.num_pages, PAGE_SIZE, build.num_host_pages, min_host_pages=build.min_host_pages),
+        build.proposer,
+    )
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)
     if build.speculative:

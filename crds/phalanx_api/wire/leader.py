@@ -193,6 +193,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     disk_declined_pages: int = 0  # found, but faster to compute than to read
     disk_read_page_s: float = 0.0  # measured time to read a page
 
+    # Size of the host tier, and statistics of pages; counters since the engine's start.
+    host_resizes: int = 0  # plans that changed it
+    host_moved_pages: int = 0  # because their slots were removed
+    host_evicted_page_s: float = 0.0  # seconds that evicted pages were in host memory
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""

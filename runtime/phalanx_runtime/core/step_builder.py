@@ -7,7 +7,16 @@ from typing import NamedTuple
 from phalanx_api.cost import StepWork, step_work
 from phalanx_runtime.core.draft_tree import is_chain, levels
 from phalanx_runtime.core.request import Request, needs_history
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftBackfill, DraftPath, HostCopy, NewRow, StepPlan, TreeBounds
+from phalanx_runtime.core.step_plan import (
+    LAST_SAMPLED,
+    DraftBackfill,
+    DraftPath,
+    HostCopy,
+    HostResize,
+    NewRow,
+    StepPlan,
+    TreeBounds,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +106,7 @@ class StepBuilder:
     host_copies: list[HostCopy] = field(default_factory=list)
     host_keys: list[bytes] = field(default_factory=list)
     awaits_host_copies: bool = False
+    host_resize: HostResize | None = None
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -181,6 +191,7 @@ class StepBuilder:
             host_copies=self.host_copies,
             host_keys=self.host_keys,
             awaits_host_copies=self.awaits_host_copies,
+            host_resize=self.host_resize,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

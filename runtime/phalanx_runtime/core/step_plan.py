@@ -15,6 +15,14 @@ HostCopy = tuple[bool, int, int]
 """(is_load, device page, slot)"""
 
 
+class HostResize(msgspec.Struct, frozen=True, array_like=True):
+    """Gives the host tier another number of slots, the first ones."""
+
+    num_slots: int
+    moves: list[tuple[int, int]] = []
+    """(source, target): pages that move from slots to be removed, in any order; no slot occurs twice."""
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Assigns a row to a new request, and drops the row's state."""
 
@@ -100,6 +108,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """Keys of the stored pages, in order, if a disk keeps them too; else empty."""
     awaits_host_copies: bool = False
     """The pass and `copies` use their device pages, so they wait."""
+    host_resize: HostResize | None = None
+    """After `host_copies`; complete before the next plan."""
 
     @property
     def depths(self) -> list[int]:
@@ -152,7 +162,9 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     num_pages: int
     page_size: int
     num_host_pages: int = 0
-    """Slots for pages in host memory."""
+    """Slots for pages in host memory; their largest number if `min_host_pages` is set."""
+    min_host_pages: int | None = None
+    """Slots at first and at least, if their number is adaptive."""
     has_disk: bool = False
     """Whether a disk keeps pages that were stored in host memory."""
 

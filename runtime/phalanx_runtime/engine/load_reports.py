@@ -46,6 +46,8 @@ class LoadReports:
         self._idle_refused: int | None = None
         """Refused KV transfer connections in the latest idle report; absent after a later message."""
         self._check_due = -math.inf
+        self._sized_why = ""
+        """Reason of the latest size of the host tier that was logged."""
         self._leaks = 0
 
     def message_received(self) -> None:
@@ -99,7 +101,15 @@ class LoadReports:
         self._leaks += len(errors)
         return errors
 
+    def _log_size(self) -> None:
+        """Logs a new decision about the size of the host tier."""
+        host = self._scheduler.pool.host
+        if host.sized_why != self._sized_why:
+            self._sized_why = host.sized_why
+            log.info("the host tier gets another size", extra={"why": host.sized_why})
+
     def _report(self, now: float) -> None:
+        self._log_size()
         changes = self._scheduler.pool.take_changes()
         if changes.changes or changes.is_snapshot:
             self._send(changes)

@@ -164,12 +164,23 @@ def _check_host_memory(spec: RankSpec, system: System) -> None:
         )
 
 
-def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective) -> int:
-    """Returns how many pages host memory holds, equal on all ranks; collective. Raises ModelError if it holds none."""
-    num_bytes = spec.engine.host_cache_memory
+def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective) -> tuple[int, int | None]:
+    """Returns how many pages host memory holds, and at least holds if its size is adaptive; equal on all ranks; collective.
+
+    Raises ModelError if it holds none.
+    """
+    engine = spec.engine
+    num_bytes = engine.host_cache_memory
     if num_bytes is None:
-        return 0
+        if engine.host_cache_adaptive:
+            raise ModelError("host_cache_adaptive needs host_cache_memory, the limit")
+        return 0, None
     num_pages = _agree(num_bytes // page_bytes, page_bytes, collective)[0]
     if not num_pages:
         raise ModelError(f"host_cache_memory of {num_bytes} bytes holds no page of {page_bytes} bytes: raise it")
-    return num_pages
+    if not engine.host_cache_adaptive:
+        return num_pages, None
+    min_bytes = num_bytes // 8 if engine.host_cache_min_memory is None else engine.host_cache_min_memory
+    if min_bytes > num_bytes:
+        raise ModelError(f"host_cache_min_memory of {min_bytes} bytes exceeds host_cache_memory of {num_bytes} bytes")
+    return num_pages, min(num_pages, max(1, _agree(min_bytes // page_bytes, page_bytes, collective)[0]))

@@ -39,7 +39,7 @@ from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
-from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostPages
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies, HostPages
 from phalanx_runtime.rank.tiers.opening import open_disk
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
@@ -116,10 +116,10 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
     host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
-    num_host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
+    host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes)
     disk = open_disk(spec, served, host_page_bytes)
-    pool = PoolShape(sizing.num_pages, page_size, num_host_pages, has_disk=spec.engine.disk_cache_path is not None)
+    pool = PoolShape(sizing.num_pages, page_size, *host_pages, has_disk=spec.engine.disk_cache_path is not None)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer: Proposer = NO_PROPOSER
     if pipeline.stage.is_first:
@@ -260,5 +260,12 @@ def make_runner(
         pooler=pooler,
         proposer=proposer,
         device_step=device_step,
-        host_pages=HostPages(caches, pool.num_host_pages, disk=disk) if pool.num_host_pages else NO_HOST_PAGES,
+        host_pages=_host_pages(caches, pool, disk),
     )
+
+
+def _host_pages(caches: list[LayerCache], pool: PoolShape, disk: DiskPages | None) -> HostCopies:
+    if not pool.num_host_pages:
+        return NO_HOST_PAGES
+    num_slots = pool.num_host_pages if pool.min_host_pages is None else pool.min_host_pages
+    return HostPages(caches, num_slots, disk=disk, limit=pool.num_host_pages)

@@ -289,7 +289,7 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
-        self._host_pages.start(plan.host_copies, plan.host_keys, must_wait=plan.awaits_host_copies)
+        self._host_pages.start(plan.host_copies, plan.host_keys, must_wait=plan.awaits_host_copies, resize=plan.host_resize)
         for source, target in plan.copies:
             for cache in self._all_caches:
                 for tensor in cache.tensors:

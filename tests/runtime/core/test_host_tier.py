@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.host_tier import HostTier, pays_to_load
+from phalanx_runtime.core.kv.tier_sizing import SizingRules
 
 MODEL = StepModel(fixed_s=0.004, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-6)
 A, B = b"a" * 16, b"b" * 16
@@ -48,19 +49,27 @@ def test_a_slow_load_is_tried_again_after_declines() -> None:
     assert host.counters.declined == num_declined > 10
 
 
+ACTIONS = ["store", "load", "plan", "cancel", "size", "reserve", "fill"]
+
+
 def old(number: int) -> bytes:
     return bytes([number]) * 16
 
 
 @settings(max_examples=300)
 @given(
-    num_slots=st.integers(1, 4),
+    num_slots=st.integers(1, 8),
     policy=st.sampled_from(EVICTION_POLICIES),
-    script=st.lists(st.tuples(st.sampled_from(["store", "load", "plan", "cancel"]), st.integers(0, 5), st.integers(0, 7))),
+    script=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5), st.integers(0, 7))),
 )
 def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, script: list[tuple[str, int, int]]) -> None:
-    """Also on disk. Pages are written by others once they are stored or cancelled, after the plan's copies or before."""
-    host = HostTier(num_slots, policy, has_disk=True)
+    """Also on disk, and while the tier grows and shrinks.
+
+    Pages are written by others once they are stored or cancelled, after the plan's copies or before.
+    """
+    rules = SizingRules(floor=1, limit=num_slots, min_gain=0.1)
+    host = HostTier(0, policy, has_disk=True, rules=rules)
+    reserved: list[tuple[int, bytes]] = []
     slots: dict[int, bytes] = {}
     content: dict[int, bytes] = {}
     present: set[bytes] = set()
@@ -78,6 +87,13 @@ def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, s
         for page, key in loaded.items():
             assert content[page] == key
         loaded.clear()
+        resize, dropped = host.resize()
+        present.difference_update(dropped)
+        if resize is not None:
+            for source, target in resize.moves:
+                slots[target] = slots.pop(source)
+            for slot in [slot for slot in slots if slot >= resize.num_slots]:
+                del slots[slot]
 
     for action, page, number in script:
         key = bytes([number]) * 16
@@ -94,11 +110,22 @@ def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, s
                 content[page] = b"other"
             case "plan":
                 execute()
+            case "size":
+                host.want(number + 1, "test")
+            case "reserve" if not any(key == other for _, other in reserved):
+                free, lost = host.reserve(1)
+                present.difference_update(lost)
+                reserved += [(slot, key) for slot in free]
+            case "fill" if reserved:
+                slot, other = reserved.pop()
+                slots[slot] = other  # by another thread, before the next plan at the latest
+                host.fill([slot], [other])
+                present.add(other)
             case _:
                 pass
         assert host.check() == []
         assert set(host.keys()) == present
-        assert len(host) <= num_slots
+        assert len(host) <= host.num_slots <= num_slots
 
 
 def test_without_slots_nothing_is_stored() -> None:

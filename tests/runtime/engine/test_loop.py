@@ -16,6 +16,7 @@ from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.engine.channel import ZmqChannel, open_channel
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.errors import PeerLost
+from tests.runtime.engine.stepped_engine import SteppedEngine
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=3)
@@ -402,3 +403,13 @@ def test_reports_contain_cache_changes() -> None:
     assert found == set(loop.scheduler.pool.keys())
     assert [frame.first for frame in frames] == [sum(len(f.changes) for f in frames[:i]) for i in range(len(frames))]
     assert any(not is_added for frame in frames for is_added, _ in frame.changes), "some pages are evicted"
+
+
+def test_size_of_the_host_tier_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = SteppedEngine(num_host_pages=16)
+    with caplog.at_level("INFO"):
+        engine.loop.scheduler.pool.host.want(8, "16 pages find no more than 8")
+        assert engine.load.host_total_pages == 16, "it is fixed"
+        assert engine.load.leaks == 0
+    (record,) = [record for record in caplog.records if record.message == "the host tier gets another size"]
+    assert record.__dict__["why"] == "16 pages find no more than 8"

@@ -46,6 +46,8 @@ class Disturbance:
     thief: int | None = None
     """Seed of steps in which all free pages are taken."""
     policy: SchedulingPolicy = "fcfs"
+    host_sizes: tuple[int, ...] = ()
+    """Sizes of the host tier, in turn, each for two steps."""
 
 
 def serve(
@@ -64,6 +66,8 @@ def serve(
         if disturbance.thief is not None:
             scheduler.pool.release(stolen)
             stolen = scheduler.pool.allocate(scheduler.pool.free_pages) or [] if rng.random() < 0.3 else []
+        if disturbance.host_sizes:
+            scheduler.pool.host.want(disturbance.host_sizes[step // 2 % len(disturbance.host_sizes)], "test")
         plan = scheduler.schedule(float(step))
         if plan is not None:
             assert sum(plan.counts) <= disturbance.budget

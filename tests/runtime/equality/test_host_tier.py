@@ -10,7 +10,7 @@ import torch
 
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.core.step_plan import HostResize, StepPlan
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft
 from tests.runtime.equality.requests import FIELDS, ROOMY, assert_equal, requests
@@ -20,6 +20,8 @@ from tests.runtime.equality.trees import make_config
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
+
+SIZES = 20, 8, 14, 10
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,15 @@ def test_loaded_pages_change_no_token(model: Path, ranks: int, stages: int) -> N
 def test_a_small_host_tier_evicts_and_changes_no_token(model: Path) -> None:
     scheduler = repeat(model, build(num_host_pages=6), Disturbance(budget=24, lag=2), [1])
     assert scheduler.pool.host.counters.evicted > 0
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "pp2"])
+def test_a_tier_that_grows_and_shrinks_changes_no_token(model: Path, ranks: int, stages: int) -> None:
+    setup = build(num_host_pages=80, min_host_pages=6, stages=stages)
+    scheduler = repeat(model, setup, Disturbance(budget=24, lag=3, host_sizes=SIZES), [ranks])
+    host = scheduler.pool.host
+    assert host.counters.resized > 20 and host.counters.moved > 5
+    assert host.counters.evicted > 0
 
 
 @pytest.mark.parametrize("seed", [1, 5])
@@ -93,6 +104,28 @@ def test_loaded_pages_are_read(model: Path) -> None:
     right, wrong = (on_ranks(model, [1], build(), partial(work, kind=kind)) for kind in (CountingRunner, SwappedSlots))
     assert right[0] == right[1] == right[2]
     assert wrong[2] != wrong[0]
+
+
+class UnmovedPages(CountingRunner):
+    """Leaves pages of removed slots where they were."""
+
+    def start(self, plan: StepPlan) -> None:
+        resize = plan.host_resize
+        super().start(msgspec.structs.replace(plan, host_resize=resize and HostResize(resize.num_slots)))
+
+
+def test_moved_pages_are_read(model: Path) -> None:
+    """What is in their new slot otherwise gives other tokens."""
+
+    def work(runner: ModelRunner, kind: type[CountingRunner]) -> list[dict[int, list[int]]]:
+        scheduler = make_scheduler(LIMITS, runner.pool)
+        disturbance = Disturbance(lag=3, host_sizes=SIZES)
+        return [run_requests(kind(runner), scheduler, make_requests(), disturbance) for _ in range(4)]
+
+    setup = build(num_host_pages=80, min_host_pages=6)
+    right, wrong = (on_ranks(model, [1], setup, partial(work, kind=kind)) for kind in (CountingRunner, UnmovedPages))
+    assert right[0] == right[1] == right[2] == right[3]
+    assert right != wrong
 
 
 def test_draft_tokens_follow_loaded_pages(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a rank reports once it is loaded."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,6 +56,34 @@ def test_ranks_agree_on_pages_in_host_memory(tmp_path: Path, ranks: int, stages:
     (first, first_bytes), (second, second_bytes) = with_group([ranks], load)
     assert first == second == (1 << 18) // max(first_bytes, second_bytes) > 0
     assert (first_bytes == second_bytes) == (stages == 1)
+
+
+@pytest.mark.parametrize(("min_bytes", "share"), [(None, 8), (1 << 16, 4), (1, None)], ids=["default", "quarter", "one page"])
+def test_adaptive_host_memory_starts_at_its_floor(tmp_path: Path, min_bytes: int | None, share: int | None) -> None:
+    settings = {"host_cache_memory": 1 << 18, "host_cache_adaptive": True, "host_cache_min_memory": min_bytes}
+    spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), **settings)
+    runner, ready = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
+    assert ready.memory is not None and ready.memory.host_cache_bytes == 1 << 18, "the limit is reserved"
+    page_bytes = ready.memory.kv_bytes_per_token * ready.page_size
+    assert runner.pool.num_host_pages == (1 << 18) // page_bytes
+    assert runner.pool.min_host_pages == ((1 << 18) // share // page_bytes if share else 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_cache_adaptive": True}, "host_cache_adaptive needs host_cache_memory"),
+        (
+            {"host_cache_adaptive": True, "host_cache_memory": 1 << 18, "host_cache_min_memory": 1 << 19},
+            "host_cache_min_memory of 524288 bytes exceeds host_cache_memory of 262144 bytes",
+        ),
+    ],
+    ids=["no limit", "floor above the limit"],
+)
+def test_bounds_of_host_memory_are_checked(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), **settings)
+    with pytest.raises(ModelError, match=message):
+        load_rank(spec, SoloCollective(), torch.device("cpu"), System())
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
     a device page with a key is evicted      `store`: its content is copied to a slot, which the key finds from then on
     a prompt's page is in a slot             `load`: it is copied to a device page, if that is faster than computing it
 
+Each slot has a place in the memory of the ranks, one of the first `num_slots`; plans name places. A smaller tier evicts pages as
+its policy says, and moves those behind the remaining places.
+
 Rank 0 decides; plans carry the copies, and each rank copies its own part of a page. All ranks execute the copies of all plans in
 order, so a slot may be stored, loaded and stored again in one plan. A slot keeps its page when the page is loaded: evicting the
 device page again then needs no copy.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
@@ -15,11 +19,15 @@ from itertools import takewhile, zip_longest
 from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
+from phalanx_runtime.core.kv.slot_places import SlotPlaces
 from phalanx_runtime.core.kv.tier_hits import TierHits
-from phalanx_runtime.core.step_plan import HostCopy
+from phalanx_runtime.core.kv.tier_sizing import SizingRules, choose_size
+from phalanx_runtime.core.step_plan import HostCopy, HostResize
 
 LOAD_SMOOTHING = 0.2
 """Weight of the latest measurement in the time to load a page."""
+RESIZE_SLOTS = 64
+"""Slots that one plan adds or removes at most: pages that move delay the copies of the next plan."""
 DECLINE_DECAY = 0.99
 """Factor of that time for each prompt that computes its pages instead: only loads measure it, so a high one must not stay."""
 
@@ -31,6 +39,12 @@ class HostCounters:
     stored: int = 0
     loaded: int = 0
     evicted: int = 0
+    evicted_page_s: float = 0.0
+    """Seconds from storing to eviction, summed over evicted pages."""
+    resized: int = 0
+    """Plans that change the number of slots."""
+    moved: int = 0
+    """Moved to another place because theirs was removed."""
     declined: int = 0
     """Found, but faster to compute than to load."""
 
@@ -48,22 +62,36 @@ def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: f
 
 
 class HostTier:
-    """Slots 0 to num_slots - 1, each free or found by a key; without slots every call finds nothing."""
+    """Slots, each free or found by a key; without any every call finds nothing. Public slots are places."""
 
     def __init__(
-        self, num_slots: int = 0, eviction: EvictionPolicy = "lru", *, has_disk: bool = False, num_device_pages: int = 1
+        self,
+        num_slots: int = 0,
+        eviction: EvictionPolicy = "lru",
+        *,
+        has_disk: bool = False,
+        num_device_pages: int = 1,
+        rules: SizingRules | None = None,
     ) -> None:
-        """has_disk: the ranks also write stored pages to disk, by key."""
-        self.num_slots = num_slots
-        self.hits = TierHits(num_slots or num_device_pages, has_host=num_slots > 0, has_disk=has_disk)
+        """has_disk: the ranks also write stored pages to disk, by key. rules: of an adaptive number of slots."""
+        self.rules = rules or SizingRules.fixed(num_slots)
+        limit, self._wanted_slots = self.rules.limit, self.rules.floor
+        self._places = SlotPlaces(self.rules.floor, limit)
+        self.hits = TierHits(limit or num_device_pages, has_host=limit > 0, has_disk=has_disk)
         self._has_disk = has_disk
         self.counters = HostCounters()
         self.page_s: float | None = None
         """Measured seconds to load a page."""
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.sized_why = ""
+        """Reason of the latest decision to change the size."""
+        self._decided_at = 0
+        """Lookups before the latest decision."""
         self._slot_of: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * num_slots
-        self._idle = bytearray(max(1, num_slots))
+        self._keys: list[bytes | None] = [None] * limit
+        self.now_s = 0.0
+        """Monotonic seconds, set with each load report."""
+        self._stored_s = array("d", bytes(8 * limit))
+        self._idle = bytearray(max(1, limit))
         """1: used. Chains are not tracked: a page that lost the one before it is found again once that is stored."""
         self._policy = make_eviction(eviction, len(self._idle), self._idle)
         self._time = 0
@@ -75,9 +103,14 @@ class HostTier:
         self._storing: dict[int, bytes] = {}
         """Device pages that they store, with the keys that find the slots."""
         self._reserved: set[int] = set()
-        """Slots that pages from elsewhere will fill."""
+        """Places that pages from elsewhere will fill."""
         self._filled: set[int] = set()
-        """Slots with such a page that no prompt loaded yet."""
+        """Places with such a page that no prompt loaded yet."""
+
+    @property
+    def num_slots(self) -> int:
+        """The present size."""
+        return self._places.num_places
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of
@@ -97,31 +130,31 @@ class HostTier:
         if key in self._slot_of:
             self._touch(self._slot_of[key])
             return None
-        dropped = None if self._free else self._evict()
-        slot = self._free.pop()
-        self._insert(slot, key)
-        self._pending.append(((False, page, slot), key))
+        dropped = None if self._places.num_free else self._evict()
+        place = self._places.take()
+        self._insert(place, key)
+        self._pending.append(((False, page, place), key))
         self._copied.add(page)
         self._storing[page] = key
         self.counters.stored += 1
         return dropped
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the slots of the longest found prefix of `keys`."""
+        """Returns the slots of the longest found prefix of `keys`, until the next change of the size."""
         slots = []
         for key in keys:
             slot = self._slot_of.get(key)
             if slot is None:
                 break
-            slots.append(slot)
+            slots.append(self._places.place_of(slot))
         return slots
 
     def keep(self, keys: Iterable[bytes]) -> int:
         """Counts a hit of the longest found prefix, so that these slots are evicted late. Returns its length."""
-        slots = self.match(keys)
-        for slot in slots:
-            self._hit(slot)
-        return len(slots)
+        found = list(takewhile(self._slot_of.__contains__, keys))
+        for key in found:
+            self._hit(self._slot_of[key])
+        return len(found)
 
     def num_own(self, slots: Iterable[int]) -> int:
         """Returns how many of `slots` precede the first one with a page from elsewhere, which the tier alone would lack."""
@@ -129,11 +162,12 @@ class HostTier:
 
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
-        for slot, page in zip(slots, pages, strict=True):
-            self._pending.append(((True, page, slot), b""))
+        for place, page in zip(slots, pages, strict=True):
+            slot = self._places.slot_at(place)
+            self._pending.append(((True, page, place), b""))
             self._copied.add(page)
             self._loading.add(page)
-            self._filled.discard(slot)
+            self._filled.discard(place)
             self._hit(slot)
         self.counters.loaded += len(slots)
 
@@ -163,9 +197,9 @@ class HostTier:
         keys = {page: self._storing.pop(page) for page in pages if page in self._storing} if self._storing else {}
         if not keys:
             return []
-        cancelled = {key: slot for (is_load, page, slot), key in self._pending if not is_load and page in keys}
+        cancelled = {key: place for (is_load, page, place), key in self._pending if not is_load and page in keys}
         self._pending = [(copy, key) for copy, key in self._pending if copy[0] or copy[1] not in keys]
-        lost = [key for key, slot in cancelled.items() if self._slot_of.get(key) == slot]
+        lost = [key for key, place in cancelled.items() if self.match([key]) == [place]]
         for key in lost:
             self._drop(self._slot_of[key])
         return lost
@@ -175,17 +209,17 @@ class HostTier:
 
         Returns them, and the keys that lost their slots.
         """
-        used = {slot for (_, _, slot), _ in self._pending}
+        used = {place for (_, _, place), _ in self._pending}
         slots: list[int] = []
         dropped: list[bytes] = []
         while len(slots) < count and 2 * (len(self._reserved) + 1) <= self.num_slots:
-            if not self._free:
-                if self._policy.victim() in used:
+            if not self._places.num_free:
+                if self._places.place_of(self._policy.victim()) in used:
                     break
                 dropped.append(self._evict())
-            if self._free[-1] in used:
+            if self._places.next_free in used:
                 break
-            slots.append(self._free.pop())
+            slots.append(self._places.take())
             self._reserved.add(slots[-1])
         return slots, dropped
 
@@ -195,13 +229,32 @@ class HostTier:
         new = []
         for slot, key in zip_longest(slots, keys):
             if key is None or key in self._slot_of:
-                self._free.append(slot)
+                self._places.free(slot)
                 continue
             self._insert(slot, key)
-            self._hit(slot)  # a request waits for it
+            self._hit(self._slot_of[key])  # a request waits for it
             self._filled.add(slot)
             new.append(key)
         return new
+
+    def want(self, num_slots: int, why: str) -> None:
+        """Lets the next plans bring the tier to this size, within floor and limit."""
+        self._wanted_slots = min(max(num_slots, self.rules.floor), self.rules.limit)
+        self.sized_why = why
+
+    def resize(self) -> tuple[HostResize | None, list[bytes]]:
+        """Returns the next step to the wanted number of slots, and the keys that lose theirs; no copy is pending."""
+        assert not self._pending, "copies of another plan use places that may move"
+        self._decide()
+        missing = self._wanted_slots - self.num_slots
+        if not missing:
+            return None, []
+        if missing > 0:
+            self._places.grow(self.num_slots + min(missing, RESIZE_SLOTS))
+            self.counters.resized += 1
+            return HostResize(self.num_slots), []
+        needed = max(1 + max(self._reserved, default=-1), 2 * len(self._reserved))
+        return self._shrink(max(self._wanted_slots, self.num_slots - RESIZE_SLOTS, needed))
 
     def take(self) -> tuple[list[HostCopy], list[bytes]]:
         """Removes and returns the copies of the next plan, in order, and the keys of the stored pages."""
@@ -220,12 +273,37 @@ class HostTier:
     def check(self) -> list[str]:
         """Returns errors of slots and keys."""
         errors = [f"slot {slot} has another key" for key, slot in self._slot_of.items() if self._keys[slot] != key]
-        if len(self._free) + len(self._slot_of) + len(self._reserved) != self.num_slots:
-            errors.append(f"{len(self._free)} free and {len(self._slot_of)} used slots of {self.num_slots}")
-        return errors
+        return errors + self._places.errors(list(self._slot_of.values()), len(self._reserved))
 
-    def _insert(self, slot: int, key: bytes) -> None:
+    def _decide(self) -> None:
+        if not self.rules.is_adaptive or self.hits.total_lookups - self._decided_at < self.rules.period:
+            return
+        self._decided_at = self.hits.total_lookups
+        decision = choose_size(self.hits.hit_rates, self.num_slots, self.rules)
+        if decision is not None:
+            self.want(decision.num_pages, decision.why)
+        else:
+            self._wanted_slots = self.num_slots
+
+    def _shrink(self, num_slots: int) -> tuple[HostResize | None, list[bytes]]:
+        if num_slots >= self.num_slots:
+            return None, []
+        dropped = []
+        while len(self._slot_of) + len(self._reserved) > num_slots:
+            dropped.append(self._evict())
+        moves = self._places.shrink(num_slots)
+        for source, target in moves:
+            if source in self._filled:
+                self._filled.remove(source)
+                self._filled.add(target)
+        self.counters.resized += 1
+        self.counters.moved += len(moves)
+        return HostResize(num_slots, moves), dropped
+
+    def _insert(self, place: int, key: bytes) -> None:
+        slot = self._places.assign(place)
         self._slot_of[key], self._keys[slot] = slot, key
+        self._stored_s[slot] = self.now_s
         self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
         self._touch(slot)
 
@@ -245,6 +323,7 @@ class HostTier:
         key = self._keys[slot]
         assert key is not None, "a victim has a key"
         self.counters.evicted += 1
+        self.counters.evicted_page_s += self.now_s - self._stored_s[slot]
         if not self._has_disk:
             self._drop_pending(slot)
         self._drop(slot)
@@ -255,9 +334,10 @@ class HostTier:
 
         A disk still gets the page, whose store comes before the next one into the slot.
         """
-        copies = [(copy, key) for copy, key in self._pending if copy[2] == slot]
+        place = self._places.place_of(slot)
+        copies = [(copy, key) for copy, key in self._pending if copy[2] == place]
         if copies and not any(is_load for (is_load, _, _), _ in copies):
-            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != slot]
+            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != place]
             for (_, page, _), _ in copies:
                 self._storing.pop(page, None)
 
@@ -265,8 +345,7 @@ class HostTier:
         key = self._keys[slot]
         assert key is not None, "only used slots are dropped"
         self._idle[slot] = 0
-        self._filled.discard(slot)
         self._policy.on_remove(slot)
         del self._slot_of[key]
         self._keys[slot] = None
-        self._free.append(slot)
+        self._filled.discard(self._places.release(slot))

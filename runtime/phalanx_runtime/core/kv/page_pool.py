@@ -24,6 +24,8 @@ from phalanx_runtime.core.kv.eviction.protocol import Eviction
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
 from phalanx_runtime.core.kv.page_index import PageEvents, PartialPageIndex
+from phalanx_runtime.core.kv.tier_sizing import SizingRules
+from phalanx_runtime.core.step_plan import HostResize
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class PagePool:
         event_log: int = 65536,
         *,
         num_host_pages: int = 0,
+        host_rules: SizingRules | None = None,
         has_disk: bool = False,
     ) -> None:
         if num_pages < 1 or page_size < 1:
@@ -63,7 +66,7 @@ class PagePool:
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
-        self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages)
+        self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages, rules=host_rules)
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
         """A holder of a published page holds all pages before it."""
@@ -295,6 +298,12 @@ class PagePool:
         for key in self.host.fill(slots, keys):
             if key not in self._page_of:
                 self.events.append(True, key)
+
+    def resize_host(self) -> HostResize | None:
+        """Returns the next step to another size of the host tier, for a plan that has all copies so far."""
+        resize, dropped = self.host.resize()
+        self._forget(dropped)
+        return resize
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Logs keys that the host tier lost and no device page has."""

@@ -211,6 +211,7 @@ class PrefixSharing:
         copied = (page for copy in builder.copies for page in copy)
         builder.awaits_host_copies = self.pool.host.is_copying(chain(used, copied))
         builder.host_copies, builder.host_keys = self.pool.host.take()
+        builder.host_resize = self.pool.resize_host()
 
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from phalanx_api.cache_curve import NO_TIERS, SIZES, TierCurve
 from phalanx_runtime.core.kv.miss_ratio import MIN_HALF_LIFE, MissRatioCurve
 
-HALF_LIFE_PAGES = 8
+HALF_LIFE_PAGES = 4
 """Counts halve whenever this many lookups per page of the host tier were counted: its size follows the working set."""
 _NEVER = 1 << 62
 _REFRESH_SHARE = 0.05
@@ -33,6 +33,8 @@ class TierHits:
         """Of pages that the device lacks; halved with the other counts."""
         self._lookups = self._device = self._host = self._disk = 0.0
         self._reported, self._reported_lookups = NO_TIERS, 0.0
+        self.total_lookups = 0
+        """Lookups since the start."""
 
     @property
     def lookups(self) -> float:
@@ -44,6 +46,7 @@ class TierHits:
 
         num_disk: pages after these that were read from disk for a prompt. pays: False if it computes them instead.
         """
+        self.total_lookups += len(keys)
         self._lookups += len(keys)
         self._device += num_device
         beneath = keys[num_device:]

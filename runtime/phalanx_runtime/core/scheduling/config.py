@@ -7,6 +7,7 @@ from phalanx_api.engine_config import EngineConfig, EvictionPolicy, SchedulingPo
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import NO_SPECULATION, Fitting, SpeculationConfig, accept_all
@@ -23,6 +24,7 @@ class SchedulerConfig:
     model: str = ""
     """The model's hash and the KV dtype, part of every page key."""
     speculation: SpeculationConfig = NO_SPECULATION
+    host_min_gain: float = EngineConfig().host_cache_min_gain
 
     @staticmethod
     def of(config: EngineConfig, model: str, draft_failure: str) -> "SchedulerConfig":
@@ -33,6 +35,7 @@ class SchedulerConfig:
             prefix_caching=config.enable_prefix_caching,
             model=model,
             speculation=SpeculationConfig.of(config, draft_failure),
+            host_min_gain=config.host_cache_min_gain,
         )
 
 
@@ -58,9 +61,9 @@ def make_scheduler(
     limits: Limits, pool: PoolShape, config: SchedulerConfig = DEFAULT_CONFIG, fitting: Fitting = accept_all
 ) -> Scheduler:
     """Returns a scheduler over an empty pool."""
-    pages = PagePool(
-        pool.num_pages, pool.page_size, config.eviction_policy, num_host_pages=pool.num_host_pages, has_disk=pool.has_disk
-    )
+    floor = pool.num_host_pages if pool.min_host_pages is None else min(pool.min_host_pages, pool.num_host_pages)
+    rules = SizingRules(floor=floor, limit=pool.num_host_pages, min_gain=config.host_min_gain)
+    pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk)
     return Scheduler(
         limits.within(pool),
         PrefixSharing(pages, config.model, config.prefix_caching),

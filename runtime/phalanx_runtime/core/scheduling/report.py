@@ -150,7 +150,7 @@ class LoadReporter:
         self._sequence += 1
         self._look_up_waiting()
         self._sharing.hot_prefixes.decay(now)
-        self._sharing.pool.now_s = now
+        self._sharing.pool.now_s = self._sharing.pool.host.now_s = now
 
     def _look_up_waiting(self) -> None:
         pool, waiting, num_looked_up = self._sharing.pool, self._queue.totals, 0
@@ -183,6 +183,9 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         disk_failed_pages=disk.counters.failed,
         disk_declined_pages=disk.counters.declined,
         disk_read_page_s=disk.page_s or 0.0,
+        host_resizes=host.counters.resized,
+        host_moved_pages=host.counters.moved,
+        host_evicted_page_s=host.counters.evicted_page_s,
     )
 
 

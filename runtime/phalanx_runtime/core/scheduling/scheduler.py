@@ -59,7 +59,7 @@ class RunningRequest:
 
 def pages_ahead(pool: PagePool, max_num_batched_tokens: int) -> int:
     """Returns how many pages are free before a step with a host tier: those of a step, at most a part of the pool."""
-    return min(pool.pages_for(max_num_batched_tokens), pool.num_pages // MAX_AHEAD) if pool.host.num_slots else 0
+    return min(pool.pages_for(max_num_batched_tokens), pool.num_pages // MAX_AHEAD) if pool.host.rules.limit else 0
 
 
 class Scheduler:
@@ -75,7 +75,7 @@ class Scheduler:
     ) -> None:
         self.sharing = sharing
         self.pool = sharing.pool
-        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.num_slots))
+        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.rules.limit))
         self.fit = StepFit()
         self._policy = policy
         self._requests: dict[int, Request] = {}

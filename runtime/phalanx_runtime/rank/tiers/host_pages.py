@@ -7,28 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx_runtime.core.step_plan import HostCopy
+from phalanx_runtime.core.step_plan import HostCopy, HostResize
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.memory.kv_cache import lazily_zeroed
 from phalanx_runtime.rank.memory.page_memory import CopyStream, CudaCopyStream, page_rows
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
-
-Rows = Tensor | NDArray[np.uint8]
-"""A row of bytes per page, or per slot."""
+from phalanx_runtime.rank.tiers.slot_memory import SlotMemory, open_page_lock
 
 
 class HostCopies(Protocol):
     """The host memory of a rank. Calls come from the thread of the steps, except `wait` and `write`."""
 
-    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool) -> None:
+    def start(
+        self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
+    ) -> None:
         """Waits for the copies of earlier plans, then starts these in order. `must_wait`: returns when they are complete.
 
-        keys: of the stored pages, in order, if a disk keeps them too.
+        keys: of the stored pages, in order, if a disk keeps them too. resize: follows the copies.
         """
         ...
 
@@ -53,8 +50,10 @@ class HostCopies(Protocol):
 class _NoHostPages:
     disk: DiskPages | None = None
 
-    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool) -> None:
-        assert not copies, "without host memory no plan has copies"
+    def start(
+        self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
+    ) -> None:
+        assert not copies and resize is None, "without host memory no plan has copies"
 
     def wait(self) -> None:
         pass
@@ -105,7 +104,7 @@ def copy_runs(copies: Sequence[HostCopy], stored: Sequence[bytes] = ()) -> Itera
 
 
 class HostPages:
-    """Slots with a page each, of the layers of `caches`; pinned if these are on a GPU."""
+    """Slots with a page each, of the layers of `caches`; page-locked if these are on a GPU."""
 
     def __init__(
         self,
@@ -113,37 +112,41 @@ class HostPages:
         num_slots: int,
         make_stream: Callable[[torch.device], CopyStream] = CudaCopyStream,
         disk: DiskPages | None = None,
+        limit: int | None = None,
     ) -> None:
+        """num_slots: at first. limit: their largest number, by default as many."""
         self.disk = disk
         tensors = page_rows(caches)
         self._device = tensors[0].device
-        shapes = [((num_slots, rows.shape[1]), torch.uint8) for rows in tensors]
-        self._rows: list[Rows]
-        self._slots: list[Rows]
-        if self._device.type == "cpu":  # torch takes longer for each row
-            self._rows = [rows.numpy() for rows in tensors]
-            self._slots = [slots.numpy() for slots in lazily_zeroed(shapes)]
-        else:
-            self._rows = list(tensors)
-            self._slots = [torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for shape, _ in shapes]
+        is_cpu = self._device.type == "cpu"
+        self._rows: list[Any] = [rows.numpy() for rows in tensors] if is_cpu else list(tensors)
+        lock = None if is_cpu else open_page_lock()
+        self._slots = SlotMemory([rows.shape[1] for rows in tensors], num_slots, limit or num_slots, lock)
         self._make_stream = make_stream
-        self._orders: queue.SimpleQueue[tuple[Iterable[_CopyRun], Any]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Iterable[_CopyRun], Any, HostResize | None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_started = self._num_done = 0
         self._failure: BaseException | None = None
         self._loaded: tuple[int, float] = 0, 0.0
         threading.Thread(target=self._run, name="host-pages", daemon=True).start()
 
-    def start(self, copies: Sequence[HostCopy], keys: Sequence[bytes] = (), *, must_wait: bool) -> None:
+    @property
+    def num_slots(self) -> int:
+        """The present number of slots, once all copies so far are complete."""
+        return self._slots.num_slots
+
+    def start(
+        self, copies: Sequence[HostCopy], keys: Sequence[bytes] = (), *, must_wait: bool, resize: HostResize | None = None
+    ) -> None:
         """See `HostCopies`."""
         if self._num_done < self._num_started:
             self.wait()
-        if not copies:
-            return
-        self._num_started += 1
-        self._orders.put((copy_runs(copies, keys), self._computed_event()))
+        if copies:
+            self._start(copy_runs(copies, keys), self._computed_event(), None)
         if must_wait:
             self.wait()
+        if resize is not None:
+            self._start((), None, resize)
 
     def wait(self) -> None:
         """See `HostCopies`. Raises the error of a copy."""
@@ -156,7 +159,7 @@ class HostPages:
     def write(self, slot: int, page: memoryview) -> None:
         """See `HostCopies`."""
         start = 0
-        for part in self._parts(slot):
+        for part in self._slots.parts(slot):
             part[:] = page[start : start + len(part)]
             start += len(part)
 
@@ -165,6 +168,10 @@ class HostPages:
         with self._changed:
             taken, self._loaded = self._loaded, (0, 0.0)
         return taken
+
+    def _start(self, runs: Iterable[_CopyRun], computed: Any, resize: HostResize | None) -> None:
+        self._num_started += 1
+        self._orders.put((runs, computed, resize))
 
     def _computed_event(self) -> Any:
         """Returns an event after the steps so far, if a device computes them."""
@@ -178,11 +185,14 @@ class HostPages:
     def _run(self) -> None:
         stream = self._make_stream(self._device) if self._device.type == "cuda" else None
         while True:
-            runs, computed = self._orders.get()
+            runs, computed, resize = self._orders.get()
             try:
                 if computed is not None:
                     computed.synchronize()
                 self._copy_all(runs, stream)
+                if resize is not None:
+                    self._slots.move(resize.moves)
+                    self._slots.resize(resize.num_slots)
             except BaseException as error:
                 with self._changed:
                     self._failure = error
@@ -191,10 +201,6 @@ class HostPages:
             with self._changed:
                 self._num_done += 1
                 self._changed.notify_all()
-
-    def _parts(self, slot: int) -> list[memoryview]:
-        rows = (slots.numpy() if isinstance(slots, Tensor) else slots for slots in self._slots)
-        return [row[slot].data for row in rows]
 
     def _copy_all(self, runs: Iterable[_CopyRun], stream: CopyStream | None) -> None:
         for run in runs:
@@ -205,23 +211,26 @@ class HostPages:
                 stream.run(lambda run=run: self._copy(run))  # type: ignore[misc]
             if self.disk is not None:
                 for key, slot in zip(run.keys, run.slots, strict=False):
-                    self.disk.put(key, self._parts(slot))
+                    self.disk.put(key, self._slots.parts(slot))
             if run.is_load:
                 with self._changed:
                     pages, seconds = self._loaded
                     self._loaded = pages + len(run.pages), seconds + time.perf_counter() - started
 
     def _copy(self, run: _CopyRun) -> None:
-        for rows, slots in zip(self._rows, self._slots, strict=True):
+        for layer, rows in enumerate(self._rows):
             for page, slot in zip(run.pages, run.slots, strict=True):
+                stored = self._slots.row(layer, slot)
                 if run.is_load:
-                    _copy_row(rows, page, slots, slot)
+                    _copy_row(rows, page, stored)
+                elif isinstance(stored, Tensor):
+                    stored.copy_(rows[page], non_blocking=True)
                 else:
-                    _copy_row(slots, slot, rows, page)
+                    stored[:] = rows[page]
 
 
-def _copy_row(target: Rows, target_row: int, source: Rows, source_row: int) -> None:
-    if isinstance(target, Tensor) and isinstance(source, Tensor):
-        target[target_row].copy_(source[source_row], non_blocking=True)
+def _copy_row(rows: Any, page: int, stored: Any) -> None:
+    if isinstance(stored, Tensor):
+        rows[page].copy_(stored, non_blocking=True)
     else:
-        target[target_row] = source[source_row]
+        rows[page] = stored

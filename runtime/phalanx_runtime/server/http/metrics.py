@@ -119,6 +119,13 @@ _COUNTERS = {
     "host_loaded_pages": ("phalanx_host_loaded_pages", "Pages that prompts loaded from host memory."),
     "host_evicted_pages": ("phalanx_host_evicted_pages", "Pages evicted from host memory."),
     "host_declined_pages": ("phalanx_host_declined_pages", "Pages in host memory that were faster to compute than to load."),
+    "host_evicted_page_s": (
+        "phalanx_host_evicted_page_seconds",
+        "Time from storing to eviction of pages in host memory, summed; over phalanx_host_evicted_pages it is their mean "
+        "residency.",
+    ),
+    "host_resizes": ("phalanx_host_resizes", "Steps that changed the number of slots in host memory."),
+    "host_moved_pages": ("phalanx_host_moved_pages", "Pages in host memory that moved because their slots were removed."),
     "disk_fetched_pages": ("phalanx_disk_fetched_pages", "Pages that all ranks read from disk."),
     "disk_failed_pages": ("phalanx_disk_failed_pages", "Pages on disk that a rank lacked or found damaged."),
     "disk_declined_pages": ("phalanx_disk_declined_pages", "Pages on disk that were faster to compute than to read."),

@@ -121,3 +121,25 @@ def test_unused_slots_are_those_after_the_last_token() -> None:
     assert engine.scheduler.submit(1, make_request(prompt(1, 9), 3), 0.0) is None
     assert [engine.step().unused_slots for _ in range(2)] == pytest.approx([2, 1])
     assert engine.step().unused_slots == 0
+
+
+def test_host_tier_reports_residency_and_size() -> None:
+    engine = Engine(num_pages=8)
+    engine.runner = FakeRunner(8, 4, num_host_pages=8, min_host_pages=4)
+    engine.scheduler = make_scheduler(LIMITS, engine.runner.pool, LRU)
+    for seed in (1, 2, 3):
+        engine.serve(make_request(prompt(seed), 2))
+    engine.now += 100.0
+    load = engine.scheduler.load(engine.now)
+    assert load.host_total_pages == 4 and load.host_resizes == 0, "it starts at its floor"
+    former = load.host_evicted_page_s, load.host_evicted_pages
+    engine.scheduler.pool.host.want(7, "a test")
+    for seed in (4, 5, 6, 7):
+        load = engine.serve(make_request(prompt(seed), 2))
+    assert load.host_total_pages == 7 and load.host_resizes == 1
+    assert load.host_evicted_pages - former[1] > 4
+    assert load.host_evicted_page_s - former[0] > 200, "pages stored before the pause stayed for 100 s"
+    engine.scheduler.pool.host.want(4, "a test")
+    load = engine.serve(make_request(prompt(8), 2))
+    assert load.host_total_pages == 4 and load.host_moved_pages > 0
+    assert load.cache_curve.tiers.pages == 8, "the limit"
