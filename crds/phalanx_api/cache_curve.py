@@ -35,6 +35,20 @@ class CacheCurve(msgspec.Struct, frozen=True, array_like=True):
 NO_CURVE = CacheCurve()
 
 
+class CacheUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Statistics of pages. Means and counters are since the engine's start."""
+
+    reuse_pages: float = 0.0  # other pages used between two uses of a page: median of repeated lookups
+    residency_s: float = 0.0  # from publication to eviction, mean
+    host_residency_s: float = 0.0  # in host memory, mean
+    unused_share: float = 0.0  # slots without a token in the pages of running requests, 0 to 1
+    compacted_bytes: int = 0  # written to disk by compaction, over all ranks
+    reclaimed_bytes: int = 0  # of segments that were removed from disk, over all ranks
+
+
+NO_USE = CacheUse()
+
+
 def merge_curves(curves: Iterable[CacheCurve]) -> CacheCurve:
     """Returns the mean of the curves, weighted by lookups. Values of a faulty program are clamped, incomplete curves ignored."""
     used = [curve for curve in curves if curve.lookups > 0 and len(curve.hit_rates) == len(SIZES)]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx_api.cache_curve import NO_CURVE, CacheCurve
+from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.conditions import Cause
 from phalanx_api.wire.leader import DeviceProblem
 from phalanx_api.wire.router import PROTOCOL_VERSION
@@ -108,6 +108,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     # Prefix cache.
     page_bytes: int = 0  # of KV cache over all ranks; 0: unknown
     cache_curve: CacheCurve = NO_CURVE
+    cache_use: CacheUse = NO_USE
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phalanx_api import labels
-from phalanx_api.cache_curve import HOST_SIZE_NAMES, NO_CURVE, SIZE_NAMES, CacheCurve, TierCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, NO_CURVE, NO_USE, SIZE_NAMES, CacheCurve, CacheUse, TierCurve
 
 _LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -19,6 +19,7 @@ class CacheLoad:
     page_bytes: int = 0
     """0 if unknown."""
     curve: CacheCurve = NO_CURVE
+    use: CacheUse = NO_USE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,14 @@ def _cache(gauges: Mapping[str, float]) -> CacheLoad:
         pages=int(gauges.get("pages", 0)),
         page_bytes=int(gauges.get("page_bytes", 0)),
         curve=CacheCurve(lookups, hit_rates, _tiers(gauges)) if lookups else NO_CURVE,
+        use=CacheUse(
+            reuse_pages=gauges.get("cache_reuse_pages", 0.0),
+            residency_s=gauges.get("cache_residency_seconds", 0.0),
+            host_residency_s=gauges.get("cache_host_residency_seconds", 0.0),
+            unused_share=gauges.get("cache_unused_ratio", 0.0),
+            compacted_bytes=int(gauges.get("disk_compacted_bytes", 0)),
+            reclaimed_bytes=int(gauges.get("disk_reclaimed_bytes", 0)),
+        ),
     )
 
 

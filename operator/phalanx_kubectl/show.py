@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx_api.cache_curve import SIZES, merge_curves
+from phalanx_api.cache_curve import NO_USE, SIZES, merge_curves
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad
 
 Json = Mapping[str, Any]
@@ -129,7 +129,7 @@ def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
         if rows
         else "no groups\n"
     )
-    text += _host_table(caches, _status(body).get("cache") or {})
+    text += _host_table(caches, _status(body).get("cache") or {}) + _use_table(caches)
     sized = _conditions(body).get("CacheSized")
     if sized is None:
         return text
@@ -163,6 +163,19 @@ def _host_table(caches: Mapping[str, CacheLoad], stored: Json) -> str:
         memory = _memory(host.get("pages", 0), stored.get("pageBytes", 0))
         rows.append(["status.cache", host.get("pages"), memory, *(_stored(host, field) for field in _STORED_SIZES)])
     columns = ["WITH HOST PAGES", "PAGES", "MEMORY", "HALF", "FULL", "TWICE", "FOUR TIMES"]
+    return "\n" + table(columns, rows) if rows else ""
+
+
+def _use_table(caches: Mapping[str, CacheLoad]) -> str:
+    """Statistics of pages; empty without any."""
+    rows = []
+    for name, load in caches.items():
+        use = load.use
+        if use != NO_USE:
+            times = [f"{seconds:.0f}s" if seconds else None for seconds in (use.residency_s, use.host_residency_s)]
+            sizes = [f"{size / 2**30:.3g}Gi" if size else None for size in (use.compacted_bytes, use.reclaimed_bytes)]
+            rows.append([name, f"{use.reuse_pages:.0f}", *times, f"{use.unused_share:.0%}", *sizes])
+    columns = ["PAGES OF", "REUSE", "RESIDENCY", "HOST RESIDENCY", "UNUSED SLOTS", "COMPACTED", "RECLAIMED"]
     return "\n" + table(columns, rows) if rows else ""
 
 

@@ -242,6 +242,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[GroupSummary], float | None]], ...] = (
     ("cache_host_hit_rate_half", "Estimated hit rate with half the host pages.", lambda group: _host_rate(group, 0)),
     ("cache_host_hit_rate_full", "Estimated hit rate with the host pages.", lambda group: _host_rate(group, 1)),
     ("cache_host_hit_rate_twice", "Estimated hit rate with twice the host pages.", lambda group: _host_rate(group, 2)),
+    ("cache_reuse_pages", "Median of the pages used between two uses of one.", lambda group: group.cache_use.reuse_pages),
+    ("cache_residency_seconds", "Mean time that evicted pages were cached.", lambda group: group.cache_use.residency_s),
+    ("cache_host_residency_seconds", "The same in host memory.", lambda group: group.cache_use.host_residency_s),
+    ("cache_unused_ratio", "Slots without a token in held pages, as a share.", lambda group: group.cache_use.unused_share),
+    ("disk_compacted_bytes", "Bytes that compaction wrote.", lambda group: group.cache_use.compacted_bytes),
+    ("disk_reclaimed_bytes", "Bytes of removed segments.", lambda group: group.cache_use.reclaimed_bytes),
     ("cache_host_hit_rate_four_times", "Estimated hit rate with four times the host pages.", lambda group: _host_rate(group, 3)),
 )
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx_api.cache_curve import NO_CURVE
+from phalanx_api.cache_curve import NO_CURVE, NO_USE
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.leader_link import LeaderLink
@@ -154,6 +154,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         flop_utilization=load.flop_utilization if load is not None else 0.0,
         page_bytes=served.page_bytes,
         cache_curve=load.cache_curve if load is not None else NO_CURVE,
+        cache_use=load.cache_use if load is not None else NO_USE,
     )
 
 

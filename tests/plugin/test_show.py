@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx_api.cache_curve import CacheCurve, TierCurve
+from phalanx_api.cache_curve import CacheCurve, CacheUse, TierCurve
 from phalanx_kubectl import show
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, merge, read_router
 from tests.plugin.services import METRICS, make_body
 
 TIERS = TierCurve(16384, [0.45, 0.5, 0.55, 0.6], 0.5)
-CACHE = CacheLoad(pages=8192, page_bytes=2 << 20, curve=CacheCurve(90_000, [0.3, 0.41, 0.53, 0.55], TIERS))
+USE = CacheUse(reuse_pages=420.0, residency_s=61.5, unused_share=0.07, compacted_bytes=1 << 30)
+CACHE = CacheLoad(pages=8192, page_bytes=2 << 20, curve=CacheCurve(90_000, [0.3, 0.41, 0.53, 0.55], TIERS), use=USE)
 BARE = {"metadata": {"namespace": "team", "name": "new", "generation": 1}, "spec": {}}
 
 
@@ -139,6 +140,9 @@ def test_cache_shows_groups_their_mean_and_the_stored_status() -> None:
         "WITH HOST PAGES   PAGES   MEMORY   HALF   FULL   TWICE   FOUR TIMES\n"
         "chat-g-a          16384   32Gi     45%    50%    55%     60%\n"
         "status.cache      16384   32Gi     45%    50%    55%     60%\n"
+        "\n"
+        "PAGES OF   REUSE   RESIDENCY   HOST RESIDENCY   UNUSED SLOTS   COMPACTED   RECLAIMED\n"
+        "chat-g-a   420     62s         -                7%             1Gi         -\n"
         "\n"
         "CacheSized False, TooFewPages: 32 GiB would raise it\n"
     )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from phalanx_api import wire
-from phalanx_api.cache_curve import CacheCurve, TierCurve
+from phalanx_api.cache_curve import CacheCurve, CacheUse, TierCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, Budgets, RouterSummary, SummaryRequest
 from phalanx_kubectl.gauges import read_router
@@ -275,7 +275,7 @@ async def test_summary_contains_the_use_of_the_devices() -> None:
 async def test_summary_contains_the_curve_of_a_group() -> None:
     leader, curve = FakeLeader("a"), CacheCurve(100, [0.25, 0.5, 0.75, 1.0], TierCurve(64, [0.5, 0.6, 0.7, 0.8], 0.6))
     leader.state = wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000))
-    leader.load = msgspec.structs.replace(leader.load, cache_curve=curve)
+    leader.load = msgspec.structs.replace(leader.load, cache_curve=curve, cache_use=CacheUse(residency_s=12.5))
     async with polled_router(leader) as router:
 
         async def is_reported() -> bool:
@@ -287,6 +287,7 @@ async def test_summary_contains_the_curve_of_a_group() -> None:
     assert 'phalanx_router_group_cache_hit_rate_twice{group="a"} 0.75' in page
     assert 'phalanx_router_group_cache_lookups{group="a"} 100.0' in page
     assert 'phalanx_router_group_cache_hit_rate_host{group="a"} 0.6' in page
+    assert 'phalanx_router_group_cache_residency_seconds{group="a"} 12.5' in page
     assert 'phalanx_router_group_cache_host_pages{group="a"} 64.0' in page
     assert 'phalanx_router_group_cache_host_hit_rate_twice{group="a"} 0.7' in page
     assert "phalanx_router_group_cache_hit_rate_disk{" not in page, "no disk"

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx_api.cache_curve import NO_CURVE, CacheCurve
+from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.wire.router import FinishReason, Pooling, Request
 
@@ -197,6 +197,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     host_resizes: int = 0  # plans that changed it
     host_moved_pages: int = 0  # because their slots were removed
     host_evicted_page_s: float = 0.0  # seconds that evicted pages were in host memory
+    disk_compacted_bytes: int = 0  # written by compaction, over all ranks
+    disk_reclaimed_bytes: int = 0  # of removed segments, over all ranks
+    cache_use: CacheUse = NO_USE
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -47,8 +47,9 @@ class DiskFetches:
     def report(self, rank: int, report: DiskReport) -> None:
         """Records the report of a rank."""
         match report:
-            case DiskChanged(added, dropped):
+            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes):
                 self._disk.changed(rank, added, dropped)
+                self._disk.compacted(compacted_bytes, reclaimed_bytes)
             case PagesFetched(number, count, wall_s):
                 self._ready += self._disk.fetched(rank, number, count, wall_s, self._num_ranks)
 

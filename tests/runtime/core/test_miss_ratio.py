@@ -176,5 +176,16 @@ def test_report_follows_lookups_whose_counts_were_halved() -> None:
     assert curve.report(100).hit_rates[1] == 0.5
 
 
+@pytest.mark.parametrize(("num_pages", "num_found"), [(50, 0), (250, 250), (3000, 0)], ids=["missed", "found", "sampled"])
+def test_reuse_is_the_number_of_pages_between_uses(num_pages: int, num_found: int) -> None:
+    curve = MissRatioCurve(4000, max_samples=500)
+    assert curve.reuse_pages(0.5) == 0
+    for _ in range(5):
+        for number in range(num_pages):
+            curve.look_up([blake2b(bytes(number)).digest()[:16]], min(1, num_found))
+    assert curve.reuse_pages(0.5) == pytest.approx(num_pages - 1, rel=0.1)
+    assert curve.reuse_pages(0.1) <= curve.reuse_pages(0.5) <= curve.reuse_pages(0.99)
+
+
 def test_without_lookups_nothing_hits() -> None:
     assert (MissRatioCurve(4).hit_rate(4), MissRatioCurve(4).lookups) == (0.0, 0)

@@ -20,6 +20,15 @@ def make_engine(**more: object) -> SteppedEngine:
     return engine
 
 
+def test_bytes_of_all_ranks_are_summed() -> None:
+    engine = make_engine()
+    engine.turn(reports=[(0, DiskChanged([], [], 100, 4000)), (1, DiskChanged([], [], 20, 0))])
+    engine.turn(wire.Submit(2, make_request(5, 4, seed=9)), times=6)
+    load = engine.load
+    assert (load.disk_compacted_bytes, load.disk_reclaimed_bytes) == (120, 4000)
+    assert (load.cache_use.compacted_bytes, load.cache_use.reclaimed_bytes) == (120, 4000)
+
+
 def fetch_order(engine: SteppedEngine) -> tuple[int, tuple[int, ...]]:
     (order,) = [order for order in engine.transport.orders if order[0] == "fetch"]
     _, number, _, slots, _ = order

@@ -4,7 +4,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
-from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve, TierCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve, CacheUse, TierCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.metrics import RequestTotals
@@ -98,9 +98,19 @@ def test_router_reports_are_shown_as_metrics() -> None:
 def test_cache_curve_is_shown_until_the_incarnation_ends() -> None:
     metrics, registry, totals = make()
     curve = CacheCurve(120, [0.25, 0.5, 0.625, 0.75], TierCurve(9, [0.5, 0.6, 0.7, 0.8], 0.6, 0.9))
-    metrics.load(msgspec.structs.replace(NO_LOAD, cache_curve=curve, unused_slots=7, pages_evicted=2, evicted_page_s=30.0))
+    metrics.load(
+        msgspec.structs.replace(
+            NO_LOAD,
+            cache_curve=curve,
+            cache_use=CacheUse(reuse_pages=9.0, unused_share=0.25),
+            unused_slots=7,
+            pages_evicted=2,
+            evicted_page_s=30.0,
+        )
+    )
     assert value(registry, "phalanx_cache_curve_lookups") == 120
     assert [value(registry, "phalanx_cache_curve_hit_rate", size=size) for size in SIZE_NAMES] == curve.hit_rates
+    assert value(registry, "phalanx_cache_reuse_pages") == 9 and value(registry, "phalanx_unused_slot_ratio") == 0.25
     host_rates = [value(registry, "phalanx_cache_curve_host_hit_rate", size=size) for size in HOST_SIZE_NAMES]
     assert host_rates == curve.tiers.hit_rates
     assert [value(registry, "phalanx_cache_tier_hit_rate", tier=tier) for tier in ("host", "disk")] == [0.6, 0.9]

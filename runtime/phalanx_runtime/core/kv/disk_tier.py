@@ -46,6 +46,10 @@ class DiskCounters:
     """Requested, and not read by all ranks."""
     declined: int = 0
     """Found, but faster to compute than to read."""
+    compacted_bytes: int = 0
+    """Written by compaction, over all ranks."""
+    reclaimed_bytes: int = 0
+    """Of removed segments, over all ranks."""
 
 
 class DiskTier:
@@ -124,6 +128,11 @@ class DiskTier:
         if rank == 0:
             self.keys.update(added)
         self.keys.difference_update(dropped)
+
+    def compacted(self, compacted_bytes: int, reclaimed_bytes: int) -> None:
+        """Records what a rank wrote in compaction, and the bytes of segments that it removed."""
+        self.counters.compacted_bytes += compacted_bytes
+        self.counters.reclaimed_bytes += reclaimed_bytes
 
     def tick(self, now: float) -> list[int]:
         """Returns the requests that have waited too long; their pages may still arrive for others."""

@@ -31,7 +31,7 @@ MIN_HALF_LIFE = 16_384
 """Fewest lookups before that."""
 KEY_BITS = 128
 _BLOCK_BITS = 512
-_REFRESH_SHARE = 0.05
+REFRESH_SHARE = 0.05
 """A reported curve is kept until the number of lookups changes by this share: computing one takes up to 0.5 ms."""
 
 
@@ -199,10 +199,24 @@ class MissRatioCurve:
             rates.append(min(max((found.total - lost + gained) / total, 0.0), 1.0) if size else 0.0)
         return rates
 
+    def reuse_pages(self, share: float) -> float:
+        """Returns the number of pages used between two uses of a page: the quantile `share` of lookups of pages in the stack."""
+        missed_weight = self._missed.total / self._missed.num_sampled if self._missed.num_sampled else 0.0
+        counts = [
+            found / self.rate + missed * missed_weight
+            for found, missed in zip(self._found.by_depth, self._missed.by_depth, strict=True)
+        ]
+        wanted, reached = share * sum(counts), 0.0
+        for depth, count in enumerate(counts):
+            reached += count
+            if count and reached >= wanted:
+                return depth / self.rate
+        return 0.0
+
     def report(self, num_pages: int) -> CacheCurve:
-        """Returns the curve at `SIZES` of a cache of `num_pages` pages, at most `_REFRESH_SHARE` out of date."""
+        """Returns the curve at `SIZES` of a cache of `num_pages` pages, at most `REFRESH_SHARE` out of date."""
         lookups, reported = self.lookups, self._reported.lookups
-        if abs(lookups - reported) > _REFRESH_SHARE * reported:
+        if abs(lookups - reported) > REFRESH_SHARE * reported:
             self._reported = CacheCurve(lookups, self.hit_rates([size * num_pages for size in SIZES]))
         return self._reported
 

@@ -20,7 +20,7 @@ from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.disk_tier import DiskTier
 from phalanx_runtime.core.kv.host_tier import pays_to_load
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
-from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
+from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.step_builder import FirstWrite, ScheduledChunk, StepBuilder
@@ -44,11 +44,20 @@ class PrefixSharing:
         self.hot_prefixes = HotPrefixes()
         self.miss_ratio = MissRatioCurve(round(SIZES[-1] * pool.num_pages))
         """Of the full pages of prompts that may share."""
+        self._reuse = 0, 0.0
+        """Lookups at the latest median of reuse distances, and that."""
         self._model = model
         self._is_on = is_on
         self._tails: dict[Tail, list[int]] = {}
         """Pages of each tail: its first owner's, then copies."""
         self._tail_of: dict[int, Tail] = {}
+
+    def reuse_pages(self) -> float:
+        """Returns the median number of pages used between two uses of a page, a bit out of date."""
+        curve, num_lookups = self.miss_ratio, self._reuse[0]
+        if abs(curve.lookups - num_lookups) > REFRESH_SHARE * num_lookups:
+            self._reuse = curve.lookups, curve.reuse_pages(0.5)
+        return self._reuse[1]
 
     def make_keys(self, submitted: wire.Request) -> PrefixKeys:
         """Returns the empty key chain of a new request."""

@@ -12,13 +12,11 @@ A group without a host tier has the curve too, which then says what a host tier 
 from collections.abc import Sequence
 
 from phalanx_api.cache_curve import NO_TIERS, SIZES, TierCurve
-from phalanx_runtime.core.kv.miss_ratio import MIN_HALF_LIFE, MissRatioCurve
+from phalanx_runtime.core.kv.miss_ratio import MIN_HALF_LIFE, REFRESH_SHARE, MissRatioCurve
 
 HALF_LIFE_PAGES = 4
 """Counts halve whenever this many lookups per page of the host tier were counted: its size follows the working set."""
 _NEVER = 1 << 62
-_REFRESH_SHARE = 0.05
-"""A reported curve is kept until the number of lookups changes by this share."""
 
 
 class TierHits:
@@ -79,7 +77,7 @@ class TierHits:
         """Returns the curve at `SIZES` of the host tier's limit, and what the present tiers find; a bit out of date."""
         if not self._lookups:
             return NO_TIERS
-        if self._reported is NO_TIERS or abs(self._lookups - self._reported_lookups) > _REFRESH_SHARE * self._reported_lookups:
+        if self._reported is NO_TIERS or abs(self._lookups - self._reported_lookups) > REFRESH_SHARE * self._reported_lookups:
             self._reported_lookups = self._lookups
             self._reported = TierCurve(
                 self.num_pages,

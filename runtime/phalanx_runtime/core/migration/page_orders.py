@@ -68,10 +68,14 @@ class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
-    """Keys that the disk of this rank gained and lost."""
+    """Keys that the disk of this rank gained and lost; bytes are since the last report."""
 
     added: list[bytes]
     dropped: list[bytes]
+    compacted_bytes: int = 0
+    """Written by compaction."""
+    reclaimed_bytes: int = 0
+    """Of segments that were removed."""
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):

@@ -5,6 +5,7 @@ from dataclasses import astuple
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.cache_curve import CacheUse
 from phalanx_api.cost import StepModel, attention_work
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_runtime.core.admission import Limits
@@ -186,6 +187,22 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         host_resizes=host.counters.resized,
         host_moved_pages=host.counters.moved,
         host_evicted_page_s=host.counters.evicted_page_s,
+        disk_compacted_bytes=disk.counters.compacted_bytes,
+        disk_reclaimed_bytes=disk.counters.reclaimed_bytes,
+        cache_use=_cache_use(load, sharing),
+    )
+
+
+def _cache_use(load: wire.Load, sharing: PrefixSharing) -> CacheUse:
+    pool, host, disk = sharing.pool.counters, sharing.pool.host.counters, sharing.disk.counters
+    held = sharing.pool.page_size * (load.total_pages - load.free_pages)
+    return CacheUse(
+        reuse_pages=sharing.reuse_pages(),
+        residency_s=pool.evicted_page_s / pool.evicted if pool.evicted else 0.0,
+        host_residency_s=host.evicted_page_s / host.evicted if host.evicted else 0.0,
+        unused_share=min(1.0, load.unused_slots / held) if held else 0.0,
+        compacted_bytes=disk.compacted_bytes,
+        reclaimed_bytes=disk.reclaimed_bytes,
     )
 
 

@@ -50,6 +50,7 @@ class DiskPages:
         self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
         self._num_queued = 0
         self._max_queued = max_queued_pages(pages.page_bytes)
+        self._reported_bytes = 0, 0
         self._report: Callable[[DiskReport], None] | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
@@ -125,6 +126,14 @@ class DiskPages:
 
     def _changed(self, added: list[bytes], dropped: list[bytes]) -> None:
         assert self._report is not None, "the thread waits for `start`"
-        for first in range(0, max(len(added), len(dropped)), MAX_REPORTED_KEYS):
+        compacted, reclaimed = self._take_bytes()
+        for first in range(0, max(len(added), len(dropped), compacted > 0 or reclaimed > 0), MAX_REPORTED_KEYS):
             some = slice(first, first + MAX_REPORTED_KEYS)
-            self._report(DiskChanged(added[some], dropped[some]))
+            self._report(DiskChanged(added[some], dropped[some], compacted, reclaimed))
+            compacted = reclaimed = 0
+
+    def _take_bytes(self) -> tuple[int, int]:
+        """Returns the bytes that compaction wrote, and those of removed segments, since the last call."""
+        former, counters = self._reported_bytes, self._log.counters
+        self._reported_bytes = counters.compacted_bytes, counters.reclaimed_bytes
+        return self._reported_bytes[0] - former[0], self._reported_bytes[1] - former[1]

@@ -49,6 +49,8 @@ class LogCounters:
     """Pages dropped with their segment."""
     compacted_bytes: int = 0
     """Bytes that compaction wrote."""
+    reclaimed_bytes: int = 0
+    """Bytes of segments that were removed, free slots included."""
     foreign: int = 0
     """Files in the folder that are not ours, as found at the start."""
 
@@ -226,7 +228,7 @@ class PageLog:
         """Removes the segment with the fewest live pages. Returns their keys. Raises OSError."""
         segment = min(self._store.full, key=lambda segment: len(segment.pages))
         pages = list(segment.pages.values())
-        self._store.remove(segment)
+        self._remove(segment)
         for page in pages:
             self._pages.remove(page)
         self.counters.displaced += len(pages)
@@ -252,9 +254,13 @@ class PageLog:
             if segment.pages or segment is self._store.head:
                 self._store.mark_dead(segment, slot)
             else:
-                self._store.remove(segment)
+                self._remove(segment)
         except OSError as error:
             self._record_failure(error)
+
+    def _remove(self, segment: Segment) -> None:
+        self._store.remove(segment)
+        self.counters.reclaimed_bytes += segment.layout.size
 
     def _record_failure(self, error: OSError) -> None:
         """Logs the first failure."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api import wire
-from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve
+from phalanx_api.cache_curve import HOST_SIZE_NAMES, SIZE_NAMES, CacheCurve, CacheUse
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.metrics import FIRST_TOKEN_S, LATENCY_S, PER_TOKEN_S, TOKENS, RequestTotals
 from phalanx_runtime.engine.load_feed import NO_LOAD
@@ -129,6 +129,8 @@ _COUNTERS = {
     "disk_fetched_pages": ("phalanx_disk_fetched_pages", "Pages that all ranks read from disk."),
     "disk_failed_pages": ("phalanx_disk_failed_pages", "Pages on disk that a rank lacked or found damaged."),
     "disk_declined_pages": ("phalanx_disk_declined_pages", "Pages on disk that were faster to compute than to read."),
+    "disk_compacted_bytes": ("phalanx_disk_compacted_bytes", "Bytes that compaction wrote to the disks of all ranks."),
+    "disk_reclaimed_bytes": ("phalanx_disk_reclaimed_bytes", "Bytes of segments removed from the disks of all ranks."),
     "refused_transfers": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),
     "refusals": ("phalanx_requests_refused", "Requests refused because the queue was full."),
     "recomputed_tokens": ("phalanx_recomputed_tokens", "Tokens recomputed after preemptions."),
@@ -158,6 +160,18 @@ class CacheMetrics:
             ["model_name", "size"],
             registry=registry,
         )
+        self._reuse = Gauge(
+            "phalanx_cache_reuse_pages",
+            "Pages used between two uses of a page: median of repeated lookups.",
+            ["model_name"],
+            registry=registry,
+        )
+        self._unused = Gauge(
+            "phalanx_unused_slot_ratio",
+            "Slots without a token, as a share of all in pages of requests: partly filled pages.",
+            ["model_name"],
+            registry=registry,
+        )
         self._tier_rates = Gauge(
             "phalanx_cache_tier_hit_rate",
             "Hit rate of recent page lookups with the present host tier, and with the disk.",
@@ -165,8 +179,10 @@ class CacheMetrics:
             registry=registry,
         )
 
-    def update(self, curve: CacheCurve) -> None:
-        """Shows a curve."""
+    def update(self, curve: CacheCurve, use: CacheUse) -> None:
+        """Shows a curve and statistics."""
+        self._reuse.labels(self._model_name).set(use.reuse_pages)
+        self._unused.labels(self._model_name).set(use.unused_share)
         self._lookups.labels(self._model_name).set(curve.lookups)
         if not curve.hit_rates:
             for family in (self._hit_rates, self._host_rates, self._tier_rates):
@@ -242,7 +258,7 @@ class EngineMetrics:
         self._load = load
         self._totals.record_speculation(*self._speculation.update(load.speculation))
         self._totals.record_cache(load.cache_curve)
-        self._cache.update(load.cache_curve)
+        self._cache.update(load.cache_curve, load.cache_use)
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

@@ -143,3 +143,15 @@ def test_host_tier_reports_residency_and_size() -> None:
     load = engine.serve(make_request(prompt(8), 2))
     assert load.host_total_pages == 4 and load.host_moved_pages > 0
     assert load.cache_curve.tiers.pages == 8, "the limit"
+    assert load.cache_use.host_residency_s == load.host_evicted_page_s / load.host_evicted_pages
+    assert load.cache_use.residency_s == load.evicted_page_s / load.pages_evicted
+
+
+def test_reuse_and_partly_filled_pages_are_reported() -> None:
+    engine = Engine()
+    for seed in (1, 2, 3, 1, 2, 3):
+        load = engine.serve(make_request(prompt(seed), 2))
+    assert load.cache_use.reuse_pages == pytest.approx(8, abs=4), "two prompts of four pages are used in between"
+    assert load.cache_use.unused_share == 0, "no request runs"
+    assert engine.scheduler.submit(99, make_request(prompt(9, 9), 3), engine.now) is None
+    assert engine.step().cache_use.unused_share == pytest.approx(2 / 12)

@@ -56,6 +56,29 @@ def test_a_restart_reports_the_pages_on_disk(tmp_path: Path) -> None:
     wait_until(lambda: reports == [DiskChanged(KEYS, [])])
 
 
+def test_bytes_of_compaction_and_removed_segments_are_reported(tmp_path: Path) -> None:
+    """Pages with a use between stay, in segments whose other pages were dropped."""
+    log = PageLog(tmp_path, max_bytes=1 << 18, page_bytes=PAGE_BYTES, identity=b"test", write_budget=1e9)
+    for number in range(2 * log.capacity):
+        if number >= log.capacity and number % 64 == 0:
+            for kept in range(0, log.capacity, 4):
+                if kept.to_bytes(16, "big") in log:
+                    log.put(kept.to_bytes(16, "big"), [memoryview(content(1))])
+        log.put(number.to_bytes(16, "big"), [memoryview(content(1))])
+        log.compact(float(number))
+    assert log.counters.compacted_bytes > 0 and log.counters.reclaimed_bytes > 0
+    disk, reports = DiskPages(log), list[DiskReport]()
+    disk.start(reports.append)
+    wait_until(lambda: bool(reports))
+    (first,) = reports
+    assert isinstance(first, DiskChanged)
+    assert (first.compacted_bytes, first.reclaimed_bytes) == (log.counters.compacted_bytes, log.counters.reclaimed_bytes)
+    disk.put(b"?" * 16, [memoryview(content(2))])
+    wait_until(lambda: any(b"?" * 16 in report.added for report in reports if isinstance(report, DiskChanged)))
+    changes = [report for report in reports if isinstance(report, DiskChanged)]
+    assert sum(report.reclaimed_bytes for report in changes) == log.counters.reclaimed_bytes, "each byte is reported once"
+
+
 def test_failed_fetch_is_answered(tmp_path: Path) -> None:
     """Also one that fails in a call of the rank; later ones work."""
     disk, reports = DiskPages(make_log(tmp_path)), list[DiskReport]()
