@@ -6,7 +6,7 @@ steps do not slow each other down. The scheduler learns its step times and loads
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench.kv_cache.conversations import Conversations
@@ -14,7 +14,7 @@ from bench.kv_cache.virtual_disk import VirtualDisk
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, step_work
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.config import DEFAULT_CONFIG, SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import HostCopy, PoolShape, StepPlan, StepResult
 
@@ -83,6 +83,10 @@ class CopyThread:
             self._loads.append((self._free_s, loads, load_s))
         return self._free_s if must_wait else started
 
+    def move(self, num_pages: int) -> None:
+        """Moves pages between slots after all copies so far."""
+        self._free_s += num_pages * self._page_s[False]
+
     def take_loads(self, now: float) -> tuple[int, float]:
         """Returns pages and seconds of the loads that ended since the last call."""
         pages, seconds = 0, 0.0
@@ -92,10 +96,21 @@ class CopyThread:
         return pages, seconds
 
 
+def _nothing() -> None:
+    pass
+
+
 class VirtualRun:
     """One run of all requests over a pool."""
 
-    def __init__(self, machine: Machine, pool: PoolShape, max_model_len: int, disk: VirtualDisk | None = None) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        pool: PoolShape,
+        max_model_len: int,
+        disk: VirtualDisk | None = None,
+        config: SchedulerConfig = DEFAULT_CONFIG,
+    ) -> None:
         """disk: with the pages of an earlier run, if it has some."""
         self.machine = machine
         self.disk = disk
@@ -106,7 +121,7 @@ class VirtualRun:
             max_num_batched_tokens=machine.step_tokens,
             max_waiting=1 << 30,
         )
-        self.scheduler: Scheduler = make_scheduler(limits, pool, SchedulerConfig())
+        self.scheduler: Scheduler = make_scheduler(limits, pool, config)
         if disk is not None:
             disk.restart()
             self.scheduler.sharing.disk.changed(0, disk.keys, [])
@@ -115,11 +130,12 @@ class VirtualRun:
         self._num_prompt: dict[int, int] = {}
         """Prompt tokens of each row's request."""
 
-    def run(self, conversations: Conversations) -> Outcome:
-        """Runs until all requests end."""
+    def run(self, conversations: Conversations, on_arrival: Callable[[], None] = _nothing) -> Outcome:
+        """Runs until all requests end. on_arrival: called before each request arrives."""
         arrivals, number, first_s = conversations.arrivals, 0, dict[int, float]()
         while True:
             while number < len(arrivals) and arrivals[number].at_s <= self._now:
+                on_arrival()
                 self._submit(number, conversations.prompt(number), arrivals[number].output_tokens)
                 number += 1
             self._release_fetched()
@@ -167,6 +183,7 @@ class VirtualRun:
         decodes = [start + 1 for start, count in rows if count == 1 and start]
         chunks = [(start, count) for start, count in rows if count > 1 or not start]
         started = self._copies.start(plan.host_copies, plan.awaits_host_copies, self._now)
+        self._copies.move(len(plan.host_resize.moves) if plan.host_resize else 0)
         ended = started + self.machine.model.predict(step_work(decodes, chunks))
         if self.disk is not None:
             self.disk.put(plan.host_keys, started, self.machine.store_page_s)
