@@ -31,3 +31,24 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypa
     assert sum(output.num_cached_tokens for output in first) == 0
     pool_tokens = (1 << 19) // (2 * 3 * 2 * 16 * 8)
     assert sum(output.num_cached_tokens for output in second) > 2 * pool_tokens
+
+
+def test_adaptive_tier_of_two_ranks_grows_for_repeated_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its floor it holds a sixth of the prompts, which are used in turn."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))
+    with LLM(
+        str(save_tiny(tmp_path / "model")),
+        dtype="float64",
+        tensor_parallel_size=2,
+        kv_cache_memory_bytes=1 << 18,
+        host_cache_memory=2 << 20,
+        host_cache_adaptive=True,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+    ) as engine:
+        rounds = [engine.generate(PROMPTS, GREEDY) for _ in range(24)]
+    assert all([output.outputs for output in outputs] == [output.outputs for output in rounds[0]] for outputs in rounds)
+    cached = [sum(output.num_cached_tokens for output in outputs) for outputs in rounds]
+    num_tokens = sum(len(output.prompt_token_ids) for output in rounds[0])
+    assert max(cached[:4]) < 0.5 * num_tokens < 0.7 * num_tokens < cached[-1]
