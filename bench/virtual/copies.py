@@ -149,7 +149,7 @@ class VirtualCarrier:
         """Groups here have no disk."""
         raise AssertionError("no disk has pages")
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
         """Accepts one sender with this key."""
         self._keys[key] = move
         self._receiving[move] = (first, list(pages))

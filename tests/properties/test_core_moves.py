@@ -16,6 +16,7 @@ from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import RunningRequest
@@ -51,6 +52,12 @@ class Shape:
     drafts: bool = False
     is_async: bool = False
     num_host_pages: int = 0
+    window: int = 0
+    """Tokens that a layer reads; 0: all. Requests with a draft model keep all pages."""
+
+    @property
+    def page_window(self) -> int:
+        return 0 if self.drafts else self.window
 
 
 @dataclass
@@ -77,7 +84,9 @@ class Side:
 
     def __post_init__(self) -> None:
         num_pages = -(-self.shape.tokens // self.shape.page_size)
-        self.runner = FakeRunner(num_pages, self.shape.page_size, num_host_pages=self.shape.num_host_pages)
+        self.runner = FakeRunner(
+            num_pages, self.shape.page_size, num_host_pages=self.shape.num_host_pages, window=self.shape.page_window
+        )
         limits = Limits(
             max_model_len=64,
             max_num_seqs=self.shape.seqs,
@@ -140,7 +149,8 @@ class World:
             if isinstance(answer, Refusal):
                 assert target.pool.free_pages == before
                 continue
-            self.num_held += answer.num_held
+            self.num_held += answer.num_held - answer.pages.count(NULL_PAGE)
+            self.sides[source].scheduler.pin(order.handle, True)
             self.moving.append(Moving(order, name, source, answer, held.num_preemptions, answer.num_held, step + order.copies))
 
     def _current(self, handle: int) -> wire.Request:
@@ -192,6 +202,7 @@ class World:
         source, target = self.sides[moving.source].scheduler, self.sides[1 - moving.source].scheduler
         if self.at.get(moving.order.handle) == moving.source:
             source.thaw(moving.order.handle)
+            source.pin(moving.order.handle, False)
             if moving.order.end == "lose" and moving.order.handle in self.output:
                 source.abort(moving.order.handle)
                 del self.output[moving.order.handle]
@@ -208,8 +219,10 @@ class World:
         for plan in self.sides[moving.source].flights:
             source.run(plan)
         for i in range(moving.copied, end):
-            target.put(moving.reservation.pages[i], source.page(held.pages[i]), source.drafted_page(held.pages[i]))
             moving.copied = i + 1
+            if held.pages[i] == NULL_PAGE:
+                continue
+            target.put(moving.reservation.pages[i], source.page(held.pages[i]), source.drafted_page(held.pages[i]))
 
     def _turn(self, side: int, group: Side, step: int) -> None:
         plan = group.scheduler.schedule(float(step))
@@ -225,7 +238,8 @@ class World:
                 assert handle not in frozen or group.shape.flights > 0
                 self.output[handle].append(token)
             for end in frame.finished:
-                whole = expected_output(self.requests[end.handle], group.scheduler.limits.max_model_len)
+                limit = group.scheduler.limits.max_model_len
+                whole = expected_output(self.requests[end.handle], limit, group.shape.page_window)
                 assert self.output.pop(end.handle) == whole
 
 
@@ -253,6 +267,7 @@ SHAPES = st.builds(
     drafts=st.booleans(),
     is_async=st.booleans(),
     num_host_pages=st.sampled_from([0, 2, 30]),
+    window=st.sampled_from([0, 0, 2, 5, 9, 14]),
 )
 
 
@@ -285,6 +300,15 @@ def test_crowd_moves_back_and_shares_existing_pages(is_async: bool) -> None:
     assert world.num_moved >= 8
     assert world.num_held > 0
     assert all((side.runner.num_pending > 0) == is_async for side in world.sides)
+
+
+def test_moves_send_no_page_that_was_dropped() -> None:
+    orders = [Order(6 + 6 * turn + i, i, i % 3, 1, "move") for turn in range(3) for i in range(4)]
+    shape = Shape(120, 4, 5, 1, "fcfs", caching=True, window=9)
+    world = World([(14 + i, 16, 25) for i in range(4)], orders, shape).run()
+    assert world.num_moved >= 8
+    windowed = [side.scheduler.sharing.windowed for side in world.sides]
+    assert all(pages is not None and pages.num_dropped > 10 for pages in windowed)
 
 
 def test_moved_draft_reuses_its_pages_and_computes_the_rest() -> None:

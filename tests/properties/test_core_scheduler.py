@@ -67,6 +67,15 @@ class Shape:
     """Measured time to load a page."""
     resizes: bool = False
     """The host tier gets another size after every few steps."""
+    window: int = 0
+    """Tokens that a layer reads; 0: all."""
+    failures: frozenset[int] = frozenset()
+    """Steps for which the ranks have no memory."""
+
+    @property
+    def page_window(self) -> int:
+        """The window by which pages are dropped: a draft model computes tokens again, so its requests keep all pages."""
+        return 0 if self.speculation.method in DRAFTS else self.window
 
     @property
     def max_flights(self) -> int:
@@ -118,6 +127,8 @@ SHAPES = st.builds(
     num_host_pages=st.sampled_from([0, 1, 3, 20]),
     load_s=st.sampled_from([0.0, 0.001, 1.0]),
     resizes=st.booleans(),
+    window=st.sampled_from([0, 0, 2, 3, 5, 8, 13]),
+    failures=st.frozensets(st.integers(1, 40), max_size=4),
 )
 
 
@@ -131,6 +142,9 @@ class Workload:
             has_pages=shape.speculation.method != "self_draft",
             num_host_pages=shape.num_host_pages,
             min_host_pages=min(1, shape.num_host_pages) if shape.resizes else None,
+            window=shape.page_window,
+            depth=shape.flights,
+            runs_ahead=shape.is_async,
         )
         limits = Limits(
             max_model_len=64,
@@ -150,7 +164,7 @@ class Workload:
         self.aborts: dict[int, int] = {}
         self.output: dict[int, list[int]] = {}
         self.flights: deque[StepPlan] = deque()
-        self.preempt_at: set[int] = set()
+        self.lacks_memory = False
         self.found: set[bytes] = set()
         """Keys by the changes so far."""
         self.next_change = 0
@@ -158,8 +172,21 @@ class Workload:
         """Keys of prompts and right outputs; pages with rejected draft tokens have other keys."""
 
     def keys_of(self, request: wire.Request) -> list[bytes]:
-        tokens = [*request.prompt, *(expected_output(request, self.scheduler.limits.max_model_len) if request.prompt else [])]
+        tokens = [*request.prompt, *(self.expected(request) if request.prompt else [])]
         return PrefixKeys(root_key("", tenant=request.tenant), self.shape.page_size).extend(tokens)
+
+    def expected(self, request: wire.Request) -> list[int]:
+        return expected_output(request, self.scheduler.limits.max_model_len, self.shape.page_window)
+
+    def check_window(self) -> None:
+        """Each page that a running request may still read has its tokens."""
+        size, window = self.shape.page_size, self.shape.page_window
+        for request in self.scheduler.requests.values() if window and not self.flights else ():
+            if request.row is not None:
+                first = max(0, request.num_computed - window + 1) // size
+                assert request.pages.num_dropped <= first
+                for i in range(first, request.num_in_place // size):
+                    assert self.runner.page(request.pages.ids[i]) == request.tokens[i * size : (i + 1) * size]
 
     def run(self) -> "Workload":
         for step in range(10_000):
@@ -182,7 +209,7 @@ class Workload:
         max_model_len = self.scheduler.limits.max_model_len
         for handle in [handle for handle, arrival in self.todo.items() if arrival.at_step <= step]:
             arrival, request = self.todo.pop(handle), self.requests[handle]
-            whole = expected_output(request, max_model_len) if request.prompt else []
+            whole = self.expected(request) if request.prompt else []
             submitted = replace_delivered(request, whole[: arrival.delivered])
             answer = self.scheduler.submit(handle, submitted, float(step))
             never_fits = arrival.prompt == 0 or arrival.prompt >= max_model_len
@@ -211,6 +238,9 @@ class Workload:
             len(request.tokens) - len(pages) * pool.page_size for request, pages in zip(waiting, found, strict=True)
         )
         assert load.waiting_pages == sum(
+            sum(self.scheduler.sharing.needs(request, pages)) for request, pages in zip(waiting, found, strict=True)
+        )
+        assert self.shape.page_window or load.waiting_pages == sum(
             pool.pages_for(len(request.tokens)) - len(pages) + pool.num_unheld(pages)
             for request, pages in zip(waiting, found, strict=True)
         )
@@ -227,12 +257,24 @@ class Workload:
 
     def turn(self, step: int) -> None:
         """Schedules a plan. Plans are committed as late as possible."""
+        if self.lacks_memory:
+            if self.flights:
+                self.commit()
+                return
+            self.scheduler.preempt_newest(float(step))
+            self.lacks_memory = False
         plan = self.scheduler.schedule(float(step))
+        if plan is not None and plan.step in self.shape.failures and plan.step - 1 not in self.shape.failures:
+            self.runner.fail(plan)
+            self.scheduler.take_back()
+            self.lacks_memory = True
+            return
         if plan is not None:
             assert 0 < sum(plan.counts) <= self.shape.budget
             in_flight = {row for other in self.flights for row in other.rows}
             assert self.scheduler.limits.runs_ahead or not in_flight & set(plan.rows), "plans in flight have disjoint requests"
             self.flights.append(plan)
+            self.runner.start(plan)
         elif not self.flights:
             assert self.scheduler.is_idle(), "no request is left without a plan"
         if plan is None or len(self.flights) == self.shape.max_flights:
@@ -242,7 +284,8 @@ class Workload:
         if not self.flights:
             return
         before = self.runner.num_loaded
-        result = self.runner.run(self.flights.popleft())
+        self.flights.popleft()
+        result = self.runner.finish()
         num_loaded = self.runner.num_loaded - before
         result = msgspec.structs.replace(result, loaded_pages=num_loaded, load_s=num_loaded * self.shape.load_s)
         is_expensive = result.step // 32 % 2 and any(
@@ -256,8 +299,9 @@ class Workload:
         for end in frame.finished:
             self.aborts.pop(end.handle, None)
             request = self.requests[end.handle]
-            assert self.output.pop(end.handle) == expected_output(request, self.scheduler.limits.max_model_len)
+            assert self.output.pop(end.handle) == self.expected(request)
             assert 0 <= end.cached_tokens <= len(request.prompt)
+        self.check_window()
 
 
 def replace_delivered(request: wire.Request, delivered: list[int]) -> wire.Request:

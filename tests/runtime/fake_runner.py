@@ -11,15 +11,15 @@ from phalanx_runtime.rank.step.last_sampled import LastSampled
 VOCAB = 50
 
 
-def next_token(context: list[int], seed: int) -> int:
-    """Returns the token that the fake model samples after a context."""
+def next_token(context: list[int], seed: int, window: int = 0) -> int:
+    """Returns the token that the fake model samples after a context. `window`: the last tokens, which it reads; 0: all."""
     value = seed * 7919 + len(context)
-    for token in context:
+    for token in context[-window:]:
         value = (value * 31 + token + 1) % 1_000_003
     return value % VOCAB
 
 
-def expected_output(request: wire.Request, max_model_len: int = 10**9) -> list[int]:
+def expected_output(request: wire.Request, max_model_len: int = 10**9, window: int = 0) -> list[int]:
     """Returns the output tokens of an undisturbed run, including those delivered before."""
     tokens = request.prompt + request.delivered
     output = list(request.delivered)
@@ -28,7 +28,7 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9) -> list[i
         stopped = output and len(output) >= sampling.min_tokens and output[-1] in sampling.stop_token_ids
         if stopped or len(output) >= sampling.max_tokens or len(tokens) >= max_model_len:
             return output
-        tokens = [*tokens, next_token(tokens, sampling.seed)]
+        tokens = [*tokens, next_token(tokens, sampling.seed, window)]
         output.append(tokens[-1])
 
 
@@ -48,6 +48,7 @@ class FakeRunner:
         runs_ahead: bool = False,
         num_host_pages: int = 0,
         min_host_pages: int | None = None,
+        window: int = 0,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -59,7 +60,8 @@ class FakeRunner:
         self._drafted_slots: list[int | None] = [None] * (num_pages * page_size)
         self.most_in_flight = 0
         self._started: deque[StepPlan] = deque()
-        self._pool = PoolShape(num_pages, page_size, num_host_pages, min_host_pages=min_host_pages)
+        self._window = window
+        self._pool = PoolShape(num_pages, page_size, num_host_pages, min_host_pages=min_host_pages, window=window)
         self._host: dict[int, list[int | None]] = {}
         """Contents of slots in host memory."""
         self._late: list[tuple[bool, int, int]] = []
@@ -184,8 +186,9 @@ class FakeRunner:
         parents = path.parents or chain(len(path.tokens))
         run, nodes = list[int](), list[int]()
         while True:
-            slots = [self._slots[self._slot(row, position)] for position in [*range(end), *(end + node for node in nodes)]]
-            run.append(next_token([token for token in slots if token is not None], self._seeds[row]))
+            run.append(
+                next_token(self._context(row, [*range(end), *(end + node for node in nodes)]), self._seeds[row], self._window)
+            )
             at = nodes[-1] if nodes else ROOT
             children = [node for node, parent in enumerate(parents) if parent == at]
             self.num_proposed += bool(children)
@@ -195,6 +198,12 @@ class FakeRunner:
             self.num_accepted += 1
             self.num_branched += node != children[0]
             nodes.append(node)
+
+    def _context(self, row: int, positions: list[int]) -> list[int]:
+        """Returns the tokens at these positions; with a window any for those before it, whose slots it does not read."""
+        num_unread = max(0, len(positions) - self._window) if self._window else 0
+        slots = [self._slots[self._slot(row, position)] for position in positions[num_unread:]]
+        return [0] * num_unread + [token for token in slots if token is not None]
 
     def fill_drafts(self, plan: StepPlan) -> StepPlan:
         """Returns the plan with draft tokens. Every third first child is wrong; then the second child is right."""

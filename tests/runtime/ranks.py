@@ -122,6 +122,8 @@ class Build:
     num_pages: int = 64
     num_host_pages: int = 0
     min_host_pages: int | None = None
+    window: int = 0
+    """Tokens whose pages a request keeps; 0: all."""
     device: str = "cpu"
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
@@ -170,10 +172,8 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    pool, proposer = (
-        PoolShape(build.num_pages, PAGE_SIZE, build.num_host_pages, min_host_pages=build.min_host_pages),
-        build.proposer,
-    )
+    pool = PoolShape(build.num_pages, PAGE_SIZE, build.num_host_pages, min_host_pages=build.min_host_pages, window=build.window)
+    proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)
     if build.speculative:

@@ -261,6 +261,8 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     kernels_compiled: int = 0  # those that no cache had
     kernels_s: float = 0.0  # time of both
     host_cache_bytes: int = 0  # host memory for pages
+    window_tokens: int = 0  # tokens whose pages a request keeps; 0: all
+    page_groups: str = ""  # why
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -241,6 +241,8 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "kernels_compiled": account.kernels_compiled,
                 "kernels_s": account.kernels_s,
                 "host_cache_bytes": account.host_cache_bytes,
+                "window_tokens": account.window_tokens,
+                "page_groups": account.page_groups,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

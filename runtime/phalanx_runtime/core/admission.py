@@ -8,6 +8,7 @@ Each running request keeps a page to grow, so an admission forces no immediate p
 from dataclasses import dataclass, replace
 
 from phalanx_api.engine_config import EngineConfig
+from phalanx_runtime.core.page_window import max_request_tokens
 from phalanx_runtime.core.step_plan import PoolShape
 
 EXTRA_LOGITS_ROWS = 32
@@ -70,13 +71,19 @@ class Limits:
         return self.async_scheduling and self.plans_in_flight == 1
 
     @property
+    def max_new_tokens(self) -> int:
+        """Maximum tokens of one request in all plans in flight."""
+        return self.max_num_batched_tokens * (2 if self.runs_ahead else 1)
+
+    @property
     def max_logits_rows(self) -> int:
         """Maximum logits rows per step; sizes the logits buffer."""
         return self.max_num_seqs + EXTRA_LOGITS_ROWS
 
     def within(self, pool: PoolShape) -> "Limits":
-        """Reduces `max_model_len` to the tokens of the pool."""
-        return replace(self, max_model_len=min(self.max_model_len, pool.num_pages * pool.page_size))
+        """Reduces `max_model_len` to the tokens of the longest request that fits the pool."""
+        longest = max_request_tokens(pool.num_pages, pool.page_size, pool.window)
+        return replace(self, max_model_len=min(self.max_model_len, longest))
 
 
 @dataclass(frozen=True, slots=True)

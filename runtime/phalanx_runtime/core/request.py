@@ -54,14 +54,18 @@ class RequestParams:
 class RequestPages:
     """Pages, written by `PrefixSharing` and the writers named below.
 
-    ids    [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]
-    keyed  |=======>                             offered to the prefix cache
-    sent   |================>                    known to the ranks
+    ids      [ 0 ][ 1 ][ 2 ][ 3 ][ 4 ][ 5 ]
+    dropped  |===>                                 `NULL_PAGE`: no layer reads these tokens any more
+    keyed    |========>                            offered to the prefix cache
+    sent     |================>                    known to the ranks
     """
 
     keys: PrefixKeys
     ids: list[int] = field(default_factory=list)
     """`Composer` and `Speculator` append, `Speculator` removes."""
+    num_dropped: int = 0
+    is_pinned: bool = False
+    """A move reads the pages, so none is dropped. `Scheduler` sets it."""
     num_keyed: int = 0
     is_chained: bool = True
     """All keyed pages have their key; false once another page had one already."""
@@ -75,6 +79,11 @@ class RequestPages:
     """The ranks must drop pages after `num_sent`. Same writers."""
     misplaced: list[int] = field(default_factory=list)
     """Slots of the last computed tokens, accepted in a tree, until the next step copies them into place. `Scheduler` writes."""
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that the request holds."""
+        return self.ids[self.num_dropped :] if self.num_dropped else self.ids
 
 
 @dataclass(slots=True, kw_only=True)

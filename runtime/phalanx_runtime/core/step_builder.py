@@ -206,6 +206,9 @@ class StepBuilder:
 def _take_unsent(request: Request, i: int, truncations: list[tuple[int, int]]) -> list[int]:
     pages = request.pages
     unsent = pages.ids[pages.num_sent :]
+    num_null = pages.num_dropped - pages.num_sent
+    if num_null > 0:
+        unsent[:num_null] = [pages.ids[pages.num_dropped]] * num_null  # in their place, any page that is the request's
     if pages.must_truncate:
         truncations.append((i, pages.num_sent))
         pages.must_truncate = False

@@ -167,6 +167,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Slots at first and at least, if their number is adaptive."""
     has_disk: bool = False
     """Whether a disk keeps pages that were stored in host memory."""
+    window: int = 0
+    """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
 
 
 # Grammar compilation in a thread of a sampling rank that is not rank 0.

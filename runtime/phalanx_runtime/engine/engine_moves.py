@@ -15,6 +15,7 @@ from phalanx_runtime.core.migration import page_orders, records
 from phalanx_runtime.core.migration.rescue import Rescue
 from phalanx_runtime.core.migration.source import SourceMoves
 from phalanx_runtime.core.migration.target import PageReservation, TargetMoves
+from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.scheduling.scheduler import RunningRequest, Scheduler
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
 from phalanx_runtime.engine.disk_fetches import DiskFetches
@@ -109,7 +110,7 @@ class EngineMoves:
         if start is None:
             log.info("a moved request is recomputed", extra={"move": move})
             return False
-        self._scheduler.reservations.set_arrived(move, start.num_computed)
+        self._scheduler.reservations.set_arrived(move, start.num_computed, start.num_sent)
         return True
 
     def submitted(self, move: str) -> None:
@@ -174,10 +175,16 @@ class EngineMoves:
         # A repeated MoveOut keeps the recorded losses.
         if running is not None and epoch == order.epoch and order.move not in self._copies:
             self._copies[order.move] = _OutgoingCopy(order.handle, running.num_preemptions)
+            self._scheduler.pin(order.handle, True)
         progress = None if running is None else self._progress(running)
         self._execute(self.source.start(order, epoch, progress, now), now)
         if not self.source.is_moving(order.handle):
-            self._copies.pop(order.move, None)
+            self._forget_copy(order.move)
+
+    def _forget_copy(self, move: str) -> None:
+        copy = self._copies.pop(move, None)
+        if copy is not None:
+            self._scheduler.pin(copy.handle, any(other.handle == copy.handle for other in self._copies.values()))
 
     def _handle_report(self, rank: int, report: page_orders.MoveReport, now: float) -> None:
         match report:
@@ -227,7 +234,7 @@ class EngineMoves:
                 case records.StartCopy():
                     self._start_copy(action, now)
                 case records.StopCopy(move):
-                    self._copies.pop(move, None)
+                    self._forget_copy(move)
                     self._transport.stop(move)
                 case records.Freeze(move, handle):
                     if not self._scheduler.freeze(handle):
@@ -254,11 +261,13 @@ class EngineMoves:
             self._execute(self.source.failed(order.move, "incompatible", why), now)
         else:
             pages = list(running.pages[action.first : action.end])
-            first, end = action.first * self._page_size, action.end * self._page_size
-            copy.drafted = drafted_when_sent(copy.drafted, first, end, running.num_drafted)
+            num_null = pages.count(NULL_PAGE)  # the target needs no page that was dropped here
+            start, end = action.first * self._page_size, action.end * self._page_size
+            copy.drafted = drafted_when_sent(copy.drafted, start, end, running.num_drafted)
             # Plans in flight may write shared pages: the copy follows the last planned step.
             step = self._scheduler.planned_step
-            self._transport.send(order, action.first, pages, step, action.num_computed, num_drafted=copy.drafted)
+            first = action.first + num_null
+            self._transport.send(order, first, pages[num_null:], step, action.num_computed, num_drafted=copy.drafted)
 
     # Ranks accept pages before the source gets addresses, and stop before pages return to the pool.
 
@@ -270,7 +279,8 @@ class EngineMoves:
             return
         key, num_held = secrets.token_bytes(KEY_BYTES), reservation.num_held
         # Plans in flight may copy freed pages to or from host memory: arriving pages follow the last planned step.
-        self._transport.expect(move, key, num_held, reservation.pages[num_held:], self._scheduler.planned_step)
+        pages, step, window = reservation.pages[num_held:], self._scheduler.planned_step, self._scheduler.window
+        self._transport.expect(move, key, num_held, pages, step, window=window)
         addresses = list(self._transport.addresses)
         size = self._page_size
         reserved = PageReservation(num_held * size, len(reservation.pages) * size, addresses, key)

@@ -82,7 +82,7 @@ class PageTransport(Protocol):
         """Calls `wake` after each report, from any thread."""
         ...
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
         """Receives positions from `first` on into `pages`, once `step` is computed, from a sender with `key`.
 
         Rank 0 is ready on return; each other rank reports Expecting.
@@ -167,7 +167,7 @@ class _NoTransport:
     def start(self, wake: Callable[[], None]) -> None:
         pass
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
         pass
 
     def forget(self, move: str) -> None:

@@ -7,6 +7,7 @@ from typing import assert_never
 from phalanx_api import moves
 from phalanx_runtime.core.migration import page_orders, records
 from phalanx_runtime.core.migration.prefix import PrefixSends
+from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.scheduling.prefix_holds import NotHeld
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.engine.ports import PageTransport
@@ -78,6 +79,7 @@ class PrefixSender:
                 assert isinstance(frame, moves.MoveFailed), "a holder sends no other frame"
                 self._send(frame)
             case records.StartSend(order=order, first=first, num_computed=num_computed):
+                first = max(first, held.count(NULL_PAGE))
                 # Plans in flight may write the pages: the copy follows the last planned step.
                 self._transport.send(
                     order,
@@ -97,5 +99,7 @@ class PrefixSender:
     def _num_drafted(self, pages: Sequence[int]) -> int:
         """Leading tokens with the draft model's KV."""
         pool, size = self._scheduler.pool, self._page_size
+        if NULL_PAGE in pages:
+            return 0
         num_full = next((i for i, page in enumerate(pages) if pool.drafted(page) < size), len(pages))
         return num_full * size + (pool.drafted(pages[num_full]) if num_full < len(pages) else 0)

@@ -1,15 +1,17 @@
 """Sizes the page pool: memory left by weights and the largest step, with one page count on all ranks."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.core.page_window import ALL_PAGES, PageGroups, choose_page_groups, max_request_tokens
 from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting
-from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes
+from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
@@ -34,12 +36,24 @@ class KvSizing:
     """Before the pool is allocated."""
     needs: PeakMemory
     usable_bytes: int
+    groups: PageGroups = ALL_PAGES
+    """Of the model's layers on all ranks."""
     lack: str = "there are too few pages: raise kv_cache_memory_bytes"
     """Why the pool is too small."""
 
+    def max_request_tokens(self, page_size: int) -> int:
+        """Returns the tokens of the longest request that fits the pool."""
+        return max_request_tokens(self.num_pages, page_size, self.groups.window)
+
+    def max_model_len(self, spec: RankSpec, max_position: int) -> int:
+        """Returns the tokens of the longest request. Raises ModelError if the pool is too small."""
+        engine = spec.engine
+        return resolve_max_model_len(engine.max_model_len, max_position, self.num_pages, engine.page_size, self.groups.window)
+
     def holds(self, spec: RankSpec, max_position: int) -> bool:
         """Returns whether the longest request fits."""
-        return self.num_pages * spec.engine.page_size >= (spec.engine.max_model_len or min(max_position, MIN_TOKENS_WITH_DRAFT))
+        longest = spec.engine.max_model_len or min(max_position, MIN_TOKENS_WITH_DRAFT)
+        return self.max_request_tokens(spec.engine.page_size) >= longest
 
 
 def measure_kv_sizing(
@@ -62,36 +76,60 @@ def measure_kv_sizing(
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     size = page_bytes(model.kv, spec.engine.page_size, dtype, format) + drafting.page_bytes(spec.engine.page_size)
-    usable = _usable_bytes(spec, device, system)
-    taken = held + reserved_bytes
+    usable, taken = _usable_bytes(spec, device, system), held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
-    no_needs = PeakMemory(0, 0)
+    groups = choose_page_groups(agree_on_windows(model.kv.windows, pipeline.world), spec.engine)
     empty = KvSizing(
-        num_pages=0, page_bytes=size, group_page_bytes=group_page_bytes, held_bytes=held, needs=no_needs, usable_bytes=usable
+        num_pages=0,
+        page_bytes=size,
+        group_page_bytes=group_page_bytes,
+        held_bytes=held,
+        needs=PeakMemory(0, 0),
+        usable_bytes=usable,
+        groups=groups,
     )
     if not num_pages:  # the same on all ranks: either all profile or no rank does
         return empty
-    longest = min(spec.engine.max_model_len or max_position, num_pages * spec.engine.page_size)
+    longest = _longest_context(spec, max_position, replace(empty, num_pages=num_pages))
     try:
         needs = profile_largest_step(
             spec, model, pipeline=pipeline, dtype=dtype, device=device, profiler=profiler, longest=longest
         )
     except ModelError as error:
-        if not has_draft:
-            raise
-        if pipeline.world.world_size > 1:  # the other ranks are in the step
-            raise DraftLost(f"with the draft model {error}") from error
-        return replace(empty, lack=str(error))
-    draft_needs = _profile_draft(spec, drafting.model, dtype, profiler, longest)
+        return _without_memory(empty, error, has_draft, pipeline)
+    draft_needs, num_pages = _profile_draft(spec, drafting.model, dtype, profiler, longest), 0
     needs = needs.max_with(draft_needs or needs)
     usable = _usable_bytes(spec, device, system)  # again: GPU libraries keep memory after their first use
-    num_pages = 0
     if draft_needs is not None:
         taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
     return replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
+
+
+def _without_memory(sizing: KvSizing, error: ModelError, has_draft: bool, pipeline: Pipeline) -> KvSizing:
+    """Returns the sizing without pages if a draft model leaves no memory for the largest step; else raises."""
+    if not has_draft:
+        raise error
+    if pipeline.world.world_size > 1:  # the other ranks are in the step
+        raise DraftLost(f"with the draft model {error}") from error
+    return replace(sizing, lack=str(error))
+
+
+def agree_on_windows(windows: Collection[int | None], collective: Collective) -> set[int | None]:
+    """Returns the largest sliding window of each rank, and None if any layer has none; collective."""
+    largest = max((size for size in windows if size is not None), default=0)
+    gathered = collective.all_gather_integers([largest, None in windows])
+    return {size for size, _ in gathered if size} | {None for _, has_full in gathered if has_full}
+
+
+def _longest_context(spec: RankSpec, max_position: int, sizing: KvSizing) -> int:
+    """Returns the most tokens that attention of one request reads in a step."""
+    longest = min(spec.engine.max_model_len or max_position, sizing.max_request_tokens(spec.engine.page_size))
+    if sizing.groups.window:
+        longest = min(longest, sizing.groups.window + spec.engine.max_num_batched_tokens + spec.engine.page_size)
+    return longest
 
 
 def _profile_draft(

@@ -13,6 +13,7 @@ from phalanx_api.wire import Served
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
@@ -29,7 +30,7 @@ from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
-from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes, resolve_max_model_len
+from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.rank.runner import ModelRunner
@@ -112,14 +113,15 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
         reserved_bytes=0 if budget is None else reserved_bytes(budget, model.vocab_size),
     )
     sizing, drafting = _fit_drafting(spec, drafting, measure, source.max_position)
-    max_model_len = resolve_max_model_len(spec.engine.max_model_len, source.max_position, sizing.num_pages, page_size)
+    max_model_len, window = sizing.max_model_len(spec, source.max_position), sizing.groups.window
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
     host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes)
     disk = open_disk(spec, served, host_page_bytes)
-    pool = PoolShape(sizing.num_pages, page_size, *host_pages, has_disk=spec.engine.disk_cache_path is not None)
+    has_disk = spec.engine.disk_cache_path is not None
+    pool = PoolShape(sizing.num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     proposer: Proposer = NO_PROPOSER
     if pipeline.stage.is_first:
@@ -178,6 +180,8 @@ def _memory_account(
         kernels_compiled=kernels.account.num_compiled,
         kernels_s=kernels.account.seconds,
         host_cache_bytes=spec.engine.host_cache_memory or 0,
+        window_tokens=sizing.groups.window,
+        page_groups=sizing.groups.why,
     )
     log.info("memory measured", extra=msgspec.structs.asdict(account))
     return account
@@ -241,7 +245,8 @@ def make_runner(
 ) -> ModelRunner:
     """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `disk`: keeps pages too."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
-    builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes), dtype, device)
+    window = PageWindow(pool.window, pool.page_size) if pool.window else None
+    builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window), dtype, device)
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler()
     device_step: StepQueue | None = None
     if device_limits is not None:

@@ -37,7 +37,7 @@ class FakeTransport:
     def start(self, wake: Callable[[], None]) -> None:
         return
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
         self.orders.append(("expect", move, first, tuple(pages), len(key)))
         self.accepted_after.append(step)
         if not self.is_slow:

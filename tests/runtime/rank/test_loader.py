@@ -96,3 +96,33 @@ def test_host_memory_of_wrong_size_is_refused(tmp_path: Path, num_bytes: int, me
     spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), host_cache_memory=num_bytes, kv_cache_memory_bytes=None)
     with pytest.raises(ModelError, match=message):
         load_rank(spec, SoloCollective(), torch.device("cpu"), machine)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window", "why"),
+    [
+        ("mistral", {}, 24, "every layer has a sliding window"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 3}, 24, "every layer has a sliding window"),
+        ("gemma2", {}, 0, "some layers attend to all tokens, and all layers share a page"),
+        ("llama", {}, 0, "no layer has a sliding window"),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)], ids=["one", "pp2"])
+def test_account_names_the_tokens_of_a_request(
+    tmp_path: Path, family: str, changes: dict[str, Any], window: int, why: str, ranks: int, stages: int
+) -> None:
+    """A pool of 64 tokens serves longer requests if each keeps the pages of its window."""
+    folder = save_tiny(tmp_path / "model", family, 0, **changes)
+    page_size, layer_bytes = 16, 2 * 2 * 16 * 16 * 4
+
+    def load(group: Collective) -> tuple[RankReady, int]:
+        settings = {"dtype": "float32", "kv_cache_memory_bytes": 4 * (3 if stages == 1 else 2) * layer_bytes}
+        spec = with_settings(make_spec(folder, group.rank, ranks), **settings, page_size=page_size)
+        spec = msgspec.structs.replace(spec, pipeline_parallel_size=stages)
+        runner, ready = load_rank(spec, group, torch.device("cpu"), System())
+        return ready, runner.pool.window
+
+    for ready, pool_window in with_group([ranks], load):
+        assert ready.memory is not None and (ready.memory.window_tokens, ready.memory.page_groups) == (window, why)
+        assert pool_window == window and ready.num_pages == 4
+        assert ready.max_model_len == (256 if window else 64)

@@ -3,19 +3,22 @@
 from array import array
 from collections.abc import Sequence
 
+Parent = int | bytes
+"""What precedes a page: a page, or its key if the page itself may be evicted before."""
+
 
 class PartialPageIndex:
-    """Tokens of cached pages by (parent page, first token); the latest page wins."""
+    """Tokens of cached pages by (parent, first token); the latest page wins."""
 
     __slots__ = ("_entries", "_page_of", "_page_size", "_tokens")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
         self._tokens = array("q", bytes(8 * num_pages * page_size))
-        self._entries: list[tuple[int, int] | None] = [None] * num_pages
-        self._page_of: dict[tuple[int, int], int] = {}
+        self._entries: list[tuple[Parent, int] | None] = [None] * num_pages
+        self._page_of: dict[tuple[Parent, int], int] = {}
 
-    def add(self, page: int, parent: int, tokens: Sequence[int]) -> None:
+    def add(self, page: int, parent: Parent, tokens: Sequence[int]) -> None:
         """Adds a page after `parent`."""
         size = self._page_size
         self._tokens[page * size : (page + 1) * size] = array("q", tokens)
@@ -31,7 +34,7 @@ class PartialPageIndex:
             if self._page_of.get(entry) == page:
                 del self._page_of[entry]
 
-    def find(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def find(self, parent: Parent, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Returns a page after `parent` and how many of `tokens` it starts with, at least one."""
         page = self._page_of.get((parent, tokens[0])) if tokens else None
         if page is None:

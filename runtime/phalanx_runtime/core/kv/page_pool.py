@@ -23,7 +23,7 @@ from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
-from phalanx_runtime.core.kv.page_index import PageEvents, PartialPageIndex
+from phalanx_runtime.core.kv.page_index import PageEvents, Parent, PartialPageIndex
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.step_plan import HostResize
 
@@ -151,23 +151,39 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def find(self, key: bytes) -> int | None:
+        """Returns the page with this key, written or not."""
+        return self._page_of.get(key)
+
+    def is_published(self, page: int) -> bool:
+        """Returns whether a key finds this page."""
+        return bool(self._published[page])
+
     def num_unheld(self, pages: Iterable[int]) -> int:
         """Returns how many matched pages count as free."""
         refs = self._refs
         return sum(not refs[page] for page in pages)
 
-    def reuse(self, pages: Sequence[int], num_keys: int) -> None:
-        """Holds matched pages, and counts hits and misses of `num_keys`."""
-        counters = self.counters
-        counters.hits += len(pages)
-        counters.misses += num_keys - len(pages)
-        counters.reused += self.num_unheld(pages)
+    def reuse(self, pages: Sequence[int], num_keys: int, num_null: int = 0) -> None:
+        """Holds matched pages, and counts hits and misses of `num_keys`. `num_null`: pages before them that nobody reads."""
+        num_unheld = self.num_unheld(pages)
         self.share(pages)
+        self.record_hits(pages, num_keys, num_null, num_unheld)
+
+    def record_hits(self, pages: Sequence[int], num_keys: int, num_null: int, num_unheld: int) -> None:
+        """Counts pages that a request found, of which `num_unheld` had no holder before it."""
+        counters, num_hits = self.counters, num_null + len(pages)
+        counters.hits += num_hits
+        counters.misses += num_keys - num_hits
+        counters.reused += num_unheld
         for page in pages:
             self._policy.on_hit(page)
 
-    def publish(self, page: int, key: bytes, parent: int | None, tokens: Sequence[int] = ()) -> bool:
-        """Lets `key` find this held page, unless a page in use has the key or `parent`, the page before it, has no key."""
+    def publish(self, page: int, key: bytes, parent: int | None, tokens: Sequence[int] = (), before: bytes | None = None) -> bool:
+        """Lets `key` find this held page, unless a page in use has the key or `parent`, the page before it, has no key.
+
+        `before`: key of a page before it that may be evicted first, instead of `parent`.
+        """
         assert self._refs[page] > 0 and not self._published[page], f"page {page} is free or published already"
         if parent is not None and not self._published[parent]:
             return False
@@ -183,8 +199,9 @@ class PagePool:
         self._parents[page] = parent
         if parent is not None:
             self._num_children[parent] += 1
-            if tokens:
-                self._partial_pages.add(page, parent, tokens)
+        chained = parent if before is None else before
+        if tokens and chained is not None:
+            self._partial_pages.add(page, chained, tokens)
         self.counters.published += 1
         if key not in self.host:
             self.events.append(True, key)
@@ -223,7 +240,7 @@ class PagePool:
         self.counters.copied += 1
         self._drafted[target] = min(slots, self._drafted[source]) if is_drafted else 0
 
-    def match_partial(self, parent: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def match_partial(self, parent: Parent, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Returns a page after `parent` and how many of `tokens` it starts with and has written, at least one."""
         found = self._partial_pages.find(parent, tokens)
         if found is None:

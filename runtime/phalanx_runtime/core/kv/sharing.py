@@ -9,6 +9,8 @@ tail.
 
 The last token is always computed, for its logits. Prompt logprobs need the whole prompt, unless they were delivered, and so does
 the mean of its hidden states; the pages of such requests serve others.
+
+With a window (`windowed_pages`) a request gets pages as it computes, and holds those that a layer may still read.
 """
 
 from itertools import chain
@@ -22,6 +24,8 @@ from phalanx_runtime.core.kv.host_tier import pays_to_load
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.windowed_pages import WindowedPages
+from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.step_builder import FirstWrite, ScheduledChunk, StepBuilder
 
@@ -32,8 +36,10 @@ Tail = tuple[bytes, tuple[int, ...]]
 class PrefixSharing:
     """Assigns the pages of one pool. Counters are since the start."""
 
-    def __init__(self, pool: PagePool, model: str, is_on: bool = True) -> None:
+    def __init__(self, pool: PagePool, model: str, is_on: bool = True, windowed: WindowedPages | None = None) -> None:
         self.pool = pool
+        self.windowed = windowed
+        """If every layer has a window."""
         self.disk = DiskTier(pool)
         self.queried_tokens = 0
         """Prompt tokens looked up."""
@@ -64,10 +70,19 @@ class PrefixSharing:
         return PrefixKeys(root_key(self._model, "", submitted.tenant, submitted.cache_salt), self.pool.page_size)
 
     def find(self, request: Request) -> list[int]:
-        """Returns the pages that a waiting request could share now."""
+        """Returns the pages that a waiting request could share now; with a window, leading ones may be `NULL_PAGE`."""
         if not self._can_share(request):
             return []
-        return self.pool.match(self._keys(request)[: self._num_full(request)])
+        keys = self._keys(request)[: self._num_full(request)]
+        return self.pool.match(keys) if self.windowed is None else self.windowed.find(keys)
+
+    def needs(self, request: Request, found: list[int]) -> tuple[int, int]:
+        """Returns how many new pages a waiting request needs to start, and how many of those `found` count as free."""
+        num_pages, num_null = self.pool.pages_for(len(request.tokens)), 0
+        if self.windowed is not None:
+            num_null = found.count(NULL_PAGE)
+            num_pages = num_null + self.windowed.pages_to_start(num_pages - num_null)
+        return num_pages - len(found), self.pool.num_unheld(found[num_null:] if num_null else found)
 
     def missing_keys(self, request: Request) -> tuple[list[bytes], int]:
         """Returns the keys of a request's full pages after those in device and host memory, and the number of these.
@@ -77,6 +92,9 @@ class PrefixSharing:
         if not self._can_share(request):
             return [], 0
         keys = self._keys(request)[: self._num_full(request)]
+        if self.windowed is not None:
+            num_found = self.windowed.num_in_memory(keys)
+            return keys[num_found:], num_found
         num_found = len(self.pool.match(keys))
         num_found += self.pool.host.keep(keys[num_found:])
         return keys[num_found:], num_found
@@ -91,36 +109,56 @@ class PrefixSharing:
         return not found or self.pool.written(found[-1]) == self.pool.page_size
 
     def start(self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None) -> None:
-        """Assigns all pages of a request: `found` by `find`, and new ones, of which host memory may have some."""
-        pool, keys, pages = self.pool, self._keys(request), request.pages
-        pool.reuse(found, self._num_full(request))
-        own = pool.allocate(pool.pages_for(len(request.tokens)) - len(found))
-        assert own is not None, "admission checked the free pages"
-        self.allocated_pages += len(own)
-        pages.ids = found + own
-        pages.num_keyed = len(found)
-        pages.found_tokens = len(found) * pool.page_size
+        """Assigns all pages of a request, with a window its first ones: `found` by `find`, and new ones, of which host memory may
+        have some."""
+        pool, keys, pages, before = self.pool, self._keys(request), request.pages, request.num_computed
         is_first = not request.max_computed
+        num_found = self._assign(request, found, builder, model)
+        self.allocated_pages += len(pages.ids) - num_found
+        pages.found_tokens = num_found * pool.page_size
         if is_first:
             num_prompt = request.params.num_prompt
             self.queried_tokens += num_prompt
             self.hot_prefixes.add(keys[: num_prompt // pool.page_size], num_prompt)
-        before = request.num_computed
+        self._count_hits(request, before)
         if self._can_share(request):
-            slots = pool.host.match(keys[len(found) : self._num_full(request)])
-            pays = not slots or self._pays_to_load(len(slots), len(found), model)
-            if is_first:
-                self._count_lookups(keys[: self._num_full(request)], len(found), slots, pays)
-            if pays:
-                self._load(request, len(found), slots, builder)
-            else:
-                pool.host.decline(len(slots))
+            self._look_up_host(request, num_found, is_first, builder, model)
         self.skip_computed(request, builder)
-        if request.num_computed == len(found) * pool.page_size and self._can_share(request):
-            self._copy_partial(request, len(found), builder)
+        if request.num_computed == num_found * pool.page_size and self._can_share(request):
+            self._copy_partial(request, num_found, builder)
         self._count_hits(request, before)
         self._publish(request, len(keys))
         self._offer_tail(request)
+
+    def _assign(self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None) -> int:
+        """Assigns the first pages of a request, and returns how many are found."""
+        pool, pages, num_full = self.pool, request.pages, self._num_full(request)
+        num_pages = pool.pages_for(len(request.tokens))
+        if self.windowed is not None:
+            keys = self._keys(request)[:num_full] if self._can_share(request) else []
+            num_found = self.windowed.start(pages, keys, found=found, num_pages=num_pages, builder=builder, model=model)
+            request.num_computed = pages.num_dropped * pool.page_size
+            return num_found
+        pool.reuse(found, num_full)
+        own = pool.allocate(num_pages - len(found))
+        assert own is not None, "admission checked the free pages"
+        pages.ids = found + own
+        pages.num_keyed = len(found)
+        return len(found)
+
+    def _look_up_host(
+        self, request: Request, num_found: int, is_first: bool, builder: StepBuilder, model: StepModel | None
+    ) -> None:
+        """Loads pages after the found ones from host memory, if that is faster than computing them."""
+        keys, host = self._keys(request)[: self._num_full(request)], self.pool.host
+        slots = host.match(keys[num_found:]) if self.windowed is None else []  # with a window they are loaded
+        pays = not slots or self._pays_to_load(len(slots), num_found, model)
+        if is_first:
+            self._count_lookups(keys, num_found, slots, pays)
+        if not pays:
+            host.decline(len(slots))
+        elif slots:
+            self._load(request, num_found, slots, builder)
 
     def _pays_to_load(self, num_pages: int, num_found: int, model: StepModel | None) -> bool:
         size, load_s = self.pool.page_size, self.pool.host.load_s(num_pages)
@@ -146,6 +184,9 @@ class PrefixSharing:
 
     def hold_written(self, request: Request) -> list[int]:
         """Holds and returns the fully written pages that `find` returns."""
+        if self.windowed is not None:
+            keys = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
+            return self.windowed.hold(keys, len(request.tokens) - 1 if request.num_output else 0)
         found = self.find(request)
         size = self.pool.page_size
         num_written = next((i for i, page in enumerate(found) if self.pool.written(page) < size), len(found))
@@ -156,6 +197,8 @@ class PrefixSharing:
         """Assigns pages with `num_computed` tokens, of which the first `num_held` were cached: hits of a new prompt."""
         request.pages.ids, request.pages.num_keyed = pages, num_held
         request.num_computed = num_computed
+        if self.windowed is not None:
+            num_held = max(num_held, self.windowed.adopt(request.pages, num_computed))
         if not request.num_output:
             num_prompt = request.params.num_prompt
             self.queried_tokens += num_prompt
@@ -175,8 +218,11 @@ class PrefixSharing:
         before = position = request.num_computed
         size, last = pool.page_size, len(request.tokens) - 1
         num_full = self._num_full(request)
+        keys = self._keys(request)[:num_full] if self.windowed is not None else ()
         while position < num_full * size:
             start = position // size * size
+            if start // size == len(ids) and not (self.windowed and self.windowed.share_next(request.pages, keys)):
+                break
             end = start + pool.written(ids[start // size])
             if end <= position:
                 break
@@ -209,9 +255,31 @@ class PrefixSharing:
         for page in request.pages.ids[chunk.start // size : num_full]:
             self.pool.mark_written(page, size)
 
+    def grow(self, request: Request, start: int, count: int) -> int:
+        """Returns how many tokens, of `count`, a request may compute from `start` on: less if it has a window and pages lack."""
+        return count if self.windowed is None else self.windowed.grow(request.pages, start, start + count) - start
+
+    def drop_unreadable(self, request: Request, position: int) -> None:
+        """With a window, drops the pages that no token at `position` or later reads."""
+        pages = request.pages
+        if self.windowed is None or pages.is_pinned:
+            return
+        unreadable = self.windowed.unreadable(pages, position)
+        if unreadable:
+            self._publish(request, unreadable.stop)
+            self._forget_tails(pages.ids[unreadable.start : unreadable.stop])
+            self.windowed.drop(pages, unreadable)
+
+    def lacks_pages(self, request: Request) -> bool:
+        """Returns whether a request needs dropped pages, because a plan was taken back that was to write what it had skipped."""
+        pages = request.pages
+        return self.windowed is not None and pages.num_dropped > self.windowed.window.first_page(request.num_computed)
+
     def can_extend(self, chunk: ScheduledChunk) -> bool:
         """Returns whether no plan writes the slots after this chunk."""
         size = self.pool.page_size
+        if not self.grow(chunk.request, chunk.end, 1):
+            return False
         return self.pool.written(chunk.request.pages.ids[chunk.end // size]) <= chunk.end % size
 
     def add_host_copies(self, builder: StepBuilder) -> None:
@@ -224,17 +292,12 @@ class PrefixSharing:
 
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""
-        pages = request.pages
-        for page in pages.ids:
-            tail = self._tail_of.pop(page, None) if self._tail_of else None
-            if tail is not None:
-                self._tails[tail].remove(page)
-                if not self._tails[tail]:
-                    del self._tails[tail]
+        pages, held = request.pages, request.pages.held
+        self._forget_tails(held)
         self.miss_ratio.use(pages.keys.keys[: request.num_computed // self.pool.page_size])
-        self.pool.release(pages.ids)
+        self.pool.release(held)
         pages.ids, pages.misplaced = [], []
-        pages.num_keyed = pages.num_sent = pages.found_tokens = 0
+        pages.num_dropped = pages.num_keyed = pages.num_sent = pages.found_tokens = 0
         pages.is_chained, pages.must_truncate = True, False
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_computed = 0
@@ -246,6 +309,14 @@ class PrefixSharing:
             write = builder.written_pages.get(page)
             if write is not None and write.order != request.params.order:
                 request.num_computed = min(request.num_computed, i * self.pool.page_size + write.slots)
+
+    def _forget_tails(self, pages: list[int]) -> None:
+        for page in pages if self._tail_of else ():
+            tail = self._tail_of.pop(page, None)
+            if tail is not None:
+                self._tails[tail].remove(page)
+                if not self._tails[tail]:
+                    del self._tails[tail]
 
     def _mark_written(self, request: Request, page: int, slots: int, builder: StepBuilder) -> None:
         builder.written_pages.setdefault(page, FirstWrite(self.pool.written(page), request.params.order))
@@ -271,6 +342,8 @@ class PrefixSharing:
 
     def _copy_tail(self, request: Request, num_full: int, builder: StepBuilder) -> bool:
         """Copies the tail from another page, or offers this request's. Returns false to wait a step."""
+        if not self.grow(request, request.num_computed, 1):
+            return True
         tail, own = self._tail(request), request.pages.ids[num_full]
         pages = self._tails.get(tail, [])
         if own in pages:
@@ -292,7 +365,7 @@ class PrefixSharing:
     def _offer_tail(self, request: Request) -> None:
 
         num_full = self._num_full(request)
-        if self._is_on and num_full * self.pool.page_size < len(request.tokens) - 1:
+        if self._is_on and num_full * self.pool.page_size < len(request.tokens) - 1 and num_full < len(request.pages.ids):
             tail, own = self._tail(request), request.pages.ids[num_full]
             if tail not in self._tails:
                 self._add_tail(own, tail)
@@ -304,10 +377,11 @@ class PrefixSharing:
 
     def _copy_partial(self, request: Request, index: int, builder: StepBuilder) -> None:
         """Copies the equal start of a cached page into page `index`."""
-        if not index or request.num_uncomputed <= 1:
+        if not index or request.num_uncomputed <= 1 or index == len(request.pages.ids):
             return
         ids, start = request.pages.ids, index * self.pool.page_size
-        found = self.pool.match_partial(ids[index - 1], request.tokens[start : start + self.pool.page_size])
+        before = ids[index - 1] if self.windowed is None else self._keys(request)[index - 1]
+        found = self.pool.match_partial(before, request.tokens[start : start + self.pool.page_size])
         if found is None or found[0] in builder.written_pages or found[0] == ids[index]:
             return
         same = min(found[1], request.num_uncomputed - 1)
@@ -323,6 +397,9 @@ class PrefixSharing:
         """Publishes the first `num_full` pages, up to a key of another page: with later ones the pool might not hold a request
         alone."""
         size, pages, keys = self.pool.page_size, request.pages, self._keys(request)
+        if self.windowed is not None:
+            self.windowed.publish(pages, keys[:num_full], request.tokens)
+            return
         for i in range(pages.num_keyed, min(num_full, len(keys))):
             if not pages.is_chained:
                 return

@@ -20,6 +20,8 @@ class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw
     first: int
     pages: list[int]
     step: int
+    window: int = 0
+    """If set, pages before the window of the tokens at the source need not arrive."""
 
 
 class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):

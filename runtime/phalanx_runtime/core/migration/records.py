@@ -133,12 +133,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMoved:
-    """Start the request on the reserved pages, which hold `num_computed` tokens."""
+    """Start the request on the reserved pages, which hold `num_computed` tokens of `num_sent` that the source had computed."""
 
     move: str
     handle: int
     request: wire.Request
     num_computed: int
+    num_sent: int
     why: str
 
 

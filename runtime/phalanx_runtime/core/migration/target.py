@@ -146,7 +146,10 @@ class TargetMoves:
         num_tokens = len(request.prompt) + len(request.delivered)
         num_computed = max(0, min(incoming.num_computed, num_tokens - 1))
         why = f"{num_computed} of {num_tokens} tokens have arrived"
-        return StartMoved(move=move, handle=handle, request=request, num_computed=num_computed, why=why), []
+        started = StartMoved(
+            move=move, handle=handle, request=request, num_computed=num_computed, num_sent=incoming.num_computed, why=why
+        )
+        return started, []
 
     def cancel(self, move: str, now: float) -> list[TargetAction]:
         """Ends the move, even before its Prepare."""

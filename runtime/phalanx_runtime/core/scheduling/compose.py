@@ -113,6 +113,11 @@ class Composer:
             self._push_back(victim, now)
         return victim
 
+    def preempt(self, request: Request, now: float) -> None:
+        """Preempts a running request that is in no plan."""
+        self._running.preempt(request)
+        self._push_back(request, now)
+
     def _push_back(self, victim: Request, now: float) -> None:
         victim.scheduling.waits_since_s = now
         self._queue.push(victim, now)
@@ -134,7 +139,7 @@ class Composer:
         if request.row is None:
             self._admit(request, builder, budget, deferred)
         elif request.num_uncomputed > 1:
-            self._continue_prompt(request, builder, budget)
+            self._continue_prompt(request, builder, budget, now)
         elif self._ensure_slot(request, now):
             self._sharing.record_written(builder.add(request, 1), builder)
         for late in deferred:
@@ -224,12 +229,16 @@ class Composer:
         prompts.reverse()
         budget = _PrefillBudget(total, total, len(prompts) + self._queue.num_ready - 1)
         deferred: list[Request] = []
+        before = self.num_preemptions
         while budget.left > 0:
             first = self._queue.first(now) if may_admit else None
             if first is not None and first.params.runs_alone:
                 first, may_admit = None, False
             if prompts and (first is None or self._sort_key(prompts[-1], now) < self._sort_key(first, now)):
-                self._continue_prompt(prompts.pop(), builder, budget)
+                self._continue_prompt(prompts.pop(), builder, budget, now)
+                may_admit = may_admit and self.num_preemptions == before
+                if self._awaits_victim:
+                    break
             elif first is None:
                 break
             else:
@@ -239,13 +248,15 @@ class Composer:
         if not self._limits.long_prefill_tokens:
             self._extend_prompts(builder, budget)
 
-    def _continue_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget) -> None:
-        """Adds more of a running prompt, and refunds tokens that others computed."""
+    def _continue_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, now: float) -> None:
+        """Adds more of a running prompt, and refunds tokens that others computed. May preempt requests if it lacks pages."""
+        if request.row is None:
+            return  # preempted for another prompt of this step
         before = request.pages.cached_tokens
         is_ready = self._sharing.skip_computed(request, builder)
         if request.pages.cached_tokens > before:
             self._policy.charge(request, before - request.pages.cached_tokens, 0)
-        if is_ready:
+        if is_ready and self._ensure_slot(request, now):
             self._add_prompt(request, builder, budget)
 
     def _admit(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, deferred: list[Request]) -> bool:
@@ -257,9 +268,8 @@ class Composer:
             self._queue.pop(request)
             deferred.append(request)
             return len(deferred) <= num_free_rows
-        num_new = pool.pages_for(len(request.tokens)) - len(found)
-        free_pages = pool.free_pages - pool.num_unheld(found)
-        if not can_start(num_new, free_pages, num_free_rows, len(self._running.requests)):
+        num_new, num_unheld = sharing.needs(request, found)
+        if not can_start(num_new, pool.free_pages - num_unheld, num_free_rows, len(self._running.requests)):
             return False
         self._queue.pop(request)
         self._running.add(request)
@@ -273,7 +283,10 @@ class Composer:
 
     def _add_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget) -> None:
         share = prompt_share(self._limits, budget.total, request.num_uncomputed, budget.num_others)
-        chunk = builder.add(request, min(request.num_uncomputed, share, budget.left))
+        count = self._sharing.grow(request, request.num_computed, min(request.num_uncomputed, share, budget.left))
+        if not count:
+            return
+        chunk = builder.add(request, count)
         budget.left -= chunk.count
         self._sharing.record_written(chunk, builder)
 
@@ -281,7 +294,7 @@ class Composer:
         for chunk in builder.chunks:
             uncovered = chunk.request.num_tokens - chunk.end
             if budget.left > 0 and uncovered and self._sharing.can_extend(chunk):
-                added = min(uncovered, budget.left)
+                added = self._sharing.grow(chunk.request, chunk.end, min(uncovered, budget.left))
                 chunk.count += added
                 budget.left -= added
                 self._sharing.record_written(chunk, builder)

@@ -8,6 +8,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
+from phalanx_runtime.core.kv.windowed_pages import WindowedPages
 from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import NO_SPECULATION, Fitting, SpeculationConfig, accept_all
@@ -61,12 +62,14 @@ def make_scheduler(
     limits: Limits, pool: PoolShape, config: SchedulerConfig = DEFAULT_CONFIG, fitting: Fitting = accept_all
 ) -> Scheduler:
     """Returns a scheduler over an empty pool."""
-    floor = pool.num_host_pages if pool.min_host_pages is None else min(pool.min_host_pages, pool.num_host_pages)
+    is_fixed = pool.min_host_pages is None or pool.window > 0  # the curve is of whole prefixes
+    floor = pool.num_host_pages if is_fixed else min(pool.min_host_pages or 0, pool.num_host_pages)
     rules = SizingRules(floor=floor, limit=pool.num_host_pages, min_gain=config.host_min_gain)
     pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk)
+    windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if pool.window else None
     return Scheduler(
         limits.within(pool),
-        PrefixSharing(pages, config.model, config.prefix_caching),
+        PrefixSharing(pages, config.model, config.prefix_caching, windowed),
         make_policy(config.scheduling_policy),
         config.speculation,
         fitting,

@@ -24,7 +24,8 @@ class _Counted:
 class QueueTotals:
     """Totals over waiting requests. Cached tokens change while a request waits: `update` follows."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
+        """max_pages: most pages that a request needs to start, if there is a bound."""
         self.tokens = 0
         """All tokens, cached or not."""
         self.outstanding = 0
@@ -36,6 +37,7 @@ class QueueTotals:
         self.pages = 0
         """Free pages needed to start."""
         self._page_size = page_size
+        self._max_pages = max_pages
         self._counted: dict[int, _Counted] = {}
 
     def __len__(self) -> int:
@@ -48,12 +50,13 @@ class QueueTotals:
     def add(self, request: Request) -> None:
         """Adds a request without cached tokens."""
         num_tokens = len(request.tokens)
+        num_pages = -(-num_tokens // self._page_size)
         counted = _Counted(
             request=request,
             tokens=num_tokens,
             outstanding=request.outstanding_tokens,
             uncomputed=request.num_uncomputed,
-            pages=-(-num_tokens // self._page_size),
+            pages=num_pages if self._max_pages is None else min(num_pages, self._max_pages),
             since_s=request.scheduling.waits_since_s,
         )
         self._counted[request.params.order] = counted
@@ -90,8 +93,8 @@ Entry = tuple[float, tuple[float, int], Request]
 class Queue:
     """Waiting requests; held ones are in no lane until `release`. Aborted ones remain in the heap, uncounted."""
 
-    def __init__(self, policy: Policy, page_size: int) -> None:
-        self.totals = QueueTotals(page_size)
+    def __init__(self, policy: Policy, page_size: int, max_pages: int | None = None) -> None:
+        self.totals = QueueTotals(page_size, max_pages)
         """Includes held requests."""
         self._policy = policy
         self._lanes: dict[str, list[Entry]] = {}

@@ -70,7 +70,7 @@ class LoadReporter:
         if steps is None:
             return None
         victims = [
-            Victim(request.params.handle, len(request.pages.ids), self._expected_remaining(request))
+            Victim(request.params.handle, len(request.pages.held), self._expected_remaining(request))
             for request in reversed(running)
             if request.num_output and not request.is_frozen
         ]
@@ -137,7 +137,7 @@ class LoadReporter:
     def _steps_to_full(self, running: list[Request]) -> float | None:
         """See `migration.rescue`. Unused slots of held pages count as free; frozen requests fill no more."""
         pool, size = self._sharing.pool, self._sharing.pool.page_size
-        growing = [request for request in running if not request.is_frozen]
+        growing = [request for request in running if not request.is_frozen and not self._keeps_size(request)]
         unused = sum(len(request.pages.ids) * size - len(request.tokens) for request in growing)
         estimates = [
             RunningEstimate(self._expected_remaining(request), max(0, len(request.tokens) - request.pages.found_tokens))
@@ -145,6 +145,11 @@ class LoadReporter:
         ]
         new_slots_per_step = self._new_pages.mean * size / self._pace.tokens_per_step
         return steps_to_full(max(0, pool.free_pages * size + unused), estimates, new_slots_per_step)
+
+    def _keeps_size(self, request: Request) -> bool:
+        """Whether a request drops a page for each one that it gets."""
+        windowed = self._sharing.windowed
+        return windowed is not None and len(request.tokens) >= windowed.window.tokens
 
     def _begin(self, now: float) -> None:
         """Numbers a report, and brings what depends on the time up to date."""
@@ -159,10 +164,10 @@ class LoadReporter:
             if num_looked_up >= LOOKUP_PAGES:
                 return
             found = self._sharing.find(request)
-            num_pages = pool.pages_for(len(request.tokens))
-            num_held = len(found) - pool.num_unheld(found)
-            waiting.update(request, request.num_uncomputed - len(found) * pool.page_size, num_pages - num_held)
-            num_looked_up += num_pages
+            waiting.update(
+                request, request.num_uncomputed - len(found) * pool.page_size, sum(self._sharing.needs(request, found))
+            )
+            num_looked_up += pool.pages_for(len(request.tokens))
 
 
 def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:

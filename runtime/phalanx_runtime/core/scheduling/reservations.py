@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_length
 from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.running import RunningSet
 
@@ -18,10 +19,12 @@ class Reservation:
     tokens: list[int]
     pages: list[int]
     num_held: int
-    """Leading pages that were cached here."""
+    """Leading pages that were cached here, or are `NULL_PAGE` because no layer reads them."""
     row: int
     num_arrived: int | None = None
     """Tokens in the pages, once all ranks have them."""
+    num_sent: int = 0
+    """Tokens that the source had computed: with a window it sent no page that these do not read."""
     num_drafted: int = 0
     """Leading tokens that arrived with the draft model's KV."""
 
@@ -49,7 +52,7 @@ class Reservations:
 
     def held(self) -> Iterator[tuple[int, list[int]]]:
         """Yields row and pages of each."""
-        return ((reservation.row, reservation.pages) for reservation in self._open.values())
+        return ((reservation.row, _live(reservation.pages)) for reservation in self._open.values())
 
     def reserve(self, move: str, submitted: wire.Request, num_tokens: int) -> Reservation | Refusal:
         """Holds the cached prefix and allocates pages for the rest of `num_tokens`."""
@@ -67,7 +70,7 @@ class Reservations:
         held = self._sharing.hold_written(request)
         pages = self._allocate(num_tokens, len(held))
         if pages is None:
-            self._sharing.pool.release(held)
+            self._sharing.pool.release(_live(held))
             return Refusal(503, "no_room", "no row or too few pages are free; choose another group")
         reservation = Reservation(
             move=move, tokens=request.tokens, pages=held + pages, num_held=len(held), row=self._running.reserve()
@@ -75,9 +78,10 @@ class Reservations:
         self._open[move] = reservation
         return reservation
 
-    def set_arrived(self, move: str, num_tokens: int) -> None:
-        """Records the tokens that every rank has. Raises KeyError without a reservation."""
+    def set_arrived(self, move: str, num_tokens: int, num_sent: int | None = None) -> None:
+        """Records the tokens that every rank has, of `num_sent`, by default all. Raises KeyError without a reservation."""
         reservation = self._open[move]
+        reservation.num_sent = num_tokens if num_sent is None else num_sent
         reservation.num_arrived = max(num_tokens, reservation.num_held * self._sharing.pool.page_size)
 
     def set_drafted(self, move: str, num_tokens: int) -> None:
@@ -113,7 +117,7 @@ class Reservations:
         reservation = self._open.pop(move, None)
         if reservation is not None:
             self._running.unreserve(reservation.row)
-            self._sharing.pool.release(reservation.pages)
+            self._sharing.pool.release(_live(reservation.pages))
 
     def _allocate(self, num_tokens: int, num_held: int) -> list[int] | None:
         pool, running = self._sharing.pool, self._running
@@ -127,4 +131,13 @@ class Reservations:
         size, num_arrived, tokens = self._sharing.pool.page_size, reservation.num_arrived, reservation.tokens
         if num_arrived is None or not reservation.num_held * size <= num_arrived < len(request.tokens):
             return False
+        if self._sharing.windowed is not None:
+            window = self._sharing.windowed.window
+            num_missing = max(window.first_page(reservation.num_sent), reservation.pages.count(NULL_PAGE))
+            if window.first_page(num_arrived) < num_missing:
+                return False
         return num_arrived <= len(reservation.pages) * size and request.tokens[: len(tokens)] == tokens
+
+
+def _live(pages: list[int]) -> list[int]:
+    return pages[pages.count(NULL_PAGE) :]

@@ -62,10 +62,14 @@ class RunningSet:
         candidates = [request for request in requests if request.row is not None and not (request.in_flight or request.is_frozen)]
         newest = max(candidates, key=lambda request: request.params.seniority, default=None)
         if newest is not None:
-            self.requests.remove(newest)
-            self._release(newest)
+            self.preempt(newest)
             self._max_requests = max(1, len(self.requests))
         return newest
+
+    def preempt(self, request: Request) -> None:
+        """Preempts a request that is in no plan."""
+        self.requests.remove(request)
+        self._release(request)
 
     def drop_ended(self) -> None:
         """Frees rows and pages of ended requests, except those in a plan in flight."""
@@ -79,7 +83,7 @@ class RunningSet:
     def check(self, reserved: Iterable[tuple[int, list[int]]] = (), sent: Iterable[list[int]] = ()) -> list[str]:
         """Returns errors of pages and rows, given the reserved ones and the pages `sent` to other groups."""
         reservations = list(reserved)
-        held_pages = [request.pages.ids for request in self.requests] + [pages for _, pages in reservations]
+        held_pages = [request.pages.held for request in self.requests] + [pages for _, pages in reservations]
         errors = self._sharing.pool.check([*held_pages, *sent])
         held = [row for row, _ in reservations] + [request.row for request in self.requests if request.row is not None]
         rows = sorted(self._free_rows + held)

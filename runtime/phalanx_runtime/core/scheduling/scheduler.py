@@ -49,6 +49,7 @@ class RunningRequest:
     num_computed: int
     """Tokens in the pages, in place."""
     pages: Sequence[int]
+    """Leading ones may be `NULL_PAGE`."""
     is_settled: bool
     """Frozen, and in no plan in flight."""
     num_preemptions: int
@@ -75,14 +76,15 @@ class Scheduler:
     ) -> None:
         self.sharing = sharing
         self.pool = sharing.pool
-        self.limits = limits.within(PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.rules.limit))
+        shape = PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.rules.limit, window=self.window)
+        self.limits = limits.within(shape)
         self.fit = StepFit()
         self._policy = policy
         self._requests: dict[int, Request] = {}
-        self._queue = Queue(policy, self.pool.page_size)
+        self._queue = Queue(policy, self.pool.page_size, None if sharing.windowed is None else sharing.windowed.max_pages)
         self._running = RunningSet(limits.max_num_seqs, sharing)
         self.reservations = Reservations(self.limits, self._running, sharing)
-        self.prefix_holds = PrefixHolds(self.pool)
+        self.prefix_holds = PrefixHolds(self.pool, sharing.windowed)
 
         self._reporter = LoadReporter(self.limits, self._queue, self._running, sharing)
         self.speculator = Speculator(self.limits, self.pool, speculation, fitting)
@@ -96,6 +98,11 @@ class Scheduler:
         self._num_submitted = 0
         self._is_unsorted = False
         self._num_ahead = pages_ahead(self.pool, self.limits.max_num_batched_tokens)
+
+    @property
+    def window(self) -> int:
+        """Tokens whose pages a request keeps; 0: all."""
+        return 0 if self.sharing.windowed is None else self.sharing.windowed.window.tokens
 
     @property
     def requests(self) -> Mapping[int, Request]:
@@ -179,6 +186,12 @@ class Scheduler:
         request.is_frozen = True
         return True
 
+    def pin(self, handle: int, is_pinned: bool) -> None:
+        """Lets a request keep all its pages while a move reads them. Ignores unknown handles."""
+        request = self._requests.get(handle)
+        if request is not None:
+            request.pages.is_pinned = is_pinned
+
     def thaw(self, handle: int) -> None:
         """Lets a frozen request continue, unless it awaits its grammar. Ignores unknown handles."""
         request = self._requests.get(handle)
@@ -245,6 +258,8 @@ class Scheduler:
     def preempt_newest(self, now: float = 0.0) -> int | None:
         """Preempts the newest request of the plan that was taken back. Returns its handle, if one runs."""
         assert not self._flights, "a request in a plan cannot be preempted"
+        for request in [request for request in self._running.requests if self.sharing.lacks_pages(request)]:
+            self._composer.preempt(request, now)
         victim = self._composer.preempt_newest(self._taken_back, now)
         self._taken_back = []
         return None if victim is None else victim.params.handle
@@ -273,6 +288,8 @@ class Scheduler:
             request = chunk.request
             request.max_computed = max(request.max_computed, request.num_computed)
             self.speculator.settle(chunk)
+            if self.sharing.windowed is not None and not request.has_ended:
+                self.sharing.drop_unreadable(request, chunk.end if request.in_flight else request.num_in_place)
         self._running.drop_ended()
         self.speculator.learn(builder, self.fit.model(), wall_s, result.draft_s, result.draft_failure)
         if wall_s is not None:

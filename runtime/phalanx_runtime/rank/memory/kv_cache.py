@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx_runtime.core.page_window import max_request_tokens
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
@@ -53,9 +54,12 @@ def _parts(head_dim: int, dtype: torch.dtype, format: PageFormat | None) -> list
     return [(format.code_dim(head_dim), format.dtype), (format.num_scales(head_dim), torch.bfloat16)]
 
 
-def resolve_max_model_len(max_model_len: int | None, max_position: int, num_pages: int, page_size: int) -> int:
-    """Returns `max_model_len`, else the limit of model and pool. Raises ModelError if the pool is too small."""
-    capacity = num_pages * page_size
+def resolve_max_model_len(max_model_len: int | None, max_position: int, num_pages: int, page_size: int, window: int = 0) -> int:
+    """Returns `max_model_len`, else the limit of model and pool. Raises ModelError if the pool is too small.
+
+    `window`: as in `PoolShape`.
+    """
+    capacity = max_request_tokens(num_pages, page_size, window)
     if num_pages < 1:
         raise ModelError("the KV cache has no room for a single page: raise kv_cache_memory_bytes or give the pod more memory")
     if max_model_len is not None and max_model_len > capacity:

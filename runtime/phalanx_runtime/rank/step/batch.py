@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.draft_tree import ROOT, levels
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
 from phalanx_runtime.model.copies.uploads import Array, upload
@@ -69,6 +70,8 @@ class CacheShape:
     kv_heads: int
     layer_page_bytes: int
     """Bytes of a page in one layer."""
+    window: PageWindow | None = None
+    """If requests drop pages: attention then starts at the first page that a step may read."""
 
 
 class LazyParts(Sequence[T]):
@@ -169,14 +172,15 @@ class BatchBuilder:
     def tensors(self, plan: StepPlan) -> StepBatch:
         """Returns the tensors, with tables up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
-        lengths = starts + counts
+        skipped = self._skipped(starts)
+        lengths = starts + counts - skipped * self._shape.page_size
         trees = {path.request: path.parents for path in plan.paths if path.parents}
         is_chunk = counts != 1
         is_chunk[list(trees)] = True
         order = np.lexsort((-lengths, is_chunk))
         offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
         num_decodes = len(rows) - int(is_chunk.sum())
-        rows, starts, counts, lengths = rows[order], starts[order], counts[order], lengths[order]
+        rows, starts, counts, lengths, skipped = (part[order] for part in (rows, starts, counts, lengths, skipped))
         firsts = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
         slots = np.repeat(starts, counts) + within
@@ -199,20 +203,21 @@ class BatchBuilder:
         )
 
         def chunks() -> list[AttentionChunk]:
-            requests = zip(firsts[:-1].tolist(), rows.tolist(), counts.tolist(), lengths.tolist(), order.tolist(), strict=True)
+            columns = (firsts[:-1], rows, counts, lengths, skipped, order)
+            requests = zip(*(column[num_decodes : len(rows)].tolist() for column in columns), strict=True)
             return [
-                self._chunk(first, row, size, length, trees.get(request, []))
-                for first, row, size, length, request in list(requests)[num_decodes:]
+                self._chunk(first, self._table(row, num_skipped, length), size, length, trees.get(request, []))
+                for first, row, size, length, num_skipped, request in requests
             ]
 
         return StepBatch(
             tokens=self._fill_last_tokens(parts[0], *parts[4:]) if len(unknown) else parts[0],
             positions=parts[1],
             slots=parts[2],
-            bands=LazyParts(partial(self._bands, rows[:num_decodes], lengths[:num_decodes])),
+            bands=LazyParts(partial(self._bands, rows[:num_decodes], lengths[:num_decodes], skipped[:num_decodes])),
             chunks=LazyParts(chunks),
             logits_indices=parts[3],
-            segments=cache(partial(self._segments, rows, counts, lengths=lengths, trees=trees, order=order)),
+            segments=cache(partial(self._segments, rows, counts, lengths=lengths, skipped=skipped, trees=trees, order=order)),
         )
 
     def _logits_indices(self, plan: StepPlan, firsts: Ints, index_of: Ints) -> Ints:
@@ -237,8 +242,17 @@ class BatchBuilder:
             raise ValueError("the plan has a token that only the device knows, and the builder has no `last_tokens`")
         return tokens.index_copy_(0, unknown, self.last_tokens.index_select(0, rows).to(tokens.dtype))
 
-    def _segments(self, rows: Ints, counts: Ints, *, lengths: Ints, trees: Mapping[int, Sequence[int]], order: Ints) -> Segments:
-        """`rows`, `counts` and `lengths` in packed order; `order`: their requests, by which `trees` has parents."""
+    def _segments(
+        self,
+        rows: Ints,
+        counts: Ints,
+        *,
+        lengths: Ints,
+        skipped: Ints,
+        trees: Mapping[int, Sequence[int]],
+        order: Ints,
+    ) -> Segments:
+        """All in packed order but `trees`, which has parents by request; `order`: the requests."""
         parents = [trees.get(int(request), ()) for request in order]
         width = int(-(-lengths.max() // self._shape.page_size)) if len(lengths) else 1
         ancestors = np.zeros(int(counts.sum()), np.int32)
@@ -251,7 +265,7 @@ class BatchBuilder:
         tree_levels = np.zeros((len(parents), max(map(len, parents), default=0)), np.int32)
         for row, tree in enumerate(parents):
             tree_levels[row, : len(tree)] = levels(tuple(tree))
-        arrays = [np.concatenate(([0], ends)), lengths, self._tables[rows, :width]]
+        arrays = [np.concatenate(([0], ends)), lengths, self._tables_from(rows, skipped, width)]
         if any(parents):
             arrays += [np.asarray([len(tree) for tree in parents]), tree_levels, ancestors]
         starts, device_lengths, tables, *tree_parts = self._upload(*(array.astype(np.int32) for array in arrays))
@@ -305,20 +319,39 @@ class BatchBuilder:
         slots: Ints = (cache_rows * page_size + (positions % page_size)[:, None]).reshape(-1)
         return slots
 
-    def _bands(self, rows: Ints, lengths: Ints) -> list[DecodeBand]:
+    def _skipped(self, starts: Ints) -> Ints:
+        """Returns the leading pages that no token from `starts` on reads, by request."""
+        window = self._shape.window
+        if window is None:
+            return np.zeros_like(starts)
+        skipped: Ints = np.maximum(0, starts - window.tokens + 1) // window.page_size
+        return skipped
+
+    def _tables_from(self, rows: Ints, skipped: Ints, width: int) -> Ints:
+        """Returns `width` columns of each row's table, without its skipped ones; columns after its pages may be any."""
+        if self._shape.window is None:
+            return self._tables[rows, :width]
+        columns = skipped[:, None] + np.arange(width)
+        tables: Ints = self._tables[rows[:, None], np.minimum(columns, self._tables.shape[1] - 1)]
+        return tables
+
+    def _table(self, row: int, num_skipped: int, length: int) -> Ints:
+        return self._tables[row, num_skipped : num_skipped - (-length // self._shape.page_size)]
+
+    def _bands(self, rows: Ints, lengths: Ints, skipped: Ints) -> list[DecodeBand]:
         pages = -(-lengths // self._shape.page_size)
         max_padding = MAX_PADDING_BYTES // max(self._shape.layer_page_bytes, 1)
         bands, start = [], 0
         for size in band_sizes(pages.tolist(), max_padding):
             band = slice(start, start + size)
-            bands.append(self._band(start, rows[band], lengths[band], pages[band]))
+            tables = self._tables_from(rows[band], skipped[band], int(pages[band][0]))
+            bands.append(self._band(start, tables, lengths[band], pages[band]))
             start += size
         return bands
 
-    def _band(self, start: int, rows: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
-        width = int(pages[0])
+    def _band(self, start: int, tables: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
+        width = tables.shape[1]
         columns = np.arange(width)
-        tables = self._tables[rows, :width]
         # Padding repeats the row's own first page, so that no page of another request is read.
         tables = np.where(columns < pages[:, None], tables, tables[:, :1])
         cache_rows = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
@@ -331,7 +364,7 @@ class BatchBuilder:
 
         return DecodeBand(
             start=start,
-            size=len(rows),
+            size=len(lengths),
             cache_rows=self._tensor(cache_rows.reshape(-1)),
             masks=LazyMasks(mask),
             tables=self._tensor(tables),
@@ -339,8 +372,7 @@ class BatchBuilder:
             device_lengths=self._tensor(lengths),
         )
 
-    def _chunk(self, start: int, row: int, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
-        pages = self._tables[row, : -(-length // self._shape.page_size)]
+    def _chunk(self, start: int, pages: Ints, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
         is_whole = size == length
         cache_rows = None if is_whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
 

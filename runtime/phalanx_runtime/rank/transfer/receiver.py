@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.page_wire import FrameHeader, PageHello, TransferError
@@ -153,8 +154,10 @@ class PageReceiver:
         """Checks that all pages arrived. Raises TransferError."""
         if not hmac.compare_digest(digest, page_wire.digest(last)):
             raise TransferError("checksum", "the last page has a wrong digest")
-        end = -(-num_computed // self._pages.page_size)
-        missing = sum(position not in incoming.received for position in range(incoming.order.first, end))
+        order, size = incoming.order, self._pages.page_size
+        end = -(-num_computed // size)
+        first = max(order.first, PageWindow(order.window, size).first_page(num_computed)) if order.window else order.first
+        missing = sum(position not in incoming.received for position in range(first, end))
         if missing:
             raise TransferError("malformed", f"{missing} pages before position {end} are missing")
 

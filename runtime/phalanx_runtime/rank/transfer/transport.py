@@ -88,10 +88,10 @@ class GroupPageTransport:
         """Sets the function called after each report."""
         self._reports.start(wake)
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int) -> None:
+    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
         """Lets every rank receive."""
         for rank in range(len(self._addresses)):
-            self._order(rank, ExpectPages(move=move, key=key, first=first, pages=pages, step=step))
+            self._order(rank, ExpectPages(move=move, key=key, first=first, pages=pages, step=step, window=window))
 
     def forget(self, move: str) -> None:
         """Ends reception."""

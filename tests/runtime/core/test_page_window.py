@@ -1,0 +1,73 @@
+"""Which pages can be read, against a count over tokens; which models drop pages; how long a request may be."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_api.engine_config import EngineConfig
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.page_window import NO_LIMIT, PageWindow, choose_page_groups, max_request_tokens
+from phalanx_runtime.core.step_plan import PoolShape
+
+WINDOWS = st.builds(PageWindow, st.integers(2, 40), st.integers(1, 9))
+
+
+def readable(window: PageWindow, start: int, end: int) -> set[int]:
+    """Returns the pages that tokens `start` to `end` - 1 read, one by one."""
+    size = window.page_size
+    return {at // size for token in range(start, end) for at in range(max(0, token - window.tokens + 1), token + 1)}
+
+
+@given(WINDOWS, st.integers(0, 100), st.integers(1, 20))
+def test_first_page_is_the_first_that_is_read(window: PageWindow, start: int, count: int) -> None:
+    pages = readable(window, start, start + count)
+    assert window.first_page(start) == min(pages)
+    assert len(pages) <= window.max_pages(count)
+
+
+@given(WINDOWS, st.integers(1, 20))
+def test_the_most_pages_are_needed_at_some_position(window: PageWindow, count: int) -> None:
+    starts = range(window.tokens, window.tokens + window.page_size)
+    assert window.max_pages(count) == max(len(readable(window, start, start + count)) for start in starts)
+
+
+@given(WINDOWS, st.lists(st.booleans(), max_size=20))
+def test_longest_hit_has_all_pages_that_are_read(window: PageWindow, present: list[bool]) -> None:
+    def is_hit(end: int) -> bool:
+        first = min(window.first_page(end * window.page_size), max(0, end - 1))
+        return all(present[first:end])
+
+    longest = max(end for end in range(len(present) + 1) if is_hit(end))
+    assert window.longest_hit(present.__getitem__, len(present)) == longest
+
+
+def test_a_whole_hit_looks_up_the_window_only() -> None:
+    looked_up: list[int] = []
+    assert PageWindow(33, 8).longest_hit(lambda page: not looked_up.append(page), 1000) == 1000  # type: ignore[func-returns-value]
+    assert looked_up == [999, 998, 997, 996]
+
+
+@pytest.mark.parametrize(
+    ("windows", "config", "window", "why"),
+    [
+        ({None}, EngineConfig(), 0, "no layer has a sliding window"),
+        ({4096}, EngineConfig(), 4096, "every layer has a sliding window"),
+        ({512, 1024}, EngineConfig(speculative_method="ngram"), 1024, "every layer"),
+        ({1}, EngineConfig(), 2, "every layer"),
+        ({4096, None}, EngineConfig(), 0, "some layers attend to all tokens"),
+        ({4096}, EngineConfig(speculative_method="self_draft"), 0, "the draft model computes tokens again"),
+        ({4096}, EngineConfig(batch_invariant=True), 0, "batch-invariant"),
+    ],
+)
+def test_models_with_windows_alone_drop_pages(windows: set[int | None], config: EngineConfig, window: int, why: str) -> None:
+    groups = choose_page_groups(windows, config)
+    assert groups.window == window and groups.why.startswith(why)
+
+
+def test_a_pool_that_holds_the_window_limits_no_request() -> None:
+    assert max_request_tokens(10, 16, 0) == 160
+    assert max_request_tokens(3, 16, 33) == 48, "the window and a token in each of two plans need four pages"
+    assert max_request_tokens(4, 16, 33) == NO_LIMIT
+    limits = Limits(max_model_len=5000, max_num_seqs=4, max_num_batched_tokens=64)
+    assert limits.within(PoolShape(4, 16, window=33)).max_model_len == 5000
+    assert limits.within(PoolShape(4, 16)).max_model_len == 64
