@@ -201,6 +201,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     disk_reclaimed_bytes: int = 0  # of removed segments, over all ranks
     cache_use: CacheUse = NO_USE
 
+    # Pages of models whose layers all have a sliding window.
+    max_request_pages: int = 0  # most pages that a request holds; 0: those of all its tokens
+    dropped_pages: int = 0  # counter of pages that no layer of a running request reads any more
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""

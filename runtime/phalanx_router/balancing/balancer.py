@@ -247,7 +247,7 @@ class Balancer:
             if code is not None:
                 return LadderPlan(plan.moves[:index], _exhausted(source, planned.rung, code))
             self._in_progress.add(planned)
-            self._budget.record_start(planned, planned.context * source.capacity.page_bytes / source.capacity.page_size)
+            self._budget.record_start(planned, source.kv_bytes(planned.context))
         return plan
 
     def _hotspot(self, group: HotGroup, view: GroupView, is_saturated: bool, now: float) -> Hotspot:

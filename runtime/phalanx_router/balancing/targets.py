@@ -64,7 +64,7 @@ MIN_TRANSFER_TOKENS = 256
 def copy_s(context: float, source: GroupView, bytes_per_s: float | None) -> float:
     """Seconds to copy the pages of `context` tokens."""
     bandwidth = source.copy_bytes_per_s if bytes_per_s is None else min(bytes_per_s, source.copy_bytes_per_s)
-    return context * source.capacity.page_bytes / source.capacity.page_size / max(bandwidth, 1.0)
+    return source.kv_bytes(context) / max(bandwidth, 1.0)
 
 
 def recompute_s(context: int, target: GroupView) -> float:

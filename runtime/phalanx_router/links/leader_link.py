@@ -18,7 +18,6 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from phalanx_api import moves, wire
 from phalanx_router.links.connection import Connection, Dial, Handshake, LinkBroken, Sink, dial, explain_close, is_normal_close
 from phalanx_router.links.endpoints import Endpoint
-from phalanx_router.routing.ledger import make_sent_request
 from phalanx_router.routing.prefixes import PageFeed
 from phalanx_router.routing.view_builder import GroupReport
 from phalanx_router.streams.stream import AdoptedStream
@@ -132,7 +131,7 @@ class LeaderLink:
         self._sinks[handle] = (sink, request.epoch)
         if request.alone:
             self._alone.add(handle)
-        sent = make_sent_request(request, self.group_report.page_size, hit_tokens)
+        sent = self.group_report.sent(request, hit_tokens)
         self.group_report.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
 
@@ -302,7 +301,7 @@ class LeaderLink:
             if frame.request.alone:
                 self._alone.add(frame.handle)
             context = len(frame.request.prompt) + len(frame.request.delivered)
-            self.group_report.ledger.adopt(frame.handle, make_sent_request(frame.request, self.group_report.page_size, context))
+            self.group_report.ledger.adopt(frame.handle, self.group_report.sent(frame.request, context))
 
     def _deliver_tokens(self, frame: wire.Tokens) -> None:
         """The hot loop of the router."""

@@ -22,14 +22,20 @@ class SentRequest:
     attention: float = 0.0  # sum of the context lengths of `prompt_tokens`
 
 
-def make_sent_request(request: wire.Request, page_size: int, hit_tokens: int = 0) -> SentRequest:
-    """Load of `request` in a group with `hit_tokens` cached tokens."""
+def request_pages(tokens: int, page_size: int, max_pages: int = 0) -> int:
+    """Returns the pages of a request, at most `max_pages` if that is set: requests of some models drop pages as they compute."""
+    num_pages = -(-tokens // page_size)
+    return min(num_pages, max_pages) if max_pages else num_pages
+
+
+def make_sent_request(request: wire.Request, page_size: int, hit_tokens: int = 0, max_pages: int = 0) -> SentRequest:
+    """Load of `request` in a group with `hit_tokens` cached tokens. `max_pages`: see `request_pages`."""
     context = len(request.prompt) + len(request.delivered)
     missing = max(1, context - hit_tokens)
     return SentRequest(
         prompt_tokens=missing,
         context_tokens=context,
-        pages=-(-missing // page_size),
+        pages=request_pages(missing, page_size, max_pages),
         attention=attention_work(context, context - missing),
     )
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.summary import Freshness
+from phalanx_router.routing.ledger import request_pages
 
 UNKNOWN = StepModel(fixed_s=0.02, token_s=1e-4, knee_tokens=0, context_s=1e-7, attention_s=0.0)
 """Orders groups without measured steps by queued work."""
@@ -31,6 +32,7 @@ class GroupCapacity:
     page_bytes: int = 0  # over all ranks; 0 if unknown
     max_num_seqs: int = 0  # 0 if unknown
     max_num_batched_tokens: int = 2048
+    max_request_pages: int = 0  # 0: a request holds the pages of all its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +154,14 @@ class GroupView:
         return self.load.hot_prefix.pages * self.capacity.page_size
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill."""
-        return -(-tokens // self.capacity.page_size)
+        """Pages of a request of `tokens` tokens."""
+        return request_pages(tokens, self.capacity.page_size, self.capacity.max_request_pages)
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Bytes of the KV of a request of `tokens` tokens; 0 if unknown."""
+        capacity = self.capacity
+        num_bytes = tokens * capacity.page_bytes / capacity.page_size
+        return min(num_bytes, capacity.max_request_pages * capacity.page_bytes) if capacity.max_request_pages else num_bytes
 
     def plus(self, requests: int, context_tokens: int, pages: int = 0) -> "GroupView":
         """`GroupLoad.plus` as a view."""

@@ -12,7 +12,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_api.summary import Freshness
-from phalanx_router.routing.ledger import DispatchLedger
+from phalanx_router.routing.ledger import DispatchLedger, SentRequest, make_sent_request
 from phalanx_router.routing.view import NO_PREFIX, UNKNOWN, GroupCapacity, GroupLoad, GroupView, freshness, is_stale
 
 # Relative speed of groups with equal weights and layout (a shape), from the step models that they fit:
@@ -118,6 +118,10 @@ class GroupReport:
     preempted_at: float | None = None
     num_reports: int = 0
     ledger: DispatchLedger = field(default_factory=DispatchLedger)
+
+    def sent(self, request: wire.Request, hit_tokens: int = 0) -> SentRequest:
+        """Load that a request adds to the group, which has `hit_tokens` of its tokens."""
+        return make_sent_request(request, self.page_size, hit_tokens, 0 if self.load is None else self.load.max_request_pages)
 
     def record(self, load: wire.Load, now: float) -> None:
         """Records a load report. A repeated one keeps its age."""
@@ -262,6 +266,7 @@ def make_view(
             page_bytes=report.served.page_bytes,
             max_num_seqs=load.max_num_seqs,
             max_num_batched_tokens=load.max_num_batched_tokens or 2048,
+            max_request_pages=load.max_request_pages,
         ),
         load=_group_load(load, report.ledger, is_blind),
     )

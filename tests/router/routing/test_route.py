@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,9 +27,11 @@ from phalanx_router.routing.cost import (
 from phalanx_router.routing.ledger import DispatchLedger, SentRequest, make_sent_request
 from phalanx_router.routing.view import GroupView, freshness
 from phalanx_router.routing.view_builder import (
+    EMPTY_LOAD,
     NOISE,
     SPEED_HALF_LIFE_S,
     TYPICAL_WORK,
+    GroupReport,
     StepMeasurement,
     decay_speed,
     mean_model,
@@ -286,6 +289,16 @@ def test_added_load_table() -> None:
     assert make_sent_request(few, page_size=16, hit_tokens=32) == SentRequest(
         prompt_tokens=1, context_tokens=32, pages=1, attention=(32**2 - 31**2) / 2
     )
+    assert make_sent_request(many, page_size=16, max_pages=2).pages == 2, "of three"
+
+
+def test_requests_with_windows_fill_few_pages() -> None:
+    """A group whose requests drop pages has room for one that is longer than its pages."""
+    view, windowed = (make_group_view("g", total_pages=8, page_bytes=100, max_request_pages=count) for count in (0, 4))
+    assert (view.pages_of(160), windowed.pages_of(160), windowed.pages_of(33)) == (10, 4, 3)
+    assert (view.kv_bytes(160), windowed.kv_bytes(160), windowed.kv_bytes(40.0)) == (1000, 400, 250)
+    report = GroupReport(key="g", load=msgspec.structs.replace(EMPTY_LOAD, total_pages=8, free_pages=8, max_request_pages=4))
+    assert report.sent(make_request(range(160))).pages == 4
 
 
 def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:

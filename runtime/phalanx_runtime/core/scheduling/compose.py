@@ -85,6 +85,8 @@ class Composer:
         self._speculator = speculator
         self._was_alone = False
         self._awaits_victim = False
+        self._lacks_pages = False
+        """A prompt of this step waits for pages, so no other request gets them."""
         self._model: StepModel | None = None
 
     def compose(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
@@ -148,7 +150,7 @@ class Composer:
         return builder
 
     def _new_step(self, step: int) -> StepBuilder:
-        self._awaits_victim = False
+        self._awaits_victim = self._lacks_pages = False
         return StepBuilder(step=step, backfill_budget=self._limits.max_num_batched_tokens)
 
     def _compose_batch(self, step: int, model: StepModel | None, now: float) -> StepBuilder:
@@ -194,8 +196,8 @@ class Composer:
     def _can_plan(self, request: Request) -> bool:
         return not request.in_flight or (self._limits.runs_ahead and request.can_run_ahead)
 
-    def _ensure_slot(self, request: Request, now: float) -> bool:
-        """Returns whether the request has a slot for its token. May preempt requests.
+    def _ensure_slot(self, request: Request, now: float, may_wait: bool = False) -> bool:
+        """Returns whether the request has a slot for its token. May preempt requests; with `may_wait` never itself.
 
         A victim in flight is preempted after its plan: `_awaits_victim` keeps it and later requests out of this step.
         """
@@ -207,6 +209,9 @@ class Composer:
             if page is not None:
                 request.pages.ids += page
                 return True
+            if may_wait and self._running.last_idle in (request, None):
+                self._lacks_pages = True
+                return False
             self._awaits_victim = self._limits.runs_ahead and self._running.is_last_in_flight
             victim = None if self._awaits_victim else self._running.preempt_last()
             if victim is None:
@@ -236,7 +241,7 @@ class Composer:
                 first, may_admit = None, False
             if prompts and (first is None or self._sort_key(prompts[-1], now) < self._sort_key(first, now)):
                 self._continue_prompt(prompts.pop(), builder, budget, now)
-                may_admit = may_admit and self.num_preemptions == before
+                may_admit = may_admit and self.num_preemptions == before and not self._lacks_pages
                 if self._awaits_victim:
                     break
             elif first is None:
@@ -256,7 +261,7 @@ class Composer:
         is_ready = self._sharing.skip_computed(request, builder)
         if request.pages.cached_tokens > before:
             self._policy.charge(request, before - request.pages.cached_tokens, 0)
-        if is_ready and self._ensure_slot(request, now):
+        if is_ready and self._ensure_slot(request, now, may_wait=bool(builder.chunks)):
             self._add_prompt(request, builder, budget)
 
     def _admit(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, deferred: list[Request]) -> bool:

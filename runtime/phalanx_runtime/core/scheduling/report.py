@@ -171,7 +171,7 @@ class LoadReporter:
 
 
 def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
-    pool, host, disk = sharing.pool, sharing.pool.host, sharing.disk
+    pool, host, disk, windowed = sharing.pool, sharing.pool.host, sharing.disk, sharing.windowed
     return msgspec.structs.replace(
         load,
         cached_pages=pool.cached_pages,
@@ -195,6 +195,8 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         disk_compacted_bytes=disk.counters.compacted_bytes,
         disk_reclaimed_bytes=disk.counters.reclaimed_bytes,
         cache_use=_cache_use(load, sharing),
+        max_request_pages=0 if windowed is None else windowed.max_pages,
+        dropped_pages=0 if windowed is None else windowed.num_dropped,
     )
 
 

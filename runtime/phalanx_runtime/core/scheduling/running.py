@@ -47,15 +47,17 @@ class RunningSet:
         """Whether the last request that is not frozen is in flight, so that it cannot be preempted yet."""
         return next((request.in_flight > 0 for request in reversed(self.requests) if not request.is_frozen), False)
 
+    @property
+    def last_idle(self) -> Request | None:
+        """The last request that is neither frozen nor in flight."""
+        return next((request for request in reversed(self.requests) if not (request.in_flight or request.is_frozen)), None)
+
     def preempt_last(self) -> Request | None:
         """Preempts and returns the last request that is neither frozen nor in flight."""
-        for position in range(len(self.requests) - 1, -1, -1):
-            request = self.requests[position]
-            if not request.in_flight and not request.is_frozen:
-                del self.requests[position]
-                self._release(request)
-                return request
-        return None
+        request = self.last_idle
+        if request is not None:
+            self.preempt(request)
+        return request
 
     def preempt_newest(self, requests: Iterable[Request]) -> Request | None:
         """Preempts and returns the newest of `requests` that runs, is not frozen and in no plan, and lets fewer requests run."""

@@ -115,6 +115,7 @@ _COUNTERS = {
         "phalanx_evicted_page_seconds",
         "Time from publication to eviction of evicted pages, summed; over phalanx_pages_evicted it is their mean residency.",
     ),
+    "dropped_pages": ("phalanx_dropped_pages", "Pages of running requests that no layer reads any more: before sliding windows."),
     "host_stored_pages": ("phalanx_host_stored_pages", "Evicted pages that were stored in host memory."),
     "host_loaded_pages": ("phalanx_host_loaded_pages", "Pages that prompts loaded from host memory."),
     "host_evicted_pages": ("phalanx_host_evicted_pages", "Pages evicted from host memory."),

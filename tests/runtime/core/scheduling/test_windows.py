@@ -1,0 +1,139 @@
+"""Requests that drop the pages before their window: what they hold, who is preempted, what is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import StepPlan
+from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
+
+WINDOW, PAGE = 12, 4
+
+
+class WindowedEngine:
+    """A scheduler over a fake runner; `tokens` has the output of each request."""
+
+    def __init__(self, num_pages: int, window: int = WINDOW, budget: int = 16, *, is_async: bool = False) -> None:
+        self.runner = FakeRunner(num_pages, PAGE, runs_ahead=is_async, window=window)
+        limits = Limits(max_model_len=400, max_num_seqs=4, max_num_batched_tokens=budget, async_scheduling=is_async)
+        self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool)
+        self.tokens: dict[int, list[int]] = {}
+        self.plans: list[StepPlan] = []
+
+    def submit(self, request: wire.Request) -> Refusal | wire.Finished | None:
+        handle = len(self.tokens)
+        self.tokens[handle] = []
+        return self.scheduler.submit(handle, request)
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.runner.start(plan)
+            self.plans.append(plan)
+        return plan
+
+    def commit(self) -> None:
+        frame = self.scheduler.commit(self.runner.finish())
+        self.plans.pop(0)
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            self.tokens[handle].append(token)
+
+    def run(self) -> Iterator[int]:
+        """Yields the pages in use after each plan."""
+        while True:
+            plan = self.plan()
+            pool = self.scheduler.pool
+            yield pool.num_pages - pool.free_pages
+            if self.plans and (plan is None or len(self.plans) == self.scheduler.limits.max_flights):
+                self.commit()
+            if not self.plans and self.scheduler.is_idle():
+                return
+
+
+@pytest.mark.parametrize(("is_async", "plans"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("budget", [4, 16])
+def test_request_holds_window_chunk_and_a_page(is_async: bool, plans: int, budget: int) -> None:
+    engine = WindowedEngine(60, budget=budget, is_async=is_async)
+    request = make_request(200, 50, seed=3)
+    assert engine.submit(request) is None
+    most = max(engine.run())
+    assert most * PAGE <= WINDOW + plans * budget + 2 * PAGE
+    assert engine.tokens[0] == expected_output(request, window=WINDOW)
+    assert engine.scheduler.load().dropped_pages > 50
+    assert engine.scheduler.load().max_request_pages == most
+
+
+def test_prompts_longer_than_the_pool_are_served() -> None:
+    request = make_request(100, 5)
+    refused = WindowedEngine(8, window=0).submit(request)
+    assert isinstance(refused, Refusal) and (refused.status, refused.code) == (400, "context_length_exceeded")
+    engine = WindowedEngine(8)
+    assert engine.submit(request) is None
+    assert max(engine.run()) <= 8
+    assert engine.tokens[0] == expected_output(request, window=WINDOW)
+
+
+def test_prompt_without_pages_waits_for_requests_of_the_step() -> None:
+    """Both requests run; then others hold the pages that the first one drops, and all free ones."""
+    engine = WindowedEngine(14, budget=16)
+    first, second = make_request(90, 3, seed=1), make_request([9] * 20, 30, seed=2)
+    assert engine.submit(first) is None and engine.plan() is not None
+    engine.commit()
+    assert engine.submit(second) is None and engine.plan() is not None
+    engine.commit()
+    scheduler = engine.scheduler
+    shared = list(scheduler.requests[0].pages.held)
+    scheduler.pool.share(shared)  # as followers do: dropped pages stay in use
+    taken = scheduler.pool.allocate(scheduler.pool.free_pages) or []
+    num_waited = 0
+    while scheduler.requests[0].num_uncomputed > 1 and (plan := engine.plan()) is not None:
+        num_waited += scheduler.requests[0].row not in plan.rows
+        engine.commit()
+    assert num_waited > 0
+    scheduler.pool.release(shared)
+    scheduler.pool.release(taken)
+    list(engine.run())
+    assert engine.tokens == {0: expected_output(first, window=WINDOW), 1: expected_output(second, window=WINDOW)}
+
+
+def test_prompt_without_pages_preempts_a_later_prompt() -> None:
+    engine = WindowedEngine(20, budget=16)
+    first, second = make_request(90, 3, seed=1), make_request([9] * 80, 3, seed=2)
+    assert engine.submit(first) is None and engine.submit(second) is None
+    scheduler = engine.scheduler
+    assert engine.plan() is not None
+    engine.commit()
+    assert scheduler.requests[1].row is not None
+    taken: list[int] = []
+    while not scheduler.num_preemptions:
+        taken += scheduler.pool.allocate(scheduler.pool.free_pages) or []
+        assert engine.plan() is not None
+        engine.commit()
+    assert scheduler.requests[0].row is not None and scheduler.requests[1].row is None
+    scheduler.pool.release(taken)
+    list(engine.run())
+    assert engine.tokens == {0: expected_output(first, window=WINDOW), 1: expected_output(second, window=WINDOW)}
+
+
+def test_a_follower_whose_pages_are_taken_back_starts_again() -> None:
+    """It skips tokens that the plan of another one writes, without the pages before; that plan has no memory."""
+    engine = WindowedEngine(60, budget=60)
+    prompt = [at * at % VOCAB for at in range(50)]
+    leader, follower = make_request(prompt, 2, seed=1), make_request([*prompt, 1, 2], 2, seed=2)
+    assert engine.submit(leader) is None and engine.submit(follower) is None
+    scheduler = engine.scheduler
+    plan = scheduler.schedule()
+    assert plan is not None
+    broken = scheduler.requests[1]
+    assert broken.pages.num_dropped > 0, "the follower starts behind pages that it never reads"
+    engine.runner.fail(plan)
+    scheduler.take_back()
+    assert scheduler.sharing.lacks_pages(broken)
+    scheduler.preempt_newest()
+    assert broken.row is None and scheduler.check() == []
+    list(engine.run())
+    assert engine.tokens == {0: expected_output(leader, window=WINDOW), 1: expected_output(follower, window=WINDOW)}
