@@ -127,7 +127,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     if pipeline.stage.is_first:
         proposer = make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
-    kernels.load_steps(model, 0 if limits is None else -(-max_model_len // page_size))
+    kernels.load_steps(model, 0 if limits is None else -(-max_model_len // page_size), has_window=window > 0)
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, disk=disk
     )

@@ -23,6 +23,7 @@ from phalanx_runtime.core.scheduling.config import DEFAULT_CONFIG, SchedulerConf
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
 from tests.runtime.equality.schedules import PLAIN, Disturbance, serve
@@ -253,7 +254,7 @@ class Spoiling(CountingRunner):
         return [request.pages.ids[windowed.window.first_page(request.num_computed - 1)] for request in requests]
 
 
-def test_dropped_pages_are_not_read_and_others_are(model: Path, expected: dict[int, list[int]]) -> None:
+def test_pages_of_the_window_alone_are_read(model: Path, expected: dict[int, list[int]]) -> None:
     request = {5: make_requests()[5]}
 
     def work(runner: ModelRunner, zeroes: bool) -> tuple[bool, int]:
@@ -304,3 +305,23 @@ def test_pulls_send_what_can_be_read(model: Path) -> None:
 def with_salt(requests: list[wire.Request]) -> list[wire.Request]:
     """Lets the requests share no page with others."""
     return [msgspec.structs.replace(request, cache_salt=f"{request.id} {id(requests)}") for request in requests]
+
+
+def test_device_steps_read_held_pages_only(tmp_path: Path) -> None:
+    """Decode steps on the device, by Triton's interpreter; pages that nobody holds are NaN."""
+    folder = save_tiny(tmp_path / "model", "mistral", num_hidden_layers=2)
+    requests = {8: make_requests(14)[8]}
+    plain = reference(folder, requests)
+
+    def work(runner: ModelRunner) -> tuple[dict[int, list[int]], int, int]:
+        scheduler = make_scheduler(lagged(replace(LIMITS, max_num_seqs=2, max_num_batched_tokens=32)), runner.pool)
+        spoiling = Spoiling(runner, scheduler, zeroes=False)
+        answers = serve(spoiling, scheduler, requests, Disturbance(budget=32))
+        windowed, step = scheduler.sharing.windowed, runner.device_step
+        assert windowed is not None and isinstance(step, DeviceStep)
+        return answers, windowed.num_dropped, step.graphs.num_replays.total()
+
+    build = replace(WINDOWED, dtype=torch.float32, num_pages=16, device_rows=2)
+    answers, num_dropped, num_replayed = on_ranks(folder, [1], build, work)
+    assert answers == plain
+    assert num_dropped > 3 and num_replayed > 10

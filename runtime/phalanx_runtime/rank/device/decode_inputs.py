@@ -17,7 +17,7 @@ from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 @operator(
     "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
     " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, int page_size,"
-    " int block)"
+    " int block, int window)"
 )
 def _build(
     batch_rows: Tensor,
@@ -31,6 +31,7 @@ def _build(
     batch_tables: Tensor,
     page_size: int,
     block: int,
+    window: int,
 ) -> None:
     kv_heads = len(slots) // len(tokens)
     arguments = {
@@ -46,22 +47,25 @@ def _build(
         "kv_heads": kv_heads,
         "page_size": page_size,
         "table_pages": tables.shape[1],
+        "window": window,
         "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
         "BLOCK": block,
+        "HAS_WINDOW": window > 0,
     }
     launch(build_decode_inputs, (len(tokens),), arguments)
 
 
-def input_variant(kv_heads: int, max_pages: int) -> KernelVariant:
+def input_variant(kv_heads: int, max_pages: int, has_window: bool = False) -> KernelVariant:
     """Returns the variant of `DecodeInputs` with at most `max_pages` per row."""
     block = table_block(max_pages)
     arguments = {
         **dict.fromkeys(build_decode_inputs.arg_names, torch.int32),
         **dict.fromkeys(("tokens", "positions", "slots"), torch.int64),
-        **dict.fromkeys(("kv_heads", "page_size"), 1),
+        **dict.fromkeys(("kv_heads", "page_size", "window"), 1),
         "table_pages": block,
         "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
         "BLOCK": block,
+        "HAS_WINDOW": has_window,
     }
     return variant_of(build_decode_inputs, arguments)
 
@@ -69,12 +73,14 @@ def input_variant(kv_heads: int, max_pages: int) -> KernelVariant:
 class DecodeInputs:
     """Tensors of decode steps up to the number of rows. All sizes share the same memory."""
 
-    def __init__(self, rows: DeviceRows, kv_heads: int) -> None:
+    def __init__(self, rows: DeviceRows, kv_heads: int, window: int = 0) -> None:
+        """`window`: as in `PoolShape`."""
         max_rows, device = len(rows.held), rows.held.device
         self.rows = rows
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """[rows]: the token that each batch row sampled in the latest step; any value for padding rows."""
         self._kv_heads = kv_heads
+        self._window = window
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._slots = torch.zeros(max_rows * kv_heads, dtype=torch.int64, device=device)
@@ -126,6 +132,7 @@ class DecodeInputs:
             batch_tables=segments.tables,
             page_size=rows.page_size,
             block=rows.block,
+            window=self._window,
         )
         return batch
 

@@ -45,7 +45,7 @@ def open_device_step(
     sampling = DeviceSampler(
         state=state, workspace=make_workspace(model.vocab_size, limits.max_num_seqs + EXTRA_LOGITS_ROWS, device)
     )
-    inputs = DecodeInputs(rows, model.kv.kv_heads)
+    inputs = DecodeInputs(rows, model.kv.kv_heads, pool.window)
     compute = DecodeStep(model=model, peers=peers, caches=caches, inputs=inputs, sample=sampling)
     graphs = DecodeGraphs(bucket_sizes(limits.max_num_seqs), compute, limits.make_graph or CudaGraphPool().make_graph)
     step = DeviceStep(

@@ -48,7 +48,7 @@ def update_rows(
         tl.store(last_tokens + row, token, mask=token >= 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "page_size"])
+@triton.jit(do_not_specialize=["kv_heads", "page_size", "window"])
 def build_decode_inputs(
     batch_rows,
     tables,
@@ -62,13 +62,16 @@ def build_decode_inputs(
     kv_heads,
     page_size,
     table_pages,
+    window,
     KV_HEADS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
 
     tokens, positions, batch_lengths: [batch]; slots: [batch * kv_heads]; batch_tables: [batch, table_pages], in blocks of BLOCK
-    pages up to the row's length: what follows is not written. Padding rows have token, position and length 0, and
+    pages up to the row's length: what follows is not written. With a window, length and table start at the first page that the
+    token reads, because the row dropped those before. Padding rows have token, position and length 0, and
     slots of -1, which no kernel writes. Bytes moved per row: 32 + 8 * kv_heads, and 8 per page.
     """
     batch = tl.program_id(0)
@@ -79,7 +82,6 @@ def build_decode_inputs(
     position = tl.maximum(length - 1, 0)
     tl.store(tokens + batch, tl.load(last_tokens + row, mask=is_row, other=0).to(tl.int64))
     tl.store(positions + batch, position.to(tl.int64))
-    tl.store(batch_lengths + batch, length)
 
     table = tables + row.to(tl.int64) * table_pages
     page = tl.load(table + position // page_size, mask=is_row, other=0).to(tl.int64)
@@ -88,9 +90,18 @@ def build_decode_inputs(
     tl.store(slots + batch * kv_heads + head, tl.where(is_row, slot, -1), mask=head < kv_heads)
 
     batch_table = batch_tables + batch.to(tl.int64) * table_pages
-    for first in range(0, tl.cdiv(length, page_size), BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        tl.store(batch_table + index, tl.load(table + index))
+    if HAS_WINDOW:
+        skipped = tl.maximum(length - window, 0) // page_size
+        tl.store(batch_lengths + batch, length - skipped * page_size)
+        for first in range(0, tl.cdiv(length, page_size) - skipped, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            page = tl.load(table + skipped + index, mask=skipped + index < table_pages, other=0)
+            tl.store(batch_table + index, page)
+    else:
+        tl.store(batch_lengths + batch, length)
+        for first in range(0, tl.cdiv(length, page_size), BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            tl.store(batch_table + index, tl.load(table + index))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -47,7 +47,10 @@ def common_variants(capability: int, shapes: Iterable[CommonShape] = SHAPES.valu
                 )
                 found |= dict.fromkeys([*model_variants(config, shard, options), *sum_variants(config, options)])
             for max_pages in MAX_PAGES:
-                found |= dict.fromkeys(step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages))
+                has_window = None not in config.windows
+                found |= dict.fromkeys(
+                    step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages, has_window=has_window)
+                )
     return list(found)
 
 

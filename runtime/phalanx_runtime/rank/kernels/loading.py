@@ -22,8 +22,11 @@ class KernelLoader(Protocol):
         """Loads what layers launch. `world_size`: ranks that share a layer of the target; one computes the draft model."""
         ...
 
-    def load_steps(self, model: Model, max_pages: int) -> None:
-        """Loads what steps launch beside the model. `max_pages`: of a request; 0 if the host samples all steps."""
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
+        """Loads what steps launch beside the model. `max_pages`: of a request; 0 if the host samples all steps.
+
+        `has_window`: see `step_variants`.
+        """
         ...
 
     def start_serving(self) -> None:
@@ -39,7 +42,7 @@ class NoKernels:
     def load_models(self, target: Model, world_size: int, draft: Model | None) -> None:
         """Loads nothing."""
 
-    def load_steps(self, model: Model, max_pages: int) -> None:
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
         """Loads nothing."""
 
     def start_serving(self) -> None:

@@ -67,9 +67,14 @@ def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVari
     return [parts_variant(size, dtype, _weight_dtype(config, dtype), parts=options.world_size)]
 
 
-def step_variants(kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int) -> list[KernelVariant]:
-    """Returns the variants of steps on the device: rows, inputs, sampling. `max_pages`: of a request; `dtype`: of logits."""
-    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages)]
+def step_variants(
+    kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int, has_window: bool = False
+) -> list[KernelVariant]:
+    """Returns the variants of steps on the device: rows, inputs, sampling.
+
+    `max_pages`: of a request; `dtype`: of logits; `has_window`: requests drop the pages before their window.
+    """
+    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages, has_window)]
     return _unique([*rows, *sampling_variants(vocab_size, dtype, ALL_FEATURES), *result_variants(vocab_size, dtype)])
 
 

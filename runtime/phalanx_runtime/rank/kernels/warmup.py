@@ -96,10 +96,10 @@ class RankKernels:
                 )
                 self._load(model_variants(model.config, model.shard, options))
 
-    def load_steps(self, model: Model, max_pages: int) -> None:
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
         """See `KernelLoader`."""
         if max_pages:
-            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages))
+            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages, has_window))
 
     def start_serving(self) -> None:
         """See `KernelLoader`."""

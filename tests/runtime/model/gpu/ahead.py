@@ -115,6 +115,7 @@ def row_costs() -> Iterator[Named]:
     """Yields the kernels of rows on the device, for long page tables, and for 1 and 8 KV heads."""
     yield from ((f"rows {variant.name}", variant) for variant in row_variants(8192))
     yield from ((f"inputs {heads}", input_variant(heads, 8192)) for heads in (1, 8))
+    yield "inputs with a window", input_variant(8, 8192, has_window=True)
 
 
 def decoder_costs() -> Iterator[Named]:

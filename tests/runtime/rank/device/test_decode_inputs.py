@@ -1,11 +1,15 @@
 """Inputs of a decode step on the device equal those of `BatchBuilder`; padding rows are harmless."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_runtime.core.page_window import PageWindow
+from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch, write_pages
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
@@ -20,11 +24,13 @@ HEADS = 3
 class Run:
     """Rows on the device and in a builder, after the same plans."""
 
-    def __init__(self, steps: list[list[Move]]) -> None:
+    def __init__(self, steps: list[list[Move]], window: int = 0) -> None:
+        self._window = window
         self.rows = Rows()
         self.device_rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE)
-        self.inputs = DecodeInputs(self.device_rows, HEADS)
-        self._builder = BatchBuilder(CacheShape(PAGE, HEADS, 1 << 10), torch.float32, DEVICE)
+        self.inputs = DecodeInputs(self.device_rows, HEADS, window)
+        shape = CacheShape(PAGE, HEADS, 1 << 10, PageWindow(window, PAGE) if window else None)
+        self._builder = BatchBuilder(shape, torch.float32, DEVICE)
         for step in steps:
             self.expected(step)
 
@@ -36,7 +42,16 @@ class Run:
         self.inputs.build(NUM_ROWS)
         sampled = torch.tensor(self.rows.sample(plan), device=DEVICE)
         self.device_rows.record(sampled, self.device_rows.batch_rows[: len(sampled)])
-        return batch, np.lexsort((-(np.asarray(plan.starts) + np.asarray(plan.counts)),)).tolist()
+        order = np.lexsort((-batch_lengths(plan, self._window),))
+        return batch, order.tolist()
+
+
+def batch_lengths(plan: StepPlan, window: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Returns the tokens that attention of each request starts from, by which the builder sorts."""
+    starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
+    skipped = np.maximum(0, starts - window + 1) // PAGE * PAGE if window else 0
+    lengths: np.ndarray[Any, np.dtype[np.int64]] = starts + counts - skipped
+    return lengths
 
 
 def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]]:
@@ -45,10 +60,11 @@ def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]
 
 @pytest.mark.no_cover
 @settings(max_examples=30)
-@given(case=runs_with_decodes())
-def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]]) -> None:
+@given(case=runs_with_decodes(), window=st.sampled_from([0, 2, 5, 9]))
+def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]], window: int) -> None:
+    """With a window both start at the first page that the token reads."""
     steps, step = case
-    run = Run(steps)
+    run = Run(steps, window)
     expected, order = run.expected(step)
     made = run.inputs.batch(NUM_ROWS)
     size = len(step)
