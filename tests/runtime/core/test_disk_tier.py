@@ -37,6 +37,25 @@ def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
     assert not tier.is_waiting(1)
 
 
+def test_a_window_fetches_its_pages_only() -> None:
+    pool = PagePool(8, 4, num_host_pages=16, has_disk=True)
+    tier = DiskTier(pool, pages_before=2)
+    tier.changed(0, KEYS[:6], [])
+    order = start(tier, 1, KEYS)
+    assert order is not None and order.keys == KEYS[4:6]
+    assert start(tier, 2, KEYS[:1]) is not None, "a shorter prefix than the window"
+
+
+def test_a_part_of_a_window_is_not_fetched() -> None:
+    pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
+    tier = DiskTier(pool, pages_before=3)
+    tier.changed(0, KEYS[:6], [])
+    assert start(tier, 1, KEYS) is None, "half of the slots are two"
+    assert not tier.is_waiting(1) and pool.check([]) == []
+    order = start(tier, 1, KEYS[:3])
+    assert order is not None and order.keys == KEYS[:2], "the first pages of a prefix are found alone"
+
+
 def test_requests_with_the_same_pages_wait_for_one_fetch() -> None:
     _, tier = make_tier()
     order = start(tier, 1, KEYS[:4])

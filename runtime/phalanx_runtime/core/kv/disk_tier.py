@@ -55,12 +55,14 @@ class DiskCounters:
 class DiskTier:
     """The disks of all ranks. Deterministic: times are arguments."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, pages_before: int | None = None) -> None:
+        """pages_before: pages of a prefix that requests read, the last ones, if every layer has a window."""
         self.keys: set[bytes] = set()
         self.counters = DiskCounters()
         self.page_s: float | None = None
         """Measured seconds to read a page."""
         self._pool = pool
+        self._pages_before = pages_before
         self._fetches: dict[int, _Fetch] = {}
         self._fetch_of: dict[int, int] = {}
         self._number = 0
@@ -82,7 +84,8 @@ class DiskTier:
         missing: keys of its full pages after the first `num_found`, which are in memory. It also waits, without an order, if its
         first page is being read for another request.
         """
-        keys = list(takewhile(self.keys.__contains__, missing))
+        on_disk = list(takewhile(self.keys.__contains__, missing))
+        keys = on_disk if self._pages_before is None else on_disk[-self._pages_before :]
         if not keys:
             return None
         for fetch in self._fetches.values():
@@ -91,10 +94,13 @@ class DiskTier:
                 return None
         size = self._pool.page_size
         load_s = None if self.page_s is None else self.page_s * len(keys)
-        if not pays_to_load(len(keys) * size, num_found * size, model, load_s):
+        if not pays_to_load(len(on_disk) * size, num_found * size, model, load_s):
             self.counters.declined += len(keys)
             return None
         slots = self._pool.reserve_slots(len(keys))
+        if len(slots) < len(keys) < len(on_disk):  # a part of a window is of no use
+            self._pool.fill_slots(slots, [])
+            return None
         if not slots:
             return None
         self._number += 1

@@ -40,7 +40,7 @@ class PrefixSharing:
         self.pool = pool
         self.windowed = windowed
         """If every layer has a window."""
-        self.disk = DiskTier(pool)
+        self.disk = DiskTier(pool, None if windowed is None else windowed.window.pages_before)
         self.queried_tokens = 0
         """Prompt tokens looked up."""
         self.hit_tokens = 0

@@ -172,8 +172,9 @@ class BatchBuilder:
     def tensors(self, plan: StepPlan) -> StepBatch:
         """Returns the tensors, with tables up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
-        skipped = self._skipped(starts)
-        lengths = starts + counts - skipped * self._shape.page_size
+        lengths, skipped = starts + counts, self._skipped(starts)
+        if self._shape.window is not None:
+            lengths -= skipped * self._shape.page_size
         trees = {path.request: path.parents for path in plan.paths if path.parents}
         is_chunk = counts != 1
         is_chunk[list(trees)] = True
