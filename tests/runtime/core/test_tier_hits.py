@@ -41,10 +41,10 @@ def after(kind: str, num_host: int, num_prompts: int = 6000) -> TierHits:
 def test_curve_predicts_other_sizes(kind: str, seen_with: int) -> None:
     sizes = [size for size in (200, 400, 600, 1200, 2400) if not seen_with or size <= 4 * seen_with]
     estimates = after(kind, seen_with).hit_rates(sizes)
-    assert not seen_with or after(kind, seen_with).report().host == pytest.approx(estimates[sizes.index(seen_with)], abs=0.001)
+    assert not seen_with or after(kind, seen_with).report().host == pytest.approx(estimates[sizes.index(seen_with)], abs=0.005)
     counted = [after(kind, size).report().host for size in sizes]
     assert counted[-1] is not None and counted[0] is not None and counted[-1] - counted[0] > 0.03, "the size matters"
-    assert estimates == pytest.approx(counted, abs=0.03)
+    assert estimates == pytest.approx(counted, abs=0.02)
 
 
 def test_tier_that_holds_copies_of_the_device_finds_nothing() -> None:
