@@ -139,6 +139,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     wide = {"tensor": 2, "pipeline": 2}
     args = container(engine=everything, model=cached, parallelism=wide)["args"]
     unset = {"prefixCaching": True, "asyncScheduling": False, "enforceEager": False, "enableExpertParallel": False}
+    unset["hostCacheAdaptive"] = False
     args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
     assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "-q", "--api-key", "--api-keys-file"}, (

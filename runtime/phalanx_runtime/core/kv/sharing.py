@@ -20,7 +20,7 @@ from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.disk_tier import DiskTier
-from phalanx_runtime.core.kv.host_tier import pays_to_load
+from phalanx_runtime.core.kv.host_loads import HostLoads
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -50,6 +50,7 @@ class PrefixSharing:
         self.hot_prefixes = HotPrefixes()
         self.miss_ratio = MissRatioCurve(round(SIZES[-1] * pool.num_pages))
         """Of the full pages of prompts that may share."""
+        self._loads = HostLoads(pool, self.miss_ratio)
         self._reuse = 0, 0.0
         """Lookups at the latest median of reuse distances, and that."""
         self._model = model
@@ -122,7 +123,11 @@ class PrefixSharing:
             self.hot_prefixes.add(keys[: num_prompt // pool.page_size], num_prompt)
         self._count_hits(request, before)
         if self._can_share(request):
-            self._look_up_host(request, num_found, is_first, builder, model)
+            full = keys[: self._num_full(request)]
+            if self.windowed is None:
+                self._loads.start(full, pages.ids, num_found=num_found, is_counted=is_first, builder=builder, model=model)
+            elif is_first:
+                self._loads.count(full, num_found)  # `windowed` has loaded them
         self.skip_computed(request, builder)
         if request.num_computed == num_found * pool.page_size and self._can_share(request):
             self._copy_partial(request, num_found, builder)
@@ -145,42 +150,6 @@ class PrefixSharing:
         pages.ids = found + own
         pages.num_keyed = len(found)
         return len(found)
-
-    def _look_up_host(
-        self, request: Request, num_found: int, is_first: bool, builder: StepBuilder, model: StepModel | None
-    ) -> None:
-        """Loads pages after the found ones from host memory, if that is faster than computing them."""
-        keys, host = self._keys(request)[: self._num_full(request)], self.pool.host
-        slots = host.match(keys[num_found:]) if self.windowed is None else []  # with a window they are loaded
-        pays = not slots or self._pays_to_load(len(slots), num_found, model)
-        if is_first:
-            self._count_lookups(keys, num_found, slots, pays)
-        if not pays:
-            host.decline(len(slots))
-        elif slots:
-            self._load(request, num_found, slots, builder)
-
-    def _pays_to_load(self, num_pages: int, num_found: int, model: StepModel | None) -> bool:
-        size, load_s = self.pool.page_size, self.pool.host.load_s(num_pages)
-        return pays_to_load(num_pages * size, num_found * size, model, load_s)
-
-    def _count_lookups(self, keys: list[bytes], num_found: int, slots: list[int], pays: bool) -> None:
-        self.miss_ratio.look_up(keys, num_found)
-        num_own = self.pool.host.num_own(slots)
-        self.pool.host.hits.look_up(keys, num_found, num_own, len(slots) - num_own, pays=pays)
-
-    def _load(self, request: Request, num_found: int, slots: list[int], builder: StepBuilder) -> None:
-        """Loads pages after the found ones from host memory."""
-        size = self.pool.page_size
-        last = request.pages.ids[num_found - 1] if num_found else None
-        if last is not None and (self.pool.written(last) < size or last in builder.written_pages):
-            return  # another request computes the page before, maybe in a plan that is taken back
-        pages = request.pages.ids[num_found : num_found + len(slots)]
-        if any(source in pages for source, _ in builder.copies):
-            return  # the step copies an evicted page, after the loads
-        self.pool.host.load(slots, pages)
-        for page in pages:
-            self.pool.mark_written(page, size)
 
     def hold_written(self, request: Request) -> list[int]:
         """Holds and returns the fully written pages that `find` returns."""

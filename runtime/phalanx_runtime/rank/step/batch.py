@@ -191,12 +191,7 @@ class BatchBuilder:
         row_of_token = np.repeat(rows, counts)
         index_of = np.empty_like(order)
         index_of[order] = np.arange(len(order))
-        positions = slots.copy()
-        for request, parents in trees.items():
-            end = int(firsts[1:][index_of[request]])
-            size = min(len(parents), plan.counts[request])
-            root = plan.starts[request] + plan.counts[request] - len(parents)
-            positions[end - size : end] = root + np.asarray(levels(tuple(parents)))[-size:]
+        positions = _positions(slots, plan, trees, firsts[1:][index_of])
         unknown = np.flatnonzero(is_unknown)
         parts = self._upload(
             *(tokens, positions, self._slots(row_of_token, slots), self._logits_indices(plan, firsts, index_of)),
@@ -410,3 +405,13 @@ class BatchBuilder:
 
     def _upload(self, *arrays: Array) -> list[Tensor]:
         return upload(arrays, self._device)
+
+
+def _positions(slots: Ints, plan: StepPlan, trees: Mapping[int, Sequence[int]], ends: Ints) -> Ints:
+    """Returns the positions of all tokens: their slots, but those of a tree by its levels. `ends`: of each request's tokens."""
+    positions = slots.copy()
+    for request, parents in trees.items():
+        end, size = int(ends[request]), min(len(parents), plan.counts[request])
+        root = plan.starts[request] + plan.counts[request] - len(parents)
+        positions[end - size : end] = root + np.asarray(levels(tuple(parents)))[-size:]
+    return positions
