@@ -179,9 +179,9 @@ class Workload:
         return expected_output(request, self.scheduler.limits.max_model_len, self.shape.page_window)
 
     def check_window(self) -> None:
-        """Each page that a running request may still read has its tokens."""
+        """Each page that a running request may still read has its tokens, once `preempt_newest` has followed `take_back`."""
         size, window = self.shape.page_size, self.shape.page_window
-        for request in self.scheduler.requests.values() if window and not self.flights else ():
+        for request in self.scheduler.requests.values() if window and not (self.flights or self.lacks_memory) else ():
             if request.row is not None:
                 first = max(0, request.num_computed - window + 1) // size
                 assert request.pages.num_dropped <= first
@@ -337,6 +337,38 @@ def test_equal_prompts_survive_aborts_of_their_writers(
     arrivals = [
         Arrival(0, prompt, 6, abort_after=abort_steps.get(i), common=prompt - (differ if i % 2 else 0)) for i in range(requests)
     ]
+    Workload(arrivals, shape).run()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.builds(
+            Arrival,
+            at_step=st.integers(0, 12),
+            prompt=st.integers(25, 60),
+            max_tokens=st.integers(0, 12),
+            abort_after=st.none() | st.integers(0, 20),
+            family=st.integers(0, 1),
+            common=st.integers(20, 60),
+        ),
+        min_size=2,
+        max_size=8,
+    ),
+    shape=st.builds(
+        Shape,
+        num_pages=st.integers(8, 40),
+        page_size=st.sampled_from([1, 2, 4]),
+        seqs=st.integers(2, 5),
+        budget=st.integers(5, 12),
+        flights=st.integers(1, 3),
+        is_async=st.booleans(),
+        num_host_pages=st.sampled_from([0, 0, 20]),
+        window=st.sampled_from([2, 3, 5, 8, 13]),
+        failures=st.frozensets(st.integers(1, 40), max_size=3),
+    ),
+)
+def test_equal_prompts_longer_than_their_pages_share_them(arrivals: list[Arrival], shape: Shape) -> None:
     Workload(arrivals, shape).run()
 
 

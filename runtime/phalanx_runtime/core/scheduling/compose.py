@@ -197,7 +197,8 @@ class Composer:
         return not request.in_flight or (self._limits.runs_ahead and request.can_run_ahead)
 
     def _ensure_slot(self, request: Request, now: float, may_wait: bool = False) -> bool:
-        """Returns whether the request has a slot for its token. May preempt requests; with `may_wait` never itself.
+        """Returns whether the request has a slot for its token. May preempt requests, with `may_wait` itself only if no other
+        is in a plan, which will free pages.
 
         A victim in flight is preempted after its plan: `_awaits_victim` keeps it and later requests out of this step.
         """
@@ -209,7 +210,8 @@ class Composer:
             if page is not None:
                 request.pages.ids += page
                 return True
-            if may_wait and self._running.last_idle in (request, None):
+            others_compute = any(other.in_flight for other in self._running.requests if other is not request)
+            if may_wait and others_compute and self._running.last_idle in (request, None):
                 self._lacks_pages = True
                 return False
             self._awaits_victim = self._limits.runs_ahead and self._running.is_last_in_flight
@@ -261,7 +263,7 @@ class Composer:
         is_ready = self._sharing.skip_computed(request, builder)
         if request.pages.cached_tokens > before:
             self._policy.charge(request, before - request.pages.cached_tokens, 0)
-        if is_ready and self._ensure_slot(request, now, may_wait=bool(builder.chunks)):
+        if is_ready and self._ensure_slot(request, now, may_wait=True):
             self._add_prompt(request, builder, budget)
 
     def _admit(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, deferred: list[Request]) -> bool:

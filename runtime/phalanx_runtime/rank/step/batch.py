@@ -172,9 +172,7 @@ class BatchBuilder:
     def tensors(self, plan: StepPlan) -> StepBatch:
         """Returns the tensors, with tables up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
-        lengths, skipped = starts + counts, self._skipped(starts)
-        if self._shape.window is not None:
-            lengths -= skipped * self._shape.page_size
+        lengths, skipped = self._contexts(starts, counts)
         trees = {path.request: path.parents for path in plan.paths if path.parents}
         is_chunk = counts != 1
         is_chunk[list(trees)] = True
@@ -315,13 +313,13 @@ class BatchBuilder:
         slots: Ints = (cache_rows * page_size + (positions % page_size)[:, None]).reshape(-1)
         return slots
 
-    def _skipped(self, starts: Ints) -> Ints:
-        """Returns the leading pages that no token from `starts` on reads, by request."""
+    def _contexts(self, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+        """Returns the tokens that attention of each request starts from, and the pages before them, which no token reads."""
         window = self._shape.window
         if window is None:
-            return np.zeros_like(starts)
+            return starts + counts, np.zeros_like(starts)
         skipped: Ints = np.maximum(0, starts - window.tokens + 1) // window.page_size
-        return skipped
+        return starts + counts - skipped * window.page_size, skipped
 
     def _tables_from(self, rows: Ints, skipped: Ints, width: int) -> Ints:
         """Returns `width` columns of each row's table, without its skipped ones; columns after its pages may be any."""

@@ -77,6 +77,18 @@ def test_prompts_longer_than_the_pool_are_served() -> None:
     assert engine.tokens[0] == expected_output(request, window=WINDOW)
 
 
+def test_equal_prompts_are_computed_once() -> None:
+    """Each follows the other, page by page: no request has the pages of its whole prompt."""
+    engine = WindowedEngine(60)
+    requests = [make_request([at * at % VOCAB for at in range(200)], 2, seed=seed) for seed in (1, 2, 3)]
+    for request in requests:
+        assert engine.submit(request) is None
+    most = max(engine.run())
+    assert most < 40 < 200 // PAGE
+    assert engine.tokens == {i: expected_output(request, window=WINDOW) for i, request in enumerate(requests)}
+    assert engine.scheduler.sharing.hit_tokens > 350, "of 400 that two of three requests need not compute"
+
+
 def test_prompt_without_pages_waits_for_requests_of_the_step() -> None:
     """Both requests run; then others hold the pages that the first one drops, and all free ones."""
     engine = WindowedEngine(14, budget=16)
