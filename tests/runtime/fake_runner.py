@@ -64,6 +64,7 @@ class FakeRunner:
         self._pool = PoolShape(num_pages, page_size, num_host_pages, min_host_pages=min_host_pages, window=window)
         self._host: dict[int, list[int | None]] = {}
         """Contents of slots in host memory."""
+        self._num_slots = self._pool.host_floor
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
         self._late_resize: HostResize | None = None
@@ -160,6 +161,7 @@ class FakeRunner:
 
     def _copy_late(self) -> None:
         for is_load, page, slot in self._late:
+            assert slot < self._num_slots, f"host memory has {self._num_slots} slots, a plan uses {slot}"
             own = slice(page * self._pool.page_size, (page + 1) * self._pool.page_size)
             if is_load:
                 self._slots[own] = self._host[slot]
@@ -175,7 +177,9 @@ class FakeRunner:
 
     def _resize(self, resize: HostResize) -> None:
         for source, target in resize.moves:
+            assert target < resize.num_slots <= source
             self._host[target] = self._host.pop(source)
+        self._num_slots = resize.num_slots
         self._host = {slot: tokens for slot, tokens in self._host.items() if slot < resize.num_slots}
         self.num_resized += 1
         self.num_moved += len(resize.moves)

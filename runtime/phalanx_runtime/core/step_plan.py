@@ -170,6 +170,13 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0
     """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
 
+    @property
+    def host_floor(self) -> int:
+        """Slots at first and at least. With a window their number is fixed: the curve that decides is of whole prefixes."""
+        if self.min_host_pages is None or self.window:
+            return self.num_host_pages
+        return min(self.min_host_pages, self.num_host_pages)
+
 
 # Grammar compilation in a thread of a sampling rank that is not rank 0.
 

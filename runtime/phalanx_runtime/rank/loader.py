@@ -272,5 +272,4 @@ def make_runner(
 def _host_pages(caches: list[LayerCache], pool: PoolShape, disk: DiskPages | None) -> HostCopies:
     if not pool.num_host_pages:
         return NO_HOST_PAGES
-    num_slots = pool.num_host_pages if pool.min_host_pages is None else pool.min_host_pages
-    return HostPages(caches, num_slots, disk=disk, limit=pool.num_host_pages)
+    return HostPages(caches, pool.host_floor, disk=disk, limit=pool.num_host_pages)

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import make_scheduler
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank.tiers.host_pages import HostPages
 from phalanx_runtime.rank_spec import RankReady
 from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import with_group
@@ -67,6 +70,18 @@ def test_adaptive_host_memory_starts_at_its_floor(tmp_path: Path, min_bytes: int
     page_bytes = ready.memory.kv_bytes_per_token * ready.page_size
     assert runner.pool.num_host_pages == (1 << 18) // page_bytes
     assert runner.pool.min_host_pages == ((1 << 18) // share // page_bytes if share else 1)
+
+
+@pytest.mark.parametrize(("family", "is_fixed"), [("llama", False), ("mistral", True)])
+def test_ranks_open_the_slots_that_plans_use(tmp_path: Path, family: str, is_fixed: bool) -> None:
+    """With windows an adaptive size stays at its limit."""
+    settings = {"host_cache_memory": 1 << 18, "host_cache_adaptive": True}
+    spec = with_settings(make_spec(save_tiny(tmp_path / "model", family), 0, 1), **settings)
+    runner, _ = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
+    limits, host = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), runner.page_access().host
+    assert isinstance(host, HostPages)
+    assert host.num_slots == make_scheduler(limits, runner.pool).pool.host.num_slots
+    assert (host.num_slots == runner.pool.num_host_pages) == is_fixed
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ def make_scheduler(
     limits: Limits, pool: PoolShape, config: SchedulerConfig = DEFAULT_CONFIG, fitting: Fitting = accept_all
 ) -> Scheduler:
     """Returns a scheduler over an empty pool."""
-    is_fixed = pool.min_host_pages is None or pool.window > 0  # the curve is of whole prefixes
-    floor = pool.num_host_pages if is_fixed else min(pool.min_host_pages or 0, pool.num_host_pages)
-    rules = SizingRules(floor=floor, limit=pool.num_host_pages, min_gain=config.host_min_gain)
+    rules = SizingRules(floor=pool.host_floor, limit=pool.num_host_pages, min_gain=config.host_min_gain)
     pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk)
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if pool.window else None
     return Scheduler(
