@@ -145,7 +145,10 @@ class WindowedPages:
         builder: StepBuilder,
         model: StepModel | None,
     ) -> int | None:
-        """Assigns pages of which host memory has some, if that gives a longer hit and takes less time than computing it."""
+        """Assigns pages of which host memory has some, if that gives a longer hit and takes less time than computing it.
+
+        One page follows them, so that the plan that loads them computes a token.
+        """
         pool, host, size = self._pool, self._pool.host, self._pool.page_size
         end = self.num_in_memory(keys) if len(host) else 0
         if end <= num_found:
@@ -162,7 +165,7 @@ class WindowedPages:
         pool.share(shared)
         own = self._allocate(max(self.pages_to_start(num_pages - first), end - first + 1) - len(shared))
         slots = [slot for key in missing for slot in host.match([key])]
-        if len(own) < num_missing or len(slots) < num_missing or any(source in own for source, _ in builder.copies):
+        if len(own) <= num_missing or len(slots) < num_missing or any(source in own for source, _ in builder.copies):
             pool.release(shared + own)
             return None
         pool.record_hits(shared, len(keys), first, num_unheld)

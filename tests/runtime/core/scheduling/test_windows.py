@@ -17,8 +17,10 @@ WINDOW, PAGE = 12, 4
 class WindowedEngine:
     """A scheduler over a fake runner; `tokens` has the output of each request."""
 
-    def __init__(self, num_pages: int, window: int = WINDOW, budget: int = 16, *, is_async: bool = False) -> None:
-        self.runner = FakeRunner(num_pages, PAGE, runs_ahead=is_async, window=window)
+    def __init__(
+        self, num_pages: int, window: int = WINDOW, budget: int = 16, *, is_async: bool = False, num_host_pages: int = 0
+    ) -> None:
+        self.runner = FakeRunner(num_pages, PAGE, runs_ahead=is_async, num_host_pages=num_host_pages, window=window)
         limits = Limits(max_model_len=400, max_num_seqs=4, max_num_batched_tokens=budget, async_scheduling=is_async)
         self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool)
         self.tokens: dict[int, list[int]] = {}
@@ -149,3 +151,29 @@ def test_a_follower_whose_pages_are_taken_back_starts_again() -> None:
     assert broken.row is None and scheduler.check() == []
     list(engine.run())
     assert engine.tokens == {0: expected_output(leader, window=WINDOW), 1: expected_output(follower, window=WINDOW)}
+
+
+def test_no_load_waits_for_a_plan() -> None:
+    """Without a page for the next token the loads had no plan, and a move could get the pages that they write."""
+    engine = WindowedEngine(12, budget=4, num_host_pages=12)
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    whole, start = make_request(26, 1), make_request(13, 5)
+    assert engine.submit(whole) is None
+    list(engine.run())
+    assert engine.submit(start) is None and engine.plan() is not None
+    engine.commit()
+    assert scheduler.freeze(1)
+    taken = pool.allocate(pool.free_pages) or []
+    pool.release(taken[:3])
+    taken = taken[3:]
+    keys = scheduler.sharing.make_keys(whole).extend(whole.prompt)
+    assert len(pool.match(keys)) == 3 and len(pool.host.match(keys[3:6])) == 3
+    assert engine.submit(whole) is None
+    assert engine.plan() is not None and not pool.host.is_loading(range(12))
+    engine.commit()
+    scheduler.thaw(1)
+    pool.release(taken)
+    list(engine.run())
+    assert [engine.tokens[handle] for handle in range(3)] == [
+        expected_output(request, window=WINDOW) for request in (whole, start, whole)
+    ]
