@@ -107,6 +107,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     # Prefix cache.
     page_bytes: int = 0  # of KV cache over all ranks; 0: unknown
+    max_request_pages: int = 0  # most pages that a request holds; 0: those of all its tokens
     cache_curve: CacheCurve = NO_CURVE
     cache_use: CacheUse = NO_USE
 

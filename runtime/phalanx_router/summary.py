@@ -121,6 +121,14 @@ class SummaryBuilder:
         ]
 
 
+def _live_tokens(view: GroupView) -> int:
+    """Tokens in pages of running requests; at most, if these drop pages."""
+    load, capacity = view.load, view.capacity
+    if not capacity.max_request_pages:
+        return load.context_tokens
+    return min(load.context_tokens, load.running * capacity.max_request_pages * capacity.page_size)
+
+
 def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> GroupSummary:
     """Summary of one group; dead, despite a recent report, unless it serves or drains."""
     state: Freshness = view.state if _is_linked(link) else "dead"
@@ -137,7 +145,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         backlog_s=view.backlog_s,
         itl_s=view.step_s if view.load.running else 0.0,
         speed=view.speed,
-        live_tokens=view.load.context_tokens,
+        live_tokens=_live_tokens(view),
         total_pages=view.capacity.total_pages,
         page_size=view.capacity.page_size,
         step_model=load.step_model if load is not None else [],
@@ -153,6 +161,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         bandwidth_utilization=load.bandwidth_utilization if load is not None else 0.0,
         flop_utilization=load.flop_utilization if load is not None else 0.0,
         page_bytes=served.page_bytes,
+        max_request_pages=view.capacity.max_request_pages,
         cache_curve=load.cache_curve if load is not None else NO_CURVE,
         cache_use=load.cache_use if load is not None else NO_USE,
     )

@@ -272,6 +272,16 @@ async def test_summary_contains_the_use_of_the_devices() -> None:
         assert (group.device_busy, group.bandwidth_utilization, group.flop_utilization) == (0.9, 0.8, 0.1)
 
 
+async def test_live_tokens_are_in_pages() -> None:
+    """Requests with windows have more tokens than their pages."""
+    leader = FakeLeader("a")
+    leader.load = msgspec.structs.replace(HOT, max_request_pages=5)
+    async with polled_router(leader) as router:
+        await until(lambda: all(link.group_report.load for link in router.fleet.links.all()))
+        (group,) = (await router.poll()).groups
+        assert (group.live_tokens, group.max_request_pages) == (4 * 5 * 16, 5)
+
+
 async def test_summary_contains_the_curve_of_a_group() -> None:
     leader, curve = FakeLeader("a"), CacheCurve(100, [0.25, 0.5, 0.75, 1.0], TierCurve(64, [0.5, 0.6, 0.7, 0.8], 0.6))
     leader.state = wire.State(serving=True, incarnation=1, served=wire.Served("hash", "layout", 1000))

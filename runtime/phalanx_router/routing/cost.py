@@ -95,7 +95,7 @@ def cost_terms(view: GroupView, demand: RequestDemand, hit_tokens: int, weight: 
     prompt_s = view.prompt_s(demand.prompt_tokens, hit_tokens)
     output = min(demand.output_tokens, view.mean_output_tokens or DEFAULT_OUTPUT_TOKENS)
     itl_s = view.itl_with_s(demand.prompt_tokens)
-    excess = view.pressure + missing / view.total_tokens - FREE_PRESSURE
+    excess = view.pressure + view.kept_tokens(missing) / view.total_tokens - FREE_PRESSURE
     extra_s = max(0.0, prompt_s - weight.best_prompt_s)
     return CostTerms(
         weight.urgency * (weight.haste * (view.backlog_s + prompt_s) + (1 - weight.haste) * extra_s),

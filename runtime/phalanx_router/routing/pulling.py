@@ -82,10 +82,9 @@ def plan_pull(
     held = 0 if best is None else min(limit, hits.get(best.key, 0))
     if best is None or held - own < MIN_PULL_TOKENS:
         return NoPull("no_holder", f"no group with the same layout holds {MIN_PULL_TOKENS} tokens more")
-    page_bytes = target.capacity.page_bytes
-    if not page_bytes or target.step_model is UNKNOWN:
+    if not target.capacity.page_bytes or target.step_model is UNKNOWN:
         return NoPull("unknown", "the group has reported no page size or step time yet")
-    num_bytes = (held - own) / page_size * page_bytes
+    num_bytes = target.kv_bytes(held - own)
     copy_s = rate.overhead_s + num_bytes / max(rate.bytes_per_s, 1.0)
     compute_s = target.prompt_s(prompt_tokens, own) - target.prompt_s(prompt_tokens, held)
     if MARGIN * copy_s >= compute_s:

@@ -157,11 +157,14 @@ class GroupView:
         """Pages of a request of `tokens` tokens."""
         return request_pages(tokens, self.capacity.page_size, self.capacity.max_request_pages)
 
+    def kept_tokens(self, tokens: float) -> float:
+        """Tokens, of `tokens` of a request, whose pages it holds at once."""
+        capacity = self.capacity
+        return min(tokens, capacity.max_request_pages * capacity.page_size) if capacity.max_request_pages else tokens
+
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of the KV of a request of `tokens` tokens; 0 if unknown."""
-        capacity = self.capacity
-        num_bytes = tokens * capacity.page_bytes / capacity.page_size
-        return min(num_bytes, capacity.max_request_pages * capacity.page_bytes) if capacity.max_request_pages else num_bytes
+        return self.kept_tokens(tokens) * self.capacity.page_bytes / self.capacity.page_size
 
     def plus(self, requests: int, context_tokens: int, pages: int = 0) -> "GroupView":
         """`GroupLoad.plus` as a view."""

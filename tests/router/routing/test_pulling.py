@@ -46,6 +46,12 @@ def test_pull_copies_what_the_target_lacks() -> None:
     assert "3200 tokens" in found.why
 
 
+def test_pull_copies_only_the_pages_of_a_window() -> None:
+    target = make_group_view("t", **SAME, max_request_pages=20)
+    found = plan_pull(target, [make_group_view("a", **SAME)], {"a": 4000}, 4001, RATE)
+    assert isinstance(found, PullPlan) and (found.num_tokens, found.num_bytes) == (4000, 20 << 16)
+
+
 def test_group_with_most_pages_is_the_holder() -> None:
     found = plan({"a": 1600, "b": 3200})
     assert isinstance(found, PullPlan) and (found.holder, found.num_tokens) == ("b", 3200)

@@ -297,6 +297,9 @@ def test_requests_with_windows_fill_few_pages() -> None:
     view, windowed = (make_group_view("g", total_pages=8, page_bytes=100, max_request_pages=count) for count in (0, 4))
     assert (view.pages_of(160), windowed.pages_of(160), windowed.pages_of(33)) == (10, 4, 3)
     assert (view.kv_bytes(160), windowed.kv_bytes(160), windowed.kv_bytes(40.0)) == (1000, 400, 250)
+    full = (replace(group, load=replace(group.load, used_pages=7)) for group in (view, windowed))
+    costs = [cost_terms(group, RequestDemand(prompt_tokens=160, output_tokens=1), 0).pages_s for group in full]
+    assert costs[0] > costs[1] > 0
     report = GroupReport(key="g", load=msgspec.structs.replace(EMPTY_LOAD, total_pages=8, free_pages=8, max_request_pages=4))
     assert report.sent(make_request(range(160))).pages == 4
 

@@ -55,6 +55,12 @@ class GroupCapacity:
     kv_tokens: int
     """Tokens that fit into its pages."""
     step_tokens: int = STEP_TOKENS
+    request_tokens: int = 0
+    """Most tokens whose pages a request holds; 0: all."""
+
+    def kept_tokens(self, context: float) -> float:
+        """Returns the tokens, of `context` of a stream, whose pages it holds at once."""
+        return min(context, self.request_tokens) if self.request_tokens else context
 
     def step_s(self, prefill: float, streams: float, context: float) -> float:
         """Returns the time of a step. `context`: total context tokens."""
@@ -138,7 +144,7 @@ def max_streams(load: OfferedLoad, capacity: GroupCapacity, targets: Targets) ->
 
     In a steady state each step of B streams also computes B * missed / output prompt tokens.
     """
-    fitting = int(targets.kv_share * capacity.kv_tokens / max(load.context, 1.0))
+    fitting = int(targets.kv_share * capacity.kv_tokens / max(capacity.kept_tokens(load.context), 1.0))
     high = max(1, min(fitting, MAX_STREAMS))
     if targets.itl_s is None:
         return high

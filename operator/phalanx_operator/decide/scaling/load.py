@@ -46,7 +46,8 @@ def group_capacity(fleet: Fleet, step_tokens: int | None) -> GroupCapacity | Non
         return None
     speed = statistics.median(group.speed for group in groups)
     kv_tokens = int(statistics.median(group.kv_capacity for group in groups))
-    return GroupCapacity(step_model, speed, kv_tokens, step_tokens or STEP_TOKENS)
+    request_tokens = int(statistics.median(group.request_tokens for group in groups))
+    return GroupCapacity(step_model, speed, kv_tokens, step_tokens or STEP_TOKENS, request_tokens=request_tokens)
 
 
 def current_load(fleet: Fleet, capacity: GroupCapacity, growth: float = 1.0) -> OfferedLoad:

@@ -56,6 +56,8 @@ class GroupLoadView:
     step_model: StepModel | None
     kv_tokens: int = 0
     """KV tokens of running requests."""
+    request_tokens: int = 0
+    """Most tokens whose pages a request holds; 0: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,7 @@ def _merge_group(reports: Sequence[GroupSummary]) -> GroupReport:
         kv_capacity=max(freshest.total_pages, 0) * max(freshest.page_size, 0),
         step_model=StepModel.from_coefficients(freshest.step_model),
         kv_tokens=max(freshest.live_tokens, 0),
+        request_tokens=max(freshest.max_request_pages, 0) * max(freshest.page_size, 0),
     )
     engine = EngineHealth(
         incarnation=max(max(group.incarnation for group in reports), 0),

@@ -73,6 +73,8 @@ def test_streams_per_group_fit_itl_target_and_pages() -> None:
     many, few = (max_streams(offered, CAPACITY, Targets(itl_s=itl_s)) for itl_s in (0.2, 0.05))
     assert 1 <= few < many
     assert max_streams(offered, replace(CAPACITY, kv_tokens=int(3 * offered.context / 0.8)), Targets(itl_s=0.2)) == 3
+    windowed = replace(CAPACITY, kv_tokens=int(3 * offered.context / 0.8), request_tokens=int(offered.context / 4))
+    assert max_streams(offered, windowed, Targets(itl_s=0.2)) == 12, "streams that drop pages fill a quarter"
     assert max_streams(offered, CAPACITY, Targets(itl_s=0.001)) == 1
 
 
