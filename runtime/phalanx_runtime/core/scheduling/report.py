@@ -127,7 +127,7 @@ class LoadReporter:
             speedup=self.speedup,
             prompt_attention=waiting.attention + attention,
             wasted_tokens=self.wasted_tokens,
-            unused_slots=max(0, sum(len(request.pages.ids) for request in running) * pool.page_size - sum(lengths)),
+            unused_slots=sum(max(0, len(request.pages.ids) * pool.page_size - len(request.tokens)) for request in running),
         )
         return _with_prefix_cache(load, sharing)
 

@@ -177,3 +177,15 @@ def test_no_load_waits_for_a_plan() -> None:
     assert [engine.tokens[handle] for handle in range(3)] == [
         expected_output(request, window=WINDOW) for request in (whole, start, whole)
     ]
+
+
+def test_long_prompts_hide_no_unused_slots() -> None:
+    """A prompt has more tokens than slots while it is computed in windows."""
+    engine = WindowedEngine(60, budget=8)
+    assert engine.submit(make_request(5, 9)) is None and engine.plan() is not None
+    engine.commit()
+    (unused,) = (len(request.pages.ids) * PAGE - len(request.tokens) for request in engine.scheduler.requests.values())
+    assert engine.scheduler.load().unused_slots == unused > 0
+    assert engine.scheduler.freeze(0) and engine.submit(make_request(200, 1, seed=1)) is None and engine.plan() is not None
+    engine.commit()
+    assert engine.scheduler.load().unused_slots == unused
