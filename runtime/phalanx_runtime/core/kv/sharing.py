@@ -95,6 +95,8 @@ class PrefixSharing:
         keys = self._keys(request)[: self._num_full(request)]
         if self.windowed is not None:
             num_found = self.windowed.num_in_memory(keys)
+            for key in keys[self.windowed.window.first_page(num_found * self.pool.page_size) : num_found]:
+                self.pool.host.keep([key])
             return keys[num_found:], num_found
         num_found = len(self.pool.match(keys))
         num_found += self.pool.host.keep(keys[num_found:])

@@ -189,3 +189,19 @@ def test_long_prompts_hide_no_unused_slots() -> None:
     assert engine.scheduler.freeze(0) and engine.submit(make_request(200, 1, seed=1)) is None and engine.plan() is not None
     engine.commit()
     assert engine.scheduler.load().unused_slots == unused
+
+
+def test_host_memory_keeps_the_window_of_waiting_requests() -> None:
+    """A request that waits for pages from disk needs those before them."""
+    engine = WindowedEngine(12, num_host_pages=8)
+    sharing, pool, whole = engine.scheduler.sharing, engine.scheduler.pool, make_request(26, 1)
+    assert engine.submit(whole) is None
+    list(engine.run())
+    pool.release(pool.allocate(pool.free_pages) or [])
+    pool.host.take()
+    assert engine.scheduler.submit(1, make_request([*whole.prompt[:24], 7, 8, 9], 1), is_held=True) is None
+    assert sharing.missing_keys(engine.scheduler.requests[1]) == ([], 6)
+    for number in range(5):
+        pool.host.store(number, bytes([number]) * 16)
+    keys = sharing.make_keys(whole).extend(whole.prompt)
+    assert [key in pool.host for key in keys] == [False] * 3 + [True] * 3
