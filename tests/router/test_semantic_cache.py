@@ -1,8 +1,11 @@
 """Similar questions are answered from the router's memory, within one conversation, and nothing else is."""
 
 import asyncio
+import base64
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,7 +18,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
 from phalanx_router.operator_endpoint import PURGE_PATH
-from phalanx_router.responses.embedder import MAX_CONCURRENT, PAUSE_S
+from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
@@ -352,6 +355,44 @@ async def test_another_service_embeds() -> None:
             responses = [await router.post(body(text), CHAT) for text in (ASKED, SIMILAR)]
             assert result_of(responses[0]) == "miss" and str(result_of(responses[1])).startswith("semantic")
             assert (router.num_embedded, router.num_computed, embedder.num_embedded) == (0, 1, 2)
+
+
+@asynccontextmanager
+async def slow_embedder(body: bytes, status: int = 200) -> AsyncIterator[str]:
+    """Serves `body`, of which the second half arrives later, at an address."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (await reader.readline()).strip():
+            pass
+        head = f"HTTP/1.1 {status} OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        half = len(body) // 2
+        writer.write(head.encode() + body[:half])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(body[half:])
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+
+
+async def test_embedding_arrives_in_parts() -> None:
+    vector = base64.b64encode(struct.pack("<4096f", *range(4096))).decode()
+    answer = json.dumps({"data": [{"embedding": vector}], "model": "m"}).encode()
+    async with slow_embedder(answer) as address:
+        policy = msgspec.structs.replace(SEMANTIC, embedder=address)
+        async with cached_router(printing_leader(), cache=policy) as router:
+            responses = [await router.post(body(text), CHAT) for text in (ASKED, SIMILAR)]
+            assert [result_of(response) for response in responses] == ["miss", "semantic; similarity=1.00"]
+
+
+async def test_too_long_embedding_is_a_miss() -> None:
+    async with slow_embedder(b" " * (MAX_BODY_BYTES + 2)) as address:
+        async with cached_router(printing_leader(), cache=msgspec.structs.replace(SEMANTIC, embedder=address)) as router:
+            assert result_of(await router.post(body(ASKED), CHAT)) == "miss"
+            assert await why(router, "long_response") == 1
 
 
 @pytest.mark.parametrize(("keys", "code"), [((ApiKey("x", "sk-9"),), "invalid_api_key"), (None, "unreachable")])

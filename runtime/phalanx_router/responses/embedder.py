@@ -171,11 +171,21 @@ class QuestionEmbedder:
             self._http = aiohttp.ClientSession()
         body = {"input": text, "encoding_format": "base64"}
         async with self._http.post(f"http://{address}/v1/embeddings", json=body) as response:
-            content = await response.content.read(MAX_BODY_BYTES)
+            content = await _read(response.content)
             if response.status != 200:
                 raise EmbedderFailed(_error_code(content) or f"status_{response.status}")
         answer = msgspec.json.decode(content, type=_Response)
         return _packed(base64.b64decode(answer.data[0].embedding), f"{address} {answer.model}")
+
+
+async def _read(stream: aiohttp.StreamReader) -> bytes:
+    """Returns a whole body: one call of `read` returns what has arrived. Raises EmbedderFailed if it is too long."""
+    content = bytearray()
+    async for part in stream.iter_any():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise EmbedderFailed("long_response")
+    return bytes(content)
 
 
 def _packed(vector: bytes, space: str) -> Embedded:
