@@ -22,7 +22,7 @@ from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PA
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
-from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, printing_leader
+from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, meaning, printing_leader
 from tests.router.fakes import TOKEN, FakeLeader
 from tests.router.loads import FULL, ROOM, is_same
 
@@ -393,6 +393,32 @@ async def test_too_long_embedding_is_a_miss() -> None:
         async with cached_router(printing_leader(), cache=msgspec.structs.replace(SEMANTIC, embedder=address)) as router:
             assert result_of(await router.post(body(ASKED), CHAT)) == "miss"
             assert await why(router, "long_response") == 1
+
+
+async def test_text_too_long_for_the_embedder_pauses_nothing() -> None:
+    other = printing_leader("other", assets=tiny_assets(max_model_len=40))
+    async with cached_router(other, cache=None, keys=()) as embedder:
+        policy = msgspec.structs.replace(SEMANTIC, embedder=embedder.http.base_url.netloc.decode())
+        async with cached_router(printing_leader(), cache=policy) as router:
+            responses = [await router.post(body(text), CHAT) for text in (ASKED + " or" * 40, ASKED, SIMILAR)]
+            assert [str(result_of(response))[:8] for response in responses] == ["miss", "miss", "semantic"]
+            assert await why(router, "context_length_exceeded") == 1 and await why(router, "paused") == 0
+            assert await router.metric("embedder_failed", '{why="context_length_exceeded"}') == 0
+
+
+async def test_purge_during_an_embedding_pauses_nothing() -> None:
+    leader = printing_leader()
+    async with cached_router(leader, cache=SEMANTIC) as router:
+
+        def purge_first(request: wire.Request) -> bytes:
+            router.fleet.forget_revisions()
+            leader.script.embed = meaning
+            return meaning(request)
+
+        leader.script.embed = purge_first
+        responses = [await router.post(body(text), CHAT) for text in (ASKED, OTHER, OTHER + " please")]
+        assert [str(result_of(response))[:8] for response in responses] == ["miss", "miss", "semantic"]
+        assert await why(router, "unknown_revision") == 1 and await why(router, "paused") == 0
 
 
 @pytest.mark.parametrize(("keys", "code"), [((ApiKey("x", "sk-9"),), "invalid_api_key"), (None, "unreachable")])

@@ -29,6 +29,8 @@ PAUSE_S = 5.0
 MAX_CONCURRENT = 32
 MAX_BODY_BYTES = 1 << 20
 NO_EMBEDDINGS = "no_embeddings"
+OF_THE_TEXT = frozenset(("context_length_exceeded", "unknown_revision"))
+"""Failures that say nothing about later texts."""
 _CODE = re.compile("[a-z_]{1,40}")
 
 
@@ -138,6 +140,8 @@ class QuestionEmbedder:
             case _:
                 log.exception("no embedding of a question", exc_info=error)
                 why = "failed"
+        if why in OF_THE_TEXT:
+            return NotEmbedded(why)
         if why != NO_EMBEDDINGS:  # which costs no wait
             self._paused_until = self._clock() + PAUSE_S
         self._report(why)
@@ -159,10 +163,12 @@ class QuestionEmbedder:
         async with aclosing(self._backend.generate(request, is_exempt=True)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 if isinstance(delta, Delta) and delta.finish is not None:
-                    space = self._backend.revision_of(request)
-                    if not space or not delta.vector:
+                    revision = self._backend.revision_of(request)
+                    if not delta.vector:
                         break
-                    return _packed(delta.vector, f"{space} {request.pooling}")
+                    if not revision:
+                        raise EmbedderFailed("unknown_revision")
+                    return _packed(delta.vector, f"{revision} {request.pooling}")
         raise EmbedderFailed("no_vector")
 
     async def _ask(self, text: str, address: str) -> Embedded:
