@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.operator_endpoint import PURGE_PATH
@@ -88,8 +89,8 @@ QUESTION: dict[str, Any] = {"conversation": bytes(32), "question": "a", "vector"
     [
         (shared(1), 1),
         (shared(1, **QUESTION), 1),
-        (shared(1, age_s=6.0), 0),  # before the purge
-        (shared(1, age_s=3.0, seconds=3.0), 0),
+        (shared(1, age_s=11.0), 0),  # before the purge
+        (shared(1, age_s=3.0, seconds=3.0), 0),  # perhaps before, if it took seconds to arrive
         (shared(1, age_s=3.0, seconds=1.0), 1),
         (shared(1, age_s=-1.0), 0),
         (shared(1, scope="service"), 0),
@@ -111,13 +112,30 @@ async def test_only_valid_responses_are_received(received: SharedResponse, count
     ) as world:
         cache = RouterResponseCache(world.fleet, ResponseCacheMetrics(world.registry), clock=lambda: now)
         cache.purge()
-        now += 5.0
+        now += 10.0
         cache.receive([shared(0, hops=2, **QUESTION)])
-        assert [response.hops for response in cache.take()] == [1], "passed on"
+        now += 0.5
+        assert [(response.hops, response.age_s) for response in cache.take()] == [(1, 0.5)], "passed on"
+        now -= 0.5
         cache.receive([received])
         assert world.metric("phalanx_router_response_cache_shared_total", direction="received") == 1 + count
         assert world.metric("phalanx_router_response_cache_entries") == 1 + count
         assert cache.take() == [], "the last router has it"
+
+
+async def test_response_that_waited_is_older_than_a_purge() -> None:
+    """Its router had no peer meanwhile, and purges after the router that receives it."""
+    base, now = make_settings(), 100.0
+    policy = BalancePolicy(response_cache=CACHE, routers=3)
+    async with running_world(FakeLeader(), settings=replace(base, policy=policy)) as world:
+        sender = RouterResponseCache(world.fleet, ResponseCacheMetrics(CollectorRegistry()), clock=lambda: now)
+        receiver = RouterResponseCache(world.fleet, ResponseCacheMetrics(world.registry), clock=lambda: now)
+        sender.receive([shared(hops=3)])
+        now += 60.0
+        receiver.purge()
+        now += 20.0
+        receiver.receive(sender.take())
+        assert world.metric("phalanx_router_response_cache_entries") == 0
 
 
 async def test_other_scope_is_not_shared() -> None:
@@ -141,17 +159,17 @@ def test_frame_of_an_older_router_has_no_responses() -> None:
 def test_waiting_responses_are_bounded() -> None:
     outbox = Outbox()
     for number in range(100):
-        outbox.put(shared(number, 5000))
-    outbox.put(shared(hops=0))
-    outbox.put(shared(size=MAX_RESPONSE_BYTES // 5))
+        outbox.put(shared(number, 5000), 0.0)
+    outbox.put(shared(hops=0), 0.0)
+    outbox.put(shared(size=MAX_RESPONSE_BYTES // 5), 0.0)
     taken = []
-    while frame := outbox.take():
+    while frame := outbox.take(0.0):
         assert sum(map(size_of, frame)) <= 64 << 10
         taken += frame
     assert sum(map(size_of, taken)) <= MAX_WAITING_BYTES
     assert [int.from_bytes(response.key, "big") for response in taken] == list(range(100 - len(taken), 100)), (
         "the oldest are dropped"
     )
-    outbox.put(shared())
+    outbox.put(shared(), 0.0)
     outbox.clear()
-    assert outbox.take() == []
+    assert outbox.take(0.0) == []

@@ -23,6 +23,9 @@ from phalanx_router.routing.equality import conversation_key, response_key
 from phalanx_router.routing.response_lru import TOKEN_TYPE, LruBounds, ResponseLru, StoredQuestion, StoredResponse
 from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, Guard, decide
 
+MAX_TRANSIT_S = 5.0
+"""Longest way of a response from router to router, by which it looks younger than it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedQuestion:
@@ -192,9 +195,9 @@ class RouterResponseCache:
             stored_at=self._clock(),
             question=question,
         )
-        key, hops = self._key(query, revision), self._backend.balancing.policy.routers - 1
+        key, hops, now = self._key(query, revision), self._backend.balancing.policy.routers - 1, self._clock()
         self._responses.put(key, stored, vector)
-        self._outbox.put(to_wire(key, stored, vector, scope=self._policy.scope, hops=hops, now=self._clock()))
+        self._outbox.put(to_wire(key, stored, vector, scope=self._policy.scope, hops=hops, now=now), now)
         self._show()
 
     def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
@@ -206,7 +209,7 @@ class RouterResponseCache:
 
     def take(self) -> list[SharedResponse]:
         """Removes and returns responses for the peer: those of one frame."""
-        taken = self._outbox.take()
+        taken = self._outbox.take(self._clock())
         self._metrics.shared("sent", len(taken))
         return taken
 
@@ -218,7 +221,7 @@ class RouterResponseCache:
         for shared in responses:
             if self._accept(shared):
                 self._metrics.shared("received", 1)
-                self._outbox.put(msgspec.structs.replace(shared, hops=shared.hops - 1))
+                self._outbox.put(msgspec.structs.replace(shared, hops=shared.hops - 1), self._clock())
         self._show()
 
     def _accept(self, shared: SharedResponse) -> bool:
@@ -226,7 +229,7 @@ class RouterResponseCache:
         if policy is None or shared.scope != policy.scope or shared.revision not in self._revisions:
             return False
         stored = from_wire(shared, sys.intern(shared.revision), now)
-        if stored is None or stored.stored_at - stored.seconds < self._purged_at or shared.key in self._responses:
+        if stored is None or stored.stored_at - stored.seconds < self._purged_at + MAX_TRANSIT_S or shared.key in self._responses:
             return False
         if stored.question is not None and not self._responses.index.can_add(stored.question.conversation, shared.vector):
             return False

@@ -3,6 +3,8 @@
 from array import array
 from collections import deque
 
+import msgspec
+
 from phalanx_api.summary import CacheScope
 from phalanx_router.resume.peer_wire import SharedResponse
 from phalanx_router.routing.equality import DIGEST_BYTES
@@ -59,27 +61,28 @@ def size_of(shared: SharedResponse) -> int:
 
 
 class Outbox:
-    """Responses that wait for the peer, bounded in bytes."""
+    """Responses that wait for the peer, bounded in bytes. They grow older meanwhile. Times are those of the caller's clock."""
 
     def __init__(self) -> None:
-        self._waiting: deque[SharedResponse] = deque()
+        self._waiting: deque[tuple[float, SharedResponse]] = deque()  # since when
         self._num_bytes = 0
 
-    def put(self, shared: SharedResponse) -> None:
+    def put(self, shared: SharedResponse, now: float) -> None:
         """Adds a response, unless it is too large."""
         if shared.hops < 1 or size_of(shared) > MAX_RESPONSE_BYTES:
             return
-        self._waiting.append(shared)
+        self._waiting.append((now, shared))
         self._num_bytes += size_of(shared)
         while self._num_bytes > MAX_WAITING_BYTES:
             self._pop()
 
-    def take(self) -> list[SharedResponse]:
+    def take(self, now: float) -> list[SharedResponse]:
         """Removes and returns the responses of one frame."""
         taken, num_bytes = list[SharedResponse](), 0
-        while self._waiting and (not taken or num_bytes + size_of(self._waiting[0]) <= FRAME_BYTES):
-            num_bytes += size_of(self._waiting[0])
-            taken.append(self._pop())
+        while self._waiting and (not taken or num_bytes + size_of(self._waiting[0][1]) <= FRAME_BYTES):
+            since, shared = self._pop()
+            num_bytes += size_of(shared)
+            taken.append(msgspec.structs.replace(shared, age_s=shared.age_s + max(now - since, 0.0)))
         return taken
 
     def clear(self) -> None:
@@ -87,7 +90,7 @@ class Outbox:
         self._waiting.clear()
         self._num_bytes = 0
 
-    def _pop(self) -> SharedResponse:
-        shared = self._waiting.popleft()
+    def _pop(self) -> tuple[float, SharedResponse]:
+        since, shared = self._waiting.popleft()
         self._num_bytes -= size_of(shared)
-        return shared
+        return since, shared
