@@ -96,20 +96,16 @@ class ResponseLru:
 
     def get(self, key: bytes, now: float) -> StoredResponse | None:
         """Returns a response, unless it is too old, and makes it the most recently used."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if self._is_expired(entry, now):
-            self._drop(key)
-            return None
-        del self._entries[key]
-        self._entries[key] = entry
+        entry = self._current(key, now)
+        if entry is not None:
+            del self._entries[key]
+            self._entries[key] = entry
         return entry
 
     def nearest(self, conversation: bytes, vector: bytes, count: int, now: float) -> list[Candidate]:
         """Returns the responses to the most similar questions of a conversation, at most `count`."""
         self.expire(now)
-        found = [(key, self._entries[key], similarity) for key, similarity in self.index.search(conversation, vector, count)]
+        found = [(key, self._current(key, now), similarity) for key, similarity in self.index.search(conversation, vector, count)]
         return [
             Candidate(
                 key=key,
@@ -119,7 +115,7 @@ class ResponseLru:
                 is_cut=entry.finish == "length",
             )
             for key, entry, similarity in found
-            if entry.question is not None
+            if entry is not None and entry.question is not None
         ]
 
     def put(self, key: bytes, entry: StoredResponse, vector: bytes = b"") -> None:
@@ -148,6 +144,14 @@ class ResponseLru:
         self._entries, self._by_age, self._entry_bytes = {}, {}, 0
         self.index.clear()
         return count
+
+    def _current(self, key: bytes, now: float) -> StoredResponse | None:
+        """The response, unless it is too old: one of another router may have been stored after younger ones."""
+        entry = self._entries.get(key)
+        if entry is None or not self._is_expired(entry, now):
+            return entry
+        self._drop(key)
+        return None
 
     def _shrink(self, now: float) -> None:
         self.expire(now)

@@ -95,6 +95,14 @@ def test_nearest_questions_have_their_responses() -> None:
     assert [one.key for one in responses.nearest(key(0), vector_of(2), 9, 11.5)] == [key(2), key(4)], "the others are too old"
 
 
+def test_old_question_after_a_younger_one_is_dropped() -> None:
+    responses = ResponseLru(WIDE)
+    for number, stored_at in ((1, 5.0), (2, 1.0)):
+        responses.put(key(number), replace(entry(stored_at=stored_at), question=question(0)), vector_of(number))
+    assert [one.key for one in responses.nearest(key(0), vector_of(2), 9, 12.0)] == [key(1)]
+    assert list(responses) == [key(1)]
+
+
 @given(
     stored=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90), st.booleans()), min_size=1, max_size=150),
     max_bytes=st.sampled_from([0, 3000, 50_000, 100_000, 200_000]),
