@@ -406,6 +406,24 @@ async def test_text_too_long_for_the_embedder_pauses_nothing() -> None:
             assert await router.metric("embedder_failed", '{why="context_length_exceeded"}') == 0
 
 
+async def test_question_embedded_before_a_purge_is_not_stored() -> None:
+    """The purge may follow a change of the embedder's weights."""
+    own, other = printing_leader(), printing_leader("other")
+    async with cached_router(other, cache=None, keys=()) as embedder:
+        policy = msgspec.structs.replace(SEMANTIC, embedder=embedder.http.base_url.netloc.decode())
+        async with cached_router(own, cache=policy) as router:
+            own.load = FULL
+            links = router.fleet.links
+            await until(lambda: any(is_same(link.group_report.load, FULL) for link in links.serving()))
+            asking = asyncio.create_task(router.post(body(ASKED), CHAT))
+            await until(lambda: len(router.fleet.dispatcher.queue) == 1)
+            await router.http.post(PURGE_PATH, headers={"authorization": f"Bearer {TOKEN}"})
+            own.load = ROOM
+            assert result_of(await asking) == "miss" and await router.metric("entries") == 1
+            assert result_of(await router.post(body(SIMILAR), CHAT)) == "miss" and await why(router, "no_candidate") == 2
+            assert result_of(await router.post(body(ASKED), CHAT)) == "exact"
+
+
 async def test_purge_during_an_embedding_pauses_nothing() -> None:
     leader = printing_leader()
     async with cached_router(leader, cache=SEMANTIC) as router:

@@ -33,6 +33,7 @@ class EmbeddedQuestion:
 
     question: Question
     embedded: Embedded
+    asked_at: float  # before the embedding
 
 
 def bounds_of(policy: ResponseCachePolicy | None) -> LruBounds:
@@ -131,6 +132,7 @@ class RouterResponseCache:
         if question is None:
             self._metrics.not_similar("no_question" if self._revisions else "no_group")
             return MISS
+        asked_at = self._clock()
         embedded = await self._embedder.embed(question.text, question.model, policy.embedder, is_question=True)
         if not isinstance(embedded, Embedded):
             self._metrics.not_similar(embedded.why)
@@ -138,7 +140,7 @@ class RouterResponseCache:
         self.refresh()
         if self._policy is None or not self._policy.semantic:
             return MISS
-        asked = EmbeddedQuestion(question, embedded)
+        asked = EmbeddedQuestion(question, embedded, asked_at)
         decision = self._decide(query, asked, self._policy)
         self._metrics.compared(decision.nearest, decision.hit is not None)
         found = None if decision.hit is None else self._responses.get(decision.hit.key, self._clock())
@@ -181,8 +183,8 @@ class RouterResponseCache:
         if self._policy is None or revision not in self._revisions:
             return
         question, vector = None, b""
-        if self._policy.semantic and isinstance(answer.embedded, EmbeddedQuestion):
-            asked = answer.embedded
+        asked = answer.embedded
+        if self._policy.semantic and isinstance(asked, EmbeddedQuestion) and asked.asked_at >= self._purged_at:
             conversation = self._conversation(query, asked, revision)
             if self._responses.index.can_add(conversation, asked.embedded.vector):
                 question, vector = StoredQuestion(conversation, asked.question.text), asked.embedded.vector
