@@ -4,7 +4,8 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,13 +18,15 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
+from phalanx_frontend.openai.embeddings import POOLED
+from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_router.operator_endpoint import PURGE_PATH
-from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S
+from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S, Embedded, QuestionEmbedder
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
 from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, meaning, printing_leader
-from tests.router.fakes import TOKEN, FakeLeader
+from tests.router.fakes import TOKEN, FakeLeader, make_request
 from tests.router.loads import FULL, ROOM, is_same
 
 ASKED, SIMILAR, OTHER = "france, what is its capital", "france, what is its capital please", "spain, what is its capital"
@@ -355,6 +358,27 @@ async def test_another_service_embeds() -> None:
             responses = [await router.post(body(text), CHAT) for text in (ASKED, SIMILAR)]
             assert result_of(responses[0]) == "miss" and str(result_of(responses[1])).startswith("semantic")
             assert (router.num_embedded, router.num_computed, embedder.num_embedded) == (0, 1, 2)
+
+
+class PooledByLast:
+    """A model whose questions and other texts are pooled alike."""
+
+    async def pooled(self, text: str, *, is_question: bool) -> wire.Request:
+        tokens = tiny_tokenizer().encode(text, add_special_tokens=False).ids
+        return msgspec.structs.replace(make_request(tokens), sampling=POOLED, pooling="last")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        raise NotImplementedError
+
+
+async def test_vectors_of_another_prompt_do_not_compare() -> None:
+    """Routers of two versions share vectors during an update."""
+    async with cached_router(printing_leader(), cache=SEMANTIC) as router:
+        embedder = QuestionEmbedder(router.fleet, lambda why: None, time.monotonic)
+        embedded = [await embedder.embed("france", PooledByLast(), "", is_question=is_question) for is_question in (True, False)]
+        question, text = embedded
+        assert isinstance(question, Embedded) and isinstance(text, Embedded)
+        assert question.vector == text.vector and question.space != text.space and prepare("") in question.space
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import msgspec
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai.embeddings import shaped
+from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_frontend.stream.response_cache import QuestionModel
 from phalanx_router.backend import RouterBackend
 from phalanx_router.routing import vector_index
@@ -168,7 +169,7 @@ class QuestionEmbedder:
                         break
                     if not revision:
                         raise EmbedderFailed("unknown_revision")
-                    return _packed(delta.vector, f"{revision} {request.pooling}")
+                    return _packed(delta.vector, f"{revision} {request.pooling} {prepare('') if is_question else ''}")
         raise EmbedderFailed("no_vector")
 
     async def _ask(self, text: str, address: str) -> Embedded:
