@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
-from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery
+from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
 from phalanx_router.__main__ import main
 from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses.cache import RouterResponseCache
@@ -375,3 +375,15 @@ async def test_query_needs_the_object_that_the_backend_got() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         assert world.fleet.revision_of(request) == ""
     assert isinstance(request, wire.Request)
+
+
+def failing_question() -> Question | None:
+    raise RecursionError
+
+
+async def test_failed_lookup_is_a_miss() -> None:
+    policy = BalancePolicy(response_cache=ResponseCachePolicy(semantic=True))
+    async with running_world(FakeLeader(), settings=replace(make_settings(), policy=policy)) as world:
+        cache = RouterResponseCache(world.fleet, ResponseCacheMetrics(world.registry))
+        assert await cache.find(CacheQuery(make_request(), question=failing_question)) == MISS
+        assert world.metric("phalanx_router_response_cache_misses_total") == 1

@@ -4,6 +4,7 @@ A `ResponseCache` stores outputs. A stream is replayed from it, or recorded for 
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -12,6 +13,8 @@ from phalanx_api import wire
 from phalanx_frontend.backend import Delta
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import Item, close
+
+log = logging.getLogger(__name__)
 
 MAX_PIECES = 16
 """Deltas of a replayed stream of usual length: each costs the encoding of a chunk."""
@@ -171,12 +174,16 @@ async def record(
                 tokens += item.tokens
             yield item
     finally:
-        if reply.finish is not None:
-            output = CachedOutput(
-                tokens=tokens[: reply.completion_tokens],
-                finish=reply.finish,
-                cached_tokens=reply.cached_tokens,
-                seconds=seconds() - started_s,
-            )
-            use.cache.store(use.query, output, answer)
-        await close(stream)
+        try:
+            if reply.finish is not None:
+                output = CachedOutput(
+                    tokens=tokens[: reply.completion_tokens],
+                    finish=reply.finish,
+                    cached_tokens=reply.cached_tokens,
+                    seconds=seconds() - started_s,
+                )
+                use.cache.store(use.query, output, answer)
+        except Exception:
+            log.exception("a response was not stored", extra={"request_id": use.query.request.id})
+        finally:
+            await close(stream)

@@ -1,5 +1,6 @@
 """The response cache of one router: stores outputs by revision, as the policy allows, and shares them with the other routers."""
 
+import logging
 import random
 import sys
 import threading
@@ -22,6 +23,8 @@ from phalanx_router.resume.peer_wire import JournalCopy, SharedResponse
 from phalanx_router.routing.equality import conversation_key, response_key
 from phalanx_router.routing.response_lru import TOKEN_TYPE, LruBounds, ResponseLru, StoredQuestion, StoredResponse
 from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, Guard, decide
+
+log = logging.getLogger(__name__)
 
 MAX_TRANSIT_S = 5.0
 """Longest way of a response from router to router, by which it looks younger than it is."""
@@ -108,14 +111,22 @@ class RouterResponseCache:
 
     async def find(self, query: CacheQuery) -> CacheAnswer:
         """Returns an output of the newest revision that has one: of an equal request, else to a similar question."""
+        try:
+            answer = await self._find(query)
+        except Exception:
+            log.exception("a lookup in the response cache failed")
+            answer = MISS
+        if answer.output is None:
+            self._metrics.missed()
+        return answer
+
+    async def _find(self, query: CacheQuery) -> CacheAnswer:
         self.refresh()
         answer = MISS
         if self._policy is not None and self._policy.exact:
             answer = self._find_equal(query)
         if answer.output is None and self._policy is not None and self._policy.semantic:
             answer = await self._find_similar(query, self._policy)
-        if answer.output is None:
-            self._metrics.missed()
         return answer
 
     def _find_equal(self, query: CacheQuery) -> CacheAnswer:

@@ -35,15 +35,18 @@ class StoredOutputs:
 
     is_enabled = True
 
-    def __init__(self) -> None:
+    def __init__(self, fails: bool = False) -> None:
         self.outputs: list[CachedOutput] = []
         self.num_sent = 0
+        self._fails = fails
 
     async def find(self, query: CacheQuery) -> CacheAnswer:
         return MISS
 
     def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
         self.outputs.append(output)
+        if self._fails:
+            raise MemoryError
 
     def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
         self.num_sent += 1
@@ -98,6 +101,26 @@ async def recorded(text: str, *, stop: str = "", pieces: int = 4, reads: int = 1
             break
     await stream.aclose()  # type: ignore[attr-defined]
     return cache.outputs
+
+
+async def test_stream_ends_well_if_its_output_cannot_be_stored() -> None:
+    cache, is_closed = StoredOutputs(fails=True), False
+    reply = Reply(make_detokenizer(TextTokenizer(tiny_tokenizer_json()), True), REQUEST.sampling, ())
+
+    async def deltas() -> AsyncIterator[Item]:
+        nonlocal is_closed
+        try:
+            yield Delta(index=0, tokens=[5], finish="length")
+            yield Delta(index=1, tokens=[5])
+        finally:
+            is_closed = True
+
+    stream = record(deltas(), CacheUse(cache, CacheQuery(REQUEST)), MISS, reply, lambda: 0.0)
+    item = await anext(stream)
+    assert isinstance(item, Delta)
+    reply.feed(item)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert len(cache.outputs) == 1 and is_closed
 
 
 TEXT = "once upon a time STOP there was"
