@@ -305,6 +305,19 @@ async def test_slow_embedding_is_a_miss_and_pauses_others() -> None:
         assert router.num_computed == 2
 
 
+async def test_failure_ends_with_the_semantic_half() -> None:
+    leader = printing_leader()
+    leader.script.embed = lambda request: None
+    async with cached_router(leader, cache=SEMANTIC) as router:
+        asking = asyncio.create_task(router.post(body(ASKED), CHAT))
+        await until(lambda: leader.submitted)
+        router.set_policy(CACHE)
+        router.fleet.balancing.tick()
+        assert result_of(await asking) == "miss" and await why(router, "timeout") == 1
+        router.fleet.balancing.tick()
+        assert await router.metric("embedder_failed", '{why="timeout"}') == 0
+
+
 async def test_few_requests_wait_for_embeddings() -> None:
     leader = printing_leader()
     leader.script.embed = lambda request: None

@@ -92,6 +92,8 @@ class RouterResponseCache:
         revisions = self._backend.links.revisions()
         if policy != before:
             self._apply(policy, before)
+        if policy is None or not policy.semantic:
+            self._embedder.reset()  # an embedding may still fail after the change
         if revisions and revisions != self._revisions:
             self._responses.retain(revisions)
         self._revisions = revisions
@@ -105,8 +107,6 @@ class RouterResponseCache:
             self._outbox.clear()
         if policy is not None and policy.semantic and not (before is not None and before.semantic):
             threading.Thread(target=load_index, daemon=True).start()  # before a request waits for it
-        if policy is None or not policy.semantic:
-            self._embedder.reset()
         self._responses.set_bounds(bounds_of(policy), self._clock())
 
     async def find(self, query: CacheQuery) -> CacheAnswer:

@@ -120,8 +120,10 @@ class QuestionEmbedder:
 
     def reset(self) -> None:
         """Forgets failures, as no text will be embedded for a while."""
-        self._failure, self._paused_until = "", 0.0
-        self._show_failure("")
+        self._paused_until = 0.0
+        if self._failure:
+            self._failure = ""
+            self._show_failure("")
 
     async def close(self) -> None:
         """Closes connections."""
