@@ -168,6 +168,16 @@ async def test_other_conversation_is_a_miss(name: str) -> None:
         assert result_of(await router.post(same, CHAT)) != "miss" and router.num_computed == 2
 
 
+async def test_variables_of_the_template_may_be_any_text() -> None:
+    async with cached_router(printing_leader(), cache=SEMANTIC) as router:
+        headers = {"authorization": "Bearer sk-1", "content-type": "application/json"}
+        for text, half in ((ASKED, "\ud800"), (SIMILAR, "\ud801"), (SIMILAR + " please", "\ud801")):
+            content = json.dumps(body(text, chat_template_kwargs={"half": half, "é": 1}))
+            response = await router.http.post(CHAT, content=content, headers=headers)
+            assert response.status_code == 200 and (result_of(response) == "miss") == ("please please" not in text)
+        assert router.num_computed == 2
+
+
 @pytest.mark.parametrize(
     ("stored", "asked", "code"),
     [

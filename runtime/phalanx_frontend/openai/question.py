@@ -15,6 +15,7 @@ from phalanx_frontend.stream.response_cache import Question
 
 MAX_CHARACTERS = 8192
 """Longer messages are not compared: their embedding costs as much as a prompt, and their details decide."""
+MESSAGE_FIELDS = tuple(Message.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,13 @@ def question_of(body: GenerationRequest, written: str | None, model: ServedModel
     `written`: the text of a prompt, which is the question of a request without messages. The last message must be the user's, and
     the conversation must have no tools: calls and their results.
     """
-    text: str | None
-    if isinstance(body, ChatRequest):
-        text, context = _last_message(body.messages), _chat_context(body)
-    else:
-        text, context = written, _completion_context(body)
+    text = _last_message(body.messages) if isinstance(body, ChatRequest) else written
     if not text or not text.strip() or len(text) > MAX_CHARACTERS or (isinstance(body, ChatRequest) and _has_tools(body)):
         return None
+    context = _chat_context(body) if isinstance(body, ChatRequest) else _completion_context(body)
     limit = (body.max_completion_tokens if isinstance(body, ChatRequest) else None) or body.max_tokens
-    digest = hashlib.blake2b(json.dumps(context, sort_keys=True).encode(), digest_size=32).digest()
+    encoded = json.dumps(context, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")  # several times faster
+    digest = hashlib.blake2b(encoded, digest_size=32).digest()
     return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=RequestedModel(model, request))
 
 
@@ -77,10 +76,15 @@ def _has_tools(body: ChatRequest) -> bool:
 
 def _chat_context(body: ChatRequest) -> tuple[object, ...]:
     """All that a rendered conversation depends on, without the last message's text."""
-    earlier = [message.model_dump() for message in body.messages[:-1]]
-    last = body.messages[-1].model_dump(exclude={"content"})
+    earlier = [_shown(message) for message in body.messages[:-1]]
+    last = _shown(body.messages[-1].model_copy(update={"content": None}))
     options = (body.add_generation_prompt, body.add_special_tokens, body.reasoning_effort, body.chat_template_kwargs)
     return ("chat", earlier, last, *options, body.tool_choice if isinstance(body.tool_choice, str) else None)
+
+
+def _shown(message: Message) -> list[object]:
+    """What reaches the template of a message without tool calls."""
+    return [getattr(message, name) for name in MESSAGE_FIELDS]
 
 
 def _completion_context(body: GenerationRequest) -> tuple[object, ...]:
