@@ -4,8 +4,10 @@ import asyncio
 import base64
 import json
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +23,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, Quota
 from phalanx_frontend.openai.embeddings import POOLED
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_router.operator_endpoint import PURGE_PATH
-from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S, Embedded, QuestionEmbedder
+from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S, Embedded, NotEmbedded, QuestionEmbedder
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
@@ -402,6 +404,19 @@ async def test_vectors_of_another_prompt_do_not_compare() -> None:
         question, text = embedded
         assert isinstance(question, Embedded) and isinstance(text, Embedded)
         assert question.vector == text.vector and question.space != text.space and prepare("") in question.space
+
+
+async def test_busy_threads_hold_up_no_request() -> None:
+    async with cached_router(printing_leader(), cache=SEMANTIC) as router:
+        may_end, threads = threading.Event(), ThreadPoolExecutor(1)
+        threads.submit(may_end.wait)
+        asyncio.get_running_loop().set_default_executor(threads)
+        embedder = QuestionEmbedder(router.fleet, lambda why: None, time.monotonic, load_timeout_s=0.05)
+        try:
+            async with asyncio.timeout(20):
+                assert await embedder.embed("france", PooledByLast(), "", is_question=True) == NotEmbedded("timeout")
+        finally:
+            may_end.set()
 
 
 @asynccontextmanager

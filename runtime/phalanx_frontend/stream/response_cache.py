@@ -92,7 +92,7 @@ class ResponseCache(Protocol):
         ...
 
     async def find(self, query: CacheQuery) -> CacheAnswer:
-        """Returns the stored output, if any. Takes at most about a second, and never fails."""
+        """Returns the stored output, if any. Takes at most about a second, at first some more, and never fails."""
         ...
 
     def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
 """Longest wait of a request for the embedding of its question."""
+LOAD_TIMEOUT_S = 5.0
+"""Longest wait for the libraries of vectors, which other work in threads may hold up."""
 PAUSE_S = 5.0
 """Time without embeddings after a failure, so that not every request waits for a group or service that does not answer."""
 MAX_CONCURRENT = 32
@@ -86,12 +88,14 @@ class QuestionEmbedder:
         show_failure: Callable[[str], None],
         clock: Callable[[], float],
         timeout_s: float = TIMEOUT_S,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         """`show_failure` receives the reason of a failure that concerns later questions too, and empty text when it has ended."""
         self._backend = backend
         self._show_failure = show_failure
         self._clock = clock
         self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
         self._is_loaded = False
         self._num_running = 0
         self._paused_until = 0.0
@@ -107,7 +111,8 @@ class QuestionEmbedder:
         self._num_running += 1
         try:
             if not self._is_loaded:  # once; the thread that the policy has started may be at it
-                await asyncio.to_thread(load_index)
+                async with asyncio.timeout(self._load_timeout_s):
+                    await asyncio.to_thread(load_index)
                 self._is_loaded = True
             async with asyncio.timeout(self._timeout_s):
                 embedded = await (self._ask(text, address) if address else self._compute(text, model, is_question))
