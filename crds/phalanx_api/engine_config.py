@@ -265,6 +265,10 @@ class EngineConfig:
         "on GPUs, launch and sample every step from the host instead of capturing decode steps as CUDA graphs",
         "spec.engine.enforceEager",
     )
+    disable_custom_all_reduce: bool = _setting(
+        False,
+        "on GPUs, sum over ranks by NCCL alone; default: also by one kernel, for as many rows as it is measured to be faster",
+    )
     enable_expert_parallel: bool = _setting(
         False,
         "give each rank whole experts of a mixture of experts, not columns of all experts",

@@ -155,8 +155,8 @@ def _load_model(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, options
     model = source.load(peers, options, stage=pipeline.stage)
     if spec.engine.batch_invariant and (reason := invariance_obstacle(model, dtype, spec.engine.page_size)):
         raise ModelError(f"batch-invariant: {reason}")
-    if device.type == "cuda" and peers.world_size > 1:
-        from phalanx_runtime.rank.device.sum_choice import use_one_shot  # imports Triton
+    if device.type == "cuda" and peers.world_size > 1 and not spec.engine.disable_custom_all_reduce:
+        from phalanx_runtime.rank.device.all_reduce_choice import use_one_shot  # imports Triton
 
         use_one_shot(model, peers, num_local=spec.local_world_size, dtype=dtype, device=device)
     return model

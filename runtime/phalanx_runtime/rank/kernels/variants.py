@@ -60,7 +60,7 @@ def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) ->
 
 
 def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVariant]:
-    """Returns the variants of sums over ranks in one kernel, which `sum_choice` compiles where it measures them."""
+    """Returns the variants of sums over ranks in one kernel, which `all_reduce_choice` compiles where it measures them."""
     size, dtype = config.hidden_size, options.dtype
     if not 1 < options.world_size <= MAX_PARTS or not can_hold(size, dtype, True):
         return []

@@ -67,7 +67,14 @@ class CudaSumDevice:
 
 
 def choose_sums(model: Decoder, ops: TritonOps, peers: Collective, sums: SumDevice, dtype: torch.dtype) -> None:
-    """Sets the one-shot sums of a model, if they are faster for some rows. All `peers` call it together."""
+    """Sets the one-shot sums of a model, if their kernel supports it and they are faster for some rows.
+
+    All `peers` call it together.
+    """
+    weight = torch.ones(model.width, dtype=dtype, device=sums.device)
+    if not ops.can_add_parts(weight[None], weight, weight):  # equal on all ranks
+        log.info("the collective alone sums over ranks", extra={"why": f"no kernel for {model.width} columns of {dtype}"})
+        return
     buffers: PeerBuffers | None = None
     try:
         buffers = sums.open_buffers(max(ROWS) * model.width * dtype.itemsize)
@@ -76,7 +83,6 @@ def choose_sums(model: Decoder, ops: TritonOps, peers: Collective, sums: SumDevi
     is_open_everywhere = all(is_open for (is_open,) in peers.all_gather_integers([int(buffers is not None)]))
     if buffers is None or not is_open_everywhere:
         return
-    weight = torch.ones(model.width, dtype=dtype, device=sums.device)
     one_shot = OneShot(buffers, ops, max(ROWS))
 
     def slowest_us(add_norm: Callable[[Tensor, Tensor], object]) -> dict[int, int]:

@@ -7,15 +7,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from phalanx_runtime.collective.peer_buffers import PeerBuffers
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.decoder.one_shot import one_shot_rows
+from phalanx_runtime.rank.device.all_reduce_choice import ROWS, can_share_memory, choose_sums
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget, DecodeGraphs
 from phalanx_runtime.rank.device.device_step import DeviceStep
-from phalanx_runtime.rank.device.sum_choice import ROWS, can_share_memory, choose_sums
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.model.gpu.fake_buffers import SharedBuffers, ThreadBuffers
 from tests.runtime.ranks import Build, Driver, DriverRequest, KeptGraph, make_model_runner, on_ranks, with_group
@@ -119,6 +120,7 @@ def answers(
     times: Callable[[int], list[int]],
     can_open: Callable[[int], bool],
     prepare: Callable[[ModelRunner, ThreadBuffers], None] | None = None,
+    ops: TritonOps | None = None,
 ) -> list[int]:
     """Returns the limit of rows by rank, -1 without one-shot sums. With them the tokens are those of one rank."""
     requests = [DriverRequest(prompt) for prompt in PROMPTS]
@@ -129,7 +131,7 @@ def answers(
         model = runner.model
         assert isinstance(model, Decoder) and isinstance(model.ops, TritonOps)
         buffers = shared.of(collective.rank) if can_open(collective.rank) else None
-        choose_sums(model, model.ops, collective, TimedSums(buffers, times(collective.rank)), torch.float32)
+        choose_sums(model, ops or model.ops, collective, TimedSums(buffers, times(collective.rank)), torch.float32)
         if model.one_shot is None:
             return -1
         if prepare is not None and buffers is not None:
@@ -165,3 +167,16 @@ def test_without_an_advantage_the_collective_sums(folder: Path, gain: int) -> No
     times = [9] * len(ROWS) + [9 - gain] * len(ROWS)
     limits = answers(folder, SharedBuffers(2, MAX_BYTES), lambda rank: times, lambda rank: gain < 0 or rank == 0)
     assert limits == [-1, -1]
+
+
+class OpsWithoutParts(TritonOps):
+    """Has no kernel for these rows."""
+
+    def can_add_parts(self, x: Tensor, after: Tensor | None, before: Tensor | None) -> bool:
+        return False
+
+
+def test_rows_without_a_kernel_are_not_measured(folder: Path) -> None:
+    """Its times are never read."""
+    shared = SharedBuffers(2, MAX_BYTES)
+    assert answers(folder, shared, lambda rank: [], lambda rank: True, ops=OpsWithoutParts()) == [-1, -1]
