@@ -7,7 +7,7 @@ pages have keys. Token ids are below 2^32.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 KEY_BYTES = 16
@@ -41,3 +41,18 @@ class PrefixKeys:
             parent = blake2b(parent + self._pack.pack(*tokens[start : start + size]), digest_size=KEY_BYTES).digest()
             keys.append(parent)
         return keys
+
+
+def longest_hit(is_present: Callable[[int], bool], count: int, hit_pages: int) -> int:
+    """Returns the most leading pages, of `count`, after which a request could start that reads the last `hit_pages` of them.
+
+    Looks from the last page on, so that a whole hit takes `hit_pages` look-ups.
+    """
+    end, run = count, 0
+    for page in reversed(range(count)):
+        run += 1
+        if not is_present(page):
+            end, run = page, 0
+        elif run == hit_pages:
+            break
+    return end

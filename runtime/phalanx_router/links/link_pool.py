@@ -44,8 +44,9 @@ class FleetView:
 
     def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Updates the prefix index."""
-        space = KeySpace(link.group_report.served.page_model, link.group_report.page_size)
-        self.prefixes.apply(link.endpoint.key, space, changes)
+        served = link.group_report.served
+        space = KeySpace(served.page_model, link.group_report.page_size)
+        self.prefixes.apply(link.endpoint.key, space, changes, served.hit_pages)
 
     def link_removed(self, link: LeaderLink) -> None:
         """Removes a group's page keys."""

@@ -1,14 +1,14 @@
 """Index of the page keys in each group's prefix cache, from the groups' reports.
 
-A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages. Keys:
-`phalanx_api.prefix`.
+A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages. If all layers of a
+model have a window, the last pages before the end suffice, and any page may be evicted. Keys: `phalanx_api.prefix`.
 """
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from phalanx_api import wire
-from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_api.prefix import PrefixKeys, longest_hit, root_key
 
 MAX_KEYS = 1 << 20
 """Per group, about 100 bytes each. Further keys are dropped, which underestimates hits."""
@@ -30,16 +30,17 @@ class PrefixIndex:
         self._max_keys = max_keys
         self._cached: dict[str, set[bytes]] = {}
         self._spaces: dict[str, KeySpace] = {}
+        self._hit_pages: dict[str, int] = {}
 
     @property
     def num_keys(self) -> int:
         """Number of keys of all groups."""
         return sum(map(len, self._cached.values()))
 
-    def apply(self, group: str, space: KeySpace, changes: wire.PageChanges) -> None:
-        """Applies added and removed keys; a snapshot replaces all."""
+    def apply(self, group: str, space: KeySpace, changes: wire.PageChanges, hit_pages: int = 0) -> None:
+        """Applies added and removed keys; a snapshot replaces all. hit_pages: `wire.Served.hit_pages`."""
         cached = self._cached.setdefault(group, set())
-        self._spaces[group] = space
+        self._spaces[group], self._hit_pages[group] = space, hit_pages
         if changes.is_snapshot:
             cached.clear()
         for is_added, key in changes.changes:
@@ -54,9 +55,10 @@ class PrefixIndex:
         """Removes a group."""
         self._cached.pop(group, None)
         self._spaces.pop(group, None)
+        self._hit_pages.pop(group, None)
 
     def holders(self, key: bytes) -> list[str]:
-        """Groups that have the page `key` and therefore all pages before it."""
+        """Groups that have the page `key` and therefore, without windows, all pages before it."""
         return [group for group, cached in self._cached.items() if key in cached]
 
     def hits(self, prompt: "PromptKeys") -> dict[str, int]:
@@ -65,7 +67,8 @@ class PrefixIndex:
         for group, cached in self._cached.items():
             if cached:
                 space = self._spaces[group]
-                pages = _count_cached(cached, prompt.keys(space))
+                hit_pages, keys = self._hit_pages[group], prompt.keys(space)
+                pages = _count_windowed(cached, keys, hit_pages) if hit_pages else _count_cached(cached, keys)
                 if pages:
                     hits[group] = pages * space.page_size
         return hits
@@ -128,3 +131,7 @@ class PageFeed:
             return "resync"
         self._next += len(changes.changes)
         return "apply"
+
+
+def _count_windowed(cached: set[bytes], keys: Sequence[bytes], hit_pages: int) -> int:
+    return longest_hit(lambda page: keys[page] in cached, len(keys), hit_pages)

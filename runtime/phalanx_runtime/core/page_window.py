@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from phalanx_api.engine_config import EngineConfig
+from phalanx_api.prefix import longest_hit
 
 NULL_PAGE = -1
 """In a page table: no page, because no layer reads these tokens any more. Only at its start."""
@@ -39,18 +40,8 @@ class PageWindow:
         return -(-(self.tokens + new_tokens - 2) // self.page_size) + 1
 
     def longest_hit(self, is_present: Callable[[int], bool], count: int) -> int:
-        """Returns the most leading pages, of `count`, after which a request could start: the last ones are present.
-
-        Looks from the last page on, so that a whole hit takes as many look-ups as the window has pages.
-        """
-        end, run = count, 0
-        for page in reversed(range(count)):
-            run += 1
-            if not is_present(page):
-                end, run = page, 0
-            elif run == self.pages_before:
-                break
-        return end
+        """Returns the most leading pages, of `count`, after which a request could start: the last ones are present."""
+        return longest_hit(is_present, count, self.pages_before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
     host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
-    served = _served(spec, dtype, model, sizing.group_page_bytes)
+    served = _served(spec, dtype, model, sizing.group_page_bytes, window)
     disk = open_disk(spec, served, host_page_bytes)
     has_disk = spec.engine.disk_cache_path is not None
     pool = PoolShape(sizing.num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
@@ -187,7 +187,7 @@ def _memory_account(
     return account
 
 
-def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int) -> Served:
+def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int, window: int) -> Served:
     """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
     kv, name = model.kv, str(dtype).removeprefix("torch.")
     stages, kv_dtype = spec.pipeline_parallel_size, spec.engine.kv_cache_dtype
@@ -201,6 +201,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: 
         spec.model_version,
         kv_dtype,
         embedding_size=model.width if isinstance(model, Decoder) else 0,  # models of `transformers` return logits
+        hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window else 0,
     )
 
 

@@ -176,6 +176,15 @@ def test_hits_equal_a_walk_over_the_pages(changes: list[tuple[bool, int]]) -> No
         assert index.hits(PromptKeys(tokens, "", "")) == ({"a": 4 * held} if held else {})
 
 
+@given(held=st.sets(st.integers(0, 11)), hit_pages=st.integers(1, 13))
+def test_windows_need_the_last_pages_of_a_hit(held: set[int], hit_pages: int) -> None:
+    tokens = list(range(48))
+    keys, index = keys_of(tokens), PrefixIndex()
+    index.apply("a", SPACE, wire.PageChanges(0, [(True, keys[page]) for page in sorted(held)], is_snapshot=True), hit_pages)
+    usable = [end for end in range(13) if held.issuperset(range(max(0, end - hit_pages), end))]
+    assert index.hits(PromptKeys(tokens, "", "")).get("a", 0) == 4 * max(usable)
+
+
 def test_memory_of_the_index_is_bounded_and_small() -> None:
     index = PrefixIndex(max_keys=20_000)
     changes = [(True, number.to_bytes(16, "big")) for number in range(30_000)]

@@ -138,6 +138,7 @@ def test_account_names_the_tokens_of_a_request(
         return ready, runner.pool.window
 
     for ready, pool_window in with_group([ranks], load):
+        assert ready.served.hit_pages == (2 if window else 0)
         assert ready.memory is not None and (ready.memory.window_tokens, ready.memory.page_groups) == (window, why)
         assert pool_window == window and ready.num_pages == 4
         assert ready.max_model_len == (256 if window else 64)
