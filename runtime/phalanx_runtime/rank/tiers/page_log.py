@@ -202,9 +202,12 @@ class PageLog:
         return owned
 
     def _index(self) -> None:
-        pages, foreign = self._store.load()
+        pages, former, foreign = self._store.load()
         for page in pages[-self.capacity :]:
             self._pages.add(page)
+        for page in [*former, *pages[: -self.capacity]]:  # else a restart finds them once the others are dropped
+            if page.segment.pages or page.segment is self._store.head:
+                self._reclaim(page.segment, page.slot)
         for segment in self._store.full[:]:
             if not segment.pages:
                 self._store.remove(segment)

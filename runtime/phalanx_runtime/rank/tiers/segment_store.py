@@ -35,10 +35,13 @@ class SegmentStore:
         """Bytes that new segments may take."""
         return self._max_bytes - self.num_bytes
 
-    def load(self) -> tuple[list[StoredPage], list[str]]:
-        """Finds the segments. Returns the newest page of each key, in order, and the names of foreign files. Raises OSError."""
+    def load(self) -> tuple[list[StoredPage], list[StoredPage], list[str]]:
+        """Finds the segments. Returns the newest page of each key, in order, the others, and the names of foreign files.
+
+        Raises OSError. A kill between copy and mark leaves a page in two segments.
+        """
         found: dict[bytes, StoredPage] = {}
-        foreign = []
+        former, foreign = [], []
         for name in sorted(set(self._files.names(self._path)) - {LOCK}, key=number_of):
             self._last_number = max(self._last_number, number_of(name))
             scanned = self._scan(name)
@@ -48,10 +51,11 @@ class SegmentStore:
             segment, pages = scanned
             self.full.append(segment)
             for page in pages:
-                found.pop(page.key, None)
+                if page.key in found:
+                    former.append(found.pop(page.key))
                 found[page.key] = page
         self._resume()
-        return list(found.values()), foreign
+        return list(found.values()), former, foreign
 
     def prepare(self) -> bool:
         """Returns whether a page can be written: else a full segment must be removed first."""

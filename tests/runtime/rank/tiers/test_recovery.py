@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.rank.tiers.page_log import PageLog
-from phalanx_runtime.rank.tiers.segment import Layout, record
+from phalanx_runtime.rank.tiers.segment import DEAD, Layout, record
 from tests.runtime.rank.tiers.faulty_files import FaultyFiles, Killed
 from tests.runtime.rank.tiers.logs import (
     CAPACITY,
@@ -160,6 +160,21 @@ def test_damage_found_by_compaction_is_dropped(tmp_path: Path) -> None:
         dropped += log.compact(number)
     assert dropped and log.counters.corrupt == len(dropped) and log.counters.compacted_bytes > 0
     assert wrong_pages(log) == []
+
+
+def test_a_former_copy_of_a_dropped_page_is_not_found_again(tmp_path: Path) -> None:
+    """A kill between copy and mark leaves a page in two segments, of which the log knows the newer one."""
+    first = written(tmp_path, SLOTS)[0]
+    data = bytearray(first.read_bytes())
+    for slot in range(1, SLOTS):
+        data[LAYOUT.record_at(slot) : LAYOUT.record_at(slot) + len(DEAD)] = DEAD
+    data[LAYOUT.page_at(0)] ^= 1
+    first.with_name("00000009.pages").write_bytes(data)
+    log = open_log(tmp_path)
+    assert readable(log) == [1, 2] and log.counters.corrupt == 1
+    log.close()
+    log = open_log(tmp_path)
+    assert key_of(0) not in log and readable(log) == [1, 2]
 
 
 def write_and_compact(log: PageLog, done: list[int]) -> None:
