@@ -173,12 +173,16 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
 
 async def embedding_inputs(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
     """Returns token ids per input. Only text gets special tokens. Raises ApiError 400."""
-    inputs, limit = list[list[int]](), model.assets.max_model_len
+    inputs, limit, kept = list[list[int]](), model.assets.max_model_len, body.truncate_prompt_tokens
+    if kept is not None and (kept == 0 or kept > limit):
+        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be -1, or between 1 and {limit}")
     for text in body.input:
         if isinstance(text, str):
             ids = await model.encode(text, body.add_special_tokens is not False, "input") if text else []
         else:
             ids = model.checked_ids(text, "input")
+        if kept is not None:
+            ids = ids[-(limit if kept == -1 else kept) :]
         if not ids:
             raise invalid("input", f"input {len(inputs)} is empty")
         if len(ids) > limit:

@@ -173,12 +173,16 @@ class ChatRequest(GenerationRequest):
 
 
 class EmbeddingRequest(_Strict):
-    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are."""
+    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are.
+
+    `truncate_prompt_tokens` keeps the last tokens of longer inputs; -1: as many as the model takes.
+    """
 
     model: Text | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     user: UserId | None = None
     add_special_tokens: bool | None = None
     tenant: ShortText | None = None

@@ -35,7 +35,9 @@ PATH = "/v1/embeddings"
         ({"input": "a", "dimensions": "8"}, "dimensions", None),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", None),
         ({"input": "a", "user": 5}, "user", None),
-        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "unsupported_parameter"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
+        ({"input": "a", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens", None),
     ],
 )
 async def test_bad_requests_get_400_with_their_field(fields: dict[str, Any], param: str, code: str | None) -> None:
@@ -72,6 +74,18 @@ async def test_each_input_is_a_pooled_request() -> None:
     }
     assert not any(request.can_resume for request in backend.requests)
     assert len({request.id for request in backend.requests}) == 2
+
+
+@pytest.mark.parametrize(("kept", "lengths"), [(-1, [512, 3]), (2, [2, 2]), (512, [512, 3])])
+async def test_last_tokens_of_long_inputs_are_kept(kept: int, lengths: list[int]) -> None:
+    backend = FakeBackend()
+    inputs = [[*range(50, 300), *range(50, 313)], [5, 6, 7]]
+    answer = await post(backend, PATH, input=inputs, truncate_prompt_tokens=kept)
+    assert answer.status_code == 200, answer.text
+    assert [request.prompt for request in backend.requests] == [
+        tokens[-length:] for tokens, length in zip(inputs, lengths, strict=True)
+    ]
+    assert answer.json()["usage"]["prompt_tokens"] == sum(lengths)
 
 
 async def test_input_of_the_whole_context_is_accepted() -> None:
