@@ -162,7 +162,7 @@ def test_damage_found_by_compaction_is_dropped(tmp_path: Path) -> None:
     assert wrong_pages(log) == []
 
 
-def test_a_former_copy_of_a_dropped_page_is_not_found_again(tmp_path: Path) -> None:
+def test_former_copy_of_a_dropped_page_stays_lost(tmp_path: Path) -> None:
     """A kill between copy and mark leaves a page in two segments, of which the log knows the newer one."""
     first = written(tmp_path, SLOTS)[0]
     data = bytearray(first.read_bytes())
