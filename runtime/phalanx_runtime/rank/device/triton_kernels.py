@@ -95,8 +95,8 @@ def build_decode_inputs(
         tl.store(batch_lengths + batch, length - skipped * page_size)
         for first in range(0, tl.cdiv(length, page_size) - skipped, BLOCK):
             index = first + tl.arange(0, BLOCK)
-            page = tl.load(table + skipped + index, mask=skipped + index < table_pages, other=0)
-            tl.store(batch_table + index, page)
+            pages = tl.load(table + skipped + index, mask=skipped + index < table_pages, other=0)
+            tl.store(batch_table + index, pages)
     else:
         tl.store(batch_lengths + batch, length)
         for first in range(0, tl.cdiv(length, page_size), BLOCK):
