@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from bench.router.api_server import EMBEDDING_SIZE, bench_assets
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
+from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.load_feed import EngineObserver, PageKeys
@@ -44,7 +45,8 @@ REPORT_S = 0.05
 
 def vector_of(prompt: list[int]) -> bytes:
     """A vector that texts with the same start share."""
-    draw = random.Random(bytes(prompt[:TOPIC_TOKENS]))
+    start = len(prepare("\0").split("\0")[0])  # of the question
+    draw = random.Random(bytes(prompt[start : start + TOPIC_TOKENS]))
     return array("f", [draw.gauss(0.0, 1.0) for _ in range(EMBEDDING_SIZE)]).tobytes()
 
 
