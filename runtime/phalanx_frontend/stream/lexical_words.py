@@ -236,4 +236,4 @@ SYNONYMS = _first_of(
     direct directly; legal legally
     """
 )
-"""Words that may replace one another in a question. The first of a group stands for it."""
+"""Synonyms in questions: each word with the first one of its group."""

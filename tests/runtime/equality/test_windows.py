@@ -223,7 +223,7 @@ def test_pages_from_host_memory_change_no_token(model: Path, expected: dict[int,
 
 
 class Spoiling(CountingRunner):
-    """Fills pages before each step: with NaN while nobody holds them, or once with zeros the first one that a request reads."""
+    """Before each step, fills pages that no request holds with NaN, or once the first page that a request reads with zeros."""
 
     def __init__(self, inner: ModelRunner, scheduler: Scheduler, zeroes: bool) -> None:
         super().__init__(inner)
@@ -308,7 +308,7 @@ def with_salt(requests: list[wire.Request]) -> list[wire.Request]:
 
 
 def test_device_steps_read_held_pages_only(tmp_path: Path) -> None:
-    """Decode steps on the device, by Triton's interpreter; pages that nobody holds are NaN."""
+    """Decode steps on the device, by Triton's interpreter; pages that no request holds are NaN."""
     folder = save_tiny(tmp_path / "model", "mistral", num_hidden_layers=2)
     requests = {8: make_requests(14)[8]}
     plain = reference(folder, requests)

@@ -3,8 +3,8 @@
     a device page with a key is evicted      `store`: its content is copied to a slot, which the key finds from then on
     a prompt's page is in a slot             `load`: it is copied to a device page, if that is faster than computing it
 
-Each slot has a place in the memory of the ranks, one of the first `num_slots`; plans name places. A smaller tier evicts pages as
-its policy says, and moves those behind the remaining places.
+Plans name slots, the first `num_slots` of each rank's host memory; the policy knows an entry for each page, which keeps its
+number in another slot (`slot_table`). A smaller tier evicts pages as its policy says, and moves those in removed slots.
 
 Rank 0 decides; plans carry the copies, and each rank copies its own part of a page. All ranks execute the copies of all plans in
 order, so a slot may be stored, loaded and stored again in one plan. A slot keeps its page when the page is loaded: evicting the
@@ -19,7 +19,7 @@ from itertools import takewhile, zip_longest
 from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
-from phalanx_runtime.core.kv.slot_places import SlotPlaces
+from phalanx_runtime.core.kv.slot_table import SlotTable
 from phalanx_runtime.core.kv.tier_hits import TierHits
 from phalanx_runtime.core.kv.tier_sizing import SizingRules, choose_size
 from phalanx_runtime.core.step_plan import HostCopy, HostResize
@@ -44,7 +44,7 @@ class HostCounters:
     resized: int = 0
     """Plans that change the number of slots."""
     moved: int = 0
-    """Moved to another place because theirs was removed."""
+    """Moved to another slot because theirs was removed."""
     declined: int = 0
     """Found, but faster to compute than to load."""
 
@@ -62,7 +62,7 @@ def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: f
 
 
 class HostTier:
-    """Slots, each free or found by a key; without any every call finds nothing. Public slots are places."""
+    """Slots, each free or found by a key; without any every call finds nothing."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HostTier:
         """has_disk: the ranks also write stored pages to disk, by key. rules: of an adaptive number of slots."""
         self.rules = rules or SizingRules.fixed(num_slots)
         limit, self._wanted_slots = self.rules.limit, self.rules.floor
-        self._places = SlotPlaces(self.rules.floor, limit)
+        self._table = SlotTable(self.rules.floor, limit)
         self.hits = TierHits(limit or num_device_pages, has_host=limit > 0, has_disk=has_disk)
         self._has_disk = has_disk
         self.counters = HostCounters()
@@ -86,7 +86,7 @@ class HostTier:
         """Reason of the latest decision to change the size."""
         self._decided_at = 0
         """Lookups before the latest decision."""
-        self._slot_of: dict[bytes, int] = {}
+        self._entry_of: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * limit
         self.now_s = 0.0
         """Monotonic seconds, set with each load report."""
@@ -103,37 +103,37 @@ class HostTier:
         self._storing: dict[int, bytes] = {}
         """Device pages that they store, with the keys that find the slots."""
         self._reserved: set[int] = set()
-        """Places that pages from elsewhere will fill."""
+        """Slots that pages from elsewhere will fill."""
         self._filled: set[int] = set()
-        """Places with such a page that no prompt loaded yet."""
+        """Slots with such a page that no prompt loaded yet."""
 
     @property
     def num_slots(self) -> int:
         """The present size."""
-        return self._places.num_places
+        return self._table.num_slots
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._slot_of
+        return key in self._entry_of
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._entry_of)
 
     def keys(self) -> Iterable[bytes]:
         """Returns the keys of all slots."""
-        return self._slot_of.keys()
+        return self._entry_of.keys()
 
     def store(self, page: int, key: bytes) -> bytes | None:
         """Copies a device page, which nothing writes before the next plan, to a slot. Returns the key that loses its slot."""
         self.hits.evict(key)
         if not self.num_slots:
             return None
-        if key in self._slot_of:
-            self._touch(self._slot_of[key])
+        if key in self._entry_of:
+            self._touch(self._entry_of[key])
             return None
-        dropped = None if self._places.num_free else self._evict()
-        place = self._places.take()
-        self._insert(place, key)
-        self._pending.append(((False, page, place), key))
+        dropped = None if self._table.num_free else self._evict()
+        slot = self._table.take()
+        self._insert(slot, key)
+        self._pending.append(((False, page, slot), key))
         self._copied.add(page)
         self._storing[page] = key
         self.counters.stored += 1
@@ -143,17 +143,17 @@ class HostTier:
         """Returns the slots of the longest found prefix of `keys`, until the next change of the size."""
         slots = []
         for key in keys:
-            slot = self._slot_of.get(key)
-            if slot is None:
+            entry = self._entry_of.get(key)
+            if entry is None:
                 break
-            slots.append(self._places.place_of(slot))
+            slots.append(self._table.slot_of(entry))
         return slots
 
     def keep(self, keys: Iterable[bytes]) -> int:
         """Counts a hit of the longest found prefix, so that these slots are evicted late. Returns its length."""
-        found = list(takewhile(self._slot_of.__contains__, keys))
+        found = list(takewhile(self._entry_of.__contains__, keys))
         for key in found:
-            self._hit(self._slot_of[key])
+            self._hit(self._entry_of[key])
         return len(found)
 
     def num_own(self, slots: Iterable[int]) -> int:
@@ -162,13 +162,13 @@ class HostTier:
 
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
-        for place, page in zip(slots, pages, strict=True):
-            slot = self._places.slot_at(place)
-            self._pending.append(((True, page, place), b""))
+        for slot, page in zip(slots, pages, strict=True):
+            entry = self._table.entry_at(slot)
+            self._pending.append(((True, page, slot), b""))
             self._copied.add(page)
             self._loading.add(page)
-            self._filled.discard(place)
-            self._hit(slot)
+            self._filled.discard(slot)
+            self._hit(entry)
         self.counters.loaded += len(slots)
 
     def decline(self, num_pages: int) -> None:
@@ -197,11 +197,11 @@ class HostTier:
         keys = {page: self._storing.pop(page) for page in pages if page in self._storing} if self._storing else {}
         if not keys:
             return []
-        cancelled = {key: place for (is_load, page, place), key in self._pending if not is_load and page in keys}
+        cancelled = {key: slot for (is_load, page, slot), key in self._pending if not is_load and page in keys}
         self._pending = [(copy, key) for copy, key in self._pending if copy[0] or copy[1] not in keys]
-        lost = [key for key, place in cancelled.items() if self.match([key]) == [place]]
+        lost = [key for key, slot in cancelled.items() if self.match([key]) == [slot]]
         for key in lost:
-            self._drop(self._slot_of[key])
+            self._drop(self._entry_of[key])
         return lost
 
     def reserve(self, count: int) -> tuple[list[int], list[bytes]]:
@@ -209,17 +209,17 @@ class HostTier:
 
         Returns them, and the keys that lost their slots.
         """
-        used = {place for (_, _, place), _ in self._pending}
+        used = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
         dropped: list[bytes] = []
         while len(slots) < count and 2 * (len(self._reserved) + 1) <= self.num_slots:
-            if not self._places.num_free:
-                if self._places.place_of(self._policy.victim()) in used:
+            if not self._table.num_free:
+                if self._table.slot_of(self._policy.victim()) in used:
                     break
                 dropped.append(self._evict())
-            if self._places.next_free in used:
+            if self._table.next_free in used:
                 break
-            slots.append(self._places.take())
+            slots.append(self._table.take())
             self._reserved.add(slots[-1])
         return slots, dropped
 
@@ -228,11 +228,11 @@ class HostTier:
         self._reserved.difference_update(slots)
         new = []
         for slot, key in zip_longest(slots, keys):
-            if key is None or key in self._slot_of:
-                self._places.free(slot)
+            if key is None or key in self._entry_of:
+                self._table.free(slot)
                 continue
             self._insert(slot, key)
-            self._hit(self._slot_of[key])  # a request waits for it
+            self._hit(self._entry_of[key])  # a request waits for it
             self._filled.add(slot)
             new.append(key)
         return new
@@ -244,13 +244,13 @@ class HostTier:
 
     def resize(self) -> tuple[HostResize | None, list[bytes]]:
         """Returns the next step to the wanted number of slots, and the keys that lose theirs; no copy is pending."""
-        assert not self._pending, "copies of another plan use places that may move"
+        assert not self._pending, "copies of another plan use slots that may move"
         self._decide()
         missing = self._wanted_slots - self.num_slots
         if not missing:
             return None, []
         if missing > 0:
-            self._places.grow(self.num_slots + min(missing, RESIZE_SLOTS))
+            self._table.grow(self.num_slots + min(missing, RESIZE_SLOTS))
             self.counters.resized += 1
             return HostResize(self.num_slots), []
         needed = max(1 + max(self._reserved, default=-1), 2 * len(self._reserved))
@@ -272,8 +272,8 @@ class HostTier:
 
     def check(self) -> list[str]:
         """Returns errors of slots and keys."""
-        errors = [f"slot {slot} has another key" for key, slot in self._slot_of.items() if self._keys[slot] != key]
-        return errors + self._places.errors(list(self._slot_of.values()), len(self._reserved))
+        errors = [f"entry {entry} has another key" for key, entry in self._entry_of.items() if self._keys[entry] != key]
+        return errors + self._table.errors(list(self._entry_of.values()), len(self._reserved))
 
     def _decide(self) -> None:
         if not self.rules.is_adaptive or self.hits.total_lookups - self._decided_at < self.rules.period:
@@ -289,9 +289,9 @@ class HostTier:
         if num_slots >= self.num_slots:
             return None, []
         dropped = []
-        while len(self._slot_of) + len(self._reserved) > num_slots:
+        while len(self._entry_of) + len(self._reserved) > num_slots:
             dropped.append(self._evict())
-        moves = self._places.shrink(num_slots)
+        moves = self._table.shrink(num_slots)
         for source, target in moves:
             if source in self._filled:
                 self._filled.remove(source)
@@ -300,52 +300,52 @@ class HostTier:
         self.counters.moved += len(moves)
         return HostResize(num_slots, moves), dropped
 
-    def _insert(self, place: int, key: bytes) -> None:
-        slot = self._places.assign(place)
-        self._slot_of[key], self._keys[slot] = slot, key
-        self._stored_s[slot] = self.now_s
-        self._policy.on_insert(slot, int.from_bytes(key[:8], "little"))
-        self._touch(slot)
+    def _insert(self, slot: int, key: bytes) -> None:
+        entry = self._table.assign(slot)
+        self._entry_of[key], self._keys[entry] = entry, key
+        self._stored_s[entry] = self.now_s
+        self._policy.on_insert(entry, int.from_bytes(key[:8], "little"))
+        self._touch(entry)
 
-    def _hit(self, slot: int) -> None:
-        self._idle[slot] = 0
-        self._policy.on_hit(slot)
-        self._touch(slot)
+    def _hit(self, entry: int) -> None:
+        self._idle[entry] = 0
+        self._policy.on_hit(entry)
+        self._touch(entry)
 
-    def _touch(self, slot: int) -> None:
+    def _touch(self, entry: int) -> None:
         self._time += 1
-        self._idle[slot] = 1
-        self._policy.on_release(slot, self._time)
-        self._policy.on_idle(slot)
+        self._idle[entry] = 1
+        self._policy.on_release(entry, self._time)
+        self._policy.on_idle(entry)
 
     def _evict(self) -> bytes:
-        slot = self._policy.victim()
-        key = self._keys[slot]
+        entry = self._policy.victim()
+        key = self._keys[entry]
         assert key is not None, "a victim has a key"
         self.counters.evicted += 1
-        self.counters.evicted_page_s += self.now_s - self._stored_s[slot]
+        self.counters.evicted_page_s += self.now_s - self._stored_s[entry]
         if not self._has_disk:
-            self._drop_pending(slot)
-        self._drop(slot)
+            self._drop_pending(entry)
+        self._drop(entry)
         return key
 
-    def _drop_pending(self, slot: int) -> None:
-        """Drops a pending store into a slot that loses its page, unless a load of the same plan reads it.
+    def _drop_pending(self, entry: int) -> None:
+        """Drops a pending store of an entry that loses its page, unless a load of the same plan reads it.
 
         A disk still gets the page, whose store comes before the next one into the slot.
         """
-        place = self._places.place_of(slot)
-        copies = [(copy, key) for copy, key in self._pending if copy[2] == place]
+        slot = self._table.slot_of(entry)
+        copies = [(copy, key) for copy, key in self._pending if copy[2] == slot]
         if copies and not any(is_load for (is_load, _, _), _ in copies):
-            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != place]
+            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != slot]
             for (_, page, _), _ in copies:
                 self._storing.pop(page, None)
 
-    def _drop(self, slot: int) -> None:
-        key = self._keys[slot]
-        assert key is not None, "only used slots are dropped"
-        self._idle[slot] = 0
-        self._policy.on_remove(slot)
-        del self._slot_of[key]
-        self._keys[slot] = None
-        self._filled.discard(self._places.release(slot))
+    def _drop(self, entry: int) -> None:
+        key = self._keys[entry]
+        assert key is not None, "only used entries are dropped"
+        self._idle[entry] = 0
+        self._policy.on_remove(entry)
+        del self._entry_of[key]
+        self._keys[entry] = None
+        self._filled.discard(self._table.release(entry))

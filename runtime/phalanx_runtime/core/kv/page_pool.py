@@ -165,7 +165,7 @@ class PagePool:
         return sum(not refs[page] for page in pages)
 
     def reuse(self, pages: Sequence[int], num_keys: int, num_null: int = 0) -> None:
-        """Holds matched pages, and counts hits and misses of `num_keys`. `num_null`: pages before them that nobody reads."""
+        """Holds matched pages, and counts hits and misses of `num_keys`. `num_null`: hits before them that need no page."""
         num_unheld = self.num_unheld(pages)
         self.share(pages)
         self.record_hits(pages, num_keys, num_null, num_unheld)

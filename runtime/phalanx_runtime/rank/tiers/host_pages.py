@@ -104,7 +104,7 @@ def copy_runs(copies: Sequence[HostCopy], stored: Sequence[bytes] = ()) -> Itera
 
 
 class HostPages:
-    """Slots with a page each, of the layers of `caches`; page-locked if these are on a GPU."""
+    """Slots with a page each, of the layers of `caches`; pinned if these are on a GPU."""
 
     def __init__(
         self,

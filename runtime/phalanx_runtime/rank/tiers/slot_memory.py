@@ -1,7 +1,7 @@
 """Host memory of a rank for the slots of its host tier, which grows and shrinks.
 
 Slots are in segments of `SEGMENT_SLOTS`, each one mapping: a segment without slots is unmapped, which returns its memory. On CPU
-a segment takes memory as it is first written. For a GPU it is page-locked from the start.
+a segment takes memory as it is first written. For a GPU it is pinned from the start.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,7 @@ class CudaPageLock:
 
     def lock(self, address: int, num_bytes: int) -> None:
         """See `PageLock`."""
-        _check(
-            self._runtime.cudaHostRegister(address, num_bytes, 0), f"{num_bytes >> 20} MiB of host memory cannot be page-locked"
-        )
+        _check(self._runtime.cudaHostRegister(address, num_bytes, 0), f"{num_bytes >> 20} MiB of host memory cannot be pinned")
 
     def unlock(self, address: int) -> None:
         """See `PageLock`."""

@@ -143,7 +143,7 @@ def test_memory_that_cuda_does_not_lock_is_refused() -> None:
     lock.lock(4096, 8192)
     lock.unlock(4096)
     assert works.calls == [(4096, 8192, 0), (4096,)]
-    with pytest.raises(ModelError, match="1 MiB of host memory cannot be page-locked: CUDA error 2"):
+    with pytest.raises(ModelError, match="1 MiB of host memory cannot be pinned: CUDA error 2"):
         CudaPageLock(fails).lock(0, MIB)
     with pytest.raises(ModelError, match="cannot be unlocked"):
         CudaPageLock(fails).unlock(0)
