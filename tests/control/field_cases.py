@@ -64,6 +64,9 @@ def change(field: str, value: Any, before: Json | None = None, *, siblings: Json
     return Change(field, before or {}, after)
 
 
+HOST: Json = {"engine": {"hostCacheMemory": "4Gi"}}
+ADAPTIVE: Json = {"engine": {"hostCacheMemory": "4Gi", "hostCacheAdaptive": True}}
+DISK: Json = {"engine": {"hostCacheMemory": "4Gi", "diskCachePath": "/pages"}}
 _MODEL = [
     change("model.uri", "hf://org/other", hub()),
     change("model.revision", "abc", hub()),
@@ -122,11 +125,11 @@ _ENGINE = [
     change("engine.quantization", "int4"),
     change("engine.kvCacheDtype", "int8"),
     change("engine.hostCacheMemory", "2Gi"),
-    change("engine.hostCacheAdaptive", True),
-    change("engine.hostCacheMinMemory", "1Gi"),
-    change("engine.hostCacheMinGain", "0.10"),
-    change("engine.diskCachePath", "/pages"),
-    change("engine.diskCacheBytes", "8Gi"),
+    change("engine.hostCacheAdaptive", True, HOST),
+    change("engine.hostCacheMinMemory", "1Gi", ADAPTIVE),
+    change("engine.hostCacheMinGain", "0.10", ADAPTIVE),
+    change("engine.diskCachePath", "/pages", HOST),
+    change("engine.diskCacheBytes", "8Gi", DISK),
     change("engine.schedulingPolicy", "fair"),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),

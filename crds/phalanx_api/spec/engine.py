@@ -97,8 +97,28 @@ class Probes(Record):
     """Time without a response, then the container restarts. Default: 60."""
 
 
+_NEEDS = {
+    "diskCachePath": "hostCacheMemory",
+    "diskCacheBytes": "diskCachePath",
+    "hostCacheAdaptive": "hostCacheMemory",
+    "hostCacheMinMemory": "hostCacheAdaptive",
+    "hostCacheMinGain": "hostCacheAdaptive",
+}
+"""Fields that have no effect without another one, which must be set and not false."""
+_SWITCH = "hostCacheAdaptive"
+
+
+def _is_on(field: str) -> str:
+    """CEL: the field is set and not false."""
+    return f"has(self.{field})" + (f" && self.{field}" if field == _SWITCH else "")
+
+
 class _DeclaredEngine(Record):
     """Fields other than plain settings."""
+
+    model_config = Record.model_config | rules(
+        *(rule(f"!({_is_on(one)}) || ({_is_on(other)})", f"{one} needs {other}", f".{one}") for one, other in _NEEDS.items())
+    )
 
     image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
     """Image of the runtime. Default: the operator's setting."""
@@ -110,6 +130,13 @@ class _DeclaredEngine(Record):
     """Further flags of `phalanx-runtime serve` (docs/reference.md), one word per item. With an unknown flag no group starts."""
     probes: Probes | None = None
     """Probes of the HTTP process."""
+
+    @model_validator(mode="after")
+    def _has_needed(self) -> "_DeclaredEngine":
+        for one, other in _NEEDS.items():
+            if self.get_setting(to_snake(one)) and not self.get_setting(to_snake(other)):
+                raise ValueError(f"{one} needs {other}")
+        return self
 
     def get_setting(self, name: str) -> Any:
         """Returns the value of a field, if set."""

@@ -84,6 +84,13 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
         ({"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization", "pattern"),
+        ({"engine": {"diskCachePath": "/pages"}}, "spec.engine", "diskCachePath needs hostCacheMemory"),
+        ({"engine": {"hostCacheAdaptive": True}}, "spec.engine", "hostCacheAdaptive needs hostCacheMemory"),
+        (
+            {"engine": {"hostCacheMemory": "1Gi", "hostCacheAdaptive": False, "hostCacheMinGain": "0.10"}},
+            "spec.engine",
+            "hostCacheMinGain needs hostCacheAdaptive",
+        ),
         ({"engine": {"speculative": {"method": "Oracle"}}}, "spec.engine.speculative.method", "NGram"),
         ({"engine": {"speculative": {"method": "Draft"}}}, "spec.engine.speculative", "draftModel is required with method Draft"),
         (

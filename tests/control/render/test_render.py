@@ -150,7 +150,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
 @pytest.mark.parametrize("value", [True, False])
 def test_runtime_accepts_both_values_of_boolean_fields(value: bool) -> None:
     booleans = {setting.manifest: setting for setting in SETTINGS if setting.type is bool and setting.manifest}
-    fields = {path.removeprefix("spec.engine."): value for path in booleans}
+    fields = {"hostCacheMemory": "1Gi"} | {path.removeprefix("spec.engine."): value for path in booleans}
     args = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in container(engine=fields)["args"]]
     words = [word for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
     parsed = vars(make_parser().parse_args(words))
