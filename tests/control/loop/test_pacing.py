@@ -204,6 +204,7 @@ def verdicts(world: World) -> list[tuple[str, str, str]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS)
 @example(["unready", "invalid"])
+@example(["pods", "engine", "pods", "pods", "invalid"])
 async def test_delay_changes_no_condition_action_or_final_status(steps: list[str]) -> None:
     """Counters that depend on the spec keep their last value while the spec is invalid."""
     paced, plain = make_world(WRITE_INTERVAL_S, replicas=2), make_world(0.0, replicas=2)
@@ -218,5 +219,5 @@ async def test_delay_changes_no_condition_action_or_final_status(steps: list[str
         assert paced.events() == plain.events(), (number, step)
     for world in (paced, plain):
         await apply_step(world, "wait")
-    spec_counters = ("available_replicas", "updated_replicas") if "invalid" in steps else ()
+    spec_counters = ("available_replicas", "updated_replicas", "draining_replicas") if "invalid" in steps else ()
     assert paced.status.model_copy(update={name: getattr(plain.status, name) for name in spec_counters}) == plain.status
