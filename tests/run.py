@@ -41,6 +41,18 @@ def count(report: pathlib.Path) -> collections.Counter[str]:
     return found
 
 
+def failures(report: pathlib.Path) -> list[str]:
+    """`class::test: first line of the message` of each failed test of a JUnit report, so that the end of a log names them."""
+    if not report.exists():
+        return []
+    lines = []
+    for case in ET.parse(report).getroot().iter("testcase"):
+        for wrong in [*case.findall("failure"), *case.findall("error")]:
+            message = (wrong.get("message") or "no message").splitlines()[0]
+            lines.append(f"{case.get('classname')}::{case.get('name')}: {message[:300]}")
+    return lines
+
+
 def cluster_tests(python: str, report: pathlib.Path, slow: bool, call: Callable[..., int] = run) -> list[str]:
     """What went wrong in the cluster stage: one line per failure. `call` runs a command and gives its exit status."""
     mode = os.environ.get("CLUSTER", "")
@@ -97,6 +109,7 @@ def main() -> int:
         wrong += [f"tests of whole programs: exit status {status}"] if status else []
         wrong += cluster_tests(python, real, slow)
         total = count(unit) + count(long) + count(real)
+        wrong += [line for report in [unit, long, real] for line in failures(report)]
     print(f"\n== {time.monotonic() - began:.0f} s")
     skipped = {reason: n for reason, n in total.items() if reason.startswith("skipped: ")}
     for line in [*(f"{n} {reason}" for reason, n in sorted(skipped.items())), *(f"FAILED: {line}" for line in wrong)]:

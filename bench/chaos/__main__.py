@@ -130,6 +130,8 @@ def run(
     try:
         strikes += _strike_until(striker, first, watcher, minutes, limit_s, violations)
         violations += missing_strikes(first, strikes)
+        if has_rungs:
+            counts.wait_for_all(limit_s)
     finally:
         streams, observed, done = traffic.stop(), watcher.stop(), counts.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")

@@ -99,9 +99,14 @@ class RungWatch:
         """addresses: gives the pods' addresses now."""
         self.most = dict.fromkeys(COUNTERS, 0)
         self._addresses = addresses
+        self._are_used = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def wait_for_all(self, limit_s: float) -> None:
+        """Returns once every rung did something, at the latest after `limit_s`: a busy machine rarely pulls pages."""
+        self._are_used.wait(limit_s)
 
     def stop(self) -> dict[str, int]:
         """Ends the thread. Returns `most`."""
@@ -113,6 +118,8 @@ class RungWatch:
         while not self._stop.wait(READ_S):
             counts = counts_of(filter(None, map(_read, self._addresses())))
             self.most = {what: max(count, counts[what]) for what, count in self.most.items()}
+            if all(self.most.values()):
+                self._are_used.set()
 
 
 def _read(address: str) -> str | None:

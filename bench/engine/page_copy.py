@@ -15,7 +15,15 @@ import torch
 
 from bench.frame.figures import table
 from phalanx_api.moves import PageAddress
-from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report, SendFailed, SendPages
+from phalanx_runtime.core.migration.page_orders import (
+    ExpectPages,
+    PageCopy,
+    PagesReceived,
+    ReceiveFailed,
+    Report,
+    SendFailed,
+    SendPages,
+)
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.page_memory import PageAccess, open_pages
 from phalanx_runtime.rank.transfer.page_wire import KEY_BYTES
@@ -63,10 +71,7 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
             move="copy",
             address=PageAddress("localhost", target.port),
             key=key,
-            first=0,
-            pages=pages,
-            step=0,
-            num_computed=count * PAGE_SIZE,
+            copy=PageCopy(first=0, pages=pages, step=0, num_computed=count * PAGE_SIZE),
         )
     )
     done.wait()

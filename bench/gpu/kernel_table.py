@@ -24,7 +24,8 @@ from phalanx_runtime.model.layers import HeadNorm
 from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
 from phalanx_runtime.rank.sampling.gpu.row_state import RowState
 from phalanx_runtime.rank.sampling.gpu.sample import make_workspace, sample_rows
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 
 EPS = 1e-5
 DRAFTS = 4

@@ -18,7 +18,7 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.tiers.host_pages import HostPages
 
 PAGE = 16
-SMOLLM2 = KvLayout(kv_heads=3, head_dims=(64,) * 30, windows=frozenset({None}))
+SMOLLM2 = KvLayout(kv_heads=3, head_dims=(64,) * 30, windows=(None,) * 30)
 """KV heads and head dimensions of SmolLM2-135M."""
 PAGE_COUNTS = (1, 64, 1024)
 MAX_RATE = 1e12

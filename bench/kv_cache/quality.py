@@ -32,7 +32,8 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 
 PAGE = 16
 CPU = torch.device("cpu")

@@ -188,10 +188,11 @@ class VirtualRun:
         if self.disk is not None:
             self.disk.put(plan.host_keys, started, self.machine.store_page_s)
         self.outcome.waits += started > self._now
-        self.outcome.wait_s += started - self._now
+        waited_s = started - self._now
+        self.outcome.wait_s += waited_s
         wall_s, self._now = ended - self._now, ended
         pages, load_s = self._copies.take_loads(ended)
-        result = StepResult(step=plan.step, tokens=[1] * len(plan.draws), loaded_pages=pages, load_s=load_s)
+        result = StepResult(step=plan.step, tokens=[1] * len(plan.draws), loaded_pages=pages, load_s=load_s, copy_wait_s=waited_s)
         return self.scheduler.commit(result, wall_s).handles
 
     def _count(self, plan: StepPlan) -> None:

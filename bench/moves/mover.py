@@ -134,10 +134,10 @@ class Mover:
         """Returns the request that a journal would replay now."""
         return msgspec.structs.replace(stream.request, epoch=stream.epoch, delivered=list(stream.tokens))
 
-    def prepare(self, stream: Stream, target: int) -> str:
+    def prepare(self, stream: Stream, target: int, num_computed: int = 0) -> str:
         self._moves += 1
         move = f"mover:{id(self)}:{self._moves}"
-        self.groups[target].put(wire.Prepare(move, self.current(stream)))
+        self.groups[target].put(wire.Prepare(move, self.current(stream), num_computed=num_computed))
         self.until(lambda: bool(self.frames_of(moves.Prepared, move)) or bool(self.frames_of(moves.MoveFailed, move)))
         return move
 
@@ -190,18 +190,20 @@ class Mover:
         self.commit(stream, move, target)
         return self.frames_of(moves.Arrived, move)[0]
 
-    def prepare_pull(self, request: wire.Request, target: int) -> str:
-        """Reserves pages at the target for a request that has not started."""
-        return self.prepare(Stream(request, target, 0), target)
+    def prepare_pull(self, request: wire.Request, target: int, num_tokens: int = 0) -> str:
+        """Reserves pages at the target for a request that has not started; `num_tokens`: that the holder has, if known."""
+        return self.prepare(Stream(request, target, 0), target, num_tokens)
 
     def send_prefix(self, move: str, keys: list[bytes], holder: int, bytes_per_s: float | None = None, **changes: object) -> None:
         """Orders the holder to send cached pages; `changes` override fields of the target's `Prepared`."""
         prepared = self._prepared(move, changes)
         self.groups[holder].put(moves.SendPrefix(move=move, prepared=prepared, keys=keys, bytes_per_s=bytes_per_s))
 
-    def pull(self, request: wire.Request, keys: list[bytes], holder: int, target: int) -> tuple[Stream, PullEnd]:
+    def pull(
+        self, request: wire.Request, keys: list[bytes], holder: int, target: int, num_tokens: int = 0
+    ) -> tuple[Stream, PullEnd]:
         """Starts a request at the target on cached pages of the holder, or without them; returns their arrival or the failure."""
-        move = self.prepare_pull(request, target)
+        move = self.prepare_pull(request, target, num_tokens)
         if not self.frames_of(moves.MoveFailed, move):
             self.send_prefix(move, keys, holder)
             self.until(lambda: bool(self.frames_of(moves.Arrived, move) or self.frames_of(moves.MoveFailed, move)))
@@ -225,7 +227,8 @@ class Mover:
         def is_settled(load: wire.Load) -> bool:
             if load.leaks:
                 raise RuntimeError(f"pages leaked: {load}")
-            return not (load.running or load.waiting or load.reserved_pages) and load.free_pages == load.total_pages
+            is_free = load.free_pages == load.total_pages and load.free_parts == load.total_parts
+            return not (load.running or load.waiting or load.reserved_pages) and is_free
 
         self.until(lambda: all(is_settled(load) for load in self.loads.values()))
 

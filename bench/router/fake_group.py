@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from bench.router.api_server import EMBEDDING_SIZE, bench_assets
 from phalanx_api import wire
+from phalanx_api.trace import ChunkTime, PrefillTime
 from phalanx_frontend.app import create_app
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_runtime.engine.backend import LocalBackend
@@ -41,6 +42,7 @@ FIRST_ID, NUM_SYMBOLS = 32, 64
 TOPIC_TOKENS = 8
 """First tokens of a text, which decide its vector."""
 REPORT_S = 0.05
+PREFILL = PrefillTime(0.01, [ChunkTime(0.01, 0.0, 128)])
 
 
 def vector_of(prompt: list[int]) -> bytes:
@@ -154,6 +156,8 @@ class FakeEngine:
                 frame.finished.append(wire.Finished(handle, request.epoch, "stop", vector=vector_of(request.prompt)))
                 del self._running[handle]
                 continue
+            if request.trace is not None and index == len(request.delivered):
+                frame.cached.append(wire.Cached(handle, request.epoch, 0, PREFILL))
             frame.handles.append(handle)
             frame.epochs.append(request.epoch)
             frame.indices.append(index)

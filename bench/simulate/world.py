@@ -23,6 +23,7 @@ class Setting:
     groups: int  # at the start
     shape: Shape
     report_every_s: float = 0.05
+    link_s: float = LINK_S  # one way between router and groups
     slow: tuple[int, float, float] | None = None
     """Group, factor of its step times, and second from which it applies."""
     seed: int = 0
@@ -129,7 +130,7 @@ class World:
             state.sent.prompt_tokens += missing
             job.missed = missing
         self.add_job(job, group)
-        self.schedule(now + LINK_S, partial(self._submit, job, group))
+        self.schedule(now + self._setting.link_s, partial(self._submit, job, group))
 
     def _hit_tokens(self, job: Job, cached: set[int]) -> int:
         tokens = 0
@@ -204,7 +205,7 @@ class World:
             self.policy.load_reported(group, load, at_s)
             self._dispatch(at_s)
 
-        self.schedule(now + LINK_S, deliver)
+        self.schedule(now + self._setting.link_s, deliver)
 
     def _dispatch(self, now: float) -> None:
         for send in self.policy.dispatch(self._router_state(now)):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
+    ExpectPages,
     Forgotten,
+    PageCopy,
     PagesReceived,
     PagesSent,
     PeerRefused,
@@ -80,11 +82,9 @@ class VirtualCarrier:
 
     # The source
 
-    def send(
-        self, order: MoveOut | SendPrefix, first: int, pages: list[int], step: int, num_computed: int | None, num_drafted: int = 0
-    ) -> None:
+    def send(self, order: MoveOut | SendPrefix, copy: PageCopy) -> None:
         previous = self._sending.get(order.move)
-        self._sending[order.move] = asyncio.create_task(self._send(order, first, pages, num_computed, previous))
+        self._sending[order.move] = asyncio.create_task(self._send(order, copy, previous))
 
     def stop(self, move: str) -> None:
         task = self._sending.pop(move, None)
@@ -97,9 +97,7 @@ class VirtualCarrier:
     async def _send(
         self,
         order: MoveOut | SendPrefix,
-        first: int,
-        pages: list[int],
-        num_computed: int | None,
+        copy: PageCopy,
         previous: "asyncio.Task[None] | None",
     ) -> None:
         group, move, started = self._group, order.move, asyncio.get_running_loop().time()
@@ -113,18 +111,18 @@ class VirtualCarrier:
                 self._report(SendFailed(move, "target_lost", "the target accepts no sender"))
                 return
             self._targets[move] = target
-        for start in range(0, len(pages), BATCH):
-            part = pages[start : start + BATCH]
+        for start in range(0, len(copy.pages), BATCH):
+            part = copy.pages[start : start + BATCH]
             await asyncio.sleep(len(part) / group.shape.pages_per_s)
             await group.awake()
-            batch = {first + start + i: group.runner.page(page) for i, page in enumerate(part)}
+            batch = {copy.first + start + i: group.runner.page(page) for i, page in enumerate(part)}
             if not await self._transfer(target, move, batch):
                 return
-        if not await self._transfer(target, move, {}, num_computed):
+        if not await self._transfer(target, move, {}, copy.num_computed):
             return
         await asyncio.sleep(LATENCY_S)
         await group.awake()
-        self._report(PagesSent(move, first + len(pages), len(pages), asyncio.get_running_loop().time() - started))
+        self._report(PagesSent(move, copy.first + len(copy.pages), len(copy.pages), asyncio.get_running_loop().time() - started))
 
     async def _transfer(self, target: "Group", move: str, batch: dict[int, Slots], num_computed: int | None = None) -> bool:
         """Sends one message; returns whether the target took it."""
@@ -149,11 +147,11 @@ class VirtualCarrier:
         """Groups here have no disk."""
         raise AssertionError("no disk has pages")
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
+    def expect(self, order: ExpectPages) -> None:
         """Accepts one sender with this key."""
-        self._keys[key] = move
-        self._receiving[move] = (first, list(pages))
-        asyncio.get_running_loop().call_later(LATENCY_S, self._report, Expecting(move))
+        self._keys[order.key] = order.move
+        self._receiving[order.move] = (order.first, list(order.pages))
+        asyncio.get_running_loop().call_later(LATENCY_S, self._report, Expecting(order.move))
 
     def forget(self, move: str) -> None:
         """Stops receiving for this move."""

@@ -31,6 +31,7 @@ TOKEN_FILE = TOKEN_DIR + "/token"
 POLICY_DIR = "/etc/phalanx"
 POLICY_KEY = "policy.json"  # the `BalancePolicy` that a router starts with
 API_KEYS_DIR = "/var/run/secrets/phalanx.dev-keys"  # clients' API keys
+SHARED_PAGES_DIR = "/var/run/secrets/phalanx.dev-shared"  # a file per service that shares cached pages
 REGISTRY_DIR = "/var/run/secrets/phalanx.dev-registry"  # credentials for an `oci://` model
 DRAFT_DIR = "/draft"  # claim of a draft model
 MODEL_DIR = "/models"  # claim of `pvc://claim/path`

@@ -4,19 +4,25 @@ The request carries the service token. The router responds when its urgent state
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.conditions import Cause
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.wire.leader import DeviceProblem
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
+SNAPSHOT_PATH = "/phalanx/summary/now"
+"""The present summary at once, without a policy."""
 
-LATENCY_BOUNDS_S = tuple(0.001 * 1.25**i for i in range(64))
+MEAN_BOUND = 1e15
+"""Larger means of a faulty router count as this."""
+LATENCY_GROWTH = 1.25
+LATENCY_BOUNDS_S = tuple(0.001 * LATENCY_GROWTH**i for i in range(64))
 """Upper bounds of all buckets but the last: 1 ms to 21 minutes."""
 
 Freshness = Literal["fresh", "degraded", "suspect", "dead"]
@@ -43,6 +49,24 @@ class Histogram(msgspec.Struct, frozen=True):
             if cumulative >= rank:
                 return LATENCY_BOUNDS_S[min(index, len(LATENCY_BOUNDS_S) - 1)]
         return LATENCY_BOUNDS_S[-1]
+
+    def interpolated_quantile(self, share: float) -> float | None:
+        """Returns the quantile, interpolated geometrically within its bucket, if there are values."""
+        rank, cumulative = share * sum(self.counts), 0
+        for bound, count in zip(LATENCY_BOUNDS_S, self.counts, strict=False):
+            if count and cumulative + count >= rank:
+                below = 1 - max(0.0, rank - cumulative) / count
+                return float(bound / LATENCY_GROWTH**below)
+            cumulative += count
+        return LATENCY_BOUNDS_S[-1] if cumulative < sum(self.counts) else None
+
+    def mean(self) -> float | None:
+        """Returns the mean, if there are values; each counts as the geometric middle of its bucket."""
+        total = sum(self.counts)
+        if not total:
+            return None
+        middles = [*(bound / LATENCY_GROWTH**0.5 for bound in LATENCY_BOUNDS_S), LATENCY_BOUNDS_S[-1]]
+        return float(sum(count * middle for count, middle in zip(self.counts, middles, strict=False)) / total)
 
 
 def bucket_index(value_s: float) -> int:
@@ -111,6 +135,15 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     cache_curve: CacheCurve = NO_CURVE
     cache_use: CacheUse = NO_USE
 
+    # What limits the group; definitions as in `wire.Load`.
+    max_num_seqs: int = 0  # 0: unknown
+    max_num_batched_tokens: int = 0  # 0: unknown
+    prompt_tokens_per_step: float = 0.0
+    preemptions: int = 0  # counter
+    speedup: float = 1.0
+    speculation: SpeculationCounts = SpeculationCounts()
+    link_s: float = 0.0  # shortest recent time from a dispatch to a load report that covers it; 0: unknown
+
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Arrivals within `window_s`; token counts are means."""
@@ -122,6 +155,25 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     missed: float  # prompt tokens not found in a prefix cache
     output: float
     scv: float = 1.0  # squared coefficient of variation of inter-arrival times
+
+
+def sum_traffic(window_s: float, parts: Sequence[Traffic]) -> Traffic:
+    """Returns the arrivals of several routers in one window: counts are summed, means are weighted by them."""
+    total = sum(max(part.arrivals, 0) for part in parts)
+
+    def mean(values: Iterable[float]) -> float:
+        weighted = sum(value * max(part.arrivals, 0) for value, part in zip(values, parts, strict=True))
+        return min(max(weighted / total, 0.0), MEAN_BOUND) if total else 0.0
+
+    return Traffic(
+        window_s=window_s,
+        arrivals=total,
+        prompt=mean(part.prompt for part in parts),
+        prompt_squared=mean(part.prompt_squared for part in parts),
+        missed=mean(part.missed for part in parts),
+        output=mean(part.output for part in parts),
+        scv=mean(part.scv for part in parts) if total else 1.0,
+    )
 
 
 class UnknownVersion(msgspec.Struct, frozen=True):
@@ -159,6 +211,10 @@ class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     version: int = PROTOCOL_VERSION
     unknown_versions: list[UnknownVersion] = []
 
+    # What limits the router.
+    wait: Histogram = Histogram()  # of the last minute: from the arrival of a request to its dispatch
+    cpu_share: float = 0.0  # of one core, recently
+
 
 class Budgets(msgspec.Struct, frozen=True):
     """Limits of one router: its share of the service's."""
@@ -182,6 +238,13 @@ class ResponseCachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     recheck_share: float = 0.01
 
 
+class LatencyObjectives(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency targets whose events routers count; see `spec.slo`."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
 class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's policy for a router."""
 
@@ -203,6 +266,7 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     coalesce_requests: bool = False  # see `spec.router.coalesceRequests`
     response_cache: ResponseCachePolicy | None = None  # null: off
     pull_prefixes: bool = True  # see `spec.rebalancing.pullPrefixes`
+    objectives: LatencyObjectives = LatencyObjectives()
 
 
 class SummaryRequest(msgspec.Struct, frozen=True):

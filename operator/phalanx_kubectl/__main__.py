@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from phalanx_kubectl import frame
 from phalanx_kubectl.commands import Commands
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
@@ -34,6 +35,13 @@ def make_parser() -> argparse.ArgumentParser:
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
+    explain = add("explain", "what limits a service, and what to change (needs the right to exec into pods)")
+    explain.add_argument("name", metavar="NAME")
+    explain.add_argument("-o", "--output", choices=["text", "json"], default="text", help="format; default: %(default)s")
+    watch = add("watch", "live view of a service, with keys to drain groups, pause a rollout and follow logs")
+    watch.add_argument("name", metavar="NAME")
+    watch.add_argument("--interval", type=float, default=3.0, metavar="SECONDS", help="between readings; default: %(default)s")
+    watch.add_argument("--once", action="store_true", help="print one reading and end")
     cache = add("cache", "hit rate of the prefix cache with half, the present, twice and four times the pages")
     purge = "drop all stored responses of the routers instead (needs the right to exec into pods)"
     cache.add_argument("action", nargs="?", choices=["purge"], help=purge)
@@ -58,6 +66,12 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.top(options.name)
         case "cache" if options.action is None:
             text = commands.cache(options.name)
+        case "explain":
+            text = commands.explain(options.name, as_json=options.output == "json")
+        case "watch" if not options.once:
+            return _watch(commands, options.name, options.interval)
+        case "watch":
+            text = frame.text(frame.frame(commands.reading(options.name)))
         case "drain":
             text = commands.drain(options.name, options.group)
         case "restart":
@@ -68,6 +82,17 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             return commands.logs(options.name, options.group, follow=options.follow, previous=options.previous, tail=options.tail)
     print(text, end="")
     return 0
+
+
+def _watch(commands: Commands, name: str, interval_s: float) -> int:
+    """Shows the live view. Returns the exit status."""
+    try:
+        from phalanx_kubectl.watch import WatchApp  # only this command needs textual
+    except ImportError as error:
+        raise KubectlFailed(f"watch needs {error.name}: install phalanx[watch], or use --once") from error
+    app = WatchApp(commands, name, interval_s)
+    app.run()
+    return app.return_code or 0
 
 
 def kubectl_flags(options: argparse.Namespace) -> list[str]:

@@ -2,12 +2,20 @@
 
 import datetime
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from phalanx_api import labels
+from phalanx_api.explain.explain import explain
+from phalanx_api.schema import parse_record
 from phalanx_api.spec import inference_service as api
+from phalanx_api.status import Status
+from phalanx_api.summary import RouterSummary
 from phalanx_kubectl import show
+from phalanx_kubectl.frame import Reading
 from phalanx_kubectl.gauges import RouterLoad, merge, read_router
 from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
@@ -54,6 +62,41 @@ class Commands:
         """Returns the prefix caches of the groups that routers report, and what the operator recommends."""
         body = self._service(name)
         return show.cache(body, merge(self._routers(body).values()))
+
+    def explain(self, name: str, *, as_json: bool = False) -> str:
+        """Returns what limits a service now. Raises KubectlFailed if no router answers."""
+        body = self._service(name)
+        service = api.parse(body)
+        if isinstance(service, list):
+            raise KubectlFailed(f"{service[0].field}: {service[0].message}")
+        explanation = explain(self._summaries(name), service.spec, parse_record(Status, body.get("status") or {}))
+        return msgspec.json.encode(explanation).decode() + "\n" if as_json else show.explanation(explanation)
+
+    def reading(self, name: str) -> Reading:
+        """Returns the service and the routers that answer, for `watch`. Routers that do not are warnings of it."""
+        warnings: list[str] = []
+        reader = replace(self, warn=warnings.append)
+        body = reader._service(name)
+        return Reading(service=body, routers=reader._routers(body), warnings=warnings, at_s=time.monotonic())
+
+    def pause_rollout(self, name: str, *, is_paused: bool) -> str:
+        """Pauses or resumes the rollout of a service."""
+        patch = {"spec": {"rollout": {"paused": is_paused}}}
+        self.kubectl.read(*("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
+        return f"the rollout of {name} is paused\n" if is_paused else f"the rollout of {name} goes on\n"
+
+    def _summaries(self, name: str) -> list[RouterSummary]:
+        """Returns the summaries of the routers that answer. Raises KubectlFailed if none does."""
+        summaries = []
+        for pod in (pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)):
+            try:
+                text = self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "summary"))
+                summaries.append(msgspec.json.decode(text, type=RouterSummary))
+            except (KubectlFailed, msgspec.DecodeError) as error:
+                self.warn(f"router {pod}: {error}")
+        if not summaries:
+            raise KubectlFailed(f"no router of {name} answers")
+        return summaries
 
     def drain(self, name: str, group: str) -> str:
         """Drains a group, which the operator replaces. Raises KubectlFailed if it drains already or is no group of `name`."""

@@ -1,4 +1,4 @@
-"""Reads the load of groups from a router's /metrics."""
+"""Reads the load of groups and the traffic from a router's /metrics."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -43,6 +43,31 @@ class GroupLoad:
     cache: CacheLoad = CacheLoad()
 
 
+Buckets = Mapping[float, float]
+"""Cumulative counts of a histogram by upper bound."""
+_COUNTERS = {
+    "phalanx_router_requests_total": ("outcome", "finished"),
+    "phalanx_router_moves_total": ("outcome", "committed"),
+    "phalanx_router_shed_total": ("", ""),
+}
+"""Counters, and the label value that counts."""
+_HISTOGRAMS = {
+    "phalanx_router_time_to_first_token_seconds_bucket": "ttft",
+    "phalanx_router_inter_token_latency_seconds_bucket": "itl",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTraffic:
+    """Counts since the start of a router."""
+
+    finished: float = 0
+    moves: float = 0
+    shed: float = 0
+    ttft: Buckets = field(default_factory=dict)
+    itl: Buckets = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
     """Current load of one router."""
@@ -51,19 +76,34 @@ class RouterLoad:
     queued: int = 0
     held: int = 0
     groups: Mapping[str, GroupLoad] = field(default_factory=dict)
+    hotspots: Mapping[str, str] = field(default_factory=dict)
+    """Causes by group."""
+    traffic: RouterTraffic = RouterTraffic()
 
 
 def read_router(text: str) -> RouterLoad:
     """Returns the load in a router's /metrics."""
     plain: dict[str, float] = {}
     by_group: dict[str, dict[str, float]] = {}
+    counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+    buckets: dict[str, dict[float, float]] = {"ttft": {}, "itl": {}}
+    hotspots: dict[str, str] = {}
     for line in text.splitlines():
         sample = _LINE.match(line)
         value = _number(sample[3]) if sample else None
         if sample is None or value is None:
             continue
-        group = dict(_LABEL.findall(sample[2] or "")).get("group")
-        if group is None:
+        found = dict(_LABEL.findall(sample[2] or ""))
+        group = found.get("group")
+        if sample[1] in _COUNTERS:
+            label, counted = _COUNTERS[sample[1]]
+            counters[sample[1]] += value if found.get(label, "") == counted else 0
+        elif sample[1] in _HISTOGRAMS:
+            own, bound = buckets[_HISTOGRAMS[sample[1]]], float(found.get("le", "inf"))
+            own[bound] = own.get(bound, 0) + value  # over all models
+        elif sample[1] == "phalanx_router_hotspot" and group is not None:
+            hotspots[group] = found.get("cause", "")
+        elif group is None:
             plain[sample[1]] = value
         elif sample[1].startswith(labels.GROUP_GAUGES):
             by_group.setdefault(group, {})[sample[1].removeprefix(labels.GROUP_GAUGES)] = value
@@ -72,6 +112,14 @@ def read_router(text: str) -> RouterLoad:
         queued=int(plain.get("phalanx_router_queued_requests", 0)),
         held=int(plain.get("phalanx_router_held_requests", 0)),
         groups={group: _load(gauges) for group, gauges in by_group.items()},
+        hotspots=hotspots,
+        traffic=RouterTraffic(
+            finished=counters["phalanx_router_requests_total"],
+            moves=counters["phalanx_router_moves_total"],
+            shed=counters["phalanx_router_shed_total"],
+            ttft=buckets["ttft"],
+            itl=buckets["itl"],
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx_api.cache_curve import NO_USE, SIZES, merge_curves
+from phalanx_api.explain.findings import Explanation
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad
 
 Json = Mapping[str, Any]
@@ -29,10 +30,10 @@ def services(bodies: Sequence[Json], *, with_namespace: bool) -> str:
 
 def _service_row(body: Json, with_namespace: bool) -> list[object]:
     status, metadata = _status(body), body["metadata"]
-    ready = _conditions(body).get("Ready", {})
+    ready = conditions_of(body).get("Ready", {})
     own: list[object] = [
         *(metadata["name"], ready.get("status", "Unknown"), ready.get("reason")),
-        f"{status.get('readyReplicas', 0)}/{_wanted_groups(body)}",
+        f"{status.get('readyReplicas', 0)}/{wanted_groups(body)}",
         *(status.get("updatedReplicas", 0), status.get("drainingReplicas", 0), status.get("updateRevision")),
     ]
     return [metadata["namespace"], *own] if with_namespace else own
@@ -58,10 +59,10 @@ def status(body: Json, operator: str = "") -> str:
         ("Service", f"{metadata['namespace']}/{metadata['name']}"),
         ("URL", current.get("url")),
         ("Model", _model(body)),
-        ("Revision", _revisions(current)),
+        ("Revision", revisions_of(current)),
         (
             "Groups",
-            f"{current.get('readyReplicas', 0)} of {_wanted_groups(body)} ready, {current.get('drainingReplicas', 0)} draining",
+            f"{current.get('readyReplicas', 0)} of {wanted_groups(body)} ready, {current.get('drainingReplicas', 0)} draining",
         ),
         ("Scaling", _scaling(current)),
         ("Operator", operator),
@@ -69,7 +70,7 @@ def status(body: Json, operator: str = "") -> str:
     ]
     rows = [
         (kind, c.get("status"), c.get("reason"), c.get("lastTransitionTime"), c.get("message"))
-        for kind, c in _conditions(body).items()
+        for kind, c in conditions_of(body).items()
     ]
     text = "".join(f"{name + ':':<10}{value}\n" for name, value in facts if value)
     text += "\n" + table(["CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"], rows) if rows else ""
@@ -87,7 +88,7 @@ def _model(body: Json) -> str:
 def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
     """Returns one line per group."""
     rows = []
-    for group in _groups(body):
+    for group in groups_of(body):
         load = loads.get(group["name"])
         ready = f"{group.get('readyPods', 0)}/{group.get('pods', 0)}"
         gauges = (load.incarnation, load.streams) if load else (None, None)
@@ -103,7 +104,7 @@ def groups(body: Json, loads: Mapping[str, GroupLoad]) -> str:
 
 def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, GroupLoad]) -> str:
     """Returns the current load of groups and routers. MBU, MFU: shares of the devices' copy and matmul rates."""
-    names = sorted({group["name"] for group in _groups(body)} | loads.keys())
+    names = sorted({group["name"] for group in groups_of(body)} | loads.keys())
     rows = []
     for name in names:
         load = loads.get(name)
@@ -115,7 +116,7 @@ def top(body: Json, routers: Mapping[str, RouterLoad], loads: Mapping[str, Group
 
 def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
     """Returns the hit rates of page lookups by size of the cache: of each group, of all, and as the operator wrote them."""
-    names = sorted({group["name"] for group in _groups(body)} | loads.keys())
+    names = sorted({group["name"] for group in groups_of(body)} | loads.keys())
     caches = {name: loads[name].cache for name in names if name in loads}
     rows = [_cache_row(name, caches.get(name, CacheLoad())) for name in names]
     if len(caches) > 1:
@@ -130,7 +131,7 @@ def cache(body: Json, loads: Mapping[str, GroupLoad]) -> str:
         else "no groups\n"
     )
     text += _host_table(caches, _status(body).get("cache") or {}) + _use_table(caches)
-    sized = _conditions(body).get("CacheSized")
+    sized = conditions_of(body).get("CacheSized")
     if sized is None:
         return text
     message = f": {sized['message']}" if sized.get("message") else ""
@@ -183,6 +184,12 @@ def _memory(pages: int, page_bytes: int) -> str | None:
     return f"{pages * page_bytes / 2**30:.3g}Gi" if pages * page_bytes else None
 
 
+def explanation(found: Explanation) -> str:
+    """Returns the state of a service and its findings, one per line."""
+    lines = [f"{found.state}.", *(f"{index}. {finding.cause}: {finding.text}" for index, finding in enumerate(found.findings, 1))]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _gauges(load: GroupLoad) -> list[object]:
     step = f"{load.step_s * 1000:.0f}ms" if load.step_s else None
     shares = [f"{share:.0%}" if share else None for share in (load.busy, load.bandwidth, load.flops)]
@@ -194,20 +201,24 @@ def _status(body: Json) -> Json:
     return current
 
 
-def _groups(body: Json) -> list[Json]:
+def groups_of(body: Json) -> list[Json]:
+    """Returns the groups in the status of a service."""
     return list(_status(body).get("groups") or [])
 
 
-def _conditions(body: Json) -> dict[str, Json]:
+def conditions_of(body: Json) -> dict[str, Json]:
+    """Returns the conditions of a service by type."""
     return {c.get("type", ""): c for c in _status(body).get("conditions") or []}
 
 
-def _wanted_groups(body: Json) -> int:
+def wanted_groups(body: Json) -> int:
+    """Returns the number of groups that a service should have."""
     spec = body.get("spec") or {}
     return 0 if spec.get("suspend") else int(spec.get("replicas") or 0)
 
 
-def _revisions(status: Json) -> str:
+def revisions_of(status: Json) -> str:
+    """Returns the revision of a status, with the next one during a rollout."""
     current, update = status.get("currentRevision", ""), status.get("updateRevision", "")
     return f"{current} -> {update}" if current and current != update else update
 

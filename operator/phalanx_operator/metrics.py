@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from phalanx_api import labels
 from phalanx_api.status import Status
 from phalanx_operator.decide.scaling.scale import ScaleDecision
 from phalanx_operator.kube.client import Json, KubeClient, KubeError, Page, Resource
@@ -135,10 +136,12 @@ class CountingKube:
         with self._counted("create", resource):
             return await self._inner.create(resource, body, dry_run=dry_run)
 
-    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+    async def apply(
+        self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = labels.MANAGER
+    ) -> Json:
         """See KubeClient."""
         with self._counted("patch", resource, subresource):
-            return await self._inner.apply(resource, body, subresource=subresource)
+            return await self._inner.apply(resource, body, subresource=subresource, manager=manager)
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None

@@ -9,9 +9,10 @@ from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from phalanx_api.summary import LatencyObjectives
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.auth.api_keys import ApiKeys
-from phalanx_frontend.auth.caller import CallerMiddleware, caller_of
+from phalanx_frontend.auth.caller import TRACED_PATHS, CallerMiddleware, caller_of
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
 from phalanx_frontend.fields import ERRORS
@@ -19,9 +20,11 @@ from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_r
 from phalanx_frontend.limits import BodyLimitMiddleware, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
+from phalanx_frontend.objectives import Objectives, no_objectives
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, ResponseCache
+from phalanx_frontend.tracing.tracer import Tracer
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -60,22 +63,25 @@ def create_app(
     metrics_prefix: str = "phalanx",
     keep_alive_s: float = 5.0,
     cache: ResponseCache = NO_RESPONSE_CACHE,
+    tracer: Tracer | None = None,
+    objectives: Callable[[], LatencyObjectives] = no_objectives,
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
+    metrics = ApiMetrics(registry, responses, metrics_prefix, Objectives(registry, metrics_prefix, objectives))
     server = ServerContext(
         backend=backend,
-        metrics=ApiMetrics(registry, responses, metrics_prefix),
+        metrics=metrics,
         limits=limits,
         cache=cache,
         keep_alive_s=keep_alive_s,
     )
-    app = _make_app(responses, lifespan)
+    app = _make_app(responses, lifespan, metrics.objectives)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
-    app.add_middleware(CallerMiddleware, keys=keys)
+    app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer)
     source = make_health_source(server)
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)
@@ -94,7 +100,7 @@ def create_health_app(
     return app
 
 
-def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
+def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: Objectives | None = None) -> FastAPI:
     """Creates an app without routes, with errors in OpenAI's form."""
     app = FastAPI(title="Phalanx", lifespan=lifespan)
 
@@ -102,6 +108,8 @@ def _make_app(responses: Counter, lifespan: Lifespan | None) -> FastAPI:
         api_error = api_error_of_exception(error, request)
         route = getattr(request.scope.get("route"), "path", "unknown")
         responses.labels(route, str(api_error.status)).inc()
+        if objectives is not None and route in TRACED_PATHS:  # others count no success either
+            objectives.failed(api_error.status, api_error.code)
         response = error_response(api_error)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})

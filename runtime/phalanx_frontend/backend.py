@@ -32,6 +32,7 @@ class ResumableStream:
 
     request: wire.Request  # with all known tokens
     finish: wire.FinishReason | None = None  # if it ended
+    has_lost_router: bool = False  # the router that it began at was lost or has shut down
 
 
 class BackendError(Exception):

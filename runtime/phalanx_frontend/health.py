@@ -7,12 +7,15 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.responses import JSONResponse, Response
 
 from phalanx_api.cache_curve import NO_CURVE, CacheCurve
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.fields import EXPOSITION
+
+OPENMETRICS = "application/openmetrics-text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,23 @@ def health_routes(
     @routes.get("/metrics", response_class=Response, responses=EXPOSITION)
     async def metrics(request: Request) -> Response:
         """Metrics, in the exposition format that the scraper accepts."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        page, content_type = exposition(registry, request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
     return routes
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Returns the metrics in an accepted format, and its content type.
+
+    All names have only characters that every Prometheus reads, colons included; the library replaces colons in OpenMetrics unless
+    any character is allowed.
+    """
+    encode, content_type = choose_encoder(accept)
+    if content_type.startswith(OPENMETRICS):
+        page: bytes = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return page, openmetrics.CONTENT_TYPE_LATEST
+    return encode(registry), content_type
 
 
 def health_document(health: Health) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
+TRACE_ID: ContextVar[Callable[[], str]] = ContextVar("TRACE_ID", default=str)
+"""Returns the trace id of the HTTP request that the current task serves; empty if it has no trace."""
 _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
 
 
@@ -38,8 +42,10 @@ class TextFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Returns the fields passed as `extra`."""
-    return {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+    """Returns the fields passed as `extra`, and the trace id of the request that is being served."""
+    fields = {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+    trace_id = TRACE_ID.get()()
+    return {"trace_id": trace_id} | fields if trace_id else fields
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

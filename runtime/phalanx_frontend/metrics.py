@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
+from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.tracing.tracer import RequestTrace
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 FIRST_TOKEN_S = (
@@ -59,7 +61,7 @@ class RequestTotals:
 class ApiMetrics:
     """Metric families of the API server."""
 
-    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str) -> None:
+    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str, objectives: Objectives) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"{prefix}_{name}", text, _MODEL, buckets=buckets, registry=registry)
 
@@ -83,20 +85,39 @@ class ApiMetrics:
         self.finished = counter("requests_finished", "Ended requests by finish reason.", "finished_reason")
         self.in_progress = Gauge(f"{prefix}_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
         self.responses = responses
+        self.objectives = objectives
         self.request_totals = RequestTotals()
 
-    def meter(self, model: str, num_prompt_tokens: int, max_tokens: int, arrived_s: float, clock: Clock) -> "RequestMeter":
-        """Returns the meter of an accepted request."""
-        return RequestMeter(self, model, num_prompt_tokens, max_tokens, arrived_s=arrived_s, clock=clock)
+    def meter(
+        self,
+        model: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        arrived_s: float,
+        clock: Clock,
+        *,
+        trace: RequestTrace | None = None,
+    ) -> "RequestMeter":
+        """Returns the meter of an accepted request. A trace that is exported becomes the exemplar of its latencies."""
+        return RequestMeter(self, model, num_prompt_tokens, max_tokens, arrived_s=arrived_s, clock=clock, trace=trace)
 
 
 class RequestMeter:
     """Times and counts of one request."""
 
     def __init__(
-        self, metrics: ApiMetrics, model: str, num_prompt_tokens: int, max_tokens: int, *, arrived_s: float, clock: Clock
+        self,
+        metrics: ApiMetrics,
+        model: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        arrived_s: float,
+        clock: Clock,
+        trace: RequestTrace | None,
     ) -> None:
         self._metrics = metrics
+        self._trace = trace
         self._model = model
         self._num_prompt_tokens = num_prompt_tokens
         self._max_tokens = max_tokens
@@ -117,16 +138,22 @@ class RequestMeter:
 
     def tokens(self, count: int) -> None:
         """Records tokens that arrived together."""
-        now_s = self._clock()
+        now_s, trace = self._clock(), self._trace
+        exemplar = None if trace is None else trace.exemplar
         if self._first_s is None:
             self._first_s = now_s
-            self._metrics.first_token.labels(self._model).observe(now_s - self._arrived_s)
-            gaps = count - 1
+            if trace is not None:
+                trace.first_token(now_s - self._arrived_s)
+            self._metrics.first_token.labels(self._model).observe(now_s - self._arrived_s, exemplar)
+            self._metrics.objectives.first_token(now_s - self._arrived_s)
+            gaps = 0  # they arrived together, after a time that is none between tokens
         else:
             gaps = count
         # They share the time since the previous tokens.
+        gap_s = (now_s - self._last_s) / count
         for _ in range(gaps):
-            self._inter_token.observe((now_s - self._last_s) / count)
+            self._inter_token.observe(gap_s, exemplar)
+        self._metrics.objectives.gaps(gap_s, gaps)
         self._last_s = now_s
         self._num_tokens += count
 
@@ -136,6 +163,8 @@ class RequestMeter:
         metrics.request_totals.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
         metrics.in_progress.labels(model).dec()
         metrics.finished.labels(model, reason).inc()
+        if reason == "abort" and self._first_s is None and self._max_tokens:
+            metrics.objectives.left_without_token(now_s - self._arrived_s)
         metrics.e2e.labels(model).observe(now_s - self._arrived_s)
         metrics.generation_tokens.labels(model).inc(self._num_tokens)
         metrics.cached_tokens.labels(model).inc(cached_tokens)

@@ -1,4 +1,4 @@
-"""Commands `phalanx-router serve`, the router of one InferenceService, and `phalanx-router purge-cache`."""
+"""Commands `phalanx-router serve`, the router of one InferenceService, and `purge-cache` and `summary`, which call it."""
 
 import http.client
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-PURGE_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A signal during the import exits with 0.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["purge-cache"]:
-        return purge_cache(arguments)
+    if arguments[:1] in (["purge-cache"], ["summary"]):
+        return call_router(arguments)
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
         from phalanx_router.program import run
@@ -28,20 +28,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def purge_cache(arguments: Sequence[str]) -> int:
-    """Purges the response cache of the router in the same pod. Returns the exit code: 1 if the router does not answer.
+def call_router(arguments: Sequence[str]) -> int:
+    """Purges the response cache of the router in the same pod, or prints its summary as JSON.
 
-    Raises SystemExit 2 for a bad flag.
+    Returns the exit code: 1 if the router does not answer. Raises SystemExit 2 for a bad flag.
     """
+    from phalanx_api.summary import SNAPSHOT_PATH
     from phalanx_router.operator_endpoint import PURGE_PATH
     from phalanx_router.settings import make_parser, read_token
 
     parser = make_parser()
     args = parser.parse_args(arguments)
     token = read_token(parser, args.token_file)
-    connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=PURGE_TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
+    is_purge = arguments[0] == "purge-cache"
     try:
-        connection.request("POST", PURGE_PATH, headers={"authorization": f"Bearer {token}"})
+        connection.request("POST", PURGE_PATH if is_purge else SNAPSHOT_PATH, headers={"authorization": f"Bearer {token}"})
         response = connection.getresponse()
         body = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -52,7 +54,7 @@ def purge_cache(arguments: Sequence[str]) -> int:
     if response.status != 200:
         print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
         return 1
-    print(body["purged"])
+    print(body["purged"] if is_purge else json.dumps(body))
     return 0
 
 

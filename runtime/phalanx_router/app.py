@@ -13,18 +13,25 @@ from starlette.applications import Starlette
 
 from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.summary import SUMMARY_PATH
+from phalanx_api.summary import SNAPSHOT_PATH, SUMMARY_PATH
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
+from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import GroupGauges, RouterMetrics
-from phalanx_router.operator_endpoint import PURGE_PATH, InternalRouteMiddleware, OperatorEndpoint, PurgeEndpoint
+from phalanx_router.operator_endpoint import (
+    PURGE_PATH,
+    InternalRouteMiddleware,
+    OperatorEndpoint,
+    PurgeEndpoint,
+    SnapshotEndpoint,
+)
 from phalanx_router.responses.cache import RouterResponseCache
 from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_router.resume.peers import PeerEndpoint, Peers
@@ -107,11 +114,12 @@ def make_router(
     keys: Sequence[ApiKey] = (),
     key_file: KeyFile | None = None,
     peers: LeaderSource = NO_PEERS,
+    tracer: Tracer | None = None,
 ) -> tuple[Starlette, RouterBackend]:
     """Returns the application and its backend, which follows `source`. `on_error` receives its error."""
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
-    backend = RouterBackend(settings, metrics)
+    backend = RouterBackend(settings, metrics, tracer=tracer)
     api_keys = ApiKeys(keys)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
     cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
@@ -129,6 +137,8 @@ def make_router(
         backend,
         registry=registry,
         cache=cache,
+        tracer=tracer,
+        objectives=lambda: backend.balancing.policy.objectives,
         lifespan=_make_lifespan(jobs, on_error, cache.close),
         keys=api_keys,
         metrics_prefix="phalanx_router",
@@ -137,5 +147,7 @@ def make_router(
     )
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
     purge = PurgeEndpoint(settings.link.token, cache.purge)
-    app.add_middleware(InternalRouteMiddleware, routes={SUMMARY_PATH: endpoint.answer, PURGE_PATH: purge.answer})
+    snapshot = SnapshotEndpoint(settings.link.token, summaries.summary)
+    routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer}
+    app.add_middleware(InternalRouteMiddleware, routes=routes)
     return app, backend

@@ -15,9 +15,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
+from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.dispatch.coalescing import Coalescing
 from phalanx_router.dispatch.dispatcher import Dispatcher
 from phalanx_router.links.endpoints import LeaderSource
+from phalanx_router.links.holders import HolderLinks
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import RouterMetrics
@@ -28,6 +30,7 @@ from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
 from phalanx_router.streams.stream import GroupLost, Setback, Stream
+from phalanx_router.streams.stream_trace import StreamTrace
 from phalanx_router.streams.traffic import TrafficStats
 
 ALONE_AFTER = 2
@@ -43,7 +46,9 @@ class RouterBackend:
         metrics: RouterMetrics,
         draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self.is_draining = False
         self.sessions: set[StreamSession] = set()  # open streams
         self.excused: Counter[str] = Counter()  # group deaths caused by a request, by leader key
@@ -52,7 +57,8 @@ class RouterBackend:
         self.links = LinkPool(settings.link, settings.served_names, metrics, draw)
         self.mover = Mover(self.links, self.sessions, settings.link.router, metrics, clock)
         self.balancing = BalanceLoop(self.links, self.sessions, self.mover, metrics.balance, settings, clock=clock)
-        self.puller = Puller(self.links, self.balancing, settings.link.router, metrics.pulls, clock)
+        self.holders = HolderLinks(self.links.fleet_view, settings.link, settings.holders, draw)
+        self.puller = Puller(self.links, self.balancing, settings.link.router, metrics.pulls, clock=clock, holders=self.holders)
         self.dispatcher = Dispatcher(
             settings,
             self.links,
@@ -76,7 +82,7 @@ class RouterBackend:
     async def generate(self, request: wire.Request, is_exempt: bool = False) -> AsyncIterator[Delta | KeepAlive]:
         """Yields deltas in order, each index once. Closing the iterator aborts the request. Raises BackendError.
 
-        `is_exempt`: the request is the router's own, which counts in no quota.
+        `is_exempt`: the request is the router's own, which counts in no quota and is no arrival for the autoscaler.
         """
         session = self._open_session(request)
         session.charge.is_exempt = is_exempt
@@ -89,7 +95,7 @@ class RouterBackend:
         end = StreamEnd()
         try:
             self.coalescing.open(session, request)
-            if session.is_computing:
+            if session.is_computing and not is_exempt:
                 session.meter = self.traffic.start_request(len(request.prompt), self._clock())
             while end.finish is None:
                 item = await self._next(session)
@@ -155,8 +161,12 @@ class RouterBackend:
         )
         journal, failures = session.stream.journal, session.failures
         failures.num_deaths = ALONE_AFTER if journal.is_alone else 0  # a leader does not report the number
+        trace = None if self._tracer is None else self._tracer.find(request.trace)
+        if trace is not None:
+            session.stream.trace = StreamTrace(trace, self._clock)
         if adoption is not None:
             session.assign(adoption.link, adoption.key, adoption.handle)
+            session.stream.trace.adopted(adoption.link.endpoint.group, request.epoch, adoption.num_delivered)
         if request.can_resume and (adoption is not None or request.epoch):
             copy = self.stream_registry.stored_copy(request.id)
             if copy is not None:
@@ -182,6 +192,8 @@ class RouterBackend:
 
     def _end_session(self, session: StreamSession, end: StreamEnd) -> None:
         """Ends the computation of a stream."""
+        error = end.error.code if isinstance(end.error, BackendError) else ""
+        session.stream.trace.ended(len(session.stream.journal.delivered), error)
         if session.meter is not None:
             session.meter.end(self._clock())
         self.sessions.discard(session)
@@ -243,7 +255,7 @@ class RouterBackend:
 
     async def run(self, source: LeaderSource) -> None:
         """Links to each leader of `source` until cancelled."""
-        await self.links.run(source, self._wake_silent(), self.balancing.run())
+        await self.links.run(source, self._wake_silent(), self.balancing.run(), self.holders.run())
 
     def _handle_setback(self, session: StreamSession, setback: Setback) -> None:
         """Detaches the stream. Raises BackendError if it may not go to another group."""
@@ -254,6 +266,7 @@ class RouterBackend:
         group = link.endpoint.group if link is not None else ""
         failures.lost_group = group if group in self.balancing.policy.without_successor else ""
         session.abort()
+        _trace_setback(session.stream.trace, setback, len(session.stream.journal.delivered))
         failures.excluded.add(session.last_key)
         failures.last_setback = setback
         if isinstance(setback, wire.Refused) and setback.status not in (429, 503):
@@ -321,3 +334,10 @@ class RouterBackend:
                 if before.get(session) == count:
                     session.stream.wake()
             before = counts
+
+
+def _trace_setback(trace: StreamTrace, setback: Setback, num_delivered: int) -> None:
+    if isinstance(setback, GroupLost):
+        trace.lost(setback.why, num_delivered, is_planned=setback.is_drain)
+    else:
+        trace.refused(setback.message, num_delivered)

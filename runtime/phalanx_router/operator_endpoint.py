@@ -1,7 +1,8 @@
 """HTTP endpoints with the service token, outside of the clients' API.
 
 `POST /phalanx/summary` is the operator's long poll, which carries the balancing policy: the response follows when the urgent
-state changes, else after the requested wait. `POST /phalanx/cache/purge` drops all stored responses.
+state changes, else after the requested wait. `POST /phalanx/summary/now` answers at once and changes nothing.
+`POST /phalanx/cache/purge` drops all stored responses.
 """
 
 import asyncio
@@ -66,6 +67,19 @@ class OperatorEndpoint:
             self.notify_if_changed()  # an abandoned poll ends here too and must not hide a change from the next one
         self._changed.clear()
         self._last_sent = self._urgent_state()
+        return Response(msgspec.json.encode(self._summary()), media_type="application/json")
+
+
+class SnapshotEndpoint:
+    """Answers with the present summary."""
+
+    def __init__(self, token: str, summary: Callable[[], RouterSummary]) -> None:
+        self._token = token
+        self._summary = summary
+
+    async def answer(self, request: Request) -> Response:
+        """Returns the summary. Raises ApiError."""
+        check_internal(request, self._token)
         return Response(msgspec.json.encode(self._summary()), media_type="application/json")
 
 

@@ -15,10 +15,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
+from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import MAX_FRAME_BYTES
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, leader_selector, router_selector
+from phalanx_router.links.holders import HolderSettings
 from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
@@ -91,6 +93,7 @@ async def serve(settings: Settings) -> int:
         queue=QueueBounds(settings.max_queued, settings.max_queued_tokens),
         hold_s=settings.hold_s,
         max_held=settings.max_held,
+        holders=make_holders(settings),
     )
     source = await make_source(settings)
     peers = await make_peers(settings)
@@ -101,6 +104,7 @@ async def serve(settings: Settings) -> int:
         keys=settings.api_keys,
         key_file=settings.key_file,
         peers=peers,
+        tracer=start_tracer(settings.tracing),
     )
     config = uvicorn.Config(
         ConnectionCloser(app, backend),
@@ -173,6 +177,19 @@ async def make_source(settings: Settings) -> LeaderSource:
     except NoCluster as error:
         print(f"phalanx-router: --service {settings.service}: {error}; without a cluster use --leaders", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def make_holders(settings: Settings) -> HolderSettings:
+    """Where other services that share pages are found."""
+    if settings.leaders:
+        return HolderSettings(folder=settings.shared_services_dir)
+
+    async def watch(service: str) -> LeaderSource:
+        from phalanx_router.links.leader_watch import WatchedLeaders, make_api
+
+        return WatchedLeaders(await make_api(), settings.namespace, leader_selector(service))
+
+    return HolderSettings(own=settings.service, folder=settings.shared_services_dir, watch=watch)
 
 
 async def make_peers(settings: Settings) -> LeaderSource:

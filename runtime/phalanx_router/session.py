@@ -20,6 +20,7 @@ import msgspec
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
+from phalanx_router.links.holders import NO_HOLDERS, HolderSettings
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings
 from phalanx_router.metrics import Outcome
 from phalanx_router.routing.prefixes import PromptKeys
@@ -47,6 +48,7 @@ class FleetSettings:
     hold_s: float = 0.0  # cold-start hold of new requests; 0: by policy
     max_held: int = 1024
     find_s: float = 3.0  # wait of a resume for leaders
+    holders: HolderSettings = NO_HOLDERS
 
 
 _next_number: Callable[[], int] = count().__next__

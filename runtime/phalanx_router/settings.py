@@ -12,8 +12,9 @@ from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
-PURGE_COMMAND = "purge-cache"
+PURGE_COMMAND, SUMMARY_COMMAND = "purge-cache", "summary"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Settings:
     max_queued_tokens: int = 4_000_000
     hold_s: float = 0.0  # 0: by policy
     max_held: int = 1024
+    tracing: TracingSettings | None = None
+    shared_services_dir: pathlib.Path | None = None  # see `links.holders`
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -56,15 +59,15 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     namespace = args.namespace or environment.get("POD_NAMESPACE", "")
     if args.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
-    token = read_token(parser, args.token_file)
+    token, policy = read_token(parser, args.token_file), _policy(parser, args.policy_file)
     try:
         keys = tuple(gather_keys(args.api_key, args.api_keys_file))
     except KeysUnreadable as error:
         parser.error(f"argument --api-key, --api-keys-file: {error}")
     try:
-        policy = _policy(args.policy_file)
-    except (OSError, msgspec.MsgspecError) as error:
-        parser.error(f"argument --policy-file: {str(args.policy_file)!r} is not a valid policy: {error}")
+        tracing = read_tracing(environment, args.service or "phalanx", args.slow_first_token_s)
+    except TracingSettingInvalid as error:
+        parser.error(str(error))
     return Settings(
         host=args.host,
         port=args.port,
@@ -87,6 +90,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         max_queued_tokens=args.max_queued_tokens,
         hold_s=args.hold_s,
         max_held=args.max_held,
+        tracing=tracing,
+        shared_services_dir=args.shared_services_dir,
     )
 
 
@@ -106,8 +111,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("phalanx-router", description="Router of an InferenceService.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     purge = commands.add_parser(PURGE_COMMAND, help="purge the response cache of the router on this machine")
-    purge.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
-    purge.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
+    summary = commands.add_parser(SUMMARY_COMMAND, help="print the summary of the router on this machine as JSON")
+    for call in (purge, summary):
+        call.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
+        call.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
     _add_serve(commands.add_parser("serve", help="serve clients over the groups"))
     return parser
 
@@ -134,15 +141,29 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--max-held", type=_count, default=1024, help="maximum requests in that wait (default 1024)")
     serve.add_argument("--drain-s", type=_seconds, default=600.0, help="time for open streams at shutdown (default 600)")
     serve.add_argument("--lame-duck-s", type=_seconds, default=2.0, help="time to accept clients during shutdown (default 2)")
+    serve.add_argument(
+        "--slow-first-token-s",
+        type=_seconds,
+        default=10.0,
+        help="time to the first token above which a request's trace is exported in any case (default 10)",
+    )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
     keys = "keys with names: JSON, or lines of `name key [priority] [requests_per_minute=N] [tokens_per_minute=N] [concurrent=N]`"
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
+    serve.add_argument(
+        "--shared-services-dir",
+        type=pathlib.Path,
+        help="a file per service that shares cached pages: its token for pages, and leaders where none are watched",
+    )
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
 
 
-def _policy(path: pathlib.Path | None) -> BalancePolicy:
-    return msgspec.json.decode(path.read_bytes(), type=BalancePolicy) if path else BalancePolicy()
+def _policy(parser: argparse.ArgumentParser, path: pathlib.Path | None) -> BalancePolicy:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BalancePolicy) if path else BalancePolicy()
+    except (OSError, msgspec.MsgspecError) as error:
+        parser.error(f"argument --policy-file: {str(path)!r} is not a valid policy: {error}")
 
 
 def _list(text: str) -> list[str]:

@@ -1,10 +1,12 @@
 """Builds the summary for the operator."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx_api.cache_curve import NO_CURVE, NO_USE
+from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.leader_link import LeaderLink
@@ -31,15 +33,41 @@ class UrgentState:
     devices: frozenset[tuple[str, str]] = frozenset()
 
 
+class CpuMeter:
+    """Share of a core that this process uses, since one to two periods of `PERIOD_S` ago."""
+
+    PERIOD_S = 10.0
+
+    def __init__(self, cpu_clock: Callable[[], float], now: float) -> None:
+        self._cpu_clock = cpu_clock
+        self._before = self._last = (now, cpu_clock())
+
+    def share(self, now: float) -> float:
+        """Returns the share; 0 before any time has passed."""
+        used_s = self._cpu_clock()
+        if now - self._last[0] >= self.PERIOD_S:
+            self._before, self._last = self._last, (now, used_s)
+        elapsed_s = now - self._before[0]
+        return max(0.0, (used_s - self._before[1]) / elapsed_s) if elapsed_s > 0 else 0.0
+
+
 class SummaryBuilder:
     """Builds summaries of a router."""
 
-    def __init__(self, backend: RouterBackend, metrics: RouterMetrics, name: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        backend: RouterBackend,
+        metrics: RouterMetrics,
+        name: str,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
         self._backend = backend
         self._metrics = metrics
         self._name = name
         self._clock = clock
         self._started_at = clock()
+        self._cpu = CpuMeter(cpu_clock, self._started_at)
 
     def urgent_state(self) -> UrgentState:
         """Returns the present urgent state."""
@@ -81,6 +109,8 @@ class SummaryBuilder:
             policy=balancing.policy.number,
             evacuated=sorted(self._evacuated()),
             unknown_versions=self._unknown_versions(),
+            wait=traffic.wait(now),
+            cpu_share=self._cpu.share(now),
         )
 
     def _unknown_versions(self) -> list[UnknownVersion]:
@@ -164,6 +194,13 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         max_request_pages=view.capacity.max_request_pages,
         cache_curve=load.cache_curve if load is not None else NO_CURVE,
         cache_use=load.cache_use if load is not None else NO_USE,
+        max_num_seqs=view.capacity.max_num_seqs,
+        max_num_batched_tokens=view.capacity.max_num_batched_tokens if load is not None else 0,
+        prompt_tokens_per_step=view.load.prompt_tokens_per_step,
+        preemptions=load.preemptions if load is not None else 0,
+        speedup=view.load.speedup,
+        speculation=load.speculation if load is not None else SpeculationCounts(),
+        link_s=link.group_report.ledger.link.value_s,
     )
 
 

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx_api import labels
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
+from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
     ConvertSettings,
     DoctorSettings,
@@ -91,6 +92,7 @@ class HttpSettings:
     host: str
     port: int
     api_keys: tuple[ApiKey, ...]
+    tracing: TracingSettings | None = None
     """Valid keys; empty disables authentication."""
     shutdown_timeout: float
     """Seconds for open streams after SIGTERM; keep it below the pod's grace period."""
@@ -130,6 +132,7 @@ def read_settings(
             host=flags.host,
             port=flags.port,
             api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
+            tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),
     )
@@ -276,6 +279,13 @@ def _last_element(model: str) -> str:
     path = _local_path(model)
     name = model if path is None else str(path.resolve())
     return name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+def _read_tracing(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> TracingSettings | None:
+    try:
+        return read_tracing(environment, environment.get(labels.ENV_GROUP) or "phalanx-runtime")
+    except TracingSettingInvalid as error:
+        parser.error(str(error))
 
 
 def _default_download_dir(environment: Mapping[str, str]) -> Path:

@@ -9,6 +9,7 @@ import yaml
 from phalanx_api.spec.inference_service import InferenceService, parse
 from phalanx_operator.__main__ import crd_text
 from phalanx_operator.kube.client import RESOURCES
+from phalanx_operator.render.objects import SHARED_PAGES
 from phalanx_operator.render.revision import revision
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -46,18 +47,22 @@ def test_operator_may_grant_the_permissions_of_routers() -> None:
 
 
 def test_operator_cannot_replace_groups_create_pods_or_list_secrets() -> None:
-    verbs = {resource: set(rule["verbs"]) for rule in rules("ClusterRole") for resource in rule["resources"]}
+    unbounded = [rule for rule in rules("ClusterRole") if "resourceNames" not in rule]
+    verbs = {resource: set(rule["verbs"]) for rule in unbounded for resource in rule["resources"]}
     assert "update" not in verbs["statefulsets"]
     assert verbs["pods"] & {"create", "update"} == set()
     assert verbs["nodes"] == {"get", "list", "watch"}
     assert verbs["secrets"] == {"get", "create"}
     assert not any("*" in verb for verb in verbs.values())
+    (named,) = [rule for rule in rules("ClusterRole") if "resourceNames" in rule]
+    assert (named["resources"], named["resourceNames"], named["verbs"]) == (["secrets"], [SHARED_PAGES], ["patch"])
 
 
 def test_operator_may_create_and_delete_every_rendered_kind() -> None:
     verbs = {
         (group, resource): set(rule["verbs"])
         for rule in rules("ClusterRole")
+        if "resourceNames" not in rule
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }

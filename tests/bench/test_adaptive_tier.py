@@ -30,6 +30,7 @@ def test_best_size_weighs_hits_against_pages() -> None:
     assert best_sizes(TRIAL, runs) == [200, 200, 200]
 
 
+@pytest.mark.slow
 def test_benchmark_compares_all_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Phases are too short for the tier to follow, and the verdict says so."""
     assert main(["--documents", "8", "--phase", "30", "--output", str(tmp_path / "out.json")]) == 1

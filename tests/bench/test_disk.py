@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from bench.kv_cache.disk import kept_table, measure_checksums, measure_compaction, measure_opening, measure_rates, rate_table
 
 
@@ -18,6 +20,7 @@ def test_opening_is_timed_for_each_policy(tmp_path: Path) -> None:
     assert [policy for _, policy, _, _ in found] == ["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 
 
+@pytest.mark.slow
 def test_compaction_keeps_more_pages(tmp_path: Path) -> None:
     busy, idle = (measure_compaction(tmp_path, "lru", budget, segments=34) for budget in (0, 4))
     assert busy.displaced > 0 == busy.compacted and idle.compacted > 0

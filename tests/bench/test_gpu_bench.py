@@ -38,6 +38,7 @@ def by_name(figures: Iterator[Figure]) -> dict[str, Figure]:
     return found
 
 
+@pytest.mark.slow
 def test_large_model_decodes_by_graphs_and_prefills(bench: Bench) -> None:
     found = by_name(large_model(bench))
     assert found["captured sizes"].value == 2
@@ -79,6 +80,7 @@ def test_each_kernel_has_time_and_share(bench: Bench) -> None:
     assert len(found) == 2 * len(names)
 
 
+@pytest.mark.slow
 def test_others_are_measured_beside_ours(bench: Bench) -> None:
     bench.decoded["small", 1] = 10.0
     found = by_name(attention_figures(bench)) | by_name(generate_figures(bench))

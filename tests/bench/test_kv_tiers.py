@@ -90,6 +90,7 @@ def test_least_rate_is_where_loads_begin_to_pay() -> None:
     assert pays_to_load(64, 0, MODEL, 1_200_000 / (1.01 * rate)) and not pays_to_load(64, 0, MODEL, 1_200_000 / (0.99 * rate))
 
 
+@pytest.mark.slow
 def test_smaller_pages_serve_a_trace_with_fewer_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert fixed_pool.main(["--conversations", "30", "--pool-tokens", "4096", "--load", "20"]) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.kv_cache.windows import Load, hold, main
+from bench.kv_cache.windows import Load, hold, main, mixed_pool
 from phalanx_runtime.core.step_plan import PoolShape
 
 
@@ -13,6 +13,16 @@ def test_a_window_lets_more_requests_run_at_once() -> None:
     assert every.requests == pytest.approx(2, abs=0.3), "1,536 tokens hold two requests"
     assert windowed.tokens < every.tokens / 2 and windowed.requests > 2 * every.requests
     assert hold(PoolShape(40, 16), load) is None
+
+
+def test_parts_let_more_requests_run_at_once() -> None:
+    """One of six layers attends to all tokens: 96 pages of all layers."""
+    load = Load(prompt=700, output=20, requests=12, step_tokens=512)
+    pool = mixed_pool(96, 64, 6, load, longest=2000)
+    assert pool.num_pages + 5 * pool.num_parts <= 6 * 96 < pool.num_pages + 5 * pool.num_parts + 5
+    every, mixed = hold(PoolShape(96, 16), load), hold(pool, load, 6)
+    assert every is not None and mixed is not None
+    assert mixed.tokens < every.tokens / 2 and mixed.requests > 2 * every.requests
 
 
 def test_the_table_has_a_row_per_length(capsys: pytest.CaptureFixture[str]) -> None:

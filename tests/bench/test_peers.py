@@ -1,7 +1,5 @@
 """Comparison of engines: workloads, failing engines, bounds, memory of child processes."""
 
-import mmap
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,11 +160,13 @@ def test_without_vllm_nothing_is_judged() -> None:
 
 
 def test_a_pool_counts_as_far_as_it_is_used() -> None:
-    size = 97 << 20  # no allocator maps as much at once: arenas of glibc have 64 MiB
-    with mmap.mmap(-1, size) as pool:
-        pool[: 8 << 20] = bytes([1]) * (8 << 20)
-        assert 8 << 20 <= pool_bytes(os.getpid(), size) < 60 << 20
-    assert pool_bytes(os.getpid(), 3 << 40) == 3 << 40, "no such mapping: all of it"
+    size = 97 << 20
+    child = f"import mmap; pool = mmap.mmap(-1, {size}); pool[: 8 << 20] = bytes([1]) * (8 << 20); print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert 8 << 20 <= pool_bytes(process.pid, size) < 60 << 20
+        assert pool_bytes(process.pid, 3 << 40) == 3 << 40, "no such mapping: all of it"
+        process.communicate(b"\n")
 
 
 def test_memory_of_children_counts() -> None:

@@ -149,6 +149,8 @@ _MODELS = [
 _FALLBACK = "spec.autoscaling.fallbackReplicas"
 _SCALING = [
     Refused("spec.autoscaling.targets", "give at least one of ttftP95Ms, itlP95Ms and kvUtilization", scaled(targets={})),
+    Refused("spec.slo", "give at least one of ttftP95Ms, itlP95Ms and availability", {"slo": {}}),
+    Refused("spec.slo.availability", "less than or equal to 99", {"slo": {"availability": 100}}),
     Refused("spec.autoscaling.maxReplicas", "Required value", {"autoscaling": {"targets": TARGETS}}),
     Refused("spec.autoscaling.minReplicas", "minReplicas must not be greater than maxReplicas", scaled(minReplicas=5)),
     Refused("spec.autoscaling.minReplicas", "minReplicas 0 is only allowed with scaleToZero.enabled", scaled(minReplicas=0)),

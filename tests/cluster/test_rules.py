@@ -52,3 +52,10 @@ def test_repeated_name_of_a_claim_is_rejected(cluster: Cluster, namespace: str) 
 def test_each_remote_source_is_accepted_with_its_secret(cluster: Cluster, namespace: str, uri: str) -> None:
     accepted = json.loads(dry_run(cluster, namespace, {"model": {"uri": uri, "secretRef": {"name": "a"}}}))["spec"]
     assert accepted["model"] == {"uri": uri, "secretRef": {"name": "a", "key": "token"}}
+
+
+@pytest.mark.parametrize("percent", [95, 99, 99.9, 99.999])
+def test_availability_may_have_decimals(cluster: Cluster, namespace: str, percent: float) -> None:
+    """The API server prints the bound of integers as 99."""
+    accepted = json.loads(dry_run(cluster, namespace, {"slo": {"availability": percent}}))["spec"]
+    assert accepted["slo"] == {"availability": percent}

@@ -1,6 +1,7 @@
 """A KubeClient in memory, and the controllers of its objects."""
 
 import asyncio
+import base64
 import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -74,6 +75,7 @@ class FakeKube:
         self.reads: list[str] = []
         self.failures: dict[str, Exception] = {}  # by call; each is raised once
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
+        self.managed: dict[ObjectKey, dict[str, set[str]]] = {}  # keys of Secrets by field manager
         self._count = 0
 
     def put(self, resource: Resource, body: Json) -> Json:
@@ -98,9 +100,13 @@ class FakeKube:
         self._record("try" if dry_run else "create", resource, metadata["name"], write=not dry_run)
         if (resource.plural, metadata["namespace"], metadata["name"]) in self.objects:
             raise Conflict(f"{metadata['name']} exists")
+        if "stringData" in body:
+            body = body | {"data": {name: base64.b64encode(text.encode()).decode() for name, text in body["stringData"].items()}}
         return _metadata(body if dry_run else self.put(resource, body))
 
-    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+    async def apply(
+        self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = labels.MANAGER
+    ) -> Json:
         if _has_null(body):
             raise ValueError(f"the API server takes null for a wrong type: {body}")
         metadata = body["metadata"]
@@ -112,8 +118,17 @@ class FakeKube:
             raise Gone("no such object")
         former = self.objects.get(key, {"metadata": {}})
         _check_preconditions(former["metadata"], metadata)
+        if resource.plural == "secrets" and "data" in body:
+            body = body | {"data": self._merged_data(key, former.get("data") or {}, body["data"], manager)}
         applied = self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
         return applied if subresource else _metadata(applied)
+
+    def _merged_data(self, key: ObjectKey, former: Json, data: Json, manager: str) -> Json:
+        """As server-side apply: a manager removes only the keys that it applied before."""
+        applied = self.managed.setdefault(key, {})
+        kept = {name: value for name, value in former.items() if name not in applied.get(manager, set())}
+        applied[manager] = set(data)
+        return kept | data
 
     async def merge(
         self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None

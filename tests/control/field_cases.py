@@ -33,6 +33,8 @@ def exposed(kind: str, **fields: Any) -> Json:
 
 CACHED: Json = {"router": {"responseCache": {"exact": True}}}
 SEMANTIC: Json = {"router": {"responseCache": {"semantic": True}}}
+TRACED: Json = {"observability": {"tracing": {"endpoint": "http://collector:4318"}}}
+OBJECTIVES: Json = {"slo": {"ttftP95Ms": 500, "itlP95Ms": 60, "availability": 99.9}}
 SECRET = hub(secretRef={"name": "a"})
 LOCAL = hub(cache={"type": "NodeLocal", "size": "1Gi"})
 SHARED = hub(cache={"type": "Shared", "claimName": "a"})
@@ -179,6 +181,7 @@ _LIFECYCLE = [
     change("rollout.restartId", "again"),
     change("rebalancing.mode", "Off"),
     change("rebalancing.pullPrefixes", False),
+    change("rebalancing.sharePages", True),
     change("rebalancing.budgets.movesPerGroup", 2),
     change("rebalancing.budgets.bandwidth", "1Gi"),
     change("rebalancing.budgets.liveTokensPercentPerSecond", 5),
@@ -205,6 +208,13 @@ _ROUTER = [
     change("router.responseCache.ttlSeconds", 60, CACHED),
     change("router.responseCache.maxEntries", 10, CACHED),
     change("router.responseCache.maxBytes", "1Mi", CACHED),
+    change("observability.tracing.endpoint", "http://other:4318", TRACED),
+    change("observability.tracing.protocol", "grpc", TRACED),
+    change("observability.tracing.sampleRatio", 0.5, TRACED),
+    change("observability.tracing.slowFirstTokenSeconds", 60, TRACED),
+    change("slo.ttftP95Ms", 900, OBJECTIVES),
+    change("slo.itlP95Ms", 90, OBJECTIVES),
+    change("slo.availability", 99.5, OBJECTIVES),
     change("router.responseCache.scope", "service", CACHED),
     change("router.expose.type", "Ingress"),
     change("router.expose.hosts", ["b.example"], INGRESS),

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tomllib
 
+import msgspec
 import pytest
 
 from phalanx_kubectl.__main__ import main
 from phalanx_operator.observe.observe import parse_drain_mark
+from tests.control.summaries import group, summary
 from tests.plugin.fake_kubectl import FakeKubectl
 from tests.plugin.services import METRICS, make_body
 
@@ -221,3 +223,16 @@ def test_cache_purge_without_a_router_fails(kubectl: FakeKubectl, capsys: pytest
     kubectl.answer("get pods -l", {"items": []})
     assert plugin("cache", "purge", "chat") == 1
     assert "chat has no running router" in capsys.readouterr().err
+
+
+def test_explain_reads_the_summary_of_each_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    body = make_body()
+    kubectl.answers.clear()
+    kubectl.answer(f"get {NAME} chat", body | {"metadata": body["metadata"] | {"uid": "u"}})
+    router_pods(kubectl)
+    kubectl.answer("exec r-a", msgspec.json.encode(summary(group(running=0))).decode())
+    assert plugin("explain", "chat") == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("nothing limits this service: no request arrived") and "router r-b" in output.err
+    assert plugin("explain", "chat", "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []

@@ -69,6 +69,8 @@ class Shape:
     """The host tier gets another size after every few steps."""
     window: int = 0
     """Tokens that a layer reads; 0: all."""
+    num_parts: int = 0
+    """With a window: pages have parts, because another layer reads all tokens."""
     failures: frozenset[int] = frozenset()
     """Steps for which the ranks have no memory."""
 
@@ -76,6 +78,14 @@ class Shape:
     def page_window(self) -> int:
         """The window by which pages are dropped: a draft model computes tokens again, so its requests keep all pages."""
         return 0 if self.speculation.method in DRAFTS else self.window
+
+    @property
+    def parts(self) -> int:
+        return self.num_parts if self.page_window else 0
+
+    @property
+    def host_pages(self) -> int:
+        return 0 if self.parts else self.num_host_pages
 
     @property
     def max_flights(self) -> int:
@@ -128,6 +138,7 @@ SHAPES = st.builds(
     load_s=st.sampled_from([0.0, 0.001, 1.0]),
     resizes=st.booleans(),
     window=st.sampled_from([0, 0, 2, 3, 5, 8, 13]),
+    num_parts=st.sampled_from([0, 0, 2, 3, 5, 8, 14]),
     failures=st.frozensets(st.integers(1, 40), max_size=4),
 )
 
@@ -140,9 +151,10 @@ class Workload:
             shape.num_pages,
             shape.page_size,
             has_pages=shape.speculation.method != "self_draft",
-            num_host_pages=shape.num_host_pages,
-            min_host_pages=min(1, shape.num_host_pages) if shape.resizes else None,
+            num_host_pages=shape.host_pages,
+            min_host_pages=min(1, shape.host_pages) if shape.resizes else None,
             window=shape.page_window,
+            num_parts=shape.parts,
             depth=shape.flights,
             runs_ahead=shape.is_async,
         )
@@ -176,24 +188,26 @@ class Workload:
         return PrefixKeys(root_key("", tenant=request.tenant), self.shape.page_size).extend(tokens)
 
     def expected(self, request: wire.Request) -> list[int]:
-        return expected_output(request, self.scheduler.limits.max_model_len, self.shape.page_window)
+        shape = self.shape
+        return expected_output(request, self.scheduler.limits.max_model_len, shape.page_window, is_mixed=shape.parts > 0)
 
     def check_window(self) -> None:
         """Each page that a running request may still read has its tokens, once `preempt_newest` has followed `take_back`."""
         size, window = self.shape.page_size, self.shape.page_window
         for request in self.scheduler.requests.values() if window and not (self.flights or self.lacks_memory) else ():
             if request.row is not None:
-                first = max(0, request.num_computed - window + 1) // size
-                assert request.pages.num_dropped <= first
+                first, pages = max(0, request.num_computed - window + 1) // size, request.pages
+                assert pages.num_dropped <= first and pages.part_start <= first
                 for i in range(first, request.num_in_place // size):
-                    assert self.runner.page(request.pages.ids[i]) == request.tokens[i * size : (i + 1) * size]
+                    assert self.runner.page(pages.ids[i]) == request.tokens[i * size : (i + 1) * size]
+                    assert not self.shape.parts or self.runner.part(pages.ids[i]) == request.tokens[i * size : (i + 1) * size]
 
     def run(self) -> "Workload":
         for step in range(10_000):
             self.submit(step)
             self.abort(step)
             if self.shape.resizes and step % 3 == 0:
-                self.scheduler.pool.host.want(1 + step * 7 % (self.shape.num_host_pages + 1), "test")
+                self.scheduler.pool.host.want(1 + step * 7 % (self.shape.host_pages + 1), "test")
             assert self.scheduler.check() == []
             self.turn(step)
             self.check_report(step)
@@ -201,6 +215,8 @@ class Workload:
                 break
         assert self.output == {}, "unfinished requests"
         assert self.scheduler.pool.free_pages == self.shape.num_pages
+        parts = self.scheduler.sharing.parts
+        assert parts is None or parts.free_parts == self.shape.parts
         assert self.scheduler.is_idle()
         assert self.scheduler.backlog_tokens == 0
         return self
@@ -235,12 +251,13 @@ class Workload:
         assert (load.waiting, load.running) == (len(waiting), len(rows)), "aborted requests keep their rows in flight"
         assert load.outstanding_tokens == sum(request.outstanding_tokens for request in requests)
         assert load.waiting_prompt_tokens == sum(
-            len(request.tokens) - len(pages) * pool.page_size for request, pages in zip(waiting, found, strict=True)
+            len(request.tokens) - self.scheduler.sharing.num_hit(pages) * pool.page_size
+            for request, pages in zip(waiting, found, strict=True)
         )
         assert load.waiting_pages == sum(
             sum(self.scheduler.sharing.needs(request, pages)) for request, pages in zip(waiting, found, strict=True)
         )
-        assert self.shape.page_window or load.waiting_pages == sum(
+        assert (self.shape.page_window and not self.shape.parts) or load.waiting_pages == sum(
             pool.pages_for(len(request.tokens)) - len(pages) + pool.num_unheld(pages)
             for request, pages in zip(waiting, found, strict=True)
         )
@@ -365,11 +382,24 @@ def test_equal_prompts_survive_aborts_of_their_writers(
         is_async=st.booleans(),
         num_host_pages=st.sampled_from([0, 0, 20]),
         window=st.sampled_from([2, 3, 5, 8, 13]),
+        num_parts=st.sampled_from([0, 4, 7, 16, 40]),
         failures=st.frozensets(st.integers(1, 40), max_size=3),
     ),
 )
 def test_equal_prompts_longer_than_their_pages_share_them(arrivals: list[Arrival], shape: Shape) -> None:
     Workload(arrivals, shape).run()
+
+
+def test_parts_are_dropped_and_evicted_and_computed_again() -> None:
+    """Of pages that some layers read whole: fewer parts than pages, so that hits end where parts are lost."""
+    for num_parts, is_async in ((26, False), (30, False), (36, True)):
+        arrivals = [Arrival(3 * i, 30 + 5 * (i % 3), 12, common=30, family=i % 2) for i in range(16)]
+        shape = Shape(60, 2, 4, 16, is_async=is_async, window=8, num_parts=num_parts)
+        scheduler = Workload(arrivals, shape).run().scheduler
+        parts = scheduler.sharing.parts
+        assert parts is not None and parts.num_dropped > 100 and parts.num_evicted > 20
+        assert 100 < scheduler.sharing.hit_tokens < 16 * 30
+        assert scheduler.pool.counters.hits > 16 * 12, "pages are found whose parts are lost"
 
 
 def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:

@@ -38,6 +38,7 @@ def test_lowest_priority_number_is_first() -> None:
     assert sorted(run.end_s, key=lambda number: run.end_s[number]) == [0, 2, 3, 1]
 
 
+@pytest.mark.slow
 def test_long_waiting_request_precedes_a_better_new_one() -> None:
     old, late = Job(0.001, 100, 4, priority=1), AGING_S * 1.1
     jobs = [Job(0, 10, 2000), *[Job(0.001, 10, 2000) for _ in range(12)], old, Job(late, 100, 4, priority=0)]
@@ -107,6 +108,7 @@ class FairWatch(Simulation):
             self.max_difference = max(self.max_difference, max(ranks) - min(ranks))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_waiting_tenants_differ_by_one_prompt_at_most(seed: int) -> None:
@@ -167,6 +169,7 @@ def test_counters_of_idle_tenants_are_dropped() -> None:
     assert fair.num_counters <= MAX_TENANTS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.9, 1.5], ids=["nearly full", "overloaded"])
 def test_deadline_policy_meets_more_deadlines_than_fcfs(load: float) -> None:
     chance = random.Random(5)

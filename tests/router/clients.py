@@ -35,9 +35,10 @@ async def read(
     received: ReceivedStream | None = None,
     stop: Callable[[ReceivedStream], bool] = lambda received: False,
     key: str = "sk-1",
+    traceparent: str = "",
 ) -> ReceivedStream:
     """Reads a stream until its end, the loss of its server, or `stop`; resumes after `received`, if given."""
-    headers = {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {key}"} | ({"traceparent": traceparent} if traceparent else {})
     received = received or ReceivedStream({}, {})
     if received.last:
         headers["last-event-id"] = received.last

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_api.spec.lifecycle import RestartPolicy
-from phalanx_api.summary import BalancePolicy
+from phalanx_api.summary import BalancePolicy, LatencyObjectives
 from phalanx_frontend.backend import BackendError
 from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.groups.drain import drained_reason
@@ -22,9 +22,10 @@ from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.polling import until
+from tests.router.cached_routers import printing_leader
 from tests.router.fakes import TOKEN, FakeLeader, Script, make_request, read_stream
 from tests.router.poison import POISON, poisoned_leaders
-from tests.router.polled_routers import PolledRouter, polled_router
+from tests.router.polled_routers import KEYS, PolledRouter, polled_router
 
 KEY = ("team", "chat")
 
@@ -84,3 +85,21 @@ async def test_failures_blamed_on_a_request_are_excused() -> None:
         assert {name: counted.recent for name, counted in restarts().items()} == {
             group.group: 0 if group.deaths else 1 for group in groups
         }
+
+
+async def test_objectives_of_the_policy_judge_tokens_at_once() -> None:
+    async with polled_router(printing_leader()) as router:
+
+        async def count(objective: str, outcome: str) -> float:
+            line = f'phalanx_router_objective_events_total{{objective="{objective}",outcome="{outcome}"}} '
+            return float((await router.http.get("/metrics")).text.partition(line)[2].partition("\n")[0])
+
+        async def request() -> None:
+            headers, body = {"authorization": f"Bearer {KEYS[0].key}"}, {"prompt": "x", "max_tokens": 4}
+            assert (await router.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+
+        await request()
+        assert (await count("availability", "good"), await count("ttft", "good"), await count("ttft", "bad")) == (1, 0, 0)
+        await router.poll(policy=BalancePolicy(number=1, objectives=LatencyObjectives(ttft_s=0.0, itl_s=60.0)))
+        await request()
+        assert (await count("ttft", "bad"), await count("itl", "good"), await count("itl", "bad")) == (1, 3, 0)

@@ -1,5 +1,6 @@
 """Similar questions are answered from the router's memory, within one conversation, and nothing else is."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -243,6 +244,15 @@ async def test_embeddings_of_questions_count_in_no_quota() -> None:
         assert router.num_embedded == 2
         refused = await router.http.post(CHAT, json=body("a third"), headers={"authorization": "Bearer sk-1"})
         assert refused.status_code == 429
+
+
+async def test_requests_of_the_router_are_no_arrivals() -> None:
+    async with cached_router(printing_leader(), cache=msgspec.structs.replace(SEMANTIC, recheck_share=1.0)) as router:
+        for text in (ASKED, OTHER):
+            await router.post(body(text), CHAT)
+        await until(lambda: router.num_embedded)
+        now = asyncio.get_running_loop().time()
+        assert router.fleet.traffic.windows(now)[-1].arrivals == 2
 
 
 async def test_responses_end_with_their_revision() -> None:

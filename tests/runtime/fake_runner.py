@@ -19,7 +19,12 @@ def next_token(context: list[int], seed: int, window: int = 0) -> int:
     return value % VOCAB
 
 
-def expected_output(request: wire.Request, max_model_len: int = 10**9, window: int = 0) -> list[int]:
+def next_mixed_token(context: list[int], seed: int, window: int, recent: list[int]) -> int:
+    """Returns the token of a fake model that reads all tokens in one layer, and in another the `recent` ones of its window."""
+    return (next_token(context, seed) + 7 * next_token([0] * (len(context) - len(recent)) + recent, seed, window)) % VOCAB
+
+
+def expected_output(request: wire.Request, max_model_len: int = 10**9, window: int = 0, *, is_mixed: bool = False) -> list[int]:
     """Returns the output tokens of an undisturbed run, including those delivered before."""
     tokens = request.prompt + request.delivered
     output = list(request.delivered)
@@ -28,7 +33,10 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9, window: i
         stopped = output and len(output) >= sampling.min_tokens and output[-1] in sampling.stop_token_ids
         if stopped or len(output) >= sampling.max_tokens or len(tokens) >= max_model_len:
             return output
-        tokens = [*tokens, next_token(tokens, sampling.seed, window)]
+        token = next_token(tokens, sampling.seed, window)
+        if is_mixed:
+            token = next_mixed_token(tokens, sampling.seed, window, tokens[-window:])
+        tokens = [*tokens, token]
         output.append(tokens[-1])
 
 
@@ -49,6 +57,7 @@ class FakeRunner:
         num_host_pages: int = 0,
         min_host_pages: int | None = None,
         window: int = 0,
+        num_parts: int = 0,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -61,7 +70,11 @@ class FakeRunner:
         self.most_in_flight = 0
         self._started: deque[StepPlan] = deque()
         self._window = window
-        self._pool = PoolShape(num_pages, page_size, num_host_pages, min_host_pages=min_host_pages, window=window)
+        self._pool = PoolShape(
+            num_pages, page_size, num_host_pages, min_host_pages=min_host_pages, window=window, num_parts=num_parts
+        )
+        self._part_slots: list[int | None] = [None] * (num_parts * page_size)
+        self._part_of: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
         """Contents of slots in host memory."""
         self._num_slots = self._pool.host_floor
@@ -116,7 +129,9 @@ class FakeRunner:
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             assert count > 0, "a row without work"
             for position in range(start, start + count):
-                self._slots[self._slot(row, position)] = next(tokens)
+                token = self._slots[self._slot(row, position)] = next(tokens)
+                if self._pool.num_parts:
+                    self._part_slots[self._part_slot(row, position)] = token
         assert next(tokens, None) is None, "more tokens than counts"
         runs = [self._verify(filled, i, path) for (i, _), path in zip(plan.draws, paths_of_draws(filled), strict=True)]
         sampled = [token for run, _ in runs for token in run]
@@ -144,6 +159,11 @@ class FakeRunner:
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed
+        self._part_of.update(plan.parts)
+        assert len(plan.part_copies) == (len(plan.copies) if self._pool.num_parts else 0)
+        for source, target in plan.part_copies:
+            size = self._pool.page_size
+            self._part_slots[target * size : (target + 1) * size] = self._part_slots[source * size : (source + 1) * size]
         for source, target in plan.copies:
             size = self._pool.page_size
             for slots in (self._slots, self._drafted_slots):
@@ -151,6 +171,11 @@ class FakeRunner:
         for request, kept in plan.truncations:
             assert len(self._tables[plan.rows[request]]) > kept, "a cut removes pages"
             del self._tables[plan.rows[request]][kept:]
+        for request, positions in plan.relocations if self._pool.num_parts else ():
+            row, first = plan.rows[request], plan.starts[request] - len(positions)
+            moved = [self._part_slots[self._part_slot(row, position)] for position in positions]
+            for at, token in enumerate(moved):
+                self._part_slots[self._part_slot(row, first + at)] = token
         for request, positions in plan.relocations:
             row, first = plan.rows[request], plan.starts[request] - len(positions)
             moved = [self._slots[self._slot(row, position)] for position in positions]
@@ -190,9 +215,7 @@ class FakeRunner:
         parents = path.parents or chain(len(path.tokens))
         run, nodes = list[int](), list[int]()
         while True:
-            run.append(
-                next_token(self._context(row, [*range(end), *(end + node for node in nodes)]), self._seeds[row], self._window)
-            )
+            run.append(self._next_token(row, [*range(end), *(end + node for node in nodes)]))
             at = nodes[-1] if nodes else ROOT
             children = [node for node, parent in enumerate(parents) if parent == at]
             self.num_proposed += bool(children)
@@ -202,6 +225,14 @@ class FakeRunner:
             self.num_accepted += 1
             self.num_branched += node != children[0]
             nodes.append(node)
+
+    def _next_token(self, row: int, positions: list[int]) -> int:
+        if not self._pool.num_parts:
+            return next_token(self._context(row, positions), self._seeds[row], self._window)
+        slots = (self._slots[self._slot(row, position)] for position in positions)
+        context = [token for token in slots if token is not None]
+        parts = (self._part_slots[self._part_slot(row, position)] for position in positions[-self._window :])
+        return next_mixed_token(context, self._seeds[row], self._window, [token for token in parts if token is not None])
 
     def _context(self, row: int, positions: list[int]) -> list[int]:
         """Returns the tokens at these positions; with a window any for those before it, whose slots it does not read."""
@@ -283,6 +314,15 @@ class FakeRunner:
         self._slots[own] = slots
         if drafted is not None:
             self._drafted_slots[own] = drafted
+
+    def part(self, page: int) -> list[int | None]:
+        """Returns the contents of the part of a page."""
+        start = self._part_of[page] * self._pool.page_size
+        return self._part_slots[start : start + self._pool.page_size]
+
+    def _part_slot(self, row: int, position: int) -> int:
+        size = self._pool.page_size
+        return self._part_of[self._tables[row][position // size]] * size + position % size
 
     def _slot(self, row: int, position: int) -> int:
         size = self._pool.page_size

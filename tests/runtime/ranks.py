@@ -32,11 +32,12 @@ from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
 from phalanx_runtime.rank.device.limits import DeviceLimits
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
-from phalanx_runtime.rank.loader import make_runner
+from phalanx_runtime.rank.loader import make_runner, open_host_pages
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.step.pipeline import Pipeline
+from phalanx_runtime.rank.tiers.host_pages import HostCopies
 from tests.runtime.pods import make_spec, with_settings
 
 T = TypeVar("T")
@@ -124,6 +125,8 @@ class Build:
     min_host_pages: int | None = None
     window: int = 0
     """Tokens whose pages a request keeps; 0: all."""
+    num_parts: int = 0
+    """Parts of pages, which layers with a window use; others keep all pages."""
     device: str = "cpu"
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
@@ -136,6 +139,7 @@ class Build:
     """Makes the proposer of each rank of the first stage from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
     """Speculation fields of a RankSpec; with them the proposer is made as in production."""
+    open_host_pages: Callable[[list[LayerCache], PoolShape], HostCopies] = open_host_pages
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
     has_graphs: bool = True
@@ -170,9 +174,16 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     )
     model = source.load(pipeline.peers, form, attention, pipeline.stage)
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
-    caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format)
+    caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format, num_parts=build.num_parts)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
-    pool = PoolShape(build.num_pages, PAGE_SIZE, build.num_host_pages, min_host_pages=build.min_host_pages, window=build.window)
+    pool = PoolShape(
+        build.num_pages,
+        PAGE_SIZE,
+        build.num_host_pages,
+        min_host_pages=build.min_host_pages,
+        window=build.window,
+        num_parts=build.num_parts,
+    )
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)
@@ -189,7 +200,8 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
         make_graph = None if device.type == "cuda" else KeptGraph
         limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)
-    return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits)
+    host = build.open_host_pages(caches, pool)
+    return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits, host=host)
 
 
 def on_ranks(folder: Path, pods: Sequence[int], build: Build, work: Callable[[ModelRunner], T]) -> T:

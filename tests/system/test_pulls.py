@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from bench.frame.programs import Program, running
+from phalanx_api.wire.holders import holder_token
 from tests.polling import wait_until
 from tests.system.runtimes import metric_of, ranks_of, router_flags, runtime
 
@@ -111,6 +112,33 @@ def test_pulled_prompts_have_equal_outputs(model: Path, flags: tuple[str, ...]) 
         assert field.pulls("pulled") >= 1
         assert metric_of(field.router, "phalanx_router_pull_tokens_total") >= 1024
         wait_until(lambda: all(metric_of(group, "vllm:kv_cache_usage_perc") == 0 for group in field.groups))
+
+
+def test_prompts_are_pulled_from_another_service(model: Path, tmp_path: Path) -> None:
+    """A group with another token is only the holder of pages."""
+    other, folder = tmp_path / "other", tmp_path / "shared"
+    other.mkdir()
+    folder.mkdir()
+    (other / "model").symlink_to(model)
+    (other / "token").write_text("1" * 64)
+    with (
+        runtime("own", model, *FLAGS) as own,
+        runtime("other", other / "model", *FLAGS) as holder,
+        httpx.Client(trust_env=False, timeout=60) as http,
+    ):
+        (folder / "other").write_text(f"{holder_token('1' * 64)}\n{holder.base_url.removeprefix('http://')}\n")
+        flags = [*router_flags([own], model.parent / "token"), "--shared-services-dir", str(folder)]
+        with running("router", "phalanx_router", flags, model.parent) as router:
+            field = Field(router, [own, holder], http)
+            wait_until(lambda: metric_of(router, "phalanx_router_groups_ready") == 1)
+            for number in range(MAX_PROMPTS):
+                keys = metric_of(router, "phalanx_router_prefix_keys")
+                reference = field.text(holder, prompt(number))
+                wait_until(lambda keys=keys: metric_of(router, "phalanx_router_prefix_keys") >= keys + 1200 // 16)  # type: ignore[misc]
+                assert field.text(router, prompt(number)) == reference
+                if field.pulls("pulled"):
+                    break
+            assert field.pulls("pulled") and metric_of(router, "phalanx_router_pull_tokens_total") >= 1024
 
 
 def test_stopped_holder_costs_no_token(model: Path) -> None:

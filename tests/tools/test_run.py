@@ -10,7 +10,8 @@ from tests import run
 REPORT = """<testsuites><testsuite>
 <testcase name="a"/>
 <testcase name="b"><skipped message="no GPU"/></testcase><testcase name="c"><skipped message="no GPU"/></testcase>
-<testcase name="d"><failure message="x"/></testcase><testcase name="e"><error message="y"/></testcase>
+<testcase classname="tests.a" name="d"><failure message="x&#10;long"/></testcase>
+<testcase classname="tests.a" name="e"><error message="y"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -18,6 +19,13 @@ def test_a_report_is_counted_by_reason(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     assert run.count(report) == {"passed": 1, "failed": 2, "skipped: no GPU": 2}
+
+
+def test_a_report_names_each_failed_test(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    assert run.failures(report) == ["tests.a::d: x", "tests.a::e: y"]
+    assert run.failures(tmp_path / "none.xml") == []
 
 
 def test_a_stage_without_a_report_counts_nothing(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ class Ours:
             total_pages=view.capacity.total_pages,
             page_size=view.capacity.page_size,
             step_model=report.load.step_model if report.load is not None else [],
+            max_num_seqs=view.capacity.max_num_seqs,
+            max_num_batched_tokens=view.capacity.max_num_batched_tokens,
+            prompt_tokens_per_step=view.load.prompt_tokens_per_step,
+            preemptions=report.load.preemptions if report.load is not None else 0,
+            page_bytes=view.capacity.page_bytes,
+            link_s=report.ledger.link.value_s,
         )
 
     def job_arrived(self, job: Job, state: RouterState) -> list[Send]:

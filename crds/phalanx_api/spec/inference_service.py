@@ -16,6 +16,7 @@ from phalanx_api.spec.engine import Engine
 from phalanx_api.spec.group import GroupShape
 from phalanx_api.spec.lifecycle import Drain, Rebalancing, RestartPolicy, Rollout
 from phalanx_api.spec.model import Model
+from phalanx_api.spec.observability import Observability, Slo
 from phalanx_api.spec.placement import Placement
 from phalanx_api.spec.pod_template import PodTemplate
 from phalanx_api.spec.quantities import Cpu, Memory
@@ -148,6 +149,9 @@ class Spec(Record):
     router: Router = Field(default_factory=Router)
     network_policy: NetworkPolicy = Field(default_factory=NetworkPolicy)
     monitoring: Monitoring = Field(default_factory=Monitoring)
+    observability: Observability = Field(default_factory=Observability)
+    slo: Slo | None = None
+    """Service level objectives. Default: no alerts on errors and latency."""
     suspend: bool = False
     """Runs no group, regardless of `replicas`."""
     pod_template: PodTemplate | None = None

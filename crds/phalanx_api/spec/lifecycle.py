@@ -29,6 +29,10 @@ class Rebalancing(Record):
     pull_prefixes: bool = True
     """A group that lacks a request's prefix copies its pages from a group that has them, if that takes less time than computing
     them. In every mode, within `budgets`."""
+    share_pages: bool = False
+    """The groups of this service, and those of all others of the namespace with this field and equal weights, copy pages from
+    each other; without `pullPrefixes` they only send. Tenants are compared by name: the services need the same ones. A change
+    restarts the routers."""
 
 
 _NONE = ("0", "0%")

@@ -7,6 +7,7 @@ import msgspec
 
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.speculation import SpeculationCounts
+from phalanx_api.trace import PrefillTime
 from phalanx_api.wire.router import FinishReason, Pooling, Request
 
 EndCause = Literal["", "outside", "alone"]
@@ -63,11 +64,12 @@ class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cached(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens found in the prefix cache, at least 1."""
+    """Prompt tokens found in the prefix cache; 0 only with `prefill`."""
 
     handle: int
     epoch: int
     cached_tokens: int
+    prefill: PrefillTime | None = None  # of a traced request
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="tokens", kw_only=True):
@@ -201,9 +203,16 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     disk_reclaimed_bytes: int = 0  # of removed segments, over all ranks
     cache_use: CacheUse = NO_USE
 
-    # Pages of models whose layers all have a sliding window.
+    # Pages of models with sliding windows.
     max_request_pages: int = 0  # most pages that a request holds; 0: those of all its tokens
-    dropped_pages: int = 0  # counter of pages that no layer of a running request reads any more
+    dropped_pages: int = 0  # counter of pages, or parts, that no layer of a running request reads any more
+    total_parts: int = 0  # parts of pages for layers with a window; 0: all layers share pages
+    free_parts: int = 0
+    parts_evicted: int = 0  # counter
+
+    # Copies between device and host memory that delay steps; counters since the engine's start.
+    host_wait_s: float = 0.0  # seconds that steps waited for copies
+    host_sent_pages: int = 0  # pages that other groups pulled from host memory
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
@@ -266,8 +275,11 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     kernels_compiled: int = 0  # those that no cache had
     kernels_s: float = 0.0  # time of both
     host_cache_bytes: int = 0  # host memory for pages
-    window_tokens: int = 0  # tokens whose pages a request keeps; 0: all
+    window_tokens: int = 0  # tokens whose pages a request keeps, of layers with a window; 0: all
     page_groups: str = ""  # why
+    kv_pool_tokens: int = 0  # tokens whose keys and values the pool holds, in layers that keep all
+    window_pool_bytes: int = 0  # part of kv_pool_bytes for the layers with a window; 0: all layers share pages
+    window_pool_tokens: int = 0  # tokens whose keys and values it holds in these layers
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from phalanx_api.speculation import Speculation
+from phalanx_api.trace import Trace
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["mean", "last", "cls"]
@@ -72,6 +73,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     waited_ms: float = 0.0  # since arrival at the router
     speculation: Speculation = Speculation()
     pooling: Pooling | None = None  # the request ends with one vector (`Finished.vector`) and no token: `max_tokens` is 0
+    trace: Trace | None = None  # of a traced request
 
 
 SEED_MASK = 2**63 - 1
@@ -119,6 +121,7 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
     move: str
     request: Request
     lease_s: float = 10.0
+    num_computed: int = 0  # tokens that the source has, as far as the router knows: with a window, older pages are not reserved
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):

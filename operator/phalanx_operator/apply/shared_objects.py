@@ -13,6 +13,7 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
+from phalanx_operator.apply.shared_pages import SharedPages
 from phalanx_operator.decide.state.snapshot import Snapshot
 from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
@@ -88,6 +89,7 @@ class SharedObjects:
         self._clock = clock
         self._draw = draw
         self._owned = OwnedObjects(client, clock)
+        self._shared_pages = SharedPages(client, clock)
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
         self._passes: dict[Key, _Pass] = {}
@@ -96,6 +98,7 @@ class SharedObjects:
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
         self._owned.forget(key)
+        self._shared_pages.forget(key)
         self._exposure_failures.pop(key, None)
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
@@ -109,8 +112,9 @@ class SharedObjects:
             return
         former = self._passes.pop(key, None)
         if not (former and former.spec is service.spec and former.inputs == inputs and self._clock() < former.until_s):
-            self._owned.set_new(key, is_new=snapshot.status.observed_generation == 0)
-            is_complete = await self._keep_all(service, inputs)
+            is_new = snapshot.status.observed_generation == 0
+            self._owned.set_new(key, is_new=is_new)
+            is_complete = await self._keep_all(service, inputs, is_new=is_new)
             former = _Pass(service.spec, inputs, self._due_at_s(key)) if is_complete else None
         if former:
             self._passes[key] = former
@@ -135,10 +139,11 @@ class SharedObjects:
         bodies = [services.groups_service(service), *router.router_objects(service, self._images)]
         return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
-    async def _keep_all(self, service: InferenceService, inputs: _Inputs) -> bool:
+    async def _keep_all(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> bool:
         """Returns whether the pass is complete; reverted changes need a confirming one."""
         is_complete = not inputs.is_scaled
         await self._keep_token(service)
+        await self._shared_pages.keep(service, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)
         for body in [services.groups_service(service), *router.router_objects(service, self._images)]:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx_api import labels
 from phalanx_api.spec import inference_service as api
 
 Json = dict[str, Any]
@@ -87,8 +88,13 @@ class KubeClient(Protocol):
         """Returns the created metadata. Raises Conflict if the name exists."""
         ...
 
-    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        """Returns the metadata after server-side apply; for a subresource the whole object."""
+    async def apply(
+        self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = labels.MANAGER
+    ) -> Json:
+        """Returns the metadata after server-side apply; for a subresource the whole object.
+
+        Each field manager removes only what it had applied itself.
+        """
         ...
 
     async def merge(

@@ -62,11 +62,13 @@ class HttpKube:
         query = {"fieldManager": labels.MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return await self._json("POST", resource.path(body["metadata"]["namespace"]), query=query, body=body, accept=_METADATA)
 
-    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+    async def apply(
+        self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = labels.MANAGER
+    ) -> Json:
         """See KubeClient. Takes ownership of the applied fields."""
         metadata = body["metadata"]
         path = resource.path(metadata["namespace"], metadata["name"], subresource)
-        query = {"fieldManager": labels.MANAGER, "force": "true"}
+        query = {"fieldManager": manager, "force": "true"}
         return await self._json("PATCH", path, query=query, body=body, content_type=_APPLY, accept=_accept(subresource))
 
     async def merge(

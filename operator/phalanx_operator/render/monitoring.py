@@ -2,6 +2,7 @@
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_operator.render import objectives
 from phalanx_operator.render.objects import Object, child
 
 API_VERSION = "monitoring.coreos.com/v1"
@@ -21,15 +22,25 @@ def objects(service: InferenceService) -> list[Object]:
         "podTargetLabels": [labels.COMPONENT, labels.GROUP],
         "endpoints": [{"port": "http", "path": "/metrics", "interval": INTERVAL}],
     }
-    rules = {"groups": [{"name": f"phalanx-{service.namespace}-{service.name}", "rules": _rules(service)}]}
+    group = {
+        "name": f"phalanx-{service.namespace}-{service.name}",
+        "rules": _labelled(service, _rules(service) + _objectives(service)),
+    }
+    rules = {"groups": [group]}
     return [
         child(service, API_VERSION, "ServiceMonitor", service.name, COMPONENT, spec=monitor),
         child(service, API_VERSION, "PrometheusRule", service.name, COMPONENT, spec=rules),
     ]
 
 
+def _labelled(service: InferenceService, rules: list[Object]) -> list[Object]:
+    """Adds the labels of the service: alerts of different services must differ, and are routed by namespace."""
+    own = {"namespace": service.namespace, _SERVICE_LABEL: service.name}
+    return [rule | {"labels": own | rule.get("labels", {})} for rule in rules]
+
+
 def _rules(service: InferenceService) -> list[Object]:
-    own = f'namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"'
+    own = _own(service)
     selector = f"{{{own}}}"
     known, ready = f"max(phalanx_router_groups_known{selector})", f"max(phalanx_router_groups_ready{selector})"
     name = f"{service.namespace}/{service.name}"
@@ -69,16 +80,47 @@ def _rules(service: InferenceService) -> list[Object]:
     ]
 
 
+def _objectives(service: InferenceService) -> list[Object]:
+    """Burn rates of the error budgets, and their alerts."""
+    slo, name, own = service.spec.slo, f"{service.namespace}/{service.name}", _own(service)
+    if slo is None:
+        return []
+    bad = f"{name} misses its objective for {{{{ $labels.objective }}}}"
+    fast, slow = objectives.is_burning(objectives.FAST, own), objectives.is_burning(objectives.SLOW, own)
+    return [
+        *objectives.burn_rates(slo, own),
+        _rule(
+            "PhalanxErrorBudgetBurnsFast",
+            fast,
+            "critical",
+            f"{bad} so often that its error budget lasts at most five days",
+            held="2m",
+        ),
+        _rule(
+            "PhalanxErrorBudgetBurnsSlowly",
+            slow,
+            "warning",
+            f"{bad} so often that the error budget of {objectives.PERIOD} is spent early",
+            held="1h",
+        ),
+    ]
+
+
+def _own(service: InferenceService) -> str:
+    return f'namespace="{service.namespace}",{_SERVICE_LABEL}="{service.name}"'
+
+
 def _rechecks(own_labels: str, outcomes: str) -> str:
     """Re-checks of semantic hits in the last hours with these outcomes."""
     return f'sum(increase(phalanx_router_response_cache_rechecks_total{{{own_labels},outcome=~"{outcomes}"}}[6h]))'
 
 
-def _rule(name: str, expression: str, severity: str, summary: str) -> Object:
+def _rule(name: str, expression: str, severity: str, summary: str, *, held: str = "10m") -> Object:
+    """An alert that fires once its expression has held for `held`."""
     return {
         "alert": name,
         "expr": expression,
-        "for": "10m",
+        "for": held,
         "labels": {"severity": severity},
-        "annotations": {"summary": summary},
+        "annotations": {"summary": summary, "runbook": f"docs/runbooks.md#{name.lower()}"},
     }

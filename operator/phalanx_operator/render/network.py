@@ -1,6 +1,7 @@
 """Network policies, and the Ingress or HTTPRoute for clients.
 
-Between groups every port is open: ranks, KV transfer and NCCL use free ports.
+Between groups every port is open: ranks, KV transfer and NCCL use free ports. A service that shares pages accepts the groups and
+routers of all services of the namespace.
 """
 
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ DEFAULT_PEERS = PeerNamespaces()
 def policies(service: InferenceService, peers: PeerNamespaces) -> list[Object]:
     """Returns the network policies of groups and routers, for ingress only."""
     http = [{"protocol": "TCP", "port": labels.HTTP_PORT}]
-    among_groups = {"from": [{"podSelector": _pods(service, pods.COMPONENT)}]}
-    from_routers = {"from": [{"podSelector": _pods(service, router.COMPONENT)}], "ports": http}
+    among_groups = {"from": [{"podSelector": _sharing_pods(service, pods.COMPONENT)}]}
+    from_routers = {"from": [{"podSelector": _sharing_pods(service, router.COMPONENT)}], "ports": http}
     from_others = {
         "from": [_peer("phalanx-operator", peers.operator), _peer("prometheus", peers.prometheus)],
         "ports": http,
@@ -45,6 +46,13 @@ def policies(service: InferenceService, peers: PeerNamespaces) -> list[Object]:
 
 def _pods(service: InferenceService, component: str) -> Object:
     return {"matchLabels": {labels.SERVICE: service.name, labels.COMPONENT: component}}
+
+
+def _sharing_pods(service: InferenceService, component: str) -> Object:
+    """Returns the pods of the service; those of all services if it shares pages, since any of them may send and pull some."""
+    if not service.spec.rebalancing.share_pages:
+        return _pods(service, component)
+    return {"matchLabels": {labels.MANAGED_BY: labels.MANAGER, labels.COMPONENT: component}}
 
 
 def _peer(name: str, namespace: str) -> Object:

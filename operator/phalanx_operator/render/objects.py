@@ -41,14 +41,12 @@ def child_labels(service: InferenceService, component: str) -> dict[str, str]:
 
 def owner(service: InferenceService) -> Object:
     """Returns the owner reference to the service."""
-    return {
-        "apiVersion": f"{api.GROUP}/{api.VERSION}",
-        "kind": api.KIND,
-        "name": service.name,
-        "uid": service.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
+    return co_owner(service) | {"controller": True, "blockOwnerDeletion": True}
+
+
+def co_owner(service: InferenceService) -> Object:
+    """Returns the owner reference of an object that several services own."""
+    return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "name": service.name, "uid": service.uid}
 
 
 def pod_security() -> Object:
@@ -104,6 +102,10 @@ def policy(service: str) -> str:
 def revision_record(service: str) -> str:
     """ConfigMap with the last complete revision."""
     return f"{service}-former"
+
+
+SHARED_PAGES = "phalanx-shared-pages"
+"""Secret of a namespace: tokens for cached pages (`wire.holders`), by service."""
 
 
 def token_secret(service: str) -> str:

@@ -4,6 +4,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.spec.observability import Tracing
 from phalanx_api.spec.quantities import parse_bytes
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.render import objects as names
@@ -14,6 +15,7 @@ from phalanx_operator.render.revision import revision
 COMPONENT = "router"
 CONTAINER = "router"
 _KEYS = "api-keys"
+_SHARED = "shared-pages"
 GRACE_S = 30
 """Added to the drain timeout."""
 MEMORY_MIB = 128
@@ -82,8 +84,15 @@ def _pod(service: InferenceService, images: Images) -> Object:
             {"name": "policy", "configMap": {"name": names.policy(service.name)}},
             {"name": "tmp", "emptyDir": {}},
             *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
+            *([_shared_pages()] if service.spec.rebalancing.share_pages else []),
         ],
     }
+
+
+def _shared_pages() -> Object:
+    """Volume with the tokens of the services that share pages; it changes with them and restarts nothing."""
+    secret = {"secretName": names.SHARED_PAGES, "defaultMode": 0o440, "optional": True}
+    return {"name": _SHARED, "secret": secret}
 
 
 def _memory(service: InferenceService) -> str:
@@ -113,15 +122,20 @@ def _container(service: InferenceService, images: Images) -> Object:
         *("--drain-s", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
     ]
-    keys = service.spec.router.api_keys
+    keys, tracing = service.spec.router.api_keys, service.spec.observability.tracing
     if keys:
         arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{keys.key}"]
+    if service.spec.rebalancing.share_pages:
+        arguments += ["--shared-services-dir", labels.SHARED_PAGES_DIR]
+    if tracing.endpoint:
+        arguments += ["--slow-first-token-s", str(tracing.slow_first_token_seconds)]
     return {
         "name": CONTAINER,
         "image": images.router,
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": arguments,
+        **({"env": _tracing_variables(service, tracing)} if tracing.endpoint else {}),
         "ports": [{"name": "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
         "startupProbe": http_probe("/healthz", period_s=1, failures=120),
         "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
@@ -133,5 +147,25 @@ def _container(service: InferenceService, images: Images) -> Object:
             {"name": "policy", "mountPath": labels.POLICY_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
             *([{"name": _KEYS, "mountPath": labels.API_KEYS_DIR, "readOnly": True}] if keys else []),
+            *(
+                [{"name": _SHARED, "mountPath": labels.SHARED_PAGES_DIR, "readOnly": True}]
+                if service.spec.rebalancing.share_pages
+                else []
+            ),
         ],
     }
+
+
+def _tracing_variables(service: InferenceService, tracing: Tracing) -> list[Object]:
+    """OpenTelemetry's variables. The routers also send the spans of groups."""
+    pod = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    resource = f"k8s.namespace.name={service.namespace},k8s.pod.name=$(POD_NAME)"
+    variables = {
+        "OTEL_SERVICE_NAME": service.name,
+        "OTEL_RESOURCE_ATTRIBUTES": resource,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": tracing.endpoint,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": tracing.protocol,
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": str(tracing.sample_ratio),
+    }
+    return [pod, *({"name": name, "value": value} for name, value in variables.items())]

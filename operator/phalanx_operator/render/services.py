@@ -1,7 +1,10 @@
 """Token, headless Service and disruption budgets."""
 
+import base64
+
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.wire.holders import holder_token
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Object, child
@@ -12,6 +15,18 @@ def token_secret(service: InferenceService, token: str) -> Object:
     return child(
         service, "v1", "Secret", names.token_secret(service.name), pods.COMPONENT, type="Opaque", stringData={"token": token}
     )
+
+
+def shared_pages(service: InferenceService, token: str) -> Object:
+    """Returns the service's part of the namespace's Secret: its token for cached pages, or nothing if `token` is empty.
+
+    Each service applies its part by a field manager of its own.
+    """
+    metadata: Object = {"name": names.SHARED_PAGES, "namespace": service.namespace, "labels": {labels.MANAGED_BY: labels.MANAGER}}
+    data = {service.name: base64.b64encode(holder_token(token).encode()).decode()} if token else {}
+    if token:
+        metadata["ownerReferences"] = [names.co_owner(service)]
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
 
 def groups_service(service: InferenceService) -> Object:

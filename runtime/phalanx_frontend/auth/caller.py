@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -11,9 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
+from phalanx_frontend.logs import TRACE_ID
+from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
 
 log = logging.getLogger(__name__)
 
+TRACED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/generate", "/v1/batch"})
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """Paths without authentication, for kubelets and scrapers."""
 PRIORITIES = range(-(2**31), 2**31)
@@ -31,6 +35,7 @@ class Caller:
     has_random_id: bool = False  # `request_id` is 128 random bits of this server
     last_event_id: str = ""  # the header
     no_store: bool = False  # whether Cache-Control forbids to store the response
+    trace: RequestTrace | None = None  # of a request that may be traced
 
     def stream_name(self, id: str) -> str:
         """Returns an unguessable stream name."""
@@ -63,9 +68,10 @@ def caller_of(request: Request) -> Caller:
 class CallerMiddleware:
     """ASGI middleware that refuses requests without a valid key and returns a request id, the client's if it is safe to log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, tracer: Tracer | None = None) -> None:
         self._app = app
         self._keys = keys
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the request or returns 401."""
@@ -77,16 +83,19 @@ class CallerMiddleware:
         requested = headers.get(b"x-request-id", b"").decode("latin-1")
         has_random_id = not _REQUEST_ID.fullmatch(requested)
         id = random_id("") if has_random_id else requested
-        status = 0
+        key = self._keys.find(headers.get(b"authorization", b""))
+        is_refused = bool(self._keys) and key is None and scope["path"] not in OPEN_PATHS
+        status, trace = 0, None if is_refused else self._open_trace(scope, headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", id.encode("ascii"))]
+                if trace is not None:
+                    message["headers"].append((b"traceparent", trace.identity.traceparent().encode("ascii")))
             await send(message)
 
-        key = self._keys.find(headers.get(b"authorization", b""))
         last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
         cache_control = b",".join(value for name, value in scope["headers"] if name == b"cache-control")  # may be repeated
         scope[_SCOPE_KEY] = Caller(
@@ -96,9 +105,11 @@ class CallerMiddleware:
             has_random_id=has_random_id,
             last_event_id=last_event_id,
             no_store=b"no-store" in map(bytes.strip, cache_control.lower().split(b",")),
+            trace=trace,
         )
+        token = TRACE_ID.set(str if trace is None else lambda: trace.identity.trace_id)
         try:
-            if self._keys and key is None and scope["path"] not in OPEN_PATHS:
+            if is_refused:
                 await error_response(unauthorized(b"authorization" in headers))(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
@@ -106,7 +117,25 @@ class CallerMiddleware:
             if scope["path"] not in OPEN_PATHS:
                 fields = {"request_id": id, "method": scope["method"], "path": _path(scope), "status": status}
                 fields |= {"seconds": round(time.perf_counter() - start_s, 4), "api_key": key.name if key is not None else None}
+                if trace is not None:
+                    end_trace(trace, id, status)
                 log.info("request ended", extra=fields)
+            TRACE_ID.reset(token)
+
+    def _open_trace(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestTrace | None:
+        if self._tracer is None or scope["path"] not in TRACED_PATHS:
+            return None
+        return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
+
+
+def end_trace(trace: RequestTrace, id: str, status: int) -> None:
+    """Ends the span of a request. `status`: of the response; 0: none was sent."""
+    trace.attributes |= {"phalanx.request_id": id, "http.request.method": "POST"}
+    if status:
+        trace.attributes["http.response.status_code"] = status
+    if status >= 500 and not trace.error:
+        trace.fail(f"HTTP {status}")
+    trace.end()
 
 
 def unauthorized(has_key: bool) -> ApiError:

@@ -29,6 +29,7 @@ from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice, run_while_
 from phalanx_frontend.stream.reply import NO_ECHO, Reply
 from phalanx_frontend.stream.resume import find_resumable, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
+from phalanx_frontend.tracing.gen_ai import describe_request
 
 MAX_BATCH = 256
 """Maximum entries of a batch."""
@@ -110,10 +111,11 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     seed = stream_seed(stream, 0) if body.stream else server.random_seed()
     sampling = build_sampling(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
     request, resume_point = wire_request(stream, prompt, sampling, fields, caller), None
+    describe_request(caller.trace, GENERATE, name, [request])
     if last is not None:
-        [(request, resume_point)] = await find_resumable(server.backend, last, [request])
+        [(request, resume_point)] = await find_resumable(server.backend, last, [request], caller.trace)
     reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or (), shown=TOKEN_IDS)
-    meter = server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds)
+    meter = server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds, trace=caller.trace)
     format = GenerationFormat(id, arrived_s, server.seconds)
     job = AnswerJob(
         id=id,
@@ -135,6 +137,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         cache_use=server.cache_use(
             cache_query(fields, caller, [request], partial(question_of, fields, body.prompt, model, request))
         ),
+        trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, GENERATE)
 
@@ -195,6 +198,7 @@ async def _accept_entry(
     except ValidationError as error:
         return api_error_of_validation(error.errors(), ())
     except BackendError as error:
+        server.metrics.objectives.failed(error.status, error.code)
         return api_error_of_backend(error)
     except ApiError as error:
         return error
@@ -243,6 +247,9 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "host_cache_bytes": account.host_cache_bytes,
                 "window_tokens": account.window_tokens,
                 "page_groups": account.page_groups,
+                "kv_pool_tokens": account.kv_pool_tokens,
+                "window_pool_bytes": account.window_pool_bytes,
+                "window_pool_tokens": account.window_pool_tokens,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

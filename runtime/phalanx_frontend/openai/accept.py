@@ -32,6 +32,7 @@ from phalanx_frontend.stream.reply import NO_ECHO, Echo, Reply, ShownFields
 from phalanx_frontend.stream.response_cache import CacheQuery, Question
 from phalanx_frontend.stream.resume import ResumePoint, find_resumable, parse_last_event_id, stream_seed
 from phalanx_frontend.text.detokenize import make_detokenizer
+from phalanx_frontend.tracing.gen_ai import describe_request
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
@@ -68,10 +69,11 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     prompt_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.random_seed()
     requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream)
+    describe_request(caller.trace, endpoint.route, name, requests)
     resume_points: list[ResumePoint | None] = [None] * len(requests)
     if last is not None:
-        resumed = await find_resumable(server.backend, last, requests)
-        requests, resume_points = [request for request, _ in resumed], [resume_point for _, resume_point in resumed]
+        resumed = await find_resumable(server.backend, last, requests, caller.trace)
+        requests, resume_points = [request for request, _ in resumed], [point for _, point in resumed]
     head = ChunkHeader(
         id=id,
         created=int(server.unix_s()),
@@ -80,12 +82,11 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         spelling=Spelling(model.tokenizer, shown.as_ids),
         shown=shown,
     )
-    format = endpoint.format(head, body, model)
-    echoes = prompt_echoes(body, model, prompts, shown)
-    choices = []
+    format, echoes, choices = endpoint.format(head, body, model), prompt_echoes(body, model, prompts, shown), []
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, shown)
-        meter = server.metrics.meter(name, len(request.prompt), request.sampling.max_tokens, arrived_s, server.seconds)
+        num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
+        meter = server.metrics.meter(name, num_prompt, max_tokens, arrived_s, server.seconds, trace=caller.trace)
         choice_format = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
         choices.append(Choice(request=request, reply=reply, format=choice_format, meter=meter, resume_point=resume_points[index]))
     job = AnswerJob(
@@ -98,6 +99,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         cache_use=server.cache_use(cache_query(body, caller, requests, partial(_question, body, model, requests))),
+        trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
 
@@ -170,6 +172,7 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
         deadline_ms=body.deadline_ms,
         can_resume=bool(body.stream),
         speculation=speculation_of(body),
+        trace=None if caller.trace is None else caller.trace.identity,
     )
 
 

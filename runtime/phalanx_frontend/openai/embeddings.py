@@ -24,6 +24,8 @@ from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import EmbeddingRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.stream.answer import run_while_connected
+from phalanx_frontend.tracing.gen_ai import describe_error, describe_request, describe_response
+from phalanx_frontend.tracing.tracer import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class EmbeddingJob:
     is_normalised: bool
     is_base64: bool
     max_concurrent: int
+    trace: RequestTrace | None = None
 
     def document(self, vectors: Sequence[bytes]) -> bytes:
         """Returns OpenAI's response."""
@@ -88,11 +91,14 @@ class EmbeddingAnswer(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
+        objectives = self._metrics.objectives
         try:
             vectors = await self._vectors()
             response = Response(await asyncio.to_thread(self._job.document, vectors), media_type="application/json")
+            objectives.answered()
         except ApiError as error:
             response = error_response(error)
+            objectives.failed(error.status, error.code)
         self._metrics.responses.labels(ROUTE, str(response.status_code)).inc()
         await response(scope, receive, send)
 
@@ -104,12 +110,15 @@ class EmbeddingAnswer(Response):
             deltas = await embed(self._backend, job.requests, job.max_concurrent)
         except BackendError as error:
             outcome = "error"
+            describe_error(job.trace, error.status, error.code)
             raise api_error_of_backend(error) from error
         except Exception as error:
             outcome = "error"
+            describe_error(job.trace, 500, "internal_error")
             log.exception("request failed", extra={"request_id": job.id})
             raise internal_error() from error
         finally:
+            describe_response(job.trace, job.id, sum(len(request.prompt) for request in job.requests), 0, [])
             cached = [delta.cached_tokens for delta in deltas] or [0] * len(job.meters)
             for meter, cached_tokens in zip(job.meters, cached, strict=True):
                 meter.end("stop" if deltas else outcome, cached_tokens)
@@ -157,6 +166,7 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
     inputs = await embedding_inputs(body, model)
     id = f"embd-{caller.request_id}"
     requests = pooled_requests(id, inputs, embedding.pooling, body, caller)
+    describe_request(caller.trace, ROUTE, name, requests)
     meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, server.seconds) for tokens in inputs]
     job = EmbeddingJob(
         id=id,
@@ -167,6 +177,7 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
         is_normalised=embedding.is_normalised,
         is_base64=body.encoding_format == "base64",
         max_concurrent=server.limits.max_concurrent_inputs,
+        trace=caller.trace,
     )
     return EmbeddingAnswer(job, server.backend, server.metrics)
 
@@ -210,6 +221,7 @@ def pooled_requests(
             tenant=tenant,
             cache_salt=body.cache_salt or "",
             pooling=pooling,
+            trace=None if caller.trace is None else caller.trace.identity,
         )
         for index, tokens in enumerate(inputs)
     ]

@@ -41,7 +41,7 @@ class ServedModel:
         """Returns how the model makes embeddings. Raises ApiError 400 if it makes none."""
         content = self.assets.files.get(wire.EMBEDDING_FILE)
         if content is None:
-            raise invalid("model", "this model computes no embeddings: only models of the fused decoder do", "no_embeddings")
+            raise invalid("model", "this model computes no embeddings: its hidden states are not accessible", "no_embeddings")
         embedding = msgspec.json.decode(content, type=wire.Embedding)
         if embedding.obstacle:
             raise invalid("model", f"this model computes no embeddings: {embedding.obstacle}", "no_embeddings")

@@ -24,6 +24,8 @@ from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, Choi
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CacheUse, record, replay_hit
 from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
+from phalanx_frontend.tracing.gen_ai import describe_error, describe_response
+from phalanx_frontend.tracing.tracer import RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class AnswerJob:
     has_usage: bool
     has_running_usage: bool
     cache_use: CacheUse | None = None  # of the only choice
+    trace: RequestTrace | None = None
 
     def usage(self) -> dict[str, Any]:
         """Returns token counts; each prompt counts once."""
@@ -120,14 +123,20 @@ class Answer(Response):
         siblings = SiblingStreams([self._stream_of(choice) for choice in self._job.choices])
         for choice in self._job.choices:
             choice.meter.start()
+        objectives = self._metrics.objectives
         try:
             yield siblings
+            objectives.answered()
         except BackendError as error:
             outcome = "error"
+            objectives.failed(error.status, error.code)
+            describe_error(self._job.trace, error.status, error.code, error.can_resume and self._has_started)
             raise api_error_of_backend(error) from error
         except Exception as error:
             # A bug: the log has the cause.
             outcome = "error"
+            objectives.failed(500, "internal_error")
+            describe_error(self._job.trace, 500, "internal_error")
             log.exception("request failed", extra={"request_id": self._job.id})
             raise internal_error() from error
         finally:
@@ -136,6 +145,13 @@ class Answer(Response):
             finally:
                 for choice in self._job.choices:
                     choice.meter.end(choice.reply.finish or outcome, choice.reply.cached_tokens)
+                self._describe(outcome)
+
+    def _describe(self, outcome: str) -> None:
+        job = self._job
+        if job.trace is not None:
+            usage, reasons = job.usage(), [choice.reply.finish or outcome for choice in job.choices]
+            describe_response(job.trace, job.id, usage["prompt_tokens"], usage["completion_tokens"], reasons)
 
     def _stream_of(self, choice: Choice) -> AsyncIterator[Item]:
         use = self._job.cache_use
@@ -205,6 +221,8 @@ class Answer(Response):
         self._has_started = True
         if self._job.cache_use is not None and status == 200:
             headers[CACHE_HEADER] = self._cached.header
+            if self._job.trace is not None:
+                self._job.trace.attributes["phalanx.cache"] = self._cached.header
         self._metrics.responses.labels(self._route, str(status)).inc()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})

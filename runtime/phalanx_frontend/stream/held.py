@@ -8,6 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body
+from phalanx_frontend.objectives import Objectives
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 
@@ -15,10 +16,11 @@ from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 class HeldAnswer(Response):
     """Waits for the response of `make_response`, then sends it. Later errors become error events."""
 
-    def __init__(self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float) -> None:
+    def __init__(self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float, objectives: Objectives) -> None:
         super().__init__()
         self._make_response = make_response
         self._keep_alive_s = keep_alive_s
+        self._objectives = objectives
         self._has_started = False
         self._response: Response | None = None
 
@@ -30,6 +32,7 @@ class HeldAnswer(Response):
             if not self._has_started:
                 raise
             api_error = api_error_of_backend(error) if isinstance(error, BackendError) else error
+            self._objectives.failed(api_error.status, api_error.code)
             await send({"type": "http.response.body", "body": event(error_body(api_error)), "more_body": False})
             return
         if self._response is not None:

@@ -17,6 +17,7 @@ from phalanx_frontend.backend import Backend, Delta, KeepAlive, ResumableStream
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.ids import EventId, parse_event_id
 from phalanx_frontend.stream.reply import Reply, StreamBroken
+from phalanx_frontend.tracing.tracer import RequestTrace
 
 Item = Delta | KeepAlive
 
@@ -118,17 +119,21 @@ def unknown_stream() -> ApiError:
 
 
 async def find_resumable(
-    backend: Backend, event_id: EventId, requested: Sequence[wire.Request]
+    backend: Backend, event_id: EventId, requested: Sequence[wire.Request], trace: RequestTrace | None
 ) -> list[tuple[wire.Request, ResumePoint]]:
-    """Returns the requests to continue. Raises ApiError 404 or 400."""
+    """Returns the requests to continue, and lets `trace` continue theirs. Raises ApiError 404 or 400."""
     found = await backend.find([request.id for request in requested], requested[0].tenant)
     if not found or any(found[request.id].request.tenant != request.tenant for request in requested if request.id in found):
         raise unknown_stream()
     if len(requested) != len(event_id.indices):
         raise _differs("another number of choices")
-    return [
+    resumed = [
         _continued(request, found.get(request.id), index + 1) for request, index in zip(requested, event_id.indices, strict=True)
     ]
+    known = next((stream for stream in found.values() if stream.request.trace is not None), None)
+    if trace is not None and known is not None and known.request.trace is not None:
+        trace.resume(known.request.trace, known.has_lost_router)
+    return resumed
 
 
 def _continued(
@@ -138,7 +143,7 @@ def _continued(
         known, finish = msgspec.structs.replace(requested, epoch=1), None
     else:
         known, finish = resumable.request, resumable.finish
-    if msgspec.structs.replace(known, epoch=0, delivered=[], alone=False, waited_ms=0.0) != requested:
+    if msgspec.structs.replace(known, epoch=0, delivered=[], alone=False, waited_ms=0.0, trace=requested.trace) != requested:
         raise _differs("other fields")
     if num_delivered > (requested.sampling.max_tokens if finish is None else len(known.delivered)):
         raise _differs("fewer tokens than the id names")

@@ -149,11 +149,21 @@ class Balancer:
         return self.pingpong.record_move(planned.stream, planned.source, planned.target, now)
 
     def start_pull(
-        self, holder: str, target: str, num_bytes: float, views: Sequence[GroupView], now: float
+        self,
+        holder: str,
+        target: str,
+        num_bytes: float,
+        views: Sequence[GroupView],
+        now: float,
+        *,
+        is_foreign: bool = False,
     ) -> RefusalCode | None:
-        """Counts a pull between groups, by key, or returns the limit that forbids it; then call `end_pull`."""
+        """Counts a pull between groups, by key, or returns the limit that forbids it; then call `end_pull`.
+
+        `is_foreign`: the holder is a group of another service.
+        """
         self._refill(views, now)
-        return self._budget.start_pull(holder, target, num_bytes)
+        return self._budget.start_pull(holder, target, num_bytes, is_foreign=is_foreign)
 
     def end_pull(self, holder: str, target: str) -> None:
         """Records the end of a pull."""

@@ -81,11 +81,15 @@ class MoveBudget:
             return "bytes"
         return None
 
-    def start_pull(self, holder: str, target: str, num_bytes: float) -> RefusalCode | None:
-        """Counts a pull that starts, or returns the limit that forbids it: those of optional moves but for the tokens."""
+    def start_pull(self, holder: str, target: str, num_bytes: float, *, is_foreign: bool = False) -> RefusalCode | None:
+        """Counts a pull that starts, or returns the limit that forbids it: those of optional moves but for the tokens.
+
+        `is_foreign`: the holder is a group of another service, whose bandwidth is not limited here.
+        """
         if not (self.out_slots(holder) and self.in_slots(target)):
             return "slots"
-        buckets = [self._bytes.get((key, False)) for key in (holder, target)] if self._budgets.bytes_per_s is not None else []
+        limited = [target] if is_foreign else [holder, target]
+        buckets = [self._bytes.get((key, False)) for key in limited] if self._budgets.bytes_per_s is not None else []
         if not all(bucket is not None and bucket.is_open for bucket in buckets):
             return "bytes"
         self._outgoing[holder] += 1

@@ -55,6 +55,7 @@ class Coalescing:
         sharing.computed_by, sharing.num_before = other, len(delivered)
         other.sharing.joined.append(session)
         session.stream.follow(other.stream)
+        session.stream.trace.joined()
         self._metrics.joined()
 
     def is_stalled(self, session: StreamSession) -> bool:
@@ -90,6 +91,7 @@ class Coalescing:
             _inherit(session, sharing.computed_by)
         sharing.computed_by = None
         session.stream.unfollow(finish)
+        session.stream.trace.separated()
         num_tokens = len(journal.delivered) - sharing.num_before
         self._metrics.coalesced(journal.num_prompt if num_tokens else 0, num_tokens)
         if journal.delivered and session.stream.is_running:

@@ -121,6 +121,7 @@ class Dispatcher:
         """Submits a replay of the stream to group `key`, which has `hit_tokens` of it, those of pull `move` included."""
         request = session.replay(self._clock())
         session.assign(link, key, link.submit(request, session.stream, move, hit_tokens))
+        session.stream.trace.sent(link.endpoint.group, request.epoch)
         session.model_hash = link.group_report.served.model_hash
         if request.alone:
             self._candidates.record_alone(session)
@@ -185,6 +186,7 @@ class Dispatcher:
             self._check_bounds(queued)
             self.quotas.charge(session)
         session.wait.queued, session.wait.unassigned_since = queued, None
+        session.stream.trace.queued()
         self._sessions[ticket] = session
         self.queue.add(queued)
         self._show_queue()
@@ -213,6 +215,8 @@ class Dispatcher:
         self._metrics.chosen(choice.reason)
         if not queued.has_started:
             self._metrics.waited(now - queued.arrived_at)
+            if session.meter is not None:
+                session.meter.dispatch(now - queued.arrived_at, now)
         if not charge.output_tokens:
             charge.output_tokens = int(min(queued.demand.output_tokens, DEFAULT_OUTPUT_TOKENS))
             self.queue.charge(queued.tenant, queued.demand.prompt_tokens, charge.output_tokens)
@@ -221,6 +225,7 @@ class Dispatcher:
         link = self._candidates.eligible(session)[choice.key]
         self._candidates.record_turn(choice.key)
         hit_tokens = self._candidates.hit_tokens(session, choice, link)
+        session.stream.trace.chosen(link.endpoint.group, choice.reason)
 
         def start(move: str, num_cached: int) -> None:
             self._start_pulled(session, choice.key, link, move, max(hit_tokens, num_cached))
@@ -228,6 +233,8 @@ class Dispatcher:
         if not self._pulls.start(session, link, start):
             self.submit(session, choice.key, link, hit_tokens)
             wait.end()
+        else:
+            session.stream.trace.pulling()
 
     def _start_pulled(self, session: StreamSession, key: str, link: LeaderLink, move: str, hit_tokens: int) -> None:
         """Sends a stream that has waited for pages, unless its group accepts no more requests: then it is queued again."""

@@ -141,6 +141,7 @@ class WaitLimit:
         if not session.has_started and not wait.is_held and self._cold_start.hold_s:
             self._cold_start.hold()
             wait.is_held = True
+            session.stream.trace.held()
         return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
 
     def _patience_s(self, session: StreamSession, has_group: bool, is_leaving: bool) -> float:
@@ -157,6 +158,7 @@ class WaitLimit:
         if session.wait.is_held:
             session.wait.is_held = False
             self._cold_start.release()
+            session.stream.trace.released()
 
     def _no_group(self, session: StreamSession, why: str, waited_s: float) -> BackendError:
         """Error when no group takes the request, with the last refusal."""

@@ -11,6 +11,7 @@ import msgspec
 from phalanx_api import wire
 from phalanx_router.links.endpoints import Leaders, LeaderSource
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_router.links.link_set import LinkSet
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 from phalanx_router.routing.view import GroupView
@@ -123,12 +124,10 @@ class LinkPool:
         self.fleet_view = FleetView()
         self.load_listeners: list[Callable[[], None]] = []  # also called after group changes
         self.move_listeners: list[MoveListener] = []
-        self._settings = settings
         self._metrics = metrics
-        self._draw = draw
         self._assets = AssetCache(served_names)
-        self._links: dict[str, LeaderLink] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._set = LinkSet(settings, self, draw)
+        self._links = self._set.links
         self._changed = asyncio.Event()
 
     @property
@@ -196,10 +195,10 @@ class LinkPool:
         tasks = [asyncio.create_task(part) for part in (source.run(self.set_leaders), *jobs)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            next(iter(done)).result()
+            for task in done:  # a job may also have ended without an error
+                task.result()
         finally:
-            tasks += self._tasks.values()
-            self._tasks = {}
+            tasks += self._set.take_tasks()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,16 +206,8 @@ class LinkPool:
     def set_leaders(self, leaders: Leaders) -> None:
         """Adds links to new leaders and removes the others."""
         self.has_list = True
-        addresses = {key: link.endpoint.address for key, link in self._links.items()}
-        for key in [key for key, address in addresses.items() if key not in leaders or leaders[key].address != address]:
-            self._tasks.pop(key).cancel()
-            self.fleet_view.link_removed(self._links.pop(key))
-        for key, endpoint in leaders.items():
-            if key in self._links:
-                self._links[key].endpoint = endpoint
-                continue
-            link = self._links[key] = LeaderLink(endpoint, self._settings, self, self._draw)
-            self._tasks[key] = asyncio.create_task(self._run_link(link))
+        for link in self._set.set_leaders(leaders):
+            self.fleet_view.link_removed(link)
         self._update()
 
     def link_changed(self, link: LeaderLink) -> None:
@@ -246,15 +237,6 @@ class LinkPool:
         """Passes the frame to the move listeners; each knows its own moves."""
         for listener in self.move_listeners:
             listener.move_frame_received(link, frame)
-
-    async def _run_link(self, link: LeaderLink) -> None:
-        """Runs a link, again after an unexpected exception."""
-        while True:
-            try:
-                await link.run()
-            except Exception:
-                log.exception("link failed", extra={"leader": link.endpoint.address})
-                await asyncio.sleep(1)
 
     def _update(self) -> None:
         ready = [link for link in self._links.values() if link.is_serving and self._assets.has(link.assets_hash)]

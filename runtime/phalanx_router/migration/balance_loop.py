@@ -98,9 +98,9 @@ class BalanceLoop:
         """Measured rate of moves, or the assumed one."""
         return view.copy_bytes_per_s if self._bytes_per_s is None else self._bytes_per_s
 
-    def start_pull(self, holder: str, target: str, num_bytes: float) -> RefusalCode | None:
+    def start_pull(self, holder: str, target: str, num_bytes: float, *, is_foreign: bool = False) -> RefusalCode | None:
         """Counts a pull, or returns the budget that forbids it; see `Balancer.start_pull`."""
-        return self.balancer.start_pull(holder, target, num_bytes, self.views(), self._clock())
+        return self.balancer.start_pull(holder, target, num_bytes, self.views(), self._clock(), is_foreign=is_foreign)
 
     def end_pull(self, holder: str, target: str) -> None:
         """Records the end of a pull."""
@@ -149,7 +149,9 @@ class BalanceLoop:
 
     def _can_send(self, key: str) -> bool:
         link = self._links.find(key)
-        return self.start_copy is not None and self.policy.pull_prefixes and link is not None and link.can_send_prefixes
+        if link is None or not link.group_report.served.layout:  # pages of an unknown layout are not copied
+            return False
+        return self.start_copy is not None and self.policy.pull_prefixes and link.can_send_prefixes
 
     def _by_group(self) -> dict[str, list[StreamSession]]:
         by_group: dict[str, list[StreamSession]] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import assert_never
 
 from phalanx_api import moves, wire
+from phalanx_frontend.tracing.span import Value
 from phalanx_router.links.connection import Sink
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import LinkPool
@@ -127,6 +128,7 @@ class Mover:
             bytes_per_s=bytes_per_s,
         )
         session.moves.open_move = request.move
+        session.stream.trace.move_started()
         self._moving[request.move] = session
         self._execute_all(self.board.start(request, session.stream.journal.replay(), self._clock()))
         return None
@@ -252,6 +254,7 @@ class Mover:
         hit_tokens = len(replay.prompt) + len(replay.delivered) if move else self._warmups.cached_tokens(request.move)
         sink.handle = target.submit(replay, sink, move, hit_tokens)
         session.assign(target, request.target, sink.handle)
+        session.stream.trace.moved(target.endpoint.group, replay.epoch, len(replay.delivered))
         session.moves.num_completed += 1
         session.moves.last_at, session.moves.last_source = self._clock(), request.position.key
         self.board.submitted(request.move, sink.handle)
@@ -263,5 +266,18 @@ class Mover:
         self._metrics.move_ended(ended.outcome, request.reason, ended.num_bytes, ended.stall_s)
         fields = {"move": request.move, "outcome": ended.outcome, "code": ended.code, "why": ended.why, "for": request.reason}
         log.info("move ended", extra=fields)
+        session.stream.trace.move_ended(_attributes(request, ended), "" if ended.outcome == "moved" else ended.why)
         for listener in self.end_listeners:
             listener(session, request, ended)
+
+
+def _attributes(request: MoveRequest, ended: MoveEnded) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        "phalanx.move": request.move,
+        "phalanx.why": request.reason,
+        "phalanx.transfer": request.transfer,
+        "phalanx.target": request.target,
+        "phalanx.outcome": ended.outcome,
+        "phalanx.bytes": ended.num_bytes,
+    }
+    return attributes if ended.stall_s is None else attributes | {"phalanx.stall_s": ended.stall_s}

@@ -13,6 +13,7 @@ from typing import assert_never
 from phalanx_api import moves, wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.records import PlannedCopy
+from phalanx_router.links.holders import HolderLinks
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import PullMetrics
@@ -49,10 +50,18 @@ class Puller:
     """The pulls of one router, on one event loop."""
 
     def __init__(
-        self, links: LinkPool, balancing: BalanceLoop, router: str, metrics: PullMetrics, clock: Callable[[], float]
+        self,
+        links: LinkPool,
+        balancing: BalanceLoop,
+        router: str,
+        metrics: PullMetrics,
+        clock: Callable[[], float],
+        holders: HolderLinks,
     ) -> None:
+        """`holders`: groups of other services, which only send pages."""
         self.end_listeners: list[Callable[[PullPlan, PullEnded], None]] = []
         self._links = links
+        self._holders = holders
         self._balancing = balancing
         self._metrics = metrics
         self._clock = clock
@@ -64,6 +73,7 @@ class Puller:
         self._paused: dict[str, float] = {}  # end times, by group key
         self._timer: asyncio.TimerHandle | None = None
         links.move_listeners.append(self)
+        holders.move_listeners.append(self)
         balancing.start_copy = self.copy
 
     @property
@@ -82,7 +92,8 @@ class Puller:
         keys = list(session.keys.keys(_space(link))[: plan.num_pages])
         move = self._by_page.get((plan.target, keys[-1]))
         if move is None:
-            refusal = self._balancing.start_pull(plan.holder, plan.target, plan.num_bytes)
+            is_foreign = self._holders.find(plan.holder) is not None
+            refusal = self._balancing.start_pull(plan.holder, plan.target, plan.num_bytes, is_foreign=is_foreign)
             if refusal is not None:
                 self._metrics.declined(refusal)
                 return False
@@ -159,7 +170,7 @@ class Puller:
             target = self._links.find(order.target)
             if target is None or not target.is_serving:
                 self._execute_all(found, found.pull.lost(order.target, "the target is lost or accepts no more requests"))
-            elif self._links.find(order.holder) is None:
+            elif self._find(order.holder) is None:
                 self._execute_all(found, found.pull.lost(order.holder, "the holder is lost"))
 
     def _tick(self) -> None:
@@ -180,7 +191,8 @@ class Puller:
         self._paused = {key: until for key, until in self._paused.items() if until > now}
         if target.key in self._paused:
             return NoPull("no_holder", "the last pull to this group has just failed")
-        senders = {link.key: link for link in self._links.open_links() if self._can_send(link, target)}
+        links = [*self._links.open_links(), *self._holders.open_links()]
+        senders = {link.key: link for link in links if self._can_send(link, target)}
         hits = self._links.fleet_view.hits(session.keys, {**senders, target.key: target})
         others = [link for key, link in senders.items() if key in hits]
         view, *views = self._links.fleet_view.views([target, *others])
@@ -235,9 +247,12 @@ class Puller:
     def _send(
         self, key: str, frame: wire.Prepare | moves.SendPrefix | moves.MoveOut | moves.Thaw | moves.Release | moves.Cancel
     ) -> None:
-        link = self._links.find(key)
+        link = self._find(key)
         if link is not None:
             link.send_move_frame(frame)
+
+    def _find(self, key: str) -> LeaderLink | None:
+        return self._links.find(key) or self._holders.find(key)
 
     def _end(self, found: _OpenPull, ended: PullEnded) -> None:
         order, plan, now = found.pull.order, found.plan, self._clock()

@@ -78,7 +78,8 @@ class Pull:
     def start(self, request: wire.Request, now: float) -> list[PullAction]:
         """First actions."""
         self._started_at = now
-        return [ToTarget(wire.Prepare(self.order.move, request, self.order.lease_s), "pull")]
+        order, num_tokens = self.order, len(self.order.keys) * self.order.page_size
+        return [ToTarget(wire.Prepare(order.move, request, order.lease_s, num_computed=num_tokens), "pull")]
 
     def receive(
         self, key: str, frame: moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed, now: float

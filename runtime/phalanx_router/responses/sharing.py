@@ -11,7 +11,8 @@ from phalanx_router.routing.equality import DIGEST_BYTES
 from phalanx_router.routing.response_lru import TOKEN_TYPE, StoredQuestion, StoredResponse
 
 MAX_WAITING_BYTES = 1 << 20
-"""Of responses that wait for the peer; over it the oldest are not shared."""
+"""Of responses that wait for the peer, as encoded; over it the oldest are not shared. Their tokens take up to eight times as much
+memory as lists."""
 FRAME_BYTES = 64 << 10
 """Of responses in one frame, after the first: 3 MiB/s at most."""
 MAX_RESPONSE_BYTES = 256 << 10

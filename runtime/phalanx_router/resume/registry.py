@@ -154,7 +154,10 @@ class StreamRegistry:
             why = "a group that may have this stream does not answer: retry, the stream continues there for a while"
             raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
         log.info("looked up streams", extra={"requested": len(ids), "found": len(best), "running": len(self._adopted)})
-        return {id: ResumableStream(self._next_epoch(copy.request), copy.finish) for id, copy in best.items()}
+        return {
+            id: ResumableStream(self._next_epoch(copy.request), copy.finish, has_lost_router=id in self._adopted)
+            for id, copy in best.items()
+        }
 
     def claim(self, request: wire.Request) -> Adoption | None:
         """Adopted stream with the same delivered tokens."""

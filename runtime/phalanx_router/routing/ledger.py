@@ -2,9 +2,11 @@
 
     live = sent and not ended          unreported = live requests that no load report covers
 
-A report covers every Submit up to its `last_handle`. The last report plus `unreported` is the present load.
+A report covers every Submit up to its `last_handle`. The last report plus `unreported` is the present load. The shortest time
+from a Submit to its report bounds the delay of the link, in both directions.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -59,10 +61,34 @@ class LedgerTotals:
         self.attention += times * sent.attention
 
 
+class ShortestTime:
+    """Shortest of the values of the last one to two periods of `PERIOD_S`."""
+
+    PERIOD_S = 30.0
+    __slots__ = ("_before", "_current", "_since")
+
+    def __init__(self) -> None:
+        self._before = self._current = math.inf
+        self._since = -math.inf
+
+    def add(self, value_s: float, now: float) -> None:
+        """Adds a value."""
+        if now - self._since >= self.PERIOD_S:
+            is_recent = now - self._since < 2 * self.PERIOD_S
+            self._before, self._current, self._since = self._current if is_recent else math.inf, math.inf, now
+        self._current = min(self._current, value_s)
+
+    @property
+    def value_s(self) -> float:
+        """The shortest; 0 without values."""
+        shortest = min(self._before, self._current)
+        return shortest if math.isfinite(shortest) else 0.0
+
+
 class DispatchLedger:
     """Requests by handle; handles increase."""
 
-    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "live", "unreported", "version")
+    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "link", "live", "unreported", "version")
 
     def __init__(self) -> None:
         self.unreported = LedgerTotals()
@@ -72,6 +98,7 @@ class DispatchLedger:
         self._pending: deque[tuple[int, float]] = deque()  # unreported handles, with times
         self._adopted: set[int] = set()
         self._last_reported = 0
+        self.link = ShortestTime()
 
     def dispatch(self, handle: int, sent: SentRequest, now: float) -> None:
         """Records a request sent to the group."""
@@ -88,11 +115,14 @@ class DispatchLedger:
         self.live.add(sent)
         self.version += 1
 
-    def report(self, last_handle: int) -> None:
-        """Records a load report that covers requests up to `last_handle`."""
+    def report(self, last_handle: int, now: float | None = None) -> None:
+        """Records a load report that covers requests up to `last_handle`. `now`: when it arrived, if the link is measured."""
         self._last_reported = max(self._last_reported, last_handle)
         while self._pending and self._pending[0][0] <= self._last_reported:
-            sent = self._entries.get(self._pending.popleft()[0])
+            handle, sent_at = self._pending.popleft()
+            sent = self._entries.get(handle)
+            if now is not None:
+                self.link.add(max(0.0, now - sent_at), now)
             if sent is not None:
                 self.unreported.add(sent, -1)
                 self.version += 1

@@ -134,7 +134,7 @@ class GroupReport:
             self.busy_load, self.busy_at = load, now
         self.load = load
         self.num_reports += 1
-        self.ledger.report(load.last_handle)
+        self.ledger.report(load.last_handle, now)
 
     def overdue_s(self, now: float) -> float:
         """Seconds by which a report is overdue. Engines report between steps."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_frontend.backend import Delta
 from phalanx_router.streams.journal import Journal, TokenVerdict
+from phalanx_router.streams.stream_trace import UNTRACED
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Stream:
         self._reader: asyncio.Future[None] | None = None
         self._source: Stream | None = None  # of its tokens, instead of a group
         self._followers: list[Stream] = []
+        self.trace = UNTRACED
 
     @property
     def is_running(self) -> bool:
@@ -96,6 +98,8 @@ class Stream:
         """Records the number of cached prompt tokens."""
         if frame.epoch == self.journal.epoch:
             self._cached_tokens = max(self._cached_tokens, frame.cached_tokens)
+            if frame.prefill is not None:
+                self.trace.first_token(frame.epoch, frame.prefill, frame.cached_tokens, len(self.journal.delivered))
 
     def finished(self, end: wire.Finished) -> None:
         """Records the end of the request."""

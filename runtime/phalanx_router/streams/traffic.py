@@ -51,7 +51,7 @@ class TrafficStats:
 
     def __init__(self) -> None:
         self._seconds = [_SecondSums() for _ in range(WINDOWS_S[-1])]
-        self._ttft, self._itl = _Latencies(), _Latencies()
+        self._ttft, self._itl, self._wait = _Latencies(), _Latencies(), _Latencies()
         self._last_arrival: float | None = None
         self.last_active_at: float | None = None  # last arrival or end of a request
 
@@ -75,6 +75,10 @@ class TrafficStats:
         second.started += 1
         second.missed += missed_tokens
         self._ttft.add(ttft_s, 1, now)
+
+    def record_wait(self, wait_s: float, now: float) -> None:
+        """Records the dispatch of a new request."""
+        self._wait.add(wait_s, 1, now)
 
     def record_gap(self, gap_s: float, tokens: int, now: float) -> None:
         """Records tokens that arrived `gap_s` after the previous ones."""
@@ -120,6 +124,10 @@ class TrafficStats:
         """Inter-token times of the last minute."""
         return self._itl.histogram(now)
 
+    def wait(self, now: float) -> Histogram:
+        """Times from arrival to dispatch of the last minute."""
+        return self._wait.histogram(now)
+
 
 def _mean(total: float, count: int) -> float:
     return total / count if count else 0.0
@@ -153,6 +161,10 @@ class RequestMeter:
             self.stats.record_first_tokens(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
         self.tokens += tokens
         self.last = now
+
+    def dispatch(self, wait_s: float, now: float) -> None:
+        """Records the dispatch of the request, `wait_s` after its arrival."""
+        self.stats.record_wait(wait_s, now)
 
     def end(self, now: float) -> None:
         """Records the end of the request."""

@@ -82,7 +82,7 @@ class Limits:
 
     def within(self, pool: PoolShape) -> "Limits":
         """Reduces `max_model_len` to the tokens of the longest request that fits the pool."""
-        longest = max_request_tokens(pool.num_pages, pool.page_size, pool.window)
+        longest = max_request_tokens(pool.num_pages, pool.page_size, pool.window, pool.num_parts)
         return replace(self, max_model_len=min(self.max_model_len, longest))
 
 

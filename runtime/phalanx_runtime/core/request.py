@@ -64,6 +64,10 @@ class RequestPages:
     ids: list[int] = field(default_factory=list)
     """`Composer` and `Speculator` append, `Speculator` removes."""
     num_dropped: int = 0
+    part_start: int = 0
+    """Index of the first page whose part the request holds, if pages have parts. `WindowParts` writes."""
+    part_end: int = 0
+    """Index after the last one."""
     is_pinned: bool = False
     """A move reads the pages, so none is dropped. `Scheduler` sets it."""
     num_keyed: int = 0
@@ -84,6 +88,11 @@ class RequestPages:
     def held(self) -> list[int]:
         """The pages that the request holds."""
         return self.ids[self.num_dropped :] if self.num_dropped else self.ids
+
+    @property
+    def with_parts(self) -> list[int]:
+        """The pages whose parts the request holds."""
+        return self.ids[self.part_start : self.part_end]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -84,9 +84,11 @@ class FirstWrite(NamedTuple):
     """The first write of a step into a page."""
 
     slots: int
-    """Slots that earlier steps write."""
+    """Slots that earlier steps write, in the page and in its part."""
     order: int
     """`RequestParams.order` of the request."""
+    page_slots: int
+    """Slots of the page alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class StepBuilder:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    part_copies: list[tuple[int, int]] = field(default_factory=list)
     written_pages: dict[int, FirstWrite] = field(default_factory=dict)
     """Pages that this step writes; its copies, which come first, must not read them."""
     drafted_pages: set[int] = field(default_factory=set)
@@ -184,6 +188,8 @@ class StepBuilder:
             tokens=tokens,
             draws=self.draws,
             copies=self.copies,
+            parts=self.parts,
+            part_copies=self.part_copies,
             paths=paths,
             truncations=truncations,
             relocations=relocations,

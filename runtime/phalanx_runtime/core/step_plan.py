@@ -92,6 +92,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """(i, j): sample output index j of request i from the logits of its last computed token."""
     copies: list[tuple[int, int]] = []
     """(source, target): pages to copy in this order before the pass."""
+    parts: list[tuple[int, int]] = []
+    """(page, part) in this order, before all other changes: layers with a window use this part instead of the page, if pages have
+    parts (`core.window_parts`)."""
+    part_copies: list[tuple[int, int]] = []
+    """(source, target): parts to copy, beside `copies`."""
     paths: list[DraftPath] = []
     """In the order of their draws (i, j): index j is sampled at the last own token, j + 1 at the draft token equal to that
     sample, and so on until no draft token matches."""
@@ -147,11 +152,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_
     undrafted: list[tuple[int, list[int]]] = []
     """(p, nodes without a token) of drafted path p."""
     busy_s: float = 0.0
-    """Time of rank 0's device in the step; on CPU the time of its computation."""
+    """Time of rank 0's device in the step; on CPU the time of its computation, without waits for copies."""
     loaded_pages: int = 0
     """Pages that rank 0 loaded from host memory since its previous result."""
     load_s: float = 0.0
     """Time of these loads."""
+    copy_wait_s: float = 0.0
+    """Time of rank 0 or of the sampling rank, whichever is longer, in waits for copies since the previous result."""
     vectors: list[tuple[int, bytes]] = []
     """(i, float32 numbers) of each pooled request i whose prompt ends in this step."""
 
@@ -169,6 +176,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Whether a disk keeps pages that were stored in host memory."""
     window: int = 0
     """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
+    num_parts: int = 0
+    """With a window: parts of layers with a window (`core.window_parts`); requests keep the pages of the other layers."""
 
     @property
     def host_floor(self) -> int:

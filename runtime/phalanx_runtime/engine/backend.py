@@ -4,11 +4,15 @@ Queued tokens leave as one delta: a slow reader gets longer deltas, not a longer
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
+from phalanx_api.trace import PrefillTime
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
+from phalanx_frontend.tracing.group_spans import add_prefill
+from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
 from phalanx_runtime.engine.client import RESTART_RETRY_S, EngineClient
 
 KEEP_ALIVE_S = 10.0
@@ -22,6 +26,8 @@ class _Mailbox:
     details: list[wire.TokenDetail | None] = field(default_factory=list)
     prompt_details: list[wire.TokenDetail] = field(default_factory=list)
     cached_tokens: int = 0
+    prefill: PrefillTime | None = None
+    first_token_s: float = 0.0
     finished: wire.Finished | None = None
     error: BackendError | None = None
     reader: asyncio.Future[None] | None = None
@@ -64,8 +70,9 @@ class _Mailbox:
 class LocalBackend:
     """Implements `Backend` and `RequestSink`."""
 
-    def __init__(self, client: EngineClient, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, client: EngineClient, keep_alive_s: float = KEEP_ALIVE_S, tracer: Tracer | None = None) -> None:
         self._client = client
+        self._tracer = tracer
         self._keep_alive_s = keep_alive_s
         self._mailboxes: dict[int, _Mailbox] = {}
         client.subscribe(self._state_changed)
@@ -91,6 +98,9 @@ class LocalBackend:
         finally:
             del self._mailboxes[handle]
             self._client.abort([handle])
+            trace = None if self._tracer is None else self._tracer.find(request.trace)
+            if trace is not None and mailbox.prefill is not None:
+                _add_spans(trace, mailbox.prefill, mailbox)
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Returns no streams: only routers have journals."""
@@ -122,7 +132,10 @@ class LocalBackend:
         for prompt in frame.prompt_details:  # they leave with the first token
             mailboxes[prompt.handle].prompt_details.extend(prompt.details)
         for cached in frame.cached:
-            mailboxes[cached.handle].cached_tokens = cached.cached_tokens
+            mailbox = mailboxes[cached.handle]
+            mailbox.cached_tokens = cached.cached_tokens
+            if cached.prefill is not None:
+                mailbox.prefill, mailbox.first_token_s = cached.prefill, time.monotonic()
         for finished in frame.finished:
             mailbox = mailboxes[finished.handle]
             mailbox.finished = finished
@@ -151,3 +164,9 @@ class LocalBackend:
         if mailbox.finished is None:
             mailbox.error = BackendError(status, code, message, retry_after_s)
             mailbox.wake()
+
+
+def _add_spans(trace: RequestTrace, prefill: PrefillTime, mailbox: _Mailbox) -> None:
+    first_s = mailbox.first_token_s
+    add_prefill(trace, times=prefill, now=first_s, cached_tokens=mailbox.cached_tokens, group="", epoch=0)
+    trace.add("decode", first_s, time.monotonic(), attributes={"phalanx.tokens": mailbox.index})

@@ -266,21 +266,37 @@ class EngineMoves:
             copy.drafted = drafted_when_sent(copy.drafted, start, end, running.num_drafted)
             # Plans in flight may write shared pages: the copy follows the last planned step.
             step = self._scheduler.planned_step
-            first = action.first + num_null
-            self._transport.send(order, first, pages[num_null:], step, action.num_computed, num_drafted=copy.drafted)
+            first, sent = action.first + num_null, pages[num_null:]
+            parts = self._scheduler.pool.parts
+            self._transport.send(
+                order,
+                page_orders.PageCopy(
+                    first=first,
+                    pages=sent,
+                    step=step,
+                    num_computed=action.num_computed,
+                    num_drafted=copy.drafted,
+                    parts=[] if parts is None else parts.in_window(sent, first, running.num_computed),
+                ),
+            )
 
     # Ranks accept pages before the source gets addresses, and stop before pages return to the pool.
 
     def _reserve(self, action: records.Reserve, now: float) -> None:
         move = action.order.move
-        reservation = self._scheduler.reservations.reserve(move, action.order.request, action.num_tokens)
+        order = action.order
+        reservation = self._scheduler.reservations.reserve(move, order.request, action.num_tokens, order.num_computed)
         if isinstance(reservation, Refusal):
             self._execute(self.target.refused(move, reservation.code, reservation.message, now), now)
             return
         key, num_held = secrets.token_bytes(KEY_BYTES), reservation.num_held
         # Plans in flight may copy freed pages to or from host memory: arriving pages follow the last planned step.
-        pages, step, window = reservation.pages[num_held:], self._scheduler.planned_step, self._scheduler.window
-        self._transport.expect(move, key, num_held, pages, step, window=window)
+        pages, step, parts = reservation.pages[num_held:], self._scheduler.planned_step, self._scheduler.pool.parts
+        window = self._scheduler.window if parts is None else parts.window.tokens
+        part_ids = [] if parts is None else parts.from_position(pages, num_held, reservation.part_start)
+        self._transport.expect(
+            page_orders.ExpectPages(move=move, key=key, first=num_held, pages=pages, step=step, window=window, parts=part_ids)
+        )
         addresses = list(self._transport.addresses)
         size = self._page_size
         reserved = PageReservation(num_held * size, len(reservation.pages) * size, addresses, key)

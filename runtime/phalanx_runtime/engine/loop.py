@@ -35,6 +35,7 @@ from phalanx_runtime.engine.ports import (
     StepRunner,
     StepWatcher,
 )
+from phalanx_runtime.engine.request_times import RequestTimes
 from phalanx_runtime.errors import StepOutOfMemory
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,7 @@ class EngineLoop:
         self._kept_queue_times_s: list[float] = []
         """Of requests whose first plan was taken back."""
         self._tokens_per_s = 0.0
-        self._arrived: dict[int, float] = {}
-        """Arrival times of requests without a step."""
+        self._times = RequestTimes()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -122,7 +122,7 @@ class EngineLoop:
     @property
     def num_unstarted(self) -> int:
         """Requests without a step."""
-        return len(self._arrived)
+        return self._times.num_unstarted
 
     @property
     def speculation(self) -> SpeculationCounts:
@@ -198,7 +198,9 @@ class EngineLoop:
         if plan is None:
             return None
         queue_times_s, self._kept_queue_times_s = self._kept_queue_times_s, []
-        return _Flight(plan, now, queue_times_s + (self._take_queue_times(now) if plan.admitted else []))
+        if plan.admitted:
+            queue_times_s += self._times.started(self._scheduler.started_handles(), now)
+        return _Flight(plan, now, queue_times_s)
 
     def _start(self, flight: _Flight) -> bool:
         """Returns false if the ranks have no memory for the plan, which is taken back. Raises StepOutOfMemory the second time."""
@@ -243,7 +245,11 @@ class EngineLoop:
         if result.draft_failure and not self.speculation.draft_failure:
             why = {"why": result.draft_failure}
             log.warning("the ranks can no longer draft; requests continue without speculation", extra=why)
+        if self._times.has_traced:
+            self._times.computed(self._scheduler.oldest_chunks(), step.ended - step.wall_s, step.ended)
         tokens = self._scheduler.commit(result, step.wall_s)
+        if self._times.has_traced:
+            self._times.add_to(tokens, step.ended)
         tokens.queue_times_s.extend(step.flight.queue_times_s)
         num_rejected = sum(plan.depths) - (sum(result.run_lengths) - len(result.run_lengths))
         self._measure_rate(len(plan.tokens) - num_rejected, step.wall_s)
@@ -257,13 +263,9 @@ class EngineLoop:
             self._send(refused)
         ended = [end.handle for end in tokens.finished] + [end.handle for end in self._scheduler.refused]
         for handle in ended:
+            self._times.forget(handle)
             self._grammars.release(handle)
         self._moves.step_committed(step.wall_s, ended, step.ended)
-
-    def _take_queue_times(self, now: float) -> list[float]:
-        """Queue times of requests in their first step."""
-        arrivals = [self._arrived.pop(handle, None) for handle in self._scheduler.started_handles()]
-        return [now - arrived for arrived in arrivals if arrived is not None]
 
     def _measure_rate(self, num_tokens: int, wall_s: float) -> None:
         rate = num_tokens / max(wall_s, 1e-6)
@@ -308,7 +310,7 @@ class EngineLoop:
         elif answer is not None:
             self._send(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[answer]))
         else:
-            self._arrived[handle] = now
+            self._times.submitted(handle, request, now)
             has_grammar = grammar is None or self._grammars.acquire(handle, grammar)
             awaits_pages = not has_pages and self._fetches.start(handle, now)
             if is_held and has_grammar and not awaits_pages:
@@ -329,7 +331,7 @@ class EngineLoop:
         self._moves.request_left(handle, self._clock())
         self._fetches.request_left(handle)
         self._scheduler.abort(handle)
-        self._arrived.pop(handle, None)
+        self._times.forget(handle)
         self._grammars.release(handle)
 
     def _refusal(self, handle: int, epoch: int, refuse: Refusal) -> wire.Refused:

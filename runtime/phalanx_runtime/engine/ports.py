@@ -6,7 +6,7 @@ from typing import Protocol
 
 from phalanx_api import wire
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
-from phalanx_runtime.core.migration.page_orders import Report
+from phalanx_runtime.core.migration.page_orders import ExpectPages, PageCopy, Report
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
@@ -82,30 +82,16 @@ class PageTransport(Protocol):
         """Calls `wake` after each report, from any thread."""
         ...
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
-        """Receives positions from `first` on into `pages`, once `step` is computed, from a sender with `key`.
-
-        Rank 0 is ready on return; each other rank reports Expecting.
-        """
+    def expect(self, order: ExpectPages) -> None:
+        """Lets every rank receive. Rank 0 is ready on return; each other rank reports Expecting."""
         ...
 
     def forget(self, move: str) -> None:
         """Ends reception; each rank reports Forgotten once it no longer writes."""
         ...
 
-    def send(
-        self,
-        order: MoveOut | SendPrefix,
-        first: int,
-        pages: list[int],
-        step: int,
-        num_computed: int | None,
-        num_drafted: int = 0,
-    ) -> None:
-        """Sends positions from `first` on, stored in `pages`, once `step` is computed.
-
-        `num_drafted`: leading tokens with the draft model's KV in all sent pages.
-        """
+    def send(self, order: MoveOut | SendPrefix, copy: PageCopy) -> None:
+        """Lets every rank send this round, once its step is computed."""
         ...
 
     def stop(self, move: str) -> None:
@@ -167,21 +153,13 @@ class _NoTransport:
     def start(self, wake: Callable[[], None]) -> None:
         pass
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
+    def expect(self, order: ExpectPages) -> None:
         pass
 
     def forget(self, move: str) -> None:
         pass
 
-    def send(
-        self,
-        order: MoveOut | SendPrefix,
-        first: int,
-        pages: list[int],
-        step: int,
-        num_computed: int | None,
-        num_drafted: int = 0,
-    ) -> None:
+    def send(self, order: MoveOut | SendPrefix, copy: PageCopy) -> None:
         pass
 
     def stop(self, move: str) -> None:

@@ -8,7 +8,7 @@ from phalanx_api import moves
 from phalanx_runtime.core.migration import page_orders, records
 from phalanx_runtime.core.migration.prefix import PrefixSends
 from phalanx_runtime.core.page_window import NULL_PAGE
-from phalanx_runtime.core.scheduling.prefix_holds import NotHeld
+from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT, HeldPrefix, NotHeld
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.engine.ports import PageTransport
 
@@ -44,7 +44,7 @@ class PrefixSender:
         if isinstance(held, NotHeld):
             self._send(moves.MoveFailed(order.move, held.code, held.why))
             return
-        for action in self._sends.start(order, len(held), now):
+        for action in self._sends.start(order, len(held.pages), now):
             self._execute(action, held)
 
     def stop(self, move: str, why: str) -> None:
@@ -72,23 +72,27 @@ class PrefixSender:
         for action in actions:
             self._execute(action)
 
-    def _execute(self, action: records.PrefixAction, held: Sequence[int] = ()) -> None:
+    def _execute(self, action: records.PrefixAction, held: HeldPrefix | None = None) -> None:
         log.debug("prefix", extra={"action": type(action).__name__, "why": action.why})
         match action:
             case records.SendFrame(frame):
                 assert isinstance(frame, moves.MoveFailed), "a holder sends no other frame"
                 self._send(frame)
             case records.StartSend(order=order, first=first, num_computed=num_computed):
-                first = max(first, held.count(NULL_PAGE))
+                assert held is not None, "pages are held before they are sent"
+                first, parts = max(first, held.first_readable), self._scheduler.pool.parts
+                pages, slots = held.pages[first:], held.slots[first:]
                 # Plans in flight may write the pages: the copy follows the last planned step.
-                self._transport.send(
-                    order,
-                    first,
-                    list(held[first:]),
-                    self._scheduler.planned_step,
+                copy = page_orders.PageCopy(
+                    first=first,
+                    pages=pages,
+                    step=self._scheduler.planned_step,
                     num_computed=num_computed,
-                    num_drafted=self._num_drafted(held),
+                    num_drafted=self._num_drafted(held.pages),
+                    parts=[] if parts is None else parts.in_window(pages, first, num_computed),
+                    slots=slots if any(slot != NO_SLOT for slot in slots) else [],
                 )
+                self._transport.send(order, copy)
             case records.StopCopy(move):
                 self._transport.stop(move)
             case records.ReleasePrefix(move):

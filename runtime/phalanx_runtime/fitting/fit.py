@@ -24,7 +24,8 @@ from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.sampling.filters import Draw
 from phalanx_runtime.rank.sampling.gumbel import sample
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 
 PAGE_SIZE = 16
 ROWS = 32

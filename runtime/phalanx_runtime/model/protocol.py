@@ -37,7 +37,8 @@ class KvLayout:
     """KV heads of every layer on this rank."""
     head_dims: tuple[int, ...]
     """Head dimension by layer."""
-    windows: frozenset[int | None]
+    windows: tuple[int | None, ...]
+    """Sliding window by layer, if any."""
 
 
 class Model(Protocol):
@@ -68,6 +69,11 @@ class Model(Protocol):
         """Hidden size."""
         ...
 
+    @property
+    def embedding_size(self) -> int:
+        """Length of the vectors of pooled requests; 0: it computes none. Equal on all ranks."""
+        ...
+
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         """Writes the KV cache; returns the head's input at `logits_indices`, [n, hidden].
 
@@ -77,6 +83,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns this rank's logits, [n, rows], from [n, hidden]. Last stage only."""
+        ...
+
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        """Returns rows whose last ones are the states of the pooled tokens, after the final norm. `hidden`: of the same step."""
         ...
 
 

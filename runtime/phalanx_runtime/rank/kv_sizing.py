@@ -5,13 +5,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
-from phalanx_runtime.core.page_window import ALL_PAGES, PageGroups, choose_page_groups, max_request_tokens
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.page_window import (
+    ALL_PAGES,
+    PageDivision,
+    PageGroups,
+    PageWindow,
+    choose_page_groups,
+    max_request_tokens,
+)
 from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting
-from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, pool_bytes, resolve_max_model_len
+from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, part_bytes, pool_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
@@ -38,17 +47,34 @@ class KvSizing:
     usable_bytes: int
     groups: PageGroups = ALL_PAGES
     """Of the model's layers on all ranks."""
+    part_bytes: int = 0
+    """Bytes of a part on this rank."""
+    num_parts: int = 0
+    """Parts of pages, equal on all ranks; 0: each page has the keys and values of all layers."""
     lack: str = "there are too few pages: raise kv_cache_memory_bytes"
     """Why the pool is too small."""
 
     def max_request_tokens(self, page_size: int) -> int:
         """Returns the tokens of the longest request that fits the pool."""
-        return max_request_tokens(self.num_pages, page_size, self.groups.window)
+        return max_request_tokens(self.num_pages, page_size, self.groups.window, self.num_parts)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool on this rank."""
+        part_bytes = self.part_bytes if self.num_parts else 0
+        return self.num_pages * (self.page_bytes - part_bytes) + self.num_parts * part_bytes
 
     def max_model_len(self, spec: RankSpec, max_position: int) -> int:
         """Returns the tokens of the longest request. Raises ModelError if the pool is too small."""
         engine = spec.engine
-        return resolve_max_model_len(engine.max_model_len, max_position, self.num_pages, engine.page_size, self.groups.window)
+        return resolve_max_model_len(
+            engine.max_model_len,
+            max_position,
+            num_pages=self.num_pages,
+            page_size=engine.page_size,
+            window=self.groups.window,
+            num_parts=self.num_parts,
+        )
 
     def holds(self, spec: RankSpec, max_position: int) -> bool:
         """Returns whether the longest request fits."""
@@ -74,8 +100,8 @@ def measure_kv_sizing(
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
-    format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
-    size = page_bytes(model.kv, spec.engine.page_size, dtype, format) + drafting.page_bytes(spec.engine.page_size)
+    format, page_size = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims), spec.engine.page_size
+    size = page_bytes(model.kv, page_size, dtype, format) + drafting.page_bytes(page_size)
     usable, taken = _usable_bytes(spec, device, system), held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
@@ -87,15 +113,14 @@ def measure_kv_sizing(
         held_bytes=held,
         needs=PeakMemory(0, 0),
         usable_bytes=usable,
-        groups=groups,
+        groups=groups if not groups.has_parts else replace(groups, window=0),
+        part_bytes=part_bytes(model.kv, page_size, dtype, format),
     )
     if not num_pages:  # the same on all ranks: either all profile or no rank does
         return empty
     longest = _longest_context(spec, max_position, replace(empty, num_pages=num_pages))
     try:
-        needs = profile_largest_step(
-            spec, model, pipeline=pipeline, dtype=dtype, device=device, profiler=profiler, longest=longest
-        )
+        needs = profile_largest_step(spec, model, pipeline, dtype=dtype, device=device, profiler=profiler, longest=longest)
     except ModelError as error:
         return _without_memory(empty, error, has_draft, pipeline)
     draft_needs, num_pages = _profile_draft(spec, drafting.model, dtype, profiler, longest), 0
@@ -105,7 +130,32 @@ def measure_kv_sizing(
         taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
-    return replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
+    sizing = replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
+    return with_parts(sizing, groups, spec.engine, max_position, pipeline.world)
+
+
+def with_parts(sizing: KvSizing, groups: PageGroups, engine: EngineConfig, max_position: int, collective: Collective) -> KvSizing:
+    """Returns the sizing with its memory divided between pages and parts, if some layers have a window and that gains pages;
+    collective."""
+    if not groups.has_parts:
+        return sizing
+    sizes = collective.all_gather_integers([sizing.page_bytes - sizing.part_bytes, sizing.part_bytes])
+    own, part = min(sizes, key=lambda pair: pair[1] / (pair[0] + pair[1]))
+    longest = engine.max_model_len or max_position
+    num_whole, window = sizing.num_pages, PageWindow(groups.window, engine.page_size)
+    division = PageDivision(
+        page_bytes=own,
+        part_bytes=part,
+        longest=min(longest, num_whole * (own + part) // max(1, own) * engine.page_size),
+        required=engine.max_model_len or 0,
+        max_num_seqs=engine.max_num_seqs,
+        max_new_tokens=Limits.of(engine, longest).max_new_tokens,
+    )
+    num_pages, num_parts = division.divide(num_whole, window)
+    if num_parts:
+        return replace(sizing, num_pages=num_pages, num_parts=num_parts, groups=groups)
+    why = "a pipeline stage has full attention in all its layers" if not part else "no request is much longer than the window"
+    return replace(sizing, groups=PageGroups(0, f"some layers attend to all tokens, and {why}"))
 
 
 def _without_memory(sizing: KvSizing, error: ModelError, has_draft: bool, pipeline: Pipeline) -> KvSizing:
@@ -126,7 +176,10 @@ def agree_on_windows(windows: Collection[int | None], collective: Collective) ->
 
 def _longest_context(spec: RankSpec, max_position: int, sizing: KvSizing) -> int:
     """Returns the most tokens that attention of one request reads in a step."""
-    longest = min(spec.engine.max_model_len or max_position, sizing.max_request_tokens(spec.engine.page_size))
+    capacity = sizing.max_request_tokens(spec.engine.page_size)
+    if sizing.groups.has_parts:  # the memory is not divided yet: parts may take almost none
+        capacity = capacity * sizing.page_bytes // max(1, sizing.page_bytes - sizing.part_bytes)
+    longest = min(spec.engine.max_model_len or max_position, capacity)
     if sizing.groups.window:
         longest = min(longest, sizing.groups.window + spec.engine.max_num_batched_tokens + spec.engine.page_size)
     return longest

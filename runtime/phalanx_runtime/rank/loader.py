@@ -19,7 +19,6 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.copies.staging import GPU_READERS
-from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
@@ -36,7 +35,8 @@ from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit,
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource, RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.registry import choose_sampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
@@ -115,28 +115,28 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     sizing, drafting = _fit_drafting(spec, drafting, measure, source.max_position)
     max_model_len, window = sizing.max_model_len(spec, source.max_position), sizing.groups.window
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
-    caches = make_caches(model.kv, sizing.num_pages, page_size, dtype, device, format=format)
+    num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
+    caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
     host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
-    served = _served(spec, dtype, model, sizing.group_page_bytes, window)
+    served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
     disk = open_disk(spec, served, host_page_bytes)
-    has_disk = spec.engine.disk_cache_path is not None
-    pool = PoolShape(sizing.num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
+    pool = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window, num_parts=num_parts)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    proposer: Proposer = NO_PROPOSER
-    if pipeline.stage.is_first:
-        proposer = make_proposer(spec, drafting, target=model, caches=caches, pool=pool, peers=pipeline.peers)
+    has_proposer, peers = pipeline.stage.is_first, pipeline.peers
+    proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if has_proposer else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
-    kernels.load_steps(model, 0 if limits is None else -(-max_model_len // page_size), has_window=window > 0)
+    max_pages = 0 if limits is None else -(-max_model_len // page_size)
+    kernels.load_steps(model, max_pages, has_window=window > 0, has_parts=num_parts > 0)
+    host = open_host_pages(caches, pool, disk)
     runner = make_runner(
-        model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, disk=disk
+        model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
     weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
     account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels)
     kernels.start_serving()
-    return runner, RankReady(
-        num_pages=sizing.num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served
-    )
+    ready = RankReady(num_pages=num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served)
+    return runner, ready
 
 
 def _fit_drafting(
@@ -171,7 +171,7 @@ def _memory_account(
         weights_bytes=weights_bytes,
         activations_bytes=sizing.needs.activations,
         logits_sampler_bytes=sizing.needs.logits_sampler,
-        kv_pool_bytes=sizing.num_pages * sizing.page_bytes,
+        kv_pool_bytes=sizing.pool_bytes,
         kv_bytes_per_token=sizing.page_bytes // spec.engine.page_size,
         total_bytes=sizing.usable_bytes,
         graphs_bytes=0 if step is None else step.account.num_bytes,
@@ -182,26 +182,29 @@ def _memory_account(
         host_cache_bytes=spec.engine.host_cache_memory or 0,
         window_tokens=sizing.groups.window,
         page_groups=sizing.groups.why,
+        kv_pool_tokens=sizing.num_pages * spec.engine.page_size,
+        window_pool_bytes=sizing.num_parts * sizing.part_bytes,
+        window_pool_tokens=sizing.num_parts * spec.engine.page_size,
     )
     log.info("memory measured", extra=msgspec.structs.asdict(account))
     return account
 
 
-def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int, window: int) -> Served:
+def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int, window: int, *, has_parts: bool) -> Served:
     """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
     kv, name = model.kv, str(dtype).removeprefix("torch.")
     stages, kv_dtype = spec.pipeline_parallel_size, spec.engine.kv_cache_dtype
     pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
-    layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} heads{heads}"
+    layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} heads{heads}{' parts' if has_parts else ''}"
     return Served(
         model_hash(Path(spec.model_dir), name, spec.engine.quantization),
         layout,
         group_page_bytes,
         spec.model_version,
         kv_dtype,
-        embedding_size=model.width if isinstance(model, Decoder) else 0,  # models of `transformers` return logits
-        hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window else 0,
+        embedding_size=model.embedding_size,
+        hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window and not has_parts else 0,
     )
 
 
@@ -242,13 +245,14 @@ def make_runner(
     grammars: GrammarSource = UNSUPPORTED_GRAMMARS,
     proposer: Proposer = NO_PROPOSER,
     device_limits: DeviceLimits | None = None,
-    disk: DiskPages | None = None,
+    host: HostCopies = NO_HOST_PAGES,
 ) -> ModelRunner:
-    """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `disk`: keeps pages too."""
+    """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `host`: their host memory."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
-    builder = BatchBuilder(CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window), dtype, device)
-    sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler()
+    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
+    builder = BatchBuilder(shape, dtype, device)
+    sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler(model)
     device_step: StepQueue | None = None
     if device_limits is not None:
         from phalanx_runtime.rank.device.loading import open_device_step  # imports Triton
@@ -266,11 +270,12 @@ def make_runner(
         pooler=pooler,
         proposer=proposer,
         device_step=device_step,
-        host_pages=_host_pages(caches, pool, disk),
+        host_pages=host,
     )
 
 
-def _host_pages(caches: list[LayerCache], pool: PoolShape, disk: DiskPages | None) -> HostCopies:
+def open_host_pages(caches: list[LayerCache], pool: PoolShape, disk: DiskPages | None = None) -> HostCopies:
+    """Returns the host memory for these pages, if the pool has any. `disk`: keeps pages too."""
     if not pool.num_host_pages:
         return NO_HOST_PAGES
     return HostPages(caches, pool.host_floor, disk=disk, limit=pool.num_host_pages)

@@ -24,7 +24,8 @@ from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.sampling.registry import choose_sampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
@@ -128,7 +129,7 @@ def _max_cpu_context(model: Model, tokens: int, page_size: int, dtype: torch.dty
 
 def context_bytes(kv: KvLayout, tokens: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes per context token: mask with scratch, key and value."""
-    masks = tokens * (len(kv.windows) * dtype.itemsize + _MASK_SCRATCH)
+    masks = tokens * (len(set(kv.windows)) * dtype.itemsize + _MASK_SCRATCH)
     scratch = 0 if format is None else EXPANSION_BYTES
     return masks + kv.kv_heads * max(kv.head_dims) * (2 * dtype.itemsize + scratch)
 

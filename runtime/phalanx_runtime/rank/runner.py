@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
-from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, open_pages
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, no_parts, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
 from phalanx_runtime.rank.sampling.logprobs import rows_per_chunk, token_details
@@ -93,6 +93,12 @@ class ModelRunner:
         self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
         self._all_caches = [*caches, *proposer.caches]
+        self._part_caches = [
+            cache for cache, window in zip(caches, model.kv.windows, strict=True) if pool.num_parts and window is not None
+        ]
+        """Of layers that use parts instead of pages."""
+        has_parts = {id(cache) for cache in self._part_caches}
+        self._page_caches = [cache for cache in caches if id(cache) not in has_parts]
         self._latest = _DraftOutcome()
         self._drafts: deque[_DraftOutcome] = deque()
         """Of plans in flight."""
@@ -102,6 +108,9 @@ class ModelRunner:
         """Of plans in flight, if rank 0 samples."""
         self.device_step = device_step
         self._host_pages = host_pages
+        self._copy_wait_s = 0.0
+        """Time in waits for copies since the previous result."""
+        self._layer_of = {id(cache): layer for layer, cache in enumerate(caches)}
         self._last_sampled = LastSampled()
         self._last_step = 0
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
@@ -133,7 +142,8 @@ class ModelRunner:
         """This rank's pages for KV transfer, from any thread."""
         return PageAccess(
             page_size=self._pool.page_size,
-            open=partial(open_pages, self._caches),
+            open=partial(open_pages, self._page_caches),
+            open_parts=partial(open_pages, self._part_caches) if self._pool.num_parts else no_parts,
             open_draft=self._draft_pages,
             wait_for=self._wait_for,
             host=self._host_pages,
@@ -167,9 +177,9 @@ class ModelRunner:
         if self.device_step is None:
             plan = self._last_sampled.fill(plan)
         self._pipeline.send_plan(plan)
-        started = self.clock()
+        started, waited_s = self.clock(), self._copy_wait_s
         result = self._step(plan)
-        self._busy_s.append(self.clock() - started)
+        self._busy_s.append(max(0.0, self.clock() - started - (self._copy_wait_s - waited_s)))
         self._drafts.append(self._latest)
         if result is not None:
             self._last_sampled.record(plan, result)
@@ -189,6 +199,7 @@ class ModelRunner:
             busy_s=result.busy_s or busy_s,
             loaded_pages=loaded_pages,
             load_s=load_s,
+            copy_wait_s=max(result.copy_wait_s, self._take_copy_wait()),
         )
 
     def follow(self) -> None:
@@ -197,7 +208,7 @@ class ModelRunner:
             if isinstance(order, StepPlan):
                 result = self._step(order)
                 if result is not None:
-                    self._pipeline.send_result(result())
+                    self._pipeline.send_result(msgspec.structs.replace(result(), copy_wait_s=self._take_copy_wait()))
             elif self._pipeline.is_sampling_rank:
                 self._grammar_service.execute(order)
         self._grammar_service.close()
@@ -207,6 +218,10 @@ class ModelRunner:
     def dismiss(self) -> None:
         """Ends `follow` on the other ranks."""
         self._pipeline.send_plan(None)
+
+    def _take_copy_wait(self) -> float:
+        waited_s, self._copy_wait_s = self._copy_wait_s, 0.0
+        return waited_s
 
     def _draft_pages(self) -> DraftPages | None:
         if not self._proposer.caches or not self._proposer.can_draft:
@@ -287,18 +302,29 @@ class ModelRunner:
             vectors=self._pooler.pool(plan, self._builder.params, hidden).encode(),
         )
 
+    def _await_pages(self, cache: LayerCache) -> None:
+        self._copy_wait_s += self._host_pages.wait_for_layer(self._layer_of[id(cache)])
+
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
-        self._host_pages.start(plan.host_copies, plan.host_keys, must_wait=plan.awaits_host_copies, resize=plan.host_resize)
-        for source, target in plan.copies:
-            for cache in self._all_caches:
+        # Draft passes, copies on write and captured graphs need whole pages.
+        uses_whole = plan.copies or plan.relocations or plan.host_resize is not None or self._proposer.can_draft
+        by_layer = plan.awaits_host_copies and not uses_whole and any(count > 1 for count in plan.counts)
+        self._builder.await_pages = self._await_pages if by_layer else None
+        must_wait = plan.awaits_host_copies and not by_layer
+        self._copy_wait_s += self._host_pages.start(
+            plan.host_copies, plan.host_keys, must_wait=must_wait, resize=plan.host_resize
+        )
+        page_caches = [*self._page_caches, *self._proposer.caches]
+        for caches, copies in ((page_caches, plan.copies), (self._part_caches, plan.part_copies)):
+            for (source, target), cache in product(copies, caches):
                 for tensor in cache.tensors:
                     tensor[target].copy_(tensor[source])
         self._builder.update(plan)
-        if plan.relocations:
-            sources, targets = self._builder.stray_slots(plan)
-            for cache in self._caches:
-                for tensor in cache.tensors:
+        for caches, has_parts in ((self._page_caches, False), (self._part_caches, True)):
+            if plan.relocations and caches:
+                sources, targets = self._builder.stray_slots(plan, has_parts)
+                for tensor in (tensor for cache in caches for tensor in cache.tensors):
                     slots = tensor.view(-1, tensor.shape[-1])
                     slots.index_copy_(0, targets, slots.index_select(0, sources))
 

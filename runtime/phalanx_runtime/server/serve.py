@@ -22,6 +22,7 @@ from phalanx_api import wire
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import RequestTotals
+from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.checkpoint.pooling import read_embedding
@@ -229,6 +230,7 @@ def _make_leader(
         registry=registry,
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=settings.http.api_keys,
+        tracer=start_tracer(settings.http.tracing),
     )
     return app, client
 

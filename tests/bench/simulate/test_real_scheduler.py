@@ -105,6 +105,7 @@ LOADS = {
 """Requests, pages, and the maximum relative error of the mean TTFT."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
 def test_simulated_group_schedules_like_the_runtime(load: tuple[list[Arrival], int, float]) -> None:
     arrivals, pages, ttft_bound = load

@@ -40,6 +40,7 @@ def arrivals(*parts: tuple[float, float], seed: int = 0) -> list[Arrival]:
     return requests
 
 
+@pytest.mark.slow
 def test_groups_follow_load_and_scale_in_moves_streams() -> None:
     load = arrivals((0.5, 120), (5.0, 300), (0.5, 500))
     world, fixed = played(load, RULES, 1), played(load, None, 6)

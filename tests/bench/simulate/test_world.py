@@ -59,6 +59,7 @@ def test_every_policy_serves_every_request_wholly(name: str) -> None:
     assert figures(played(POLICIES[name](large, 8), shared_prefixes(150, 2), large), large).hit_share > 0.2
 
 
+@pytest.mark.slow
 def test_ours_moves_where_pages_are_scarce() -> None:
     arrivals = reasoning(5.0, 120, random.Random(3))
     world = played(POLICIES["phalanx"](SMALL, 8), arrivals, SMALL)

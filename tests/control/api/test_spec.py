@@ -117,6 +117,7 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"servedNames": []}, "spec.servedNames", "at least 1"),
         ({"autoscaling": {"targets": GOOD}}, "spec.autoscaling.maxReplicas", "required"),
         (scaled(targets={}), "spec.autoscaling.targets", "at least one of ttftP95Ms"),
+        ({"slo": {}}, "spec.slo", "at least one of ttftP95Ms, itlP95Ms and availability"),
         (scaled(minReplicas=5), "spec.autoscaling", "minReplicas must not be greater than maxReplicas"),
         (scaled(minReplicas=0), "spec.autoscaling", "minReplicas 0 is only allowed with scaleToZero.enabled"),
         (scaled(schedules=[{"cron": "0 8 * * *", "min": 0}]), "spec.autoscaling", "a schedule with min 0"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx_api.labels import MANAGER
 from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.apply.shared_objects import STARTUP_S
 from phalanx_operator.kube.client import (
@@ -145,7 +146,7 @@ async def test_starting_operator_checks_the_owners_of_objects() -> None:
     after = World(world.kube)
     writes = shared_calls(await after.reconcile())
     assert len(writes) == len(SHARED) - 1
-    assert len(shared_calls(world.kube.reads)) == len(SHARED) + 2, "each once, with unwanted ones"
+    assert len(shared_calls(world.kube.reads)) == len(SHARED) + 3, "each once, with unwanted ones"
 
 
 @pytest.mark.parametrize(("resource", "name"), SHARED, ids=lambda v: str(v))
@@ -191,10 +192,10 @@ async def test_terminating_object_is_awaited() -> None:
 @pytest.mark.parametrize("error", [Conflict, Rejected])
 async def test_server_without_version_precondition_gets_a_plain_create(error: type[KubeError]) -> None:
     class Strict(FakeKube):
-        async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
+        async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = MANAGER) -> Json:
             if "resourceVersion" in body["metadata"]:
                 raise error("metadata.resourceVersion: there is no such version")
-            return await super().apply(resource, body, subresource=subresource)
+            return await super().apply(resource, body, subresource=subresource, manager=manager)
 
     world = World(Strict(), replicas=2)
     await world.settle()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from phalanx_api import labels
+from phalanx_api.labels import MANAGER
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Resource
 from tests.control.builders import NOW
 from tests.control.fake_kube import FakeKube, ObjectKey
@@ -52,8 +53,8 @@ class CrashingKube(FakeKube):
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         return await self._answer(super().create(resource, body, dry_run=dry_run))
 
-    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None) -> Json:
-        return await self._answer(super().apply(resource, body, subresource=subresource))
+    async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = MANAGER) -> Json:
+        return await self._answer(super().apply(resource, body, subresource=subresource, manager=manager))
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Any, *, subresource: str | None = None) -> Json:
         return await self._answer(super().merge(resource, namespace, name, patch, subresource=subresource))

@@ -1,20 +1,21 @@
 """Objects of the Prometheus operator, in clusters with and without its CRDs."""
 
 import re
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry
+import pytest
 
 from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.apply.shared_objects import MONITOR_RETRY_S
 from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS, Denied, Retry
 from phalanx_operator.render import monitoring, router, services
+from phalanx_operator.render.objectives import FAST, SLOW, WINDOWS
 from phalanx_operator.render.objects import Images
-from phalanx_router.metrics import RouterMetrics
-from phalanx_router.responses.metrics import ResponseCacheMetrics
-from phalanx_runtime.server.http.metrics import SpeculationMetrics
 from tests.control.builders import make_service
+from tests.control.monitoring.registered import registered_series, rules_of_service, used_series
 from tests.control.worlds import World
 
+ROOT = Path(__file__).resolve().parents[3]
 SERVICE = make_service()
 
 
@@ -76,12 +77,47 @@ def test_monitor_selects_router_and_group_services_by_port() -> None:
 
 
 def test_alerts_use_existing_metrics_of_routers_and_groups() -> None:
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    SpeculationMetrics(registry, "tiny")
-    ResponseCacheMetrics(registry)
-    metrics = {family.name for family in registry.collect()}
+    rules = rules_of_service()
+    used = set().union(*(used_series(rule["expr"]) for rule in rules))
+    assert len(rules) == 30 and len(used) == 15 and used <= registered_series()
+
+
+def test_each_alert_has_a_runbook() -> None:
+    """In the manifests, in the chart, and of each service."""
+    page = (ROOT / "docs/runbooks.md").read_text()
+    found = {rule["alert"]: rule["annotations"]["runbook"] for rule in rules_of_service() if "alert" in rule}
+    for path in ("manifests/components/monitoring/monitors.yaml", "manifests/chart/templates/monitors.yaml"):
+        text = (ROOT / path).read_text()
+        alerts, runbooks = re.findall(r"- alert: (\w+)", text), re.findall(r"runbook: (\S+)", text)
+        assert len(alerts) == len(runbooks) == 3
+        found |= dict(zip(alerts, runbooks, strict=True))
+    assert {alert: f"docs/runbooks.md#{alert.lower()}" for alert in found} == found
+    assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == set(found)
+
+
+def test_services_without_objectives_record_nothing() -> None:
     rules = monitoring.objects(SERVICE)[1]["spec"]["groups"][0]["rules"]
-    pattern = r"phalanx_(?:router|speculation)_\w+"
-    used = {name.removesuffix("_total") for rule in rules for name in re.findall(pattern, rule["expr"])}
-    assert len(rules) == 7 and len(used) == 7 and used <= metrics
+    assert [rule for rule in rules if "record" in rule] == [] and len(rules) == 7
+
+
+@pytest.mark.parametrize(
+    ("slo", "expected"),
+    [
+        ({"availability": 99.9}, {"availability": "0.001"}),
+        ({"availability": 99.99, "ttftP95Ms": 500}, {"availability": "0.0001", "ttft": "0.05"}),
+        ({"itlP95Ms": 60}, {"itl": "0.05"}),
+    ],
+)
+def test_each_objective_has_its_budget(slo: dict[str, float], expected: dict[str, str]) -> None:
+    rules = monitoring.objects(make_service(slo=slo))[1]["spec"]["groups"][0]["rules"]
+    recorded = [rule for rule in rules if "record" in rule]
+    assert {rule["labels"]["objective"]: rule["expr"].rpartition(" / ")[2] for rule in recorded} == expected
+    assert len(recorded) == len(expected) * len(WINDOWS)
+    assert {burn for burns in (FAST, SLOW) for rate in burns for burn in (rate.long, rate.short)} == set(WINDOWS)
+
+
+def test_alerts_of_two_services_differ_in_their_labels() -> None:
+    """Alertmanager identifies an alert by its labels."""
+    rules = [monitoring.objects(make_service())[1], monitoring.objects(make_service(name="other"))[1]]
+    labels = [[rule["labels"] for rule in found["spec"]["groups"][0]["rules"]] for found in rules]
+    assert all(a != b for a, b in zip(*labels, strict=True))

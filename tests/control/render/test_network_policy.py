@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from phalanx_api import labels
+from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.kube.client import NETWORK_POLICIES
 from phalanx_operator.render import network, pods, router
@@ -70,9 +71,15 @@ def matches(peer: dict[str, Any], source: Peer) -> bool:
     return is_in_namespace and selects(peer["podSelector"], source.labels)
 
 
-def admits(source: Peer, target: Peer, port: int | None, peers: PeerNamespaces = ANY_PROMETHEUS) -> bool:
-    """Whether the policies admit a connection, by the rules of the API."""
-    policies = [p["spec"] for p in network.policies(SERVICE, peers) if selects(p["spec"]["podSelector"], target.labels)]
+def admits(
+    source: Peer,
+    target: Peer,
+    port: int | None,
+    service: InferenceService = SERVICE,
+    peers: PeerNamespaces = ANY_PROMETHEUS,
+) -> bool:
+    """Whether the policies of the service admit a connection, by the rules of the API."""
+    policies = [p["spec"] for p in network.policies(service, peers) if selects(p["spec"]["podSelector"], target.labels)]
     assert policies, "no policy selects the pod"
     return any(
         ("ports" not in rule or port in [allowed["port"] for allowed in rule["ports"]])
@@ -250,14 +257,29 @@ def test_group_ingress_table(source: Peer, port: int | None, is_admitted: bool) 
     assert admits(source, of_group("chat-g-aaaaa"), port) is is_admitted
 
 
+@pytest.mark.parametrize(
+    ("source", "port", "is_admitted"),
+    [
+        (of_group("other-g-aaaaa", "other"), FREE, True),
+        (of_router("other"), labels.HTTP_PORT, True),
+        (of_router("other"), FREE, False),
+        (STRANGER, labels.HTTP_PORT, False),
+        (Peer(of_router().labels, "elsewhere"), labels.HTTP_PORT, False),
+    ],
+)
+def test_sharing_groups_admit_other_services(source: Peer, port: int | None, is_admitted: bool) -> None:
+    service = make_service(parallelism={"tensor": 4, "gpusPerPod": 2}, rebalancing={"sharePages": True})
+    assert admits(source, of_group("chat-g-aaaaa"), port, service) is is_admitted
+
+
 def test_routers_admit_only_their_http_port() -> None:
     assert not admits(of_router(), of_router(), FREE) and not admits(STRANGER, of_router(), labels.RENDEZVOUS_PORT)
 
 
 def test_prometheus_may_be_restricted_to_a_namespace() -> None:
     peers = PeerNamespaces(prometheus="monitoring")
-    assert admits(PROMETHEUS, of_group("g"), labels.HTTP_PORT, peers)
-    assert not admits(Peer(PROMETHEUS.labels, "elsewhere"), of_group("g"), labels.HTTP_PORT, peers)
+    assert admits(PROMETHEUS, of_group("g"), labels.HTTP_PORT, peers=peers)
+    assert not admits(Peer(PROMETHEUS.labels, "elsewhere"), of_group("g"), labels.HTTP_PORT, peers=peers)
 
 
 async def test_network_policy_follows_its_switch() -> None:

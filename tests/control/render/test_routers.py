@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
+from phalanx_frontend.tracing.otlp import TracingSettings, read_tracing
+from phalanx_frontend.tracing.tracer import SamplingRules
 from phalanx_operator.render import pods, router
 from phalanx_operator.render.pods import GroupBuild
+from phalanx_operator.render.revision import revision
 from tests.control.builders import make_service
 from tests.control.render.documents import IMAGES
 
@@ -69,3 +72,15 @@ def test_user_spread_constraints_apply_to_groups() -> None:
 def test_memory_request_includes_the_stored_responses(cache: dict[str, Any], memory: str) -> None:
     (container,) = routers(router={"responseCache": cache})["spec"]["containers"]
     assert container["resources"] == {"requests": {"cpu": "100m", "memory": memory}}
+
+
+def test_traces_are_configured_by_variables_of_routers_alone() -> None:
+    tracing = {"endpoint": "http://collector:4317", "protocol": "grpc", "sampleRatio": 0.5, "slowFirstTokenSeconds": 3}
+    service = make_service(observability={"tracing": tracing})
+    container = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]["containers"][0]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert variables["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4317"
+    settings = read_tracing({name: value for name, value in variables.items() if value}, "")
+    assert settings == TracingSettings("grpc", service.name, SamplingRules(0.5))
+    assert container["args"][-2:] == ["--slow-first-token-s", "3"]
+    assert revision(service) == revision(make_service()), "groups keep running"

@@ -118,6 +118,23 @@ async def test_hot_prefix_is_pulled_without_moving_a_stream() -> None:
         assert (moved(world, "hotspot"), session.moves.num_completed) == (0, 0)
 
 
+async def test_groups_that_copy_no_pages_pull_no_prefix() -> None:
+    source, target = pair(sends_prefixes=True)
+    for leader in (source, target):
+        leader.state = msgspec.structs.replace(leader.state, served=msgspec.structs.replace(SERVED, layout=""))
+    keys = PrefixKeys(root_key(SERVED.model_hash), 16).extend(PROMPT)
+    async with running_world(
+        source, target, settings=dataclasses.replace(TICKING, policy=BalancePolicy(ttft_target_s=0.5))
+    ) as world:
+        _, client = await start_stream(world)
+        await source.send(wire.PageChanges(0, [(True, key) for key in keys], is_snapshot=True))
+        await until(lambda: world.fleet.links.fleet_view.prefixes.holders(keys[-1]) != [])
+        source.load = msgspec.structs.replace(LONG_PROMPTS, prefixes=[wire.HotPrefix(keys[-1], len(keys), 0.6)])
+        assert await client == expected(PROMPT, 20)
+        assert moved(world, "hotspot") == 1, "a stream moves with it, computed again"
+        assert not any(isinstance(frame, moves.SendPrefix) for frame in source.frames)
+
+
 async def test_draining_group_sends_streams_and_gets_no_new_ones() -> None:
     source, target = pair()
     async with running_world(source, target, settings=TICKING) as world:

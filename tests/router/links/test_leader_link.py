@@ -2,12 +2,16 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
 from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_api.wire.holders import holder_token
 from phalanx_runtime.engine.open_requests import RequestSink
 from phalanx_runtime.server.link.send_queue import BYTES_PER_TOKEN, SendQueue
 from tests.polling import until
@@ -244,6 +248,52 @@ async def test_page_changes_follow_a_requested_snapshot() -> None:
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(0, [(True, keys[3])])
         await connection.send(wire.encode(wire.SendPages()))
         assert await receive(connection, wire.PageChanges) == wire.PageChanges(1, [(True, keys[3])], is_snapshot=True)
+
+
+@asynccontextmanager
+async def link_for_pages(engine: FakeEngine) -> AsyncIterator[ClientConnection]:
+    """A link of a router of another service."""
+    async with running_leader(engine) as (address, _), dial(address, holder_token(TOKEN)) as connection:
+        await connection.send(wire.encode(HELLO))
+        await receive(connection, wire.Welcome)
+        yield connection
+
+
+async def test_another_services_router_gets_cached_pages() -> None:
+    engine = FakeEngine()
+    prepared = moves.Prepared(move="m", cached_tokens=0, addresses=[moves.PageAddress("10.0.0.9", 7002)], key=b"k" * 32)
+    order = moves.SendPrefix(move="m", prepared=prepared, keys=[b"1" * 16])
+    async with link_for_pages(engine) as connection:
+        for frame in (wire.SendPages(), wire.Abort([]), order, moves.Release("m")):
+            await connection.send(wire.encode(frame))
+        assert (await receive(connection, wire.PageChanges)).is_snapshot
+        await until(lambda: engine.ordered == [order, moves.Release("m")])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.Submit(7, make_request()),
+        wire.Prepare("m", make_request()),
+        wire.Adopt(7, "a"),
+        wire.Abort([7]),
+        wire.Disown([7]),
+        wire.Fetch("hash"),
+        moves.Thaw("of another router"),
+        moves.Release("of another router"),
+        moves.Cancel("of another router"),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+async def test_another_services_router_gets_nothing_else(frame: wire.ToLeader) -> None:
+    engine = FakeEngine()
+    async with link_for_pages(engine) as connection:
+        await connection.send(wire.encode(frame))
+        with pytest.raises(ConnectionClosed) as caught:
+            await receive(connection, wire.Assets)
+        assert caught.value.rcvd is not None and caught.value.rcvd.code == 4400
+        assert "needs the service's token" in caught.value.rcvd.reason
+        assert not engine.ordered and not engine.submitted
 
 
 @pytest.mark.parametrize(

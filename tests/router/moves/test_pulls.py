@@ -15,17 +15,11 @@ from tests.polling import until
 from tests.router.fakes import Script, StreamResult, World, expected, make_request, make_settings, read_stream, running_world
 from tests.router.loads import FULL, ROOM, report_load
 from tests.router.moves.moving_leaders import MoveScript, MovingLeader
-
-SERVED = wire.Served("model-1", "tp2 bf16 16", page_bytes=65536, embedding_size=8)
-SLOW_STEPS = [0.005, 2e-3, 0.0, 1e-7, 0.0]
-"""A prompt token takes 2 ms, its pages 4 µs."""
-PROMPT = list(range(1, 1601))
-PAGES = 99
-"""Full pages before the last token."""
+from tests.router.moves.pulled_prompts import PAGES, PROMPT, SERVED, with_slow_steps
 
 
 def load(full: bool) -> wire.Load:
-    return msgspec.structs.replace(FULL if full else ROOM, step_model=SLOW_STEPS)
+    return with_slow_steps(FULL if full else ROOM)
 
 
 def keys(prompt: Sequence[int], salt: str = "") -> list[bytes]:

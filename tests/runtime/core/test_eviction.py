@@ -99,6 +99,7 @@ def test_estimates_are_never_below_the_count_and_fade() -> None:
     assert 7 <= sketch.estimate(7 << 32 | 5) < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", TRACES)
 def test_adaptive_is_near_the_best(trace: str) -> None:
     keys = TRACES[trace]() * 3

@@ -49,7 +49,7 @@ def test_a_slow_load_is_tried_again_after_declines() -> None:
     assert host.counters.declined == num_declined > 10
 
 
-ACTIONS = ["store", "load", "plan", "cancel", "size", "reserve", "fill"]
+ACTIONS = ["store", "load", "plan", "cancel", "size", "reserve", "fill", "pin", "unpin"]
 
 
 def old(number: int) -> bytes:
@@ -70,6 +70,7 @@ def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, s
     rules = SizingRules(floor=1, limit=num_slots, min_gain=0.1)
     host = HostTier(0, policy, has_disk=True, rules=rules)
     reserved: list[tuple[int, bytes]] = []
+    pinned: list[tuple[int, bytes]] = []
     slots: dict[int, bytes] = {}
     content: dict[int, bytes] = {}
     present: set[bytes] = set()
@@ -86,6 +87,7 @@ def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, s
                 assert slots[slot] == next(stored), "a disk keeps it under this key"
         for page, key in loaded.items():
             assert content[page] == key
+        assert all(slots[slot] == key for slot, key in pinned), "a rank reads them for another group"
         loaded.clear()
         resize, dropped = host.resize()
         present.difference_update(dropped)
@@ -116,6 +118,10 @@ def test_copies_give_a_key_its_content(num_slots: int, policy: EvictionPolicy, s
                 free, lost = host.reserve(1)
                 present.difference_update(lost)
                 reserved += [(slot, key) for slot in free]
+            case "pin":
+                pinned += [(slot, key) for slot in host.pin([key])]
+            case "unpin" if pinned:
+                host.unpin([pinned.pop()[0]])
             case "fill" if reserved:
                 slot, other = reserved.pop()
                 slots[slot] = other  # by another thread, before the next plan at the latest

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.page_window import NO_LIMIT, PageWindow, choose_page_groups, max_request_tokens
+from phalanx_runtime.core.page_window import NO_LIMIT, PageDivision, PageWindow, choose_page_groups, max_request_tokens
 from phalanx_runtime.core.step_plan import PoolShape
 
 WINDOWS = st.builds(PageWindow, st.integers(2, 40), st.integers(1, 9))
@@ -54,7 +54,10 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
         ({4096}, EngineConfig(), 4096, "every layer has a sliding window"),
         ({512, 1024}, EngineConfig(speculative_method="ngram"), 1024, "every layer"),
         ({1}, EngineConfig(), 2, "every layer"),
-        ({4096, None}, EngineConfig(), 0, "some layers attend to all tokens"),
+        ({4096, None}, EngineConfig(), 4096, "layers with a sliding window have pages of their own"),
+        ({4096, None}, EngineConfig(host_cache_memory=1 << 30), 0, "some layers attend to all tokens, and host memory"),
+        ({4096, None}, EngineConfig(disk_cache_path="/kv"), 0, "some layers attend to all tokens, and host memory"),
+        ({4096, None}, EngineConfig(speculative_method="draft"), 0, "the draft model computes tokens again"),
         ({4096}, EngineConfig(speculative_method="self_draft"), 0, "the draft model computes tokens again"),
         ({4096}, EngineConfig(batch_invariant=True), 0, "batch-invariant"),
     ],
@@ -62,6 +65,64 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
 def test_models_with_windows_alone_drop_pages(windows: set[int | None], config: EngineConfig, window: int, why: str) -> None:
     groups = choose_page_groups(windows, config)
     assert groups.window == window and groups.why.startswith(why)
+    assert groups.has_parts == (window > 0 and None in windows)
+
+
+DIVISIONS = st.builds(
+    PageDivision,
+    page_bytes=st.integers(1, 50),
+    part_bytes=st.integers(0, 50),
+    longest=st.integers(1, 100_000),
+    max_num_seqs=st.integers(1, 100),
+    max_new_tokens=st.integers(1, 5000),
+)
+
+
+@given(DIVISIONS, WINDOWS, st.integers(1, 10_000))
+def test_pages_and_parts_fit_the_memory(division: PageDivision, window: PageWindow, num_whole: int) -> None:
+    num_pages, num_parts = division.divide(num_whole, window)
+    whole = num_whole * (division.page_bytes + division.part_bytes)
+    if not num_parts:
+        assert num_pages == num_whole
+        return
+    used = num_pages * division.page_bytes + num_parts * division.part_bytes
+    assert whole - division.page_bytes < used <= whole
+    assert num_parts < num_whole <= num_pages, "a longer request fits"
+    assert num_parts >= window.max_pages(division.max_new_tokens), "full chunks can be computed"
+
+
+@pytest.mark.parametrize(
+    ("window", "full", "windowed", "longest", "length", "worst"),
+    [
+        (1024, 1, 5, 131_072, 5912, 0.55),  # Gemma 3: a layer of six attends to all tokens
+        (128, 1, 1, 131_072, 2048, 0.93),  # gpt-oss, whose windows are short
+        (4096, 1, 1, 8192, 5461, 0.84),  # Gemma 2
+        (4096, 1, 1, 4096, 0, 1.0),
+    ],
+)
+def test_requests_of_one_length_exhaust_both_at_once(
+    window: int, full: int, windowed: int, longest: int, length: int, worst: float
+) -> None:
+    """`worst`: requests at once of any length from the window, or 2,048 tokens, on, as a share of the best division for it."""
+    division = PageDivision(page_bytes=full, part_bytes=windowed, longest=longest, max_num_seqs=1000, max_new_tokens=1)
+    held = PageWindow(window, 16).max_pages(1)
+    num_pages, num_parts = division.divide(10_000, PageWindow(window, 16))
+    if not num_parts:
+        assert length == 0
+        return
+    assert num_pages * 16 / length == pytest.approx(num_parts / held, rel=0.02)
+    shares = []
+    for tokens in {max(window, 2048), length, longest, (length + longest) // 2}:
+        fits = min(num_pages * 16 / tokens, num_parts / held)
+        best = 10_000 * (full + windowed) / (tokens * full / 16 + held * windowed)
+        shares.append(fits / best)
+    assert min(shares) == pytest.approx(worst, abs=0.02)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_parts"), [(4, 128 + 2 * 4 * 65), (1000, 5680)])
+def test_parts_are_at_most_twice_those_of_all_rows(max_num_seqs: int, num_parts: int) -> None:
+    division = PageDivision(page_bytes=1, part_bytes=5, longest=131_072, max_num_seqs=max_num_seqs, max_new_tokens=2048)
+    assert division.divide(10_000, PageWindow(1024, 16))[1] == num_parts
 
 
 def test_a_pool_that_holds_the_window_limits_no_request() -> None:

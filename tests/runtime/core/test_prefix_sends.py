@@ -6,7 +6,7 @@ from phalanx_api import moves
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.migration import records
 from phalanx_runtime.core.migration.prefix import PrefixSends
-from phalanx_runtime.core.scheduling.prefix_holds import NotHeld, PrefixHolds
+from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT, HeldPrefix, NotHeld, PrefixHolds
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 HERE = [moves.PageAddress("b", 8001), moves.PageAddress("b", 8002)]
@@ -90,8 +90,8 @@ def cached_pool(num_pages: int = 12) -> PagePool:
 def test_fully_written_pages_are_held() -> None:
     pool = cached_pool()
     holds = PrefixHolds(pool)
-    pages = holds.hold("m", KEYS, 1)
-    assert pages == pool.match(KEYS)[:4] and list(holds.held()) == [pages]
+    held = holds.hold("m", KEYS, 1)
+    assert isinstance(held, HeldPrefix) and held.pages == pool.match(KEYS)[:4] and list(holds.held()) == [held.pages]
     assert isinstance(again := holds.hold("m", KEYS, 1), NotHeld) and again.code == "unknown"
     holds.release("m")
     holds.release("m")
@@ -107,6 +107,51 @@ def test_fully_written_pages_are_held() -> None:
 def test_prefix_without_more_pages_is_refused(keys: list[bytes], num_known: int, code: str) -> None:
     held = PrefixHolds(cached_pool()).hold("m", keys, num_known)
     assert isinstance(held, NotHeld) and held.code == code
+
+
+def tiered_pool() -> PagePool:
+    """A pool whose host memory has `KEYS[2:5]` and whose device has `KEYS[:2]`."""
+    pool = PagePool(12, 4, num_host_pages=16)
+    pages = pool.allocate(5)
+    assert pages is not None
+    for i, page in enumerate(pages):
+        assert pool.publish(page, KEYS[i], pages[i - 1] if i else None)
+        pool.mark_written(page, 4)
+    pool.release(pages)
+    pool.evict_ahead(10)
+    return pool
+
+
+def test_pages_in_host_memory_are_held_too() -> None:
+    pool = tiered_pool()
+    holds = PrefixHolds(pool)
+    refused = holds.hold("m", KEYS, 0)
+    assert isinstance(refused, HeldPrefix) and len(refused.pages) == 2, "the next plan stores the others"
+    holds.release("m")
+    pool.host.take()
+    held = holds.hold("m", KEYS, 1)
+    assert isinstance(held, HeldPrefix)
+    assert held.on_device == pool.match(KEYS) and held.slots == [NO_SLOT] * 2 + pool.host.match(KEYS[2:])
+    assert held.first_readable == 0 and len(held.in_host) == 3 == pool.host.counters.sent
+    for number in range(40):
+        pool.host.store(number % 7, bytes([99, number]) * 8)
+        pool.host.take()
+    assert pool.host.match(KEYS[2:]) == held.in_host, "no other page gets their slots"
+    holds.release("m")
+    pool.host.want(0, "test")
+    assert pool.check([]) == []
+
+
+def test_a_quarter_of_host_memory_is_held_at_most() -> None:
+    pool = tiered_pool()
+    pool.host.take()
+    others = [bytes([7, number]) * 8 for number in range(4)]
+    for page, key in enumerate(others):
+        pool.host.store(page, key)
+    pool.host.take()
+    held = PrefixHolds(pool).hold("m", KEYS, 0)
+    assert isinstance(held, HeldPrefix) and len(held.in_host) == 3
+    assert len(pool.host.pin(others)) == 1, "of 16 slots"
 
 
 def test_hold_that_would_fill_the_pool_is_refused() -> None:

@@ -36,6 +36,7 @@ def after(kind: str, num_host: int, num_prompts: int = 6000) -> TierHits:
     return pool.host.hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zipf", "scan"])
 @pytest.mark.parametrize("seen_with", [0, 400, 2400], ids=["without a tier", "with a small tier", "with a large tier"])
 def test_curve_predicts_other_sizes(kind: str, seen_with: int) -> None:
@@ -96,6 +97,7 @@ def test_old_lookups_count_less() -> None:
     assert found is not None and found > 0.85
 
 
+@pytest.mark.slow
 def test_both_curves_fit_in_8_mib() -> None:
     draw = random.Random(0)
     tracemalloc.start()

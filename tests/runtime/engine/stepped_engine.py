@@ -37,27 +37,19 @@ class FakeTransport:
     def start(self, wake: Callable[[], None]) -> None:
         return
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
-        self.orders.append(("expect", move, first, tuple(pages), len(key)))
-        self.accepted_after.append(step)
+    def expect(self, order: page_orders.ExpectPages) -> None:
+        self.orders.append(("expect", order.move, order.first, tuple(order.pages), len(order.key)))
+        self.accepted_after.append(order.step)
         if not self.is_slow:
-            self.pending += both(page_orders.Expecting(move))
+            self.pending += both(page_orders.Expecting(order.move))
 
     def forget(self, move: str) -> None:
         self.orders.append(("forget", move))
 
-    def send(
-        self,
-        order: moves.MoveOut | moves.SendPrefix,
-        first: int,
-        pages: list[int],
-        step: int,
-        num_computed: int | None,
-        num_drafted: int = 0,
-    ) -> None:
-        self.orders.append(("send", order.move, first, tuple(pages), num_computed))
-        self.sent_after.append(step)
-        self.drafted.append(num_drafted)
+    def send(self, order: moves.MoveOut | moves.SendPrefix, copy: page_orders.PageCopy) -> None:
+        self.orders.append(("send", order.move, copy.first, tuple(copy.pages), copy.num_computed))
+        self.sent_after.append(copy.step)
+        self.drafted.append(copy.num_drafted)
 
     def stop(self, move: str) -> None:
         self.orders.append(("stop", move))
@@ -104,9 +96,19 @@ class SteppedEngine:
     grammars: SlowCompiler | None = None
     is_async: bool = False
     num_host_pages: int = 0
+    window: int = 0
+    num_parts: int = 0
 
     def __post_init__(self) -> None:
-        self.runner = FakeRunner(self.num_pages, 4, self.depth, runs_ahead=self.is_async, num_host_pages=self.num_host_pages)
+        self.runner = FakeRunner(
+            self.num_pages,
+            4,
+            self.depth,
+            runs_ahead=self.is_async,
+            num_host_pages=self.num_host_pages,
+            window=self.window,
+            num_parts=self.num_parts,
+        )
         self.transport, self.inbox = FakeTransport(), Inbox()
         grammars = NO_GRAMMARS if self.grammars is None else ThreadedGrammars(self.grammars)
         limits = replace(LIMITS, async_scheduling=self.is_async)

@@ -64,8 +64,8 @@ def serve(
             handle, request = pending.pop(0)
             assert scheduler.submit(handle, request, float(step)) is None
         if disturbance.thief is not None:
-            scheduler.pool.release(stolen)
-            stolen = scheduler.pool.allocate(scheduler.pool.free_pages) or [] if rng.random() < 0.3 else []
+            _give_back(scheduler, stolen)
+            stolen = _steal(scheduler, rng) if rng.random() < 0.3 else []
         if disturbance.host_sizes:
             scheduler.pool.host.want(disturbance.host_sizes[step // 2 % len(disturbance.host_sizes)], "test")
         plan = scheduler.schedule(float(step))
@@ -80,11 +80,28 @@ def serve(
             for handle, token in zip(frame.handles, frame.tokens, strict=True):
                 outputs[handle].append(token)
         if not pending and scheduler.is_idle():
-            scheduler.pool.release(stolen)
+            _give_back(scheduler, stolen)
             assert scheduler.check() == []
             assert (num_pending > 0) == scheduler.limits.runs_ahead
             return outputs
     raise AssertionError("a request did not end")
+
+
+def _steal(scheduler: Scheduler, rng: random.Random) -> list[int]:
+    """Takes all free pages, or, if pages have parts, sometimes all free parts with their pages."""
+    pool, parts = scheduler.pool, scheduler.pool.parts
+    if parts is None or rng.random() < 0.5:
+        return pool.allocate(pool.free_pages) or []
+    pages = pool.allocate(min(pool.free_pages, parts.free_parts)) or []
+    assert parts.hold(pages)
+    return pages
+
+
+def _give_back(scheduler: Scheduler, pages: list[int]) -> None:
+    parts = scheduler.pool.parts
+    if parts is not None:
+        parts.unhold(page for page in pages if parts.part_of(page) >= 0)
+    scheduler.pool.release(pages)
 
 
 def compare_runs(disturbance: Disturbance, runner: ModelRunner, num_rounds: int = 1) -> Scheduler:

@@ -1,6 +1,7 @@
 """Vectors of pooled requests are those of `transformers`, whatever shares their steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -28,6 +29,8 @@ LENGTHS = (1, 2, 7, 8, 9, 40)
 WHOLE = Limits(max_model_len=120, max_num_seqs=32, max_num_batched_tokens=1024)
 CHUNKS = Limits(max_model_len=120, max_num_seqs=7, max_num_batched_tokens=7)
 BUILD = Build(num_pages=200)
+GENERIC = Build(torch.float64, num_pages=200, level="transformers")
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": None}
 
 
 def pooled(prompt: Sequence[int], pooling: wire.Pooling, **more: object) -> wire.Request:
@@ -54,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path, request: wire.Request) -> NDArray[np.float32]:
     """Returns the vector by definition, from the hidden states of `transformers`."""
     model = transformer(folder, torch.float32)
-    states = model.model(torch.tensor([request.prompt]), use_cache=False).last_hidden_state[0]
+    states = model.base_model(torch.tensor([request.prompt]), use_cache=False).last_hidden_state[0]
     by_definition = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}
     vector: NDArray[np.float32] = by_definition[request.pooling or "mean"].numpy()
     return vector
@@ -87,6 +90,22 @@ def test_families_give_the_vectors_of_transformers(tmp_path: Path, family: str) 
     folder = save_tiny(tmp_path / "model", family)
     answers = on_ranks(folder, [1], BUILD, lambda runner: serve(runner, embedding_requests(), CHUNKS))
     check(folder, embedding_requests(), answers)
+
+
+@pytest.mark.parametrize("limits", [WHOLE, CHUNKS], ids=["whole prompts", "chunks of 7"])
+@groups
+def test_models_of_transformers_give_the_same_vectors(folder: Path, pods: list[int], stages: int, limits: Limits) -> None:
+    build = replace(GENERIC, stages=stages)
+    check(folder, embedding_requests(), on_ranks(folder, pods, build, lambda runner: serve(runner, embedding_requests(), limits)))
+
+
+@pytest.mark.parametrize(("family", "fields"), [("gpt2", GPT2), ("mixtral", {}), ("gemma2", {})])
+def test_generic_families_compute_embeddings_beside_tokens(tmp_path: Path, family: str, fields: dict[str, int]) -> None:
+    folder = save_tiny(tmp_path / "model", family, **fields)
+    plain = on_ranks(folder, [1], GENERIC, lambda runner: serve(runner, requests(), ROOMY))
+    mixed = on_ranks(folder, [1], GENERIC, lambda runner: serve(runner, [*requests(), *embedding_requests()], CHUNKS))
+    assert_equal(mixed[: len(plain)], plain)
+    check(folder, embedding_requests(), mixed[len(plain) :])
 
 
 def test_checkpoint_without_head_and_prefix_gives_the_same_vectors(tmp_path: Path) -> None:

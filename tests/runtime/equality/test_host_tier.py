@@ -10,13 +10,16 @@ import torch
 
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.step_plan import HostResize, StepPlan
+from phalanx_runtime.core.step_plan import HostResize, PoolShape, StepPlan
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.source import ModelImpl
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.drafts import save_draft
 from tests.runtime.equality.requests import FIELDS, ROOMY, assert_equal, requests
 from tests.runtime.equality.schedules import LIMITS, Disturbance, compare_runs, make_requests
 from tests.runtime.equality.schedules import serve as run_requests
 from tests.runtime.equality.trees import make_config
+from tests.runtime.late_copies import LateCopies
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
@@ -104,6 +107,37 @@ def test_loaded_pages_are_read(model: Path) -> None:
     right, wrong = (on_ranks(model, [1], build(), partial(work, kind=kind)) for kind in (CountingRunner, SwappedSlots))
     assert right[0] == right[1] == right[2]
     assert wrong[2] != wrong[0]
+
+
+@pytest.mark.parametrize(("level", "ranks"), [("auto", 1), ("auto", 2), ("transformers", 1)])
+def test_layers_wait_for_their_own_pages(model: Path, level: ModelImpl, ranks: int) -> None:
+    """The pages of a layer are loaded when the layer needs them; if they were not, tokens would differ."""
+
+    def work(runner: ModelRunner, opened: list[LateCopies], ignores_waits: bool) -> list[dict[int, list[int]]]:
+        for copies in opened:
+            copies.ignores_waits = ignores_waits
+        scheduler = make_scheduler(LIMITS, runner.pool)
+        answers = []
+        unrelated = {i: msgspec.structs.replace(make_requests()[i], prompt=list(range(i, i + 45))) for i in range(3)}
+        for _ in range(2):
+            answers.append(run_requests(CountingRunner(runner), scheduler, unrelated, Disturbance()))
+            scheduler.pool.evict_ahead(scheduler.pool.num_pages)
+        return answers
+
+    def run(ignores_waits: bool) -> list[dict[int, list[int]]]:
+        opened: list[LateCopies] = []
+
+        def open_late(caches: list[LayerCache], pool: PoolShape) -> LateCopies:
+            opened.append(LateCopies(caches, pool))
+            return opened[-1]
+
+        setup = build(level=level, num_pages=40, num_host_pages=80, open_host_pages=open_late)
+        answers = on_ranks(model, [ranks], setup, partial(work, opened=opened, ignores_waits=ignores_waits))
+        assert all(copies.num_late > 0 for copies in opened) is not ignores_waits
+        return answers
+
+    (first, again), wrong = run(ignores_waits=False), run(ignores_waits=True)
+    assert first == again == wrong[0] != wrong[1]
 
 
 class UnmovedPages(CountingRunner):

@@ -15,6 +15,7 @@ from phalanx_api import moves, wire
 from phalanx_api.engine_config import KvCacheDtype
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Speculation
+from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import ModelImpl
 from tests.runtime.corrupting import CorruptingProxy
@@ -160,18 +161,24 @@ def test_pull_ends_while_other_requests_compute(model: Path) -> None:
         mover.settle()
 
 
+def evicted_to_host(field: MovingGroups, request: wire.Request) -> PagePool:
+    """Lets other prompts evict pages of the request to the holder's host memory. Returns the holder's pool."""
+    holder = field.groups[HOLDER].loop
+    assert holder is not None
+    pool = holder.scheduler.pool
+    for number in range(5):
+        undisturbed(field.mover, [make_request(f"evicts {number}", prompt=150, max_tokens=4)])
+    assert len(pool.match(keys(request))) < FULL // PAGE_SIZE and pool.host.counters.stored > 0
+    return pool
+
+
 def test_pages_loaded_from_host_memory_are_sent(model: Path) -> None:
     """The pull arrives while the request that has loaded them runs."""
     with running_groups(model, [[1], [1]], build(num_pages=40, num_host_pages=160)) as field:
         mover = field.mover
         (request,) = requests_of("greedy")
         (plain,) = undisturbed(mover, [request])
-        holder = field.groups[HOLDER].loop
-        assert holder is not None
-        pool = holder.scheduler.pool
-        for number in range(5):
-            undisturbed(mover, [make_request(f"evicts {number}", prompt=150, max_tokens=4)])
-        assert len(pool.match(keys(request))) < FULL // PAGE_SIZE and pool.host.counters.stored > 0
+        pool = evicted_to_host(field, request)
         move = mover.prepare_pull(request, TARGET)
         again = mover.submit(request, HOLDER)
         mover.until(lambda: bool(again.tokens))
@@ -181,6 +188,23 @@ def test_pages_loaded_from_host_memory_are_sent(model: Path) -> None:
         mover.until(lambda: stream.finish is not None and again.finish is not None)
         assert stream.tokens == again.tokens == plain.tokens
         assert pool.host.counters.loaded > 0
+        mover.settle()
+
+
+@pytest.mark.parametrize("pods", [1, 2], ids=["one", "tp2"])
+def test_pages_in_host_memory_are_pulled(model: Path, pods: int) -> None:
+    with running_groups(model, [[pods], [pods]], build(num_pages=40, num_host_pages=160)) as field:
+        mover = field.mover
+        (request,) = requests_of("greedy")
+        (plain,) = undisturbed(mover, [request])
+        pool = evicted_to_host(field, request)
+        num_on_device = len(pool.match(keys(request)))
+        stream, arrived = mover.pull(request, keys(request), HOLDER, TARGET)
+        assert isinstance(arrived, moves.Arrived) and arrived.num_computed == FULL
+        mover.until(lambda: stream.finish is not None)
+        assert stream.tokens == plain.tokens
+        assert pool.host.counters.loaded == 0 and pool.host.counters.sent == FULL // PAGE_SIZE - num_on_device > 0
+        assert prefill(mover, TARGET, PROMPT) >= FULL
         mover.settle()
 
 

@@ -5,7 +5,7 @@ its prompt in one step, nothing shared.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from phalanx_api import wire
 from phalanx_api.moves import Arrived, MoveMode
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Tree
-from phalanx_runtime.core.admission import Limits
-from phalanx_runtime.core.scheduling.config import DEFAULT_CONFIG, SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
@@ -27,85 +26,18 @@ from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
 from tests.runtime.equality.schedules import PLAIN, Disturbance, serve
+from tests.runtime.equality.windows import FULL, LIMITS, Run, generate, make_requests, reference, with_few_tokens
 from tests.runtime.lag import lagged
 from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import KINDS, MODES, moved_back_and_forth, undisturbed
 from tests.runtime.moving_requests import make_request as make_moved
-from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
+from tests.runtime.ranks import PAGE_SIZE, on_ranks
 from tests.runtime.served import CountingRunner
-from tests.runtime.tiny import VOCAB_SIZE, WINDOW, save_tiny
+from tests.runtime.tiny import WINDOW, save_tiny
 
-LIMITS = Limits(max_model_len=240, max_num_seqs=6, max_num_batched_tokens=240)
-FULL = Build(dtype=torch.float64, num_pages=64)
 WINDOWED = replace(FULL, window=WINDOW, num_pages=40)
 LOCAL_GEMMA3: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3}
 """A Gemma 3 without its layers of full attention: local rotary embeddings, four norms, a window in all layers."""
-
-
-def make_requests(max_tokens: int = 20) -> dict[int, wire.Request]:
-    """Returns greedy and sampled requests: siblings, some with a part of their prompt, and unrelated ones, one of them short."""
-    rng = torch.Generator().manual_seed(5)
-    common, long = (torch.randint(0, VOCAB_SIZE, (length,), generator=rng).tolist() for length in (75, 130))
-    loop = [(7 * i + 3) % 40 for i in range(9)]
-    prompts = [common] * 3 + [[*common[:50], 1, 2, 3], [*common, 7, 8], long, long[:100], [4], loop * 6]
-    return {
-        i: wire.Request(
-            id=f"r{i}",
-            epoch=0,
-            prompt=prompt,
-            delivered=[],
-            sampling=wire.Sampling(max_tokens=max_tokens, seed=i, temperature=0.0 if i % 2 else 1.0),
-        )
-        for i, prompt in enumerate(prompts)
-    }
-
-
-def reference(folder: Path, requests: dict[int, wire.Request], build: Build = FULL) -> dict[int, list[int]]:
-    """Returns the tokens of each request alone, which keeps all its pages."""
-
-    def work(runner: ModelRunner) -> dict[int, list[int]]:
-        answers: dict[int, list[int]] = {}
-        for handle, request in requests.items():
-            answers |= serve(runner, make_scheduler(LIMITS, runner.pool, PLAIN), {handle: request}, Disturbance(budget=240))
-        return answers
-
-    return on_ranks(folder, [1], build, work)
-
-
-@dataclass
-class Ran:
-    """The scheduler of a run, and what its ranks did."""
-
-    scheduler: Scheduler
-    counter: CountingRunner
-
-    @property
-    def num_dropped(self) -> int:
-        assert self.scheduler.sharing.windowed is not None
-        return self.scheduler.sharing.windowed.num_dropped
-
-
-@dataclass(frozen=True)
-class Run:
-    """A disturbed run of requests, some of them again after all have ended."""
-
-    disturbance: Disturbance = field(default_factory=partial(Disturbance, budget=30))
-    config: SchedulerConfig = DEFAULT_CONFIG
-    rounds: int = 1
-    requests: dict[int, wire.Request] = field(default_factory=make_requests)
-
-    def on(self, folder: Path, pods: list[int], build: Build, expected: dict[int, list[int]]) -> Ran:
-        """Compares the tokens with the expected ones."""
-        return on_ranks(folder, pods, build, partial(self._compare, expected))
-
-    def _compare(self, expected: dict[int, list[int]], runner: ModelRunner) -> Ran:
-        limits = replace(LIMITS, max_num_batched_tokens=self.disturbance.budget, plans_in_flight=runner.depth)
-        drafts = self.config.speculation.method != "none"
-        scheduler = make_scheduler(limits if drafts else lagged(limits), runner.pool, self.config, runner.fitting)
-        counter = CountingRunner(runner)
-        for _ in range(self.rounds):
-            assert serve(counter, scheduler, self.requests, self.disturbance) == expected
-        return Ran(scheduler, counter)
 
 
 @pytest.fixture(scope="module")
@@ -154,20 +86,6 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, family: str, level: 
     assert ran.num_dropped > 20
 
 
-def generate(folder: Path, requests: dict[int, wire.Request]) -> dict[int, list[int]]:
-    """Returns the tokens of `transformers`, in float64."""
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    answers = {}
-    for handle, request in requests.items():
-        ids = torch.tensor([request.prompt])
-        settings = {"max_new_tokens": request.sampling.max_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-        answers[handle] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
-    return answers
-
-
 def test_hits_without_their_first_pages_change_no_token(model: Path, expected: dict[int, list[int]]) -> None:
     """Between two rounds the pages that a prompt dropped first are evicted; later requests start after the window."""
     request = {5: make_requests()[5]}
@@ -198,12 +116,6 @@ def test_draft_tokens_change_no_token(model: Path, tree: str) -> None:
     ran = run.on(model, [1], WINDOWED, reference(model, requests))
     assert ran.counter.num_accepted > 0 and ran.counter.num_accepted < ran.counter.num_proposed
     assert ran.num_dropped > 20
-
-
-def with_few_tokens(request: wire.Request) -> wire.Request:
-    """Lets few tokens repeat, so that n-gram lookups find some."""
-    sampling = msgspec.structs.replace(request.sampling, allowed_token_ids=[3, 4, 5], temperature=0.5)
-    return msgspec.structs.replace(request, sampling=sampling)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
@@ -300,6 +212,23 @@ def test_pulls_send_what_can_be_read(model: Path) -> None:
                 assert stream.tokens == expected.tokens
             field.mover.settle()
     assert 0 < sum(num_bytes[2:]) < sum(num_bytes[:2]) / 2
+
+
+def test_pulls_send_the_window_from_host_memory(model: Path) -> None:
+    request, *others = with_salt([make_moved(f"{number}", prompt=100) for number in range(5)])
+    with running_groups(model, [[1], [1]], replace(WINDOWED, num_pages=40, num_host_pages=80)) as field:
+        (plain,) = undisturbed(field.mover, [request])
+        undisturbed(field.mover, others)
+        holder = field.groups[0].loop
+        assert holder is not None
+        pool = holder.scheduler.pool
+        keys = PrefixKeys(root_key("tiny", "", request.tenant, request.cache_salt), PAGE_SIZE).extend(request.prompt)
+        assert pool.find(keys[-1]) is None and keys[-1] in pool.host
+        stream, arrived = field.mover.pull(request, keys, 0, 1, len(keys) * PAGE_SIZE)
+        assert isinstance(arrived, Arrived) and arrived.num_computed == 96
+        field.mover.until(lambda: stream.finish is not None)
+        assert stream.tokens == plain.tokens and pool.host.counters.sent > 0
+        field.mover.settle()
 
 
 def with_salt(requests: list[wire.Request]) -> list[wire.Request]:

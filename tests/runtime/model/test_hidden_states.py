@@ -14,7 +14,8 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.profile_run import PROFILE_SAMPLING
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.ranks import PLAIN, with_group
 from tests.runtime.tiny import save_tiny

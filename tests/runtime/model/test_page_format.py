@@ -60,7 +60,7 @@ def test_offsets_far_from_zero_lose_no_number() -> None:
 @pytest.mark.parametrize(("name", "least"), [("int8", 1.9), ("fp8", 1.9), ("int4", 3.4)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_pages_hold_more_tokens_than_bf16(name: str, least: float, dim: int) -> None:
-    kv, cpu = KvLayout(2, (dim, dim), frozenset()), torch.device("cpu")
+    kv, cpu = KvLayout(2, (dim, dim), (None, None)), torch.device("cpu")
     (plain, small) = (make_caches(kv, 10, 16, torch.bfloat16, cpu, format) for format in (None, FORMATS[name]))
     sizes = [sum(part.nbytes for cache in caches for part in cache.tensors) for caches in (plain, small)]
     assert sizes == [10 * page_bytes(kv, 16, torch.bfloat16, format) for format in (None, FORMATS[name])]

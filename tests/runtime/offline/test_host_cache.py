@@ -33,6 +33,7 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypa
     assert sum(output.num_cached_tokens for output in second) > 2 * pool_tokens
 
 
+@pytest.mark.slow
 def test_adaptive_tier_of_two_ranks_grows_for_repeated_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its floor it holds a sixth of the prompts, which are used in turn."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))

@@ -48,13 +48,16 @@ class OutOfMemoryModel:
 
     def __init__(self, inner: Model) -> None:
         self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
-        self.vocab_size, self.width = inner.vocab_size, inner.width
+        self.vocab_size, self.width, self.embedding_size = inner.vocab_size, inner.width, 0
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
     def logits(self, hidden: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
+
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
@@ -118,7 +119,7 @@ def test_host_memory_of_wrong_size_is_refused(tmp_path: Path, num_bytes: int, me
     [
         ("mistral", {}, 24, "every layer has a sliding window"),
         ("gemma3_text", {"layer_types": ["sliding_attention"] * 3}, 24, "every layer has a sliding window"),
-        ("gemma2", {}, 0, "some layers attend to all tokens, and all layers share a page"),
+        ("gemma2", {}, 0, "some layers attend to all tokens, and no request is much longer than the window"),
         ("llama", {}, 0, "no layer has a sliding window"),
     ],
 )
@@ -142,3 +143,46 @@ def test_account_names_the_tokens_of_a_request(
         assert ready.memory is not None and (ready.memory.window_tokens, ready.memory.page_groups) == (window, why)
         assert pool_window == window and ready.num_pages == 4
         assert ready.max_model_len == (256 if window else 64)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "pp2"])
+def test_account_names_the_tokens_of_both_kinds_of_layers(tmp_path: Path, ranks: int, stages: int) -> None:
+    folder = save_tiny(tmp_path / "model", "gemma3_text", 0, num_hidden_layers=4, layer_types=MIXED_LAYERS)
+    page_size, layer_bytes = 8, 2 * 2 * 8 * 16 * 4 // (ranks // stages)
+
+    def load(group: Collective) -> tuple[RankReady, PoolShape, list[int]]:
+        settings = {"dtype": "float32", "kv_cache_memory_bytes": 20 * 4 // stages * layer_bytes}
+        spec = with_settings(
+            make_spec(folder, group.rank, ranks), **settings, page_size=page_size, max_num_batched_tokens=16, max_num_seqs=4
+        )
+        spec = msgspec.structs.replace(spec, pipeline_parallel_size=stages)
+        runner, ready = load_rank(spec, group, torch.device("cpu"), System())
+        return ready, runner.pool, [len(cache.k) for cache in runner.caches]
+
+    for ready, pool, num_pages in with_group([ranks], load):
+        account = ready.memory
+        assert account is not None and account.page_groups == "layers with a sliding window have pages of their own"
+        assert pool.num_parts == 7 < 20 < pool.num_pages == ready.num_pages == 33, "the memory of 20 pages of all layers"
+        assert num_pages == [7, 33] * (2 // stages)
+        assert (account.window_tokens, account.window_pool_tokens, account.kv_pool_tokens) == (24, 7 * 8, 33 * 8)
+        assert account.window_pool_bytes == 7 * (2 // stages) * layer_bytes
+        assert account.kv_pool_bytes == (7 + 33) * (2 // stages) * layer_bytes
+        assert ready.max_model_len == 256 and ready.served.hit_pages == 0
+        assert ready.served.layout.endswith(" parts"), "groups without parts send other pages"
+
+
+MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+def test_a_stage_without_windows_leaves_whole_pages(tmp_path: Path) -> None:
+    layers = ["sliding_attention"] * 2 + ["full_attention"] * 2
+    folder = save_tiny(tmp_path / "model", "gemma3_text", 0, num_hidden_layers=4, layer_types=layers)
+
+    def load(group: Collective) -> tuple[str, int]:
+        spec = with_settings(make_spec(folder, group.rank, 2), page_size=8, max_num_batched_tokens=16, max_num_seqs=4)
+        runner, ready = load_rank(msgspec.structs.replace(spec, pipeline_parallel_size=2), group, torch.device("cpu"), System())
+        assert ready.memory is not None
+        return ready.memory.page_groups, runner.pool.num_parts
+
+    why = "some layers attend to all tokens, and a pipeline stage has full attention in all its layers"
+    assert with_group([2], load) == [(why, 0)] * 2

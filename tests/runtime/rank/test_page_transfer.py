@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-import msgspec
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from phalanx_runtime.core.migration.page_orders import (
     ExpectPages,
     ForgetMove,
     Forgotten,
+    PageCopy,
     PagesReceived,
     PagesSent,
     PeerRefused,
@@ -102,8 +102,19 @@ def target() -> Iterator[Rank]:
         yield rank
 
 
-def send(target: Rank, first: int, pages: list[int], num_computed: int | None = None, key: bytes = KEY) -> SendPages:
-    return SendPages(move="m1", address=target.address, key=key, first=first, pages=pages, step=0, num_computed=num_computed)
+def send(
+    address: PageAddress,
+    first: int,
+    pages: list[int],
+    num_computed: int | None = None,
+    *,
+    key: bytes = KEY,
+    step: int = 0,
+    bytes_per_s: float | None = None,
+    num_drafted: int = 0,
+) -> SendPages:
+    copy = PageCopy(first=first, pages=pages, step=step, num_computed=num_computed, num_drafted=num_drafted)
+    return SendPages(move="m1", address=address, key=key, copy=copy, bytes_per_s=bytes_per_s)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -114,11 +125,11 @@ def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
 
 def check_arrival(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=1, pages=[9, 7, 5, 3], step=0))
-    source.server.execute(send(target, 1, [0, 4]))
+    source.server.execute(send(target.address, 1, [0, 4]))
     assert [(one.end, one.num_bytes) for one in source.wait(PagesSent) if isinstance(one, PagesSent)] == [
         (3, 2 * open_pages(source.caches).page_bytes)
     ]
-    source.server.execute(send(target, 3, [2], 14))
+    source.server.execute(send(target.address, 3, [2], 14))
     assert [one.num_computed for one in target.wait(PagesReceived, 2) if isinstance(one, PagesReceived)] == [None, 14]
     source.wait(PagesSent, 2)
     assert source.has_same(target, [(0, 9), (4, 7), (2, 5)])
@@ -146,7 +157,7 @@ def test_draft_layers_move_only_to_the_same_draft(
         (source if lost == "source" else target).draft = None
     with source, target:
         target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[9, 7], step=0))
-        source.server.execute(msgspec.structs.replace(send(target, 0, [0, 4], 2 * PAGE_SIZE), num_drafted=PAGE_SIZE + 1))
+        source.server.execute(send(target.address, 0, [0, 4], 2 * PAGE_SIZE, num_drafted=PAGE_SIZE + 1))
         received = [(one.num_computed, one.num_drafted) for one in target.wait(PagesReceived) if isinstance(one, PagesReceived)]
         assert received == [(2 * PAGE_SIZE, is_moved * (PAGE_SIZE + 1))]
         source.wait(PagesSent)
@@ -157,7 +168,7 @@ def test_draft_layers_move_only_to_the_same_draft(
 
 def test_nothing_left_to_copy_is_a_transfer_too(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=2, pages=[5], step=0))
-    source.server.execute(send(target, 2, [], 8))
+    source.server.execute(send(target.address, 2, [], 8))
     assert target.wait(PagesReceived) == [PagesReceived("m1", 0, 8)]
 
 
@@ -167,7 +178,7 @@ def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, ca
     if case in ("wrong key", "used"):
         target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
     if case == "used":
-        source.server.execute(send(target, 0, [], None))
+        source.server.execute(send(target.address, 0, [], None))
         source.wait(PagesSent)
     if case in ("nonsense", "silence"):
         with socket.create_connection(("localhost", target.server.port)) as connection:
@@ -175,7 +186,7 @@ def test_unknown_connection_is_closed_and_counted(source: Rank, target: Rank, ca
                 connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
     else:
         with Rank(make_caches(3)) as other:
-            other.server.execute(send(target, 0, [1], 4, b"x" * page_wire.KEY_BYTES if case == "wrong key" else KEY))
+            other.server.execute(send(target.address, 0, [1], 4, key=b"x" * page_wire.KEY_BYTES if case == "wrong key" else KEY))
             assert isinstance(failed := other.wait(SendFailed)[0], SendFailed)
             assert failed.code == "target_lost"
     reasons = {"wrong key": "key", "unknown move": "unknown", "used": "used", "nonsense": "malformed", "silence": "silent"}
@@ -200,7 +211,7 @@ def test_slow_unknown_connection_is_closed_like_a_silent_one() -> None:
 def test_a_changed_byte_ends_the_transfer_on_both_sides(source: Rank, target: Rank, at: int) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6, 7], step=0))
     proxy = CorruptingProxy(target.server.port, at)
-    source.server.execute(SendPages(move="m1", address=proxy.address, key=KEY, first=0, pages=[1, 2, 3], step=0, num_computed=12))
+    source.server.execute(send(proxy.address, 0, [1, 2, 3], 12))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code in ("checksum", "malformed", "incompatible")
     assert source.wait(SendFailed)
@@ -216,7 +227,7 @@ def test_positions_that_do_not_fit_end_the_transfer(
     source: Rank, target: Rank, first: int, pages: list[int], tokens: int | None, code: str
 ) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
-    source.server.execute(send(target, first, pages, tokens))
+    source.server.execute(send(target.address, first, pages, tokens))
     assert isinstance(failed := target.wait(ReceiveFailed)[0], ReceiveFailed)
     assert failed.code == code
 
@@ -224,23 +235,14 @@ def test_positions_that_do_not_fit_end_the_transfer(
 def test_pages_of_another_size_are_incompatible(target: Rank) -> None:
     with Rank(make_caches(1, heads=1)) as source:
         target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0))
-        source.server.execute(send(target, 0, [1], 4))
+        source.server.execute(send(target.address, 0, [1], 4))
         assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
     assert failed.code == "incompatible"
 
 
 def test_forgotten_move_writes_no_page(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
-    order = SendPages(
-        move="m1",
-        address=target.address,
-        key=KEY,
-        first=0,
-        pages=[0] * NUM_PAGES,
-        step=0,
-        num_computed=None,
-        bytes_per_s=20_000.0,
-    )
+    order = send(target.address, 0, [0] * NUM_PAGES, bytes_per_s=20_000.0)
     source.server.execute(order)
     while source.has_same(target, [(0, 0)]) is False:
         time.sleep(0.001)
@@ -284,7 +286,7 @@ class SlowPages:
 def test_move_is_forgotten_after_the_page_being_written(source: Rank) -> None:
     with SlowRank(make_caches(2)) as target:
         target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=0))
-        source.server.execute(send(target, 0, [1], PAGE_SIZE))
+        source.server.execute(send(target.address, 0, [1], PAGE_SIZE))
         assert target.is_writing.wait(10)
         forget = threading.Thread(target=target.server.execute, args=(ForgetMove("m1"),))
         forget.start()
@@ -299,25 +301,10 @@ def test_move_is_forgotten_after_the_page_being_written(source: Rank) -> None:
 def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
     size = open_pages(source.caches).page_bytes
-    source.server.execute(
-        SendPages(
-            move="m1",
-            address=target.address,
-            key=KEY,
-            first=0,
-            pages=[1, 2, 3],
-            step=0,
-            num_computed=None,
-            bytes_per_s=size / 0.05,
-        )
-    )
+    source.server.execute(send(target.address, 0, [1, 2, 3], bytes_per_s=size / 0.05))
     assert isinstance(sent := source.wait(PagesSent)[0], PagesSent)
     assert sent.wall_s >= 0.15
-    source.server.execute(
-        SendPages(
-            move="m1", address=target.address, key=KEY, first=3, pages=[1] * 9, step=0, num_computed=None, bytes_per_s=size / 5
-        )
-    )
+    source.server.execute(send(target.address, 3, [1] * 9, bytes_per_s=size / 5))
     source.server.execute(StopPages("m1"))
     assert target.wait(ReceiveFailed)
     assert len([one for one in source.reports if isinstance(one, PagesSent)]) == 1
@@ -326,7 +313,7 @@ def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -
 
 def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5], step=3))
-    source.server.execute(SendPages(move="m1", address=target.address, key=KEY, first=0, pages=[1], step=2, num_computed=4))
+    source.server.execute(send(target.address, 0, [1], 4, step=2))
     time.sleep(0.05)
     assert not source.has_same(target, [(1, 5)])
     source.step = 2
@@ -354,7 +341,7 @@ def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank
     sending = group([source.caches, make_caches(3)])
     receiving = group([target.caches, make_caches(4)])
     receiving.start(woken.set)
-    receiving.expect("m1", KEY, 0, [3], 0)
+    receiving.expect(ExpectPages(move="m1", key=KEY, first=0, pages=[3], step=0))
     reports: list[tuple[int, Report]] = []
     while (1, Expecting("m1")) not in reports:  # a sender that connects before is refused
         assert woken.wait(10)
@@ -364,10 +351,7 @@ def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank
     addresses = [PageAddress("localhost", address.port) for address in receiving.addresses]
     sending.send(
         MoveOut(move="m1", handle=1, epoch=0, prepared=Prepared(move="m1", cached_tokens=0, addresses=addresses, key=KEY)),
-        0,
-        [2],
-        0,
-        4,
+        PageCopy(first=0, pages=[2], step=0, num_computed=4),
     )
     while len(reports) < 2:
         assert woken.wait(10)

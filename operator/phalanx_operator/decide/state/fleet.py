@@ -11,13 +11,12 @@ from types import MappingProxyType
 
 from phalanx_api.cache_curve import NO_CURVE, CacheCurve, merge_curves
 from phalanx_api.cost import StepModel, StepWork
-from phalanx_api.summary import GroupSummary, Hotspot, RouterSummary, Traffic
+from phalanx_api.summary import GroupSummary, Hotspot, RouterSummary, Traffic, sum_traffic
 from phalanx_api.wire import DeviceProblem
 
 PRESSURE_BOUND = 1.5
 """Late binding keeps waiting tokens below half of the pages."""
 SPEED_BOUND = 4.0
-MEAN_BOUND = 1e15
 BACKLOG_BOUND_S = 10.0
 """Or four times the median: more is a hotspot, which more groups do not relieve."""
 MAX_DEVICES = 64
@@ -192,25 +191,7 @@ def _merge_traffic(summaries: Sequence[RouterSummary]) -> dict[float, Traffic]:
     windows: dict[float, list[Traffic]] = {}
     for traffic in (traffic for summary in summaries for traffic in summary.traffic if traffic.window_s > 0):
         windows.setdefault(traffic.window_s, []).append(traffic)
-    return {window_s: _sum_traffic(window_s, parts) for window_s, parts in windows.items()}
-
-
-def _sum_traffic(window_s: float, parts: Sequence[Traffic]) -> Traffic:
-    total = sum(max(part.arrivals, 0) for part in parts)
-
-    def mean(values: Iterable[float]) -> float:
-        weighted = sum(value * max(part.arrivals, 0) for value, part in zip(values, parts, strict=True))
-        return min(max(weighted / total, 0.0), MEAN_BOUND) if total else 0.0
-
-    return Traffic(
-        window_s=window_s,
-        arrivals=total,
-        prompt=mean(part.prompt for part in parts),
-        prompt_squared=mean(part.prompt_squared for part in parts),
-        missed=mean(part.missed for part in parts),
-        output=mean(part.output for part in parts),
-        scv=mean(part.scv for part in parts) if total else 1.0,
-    )
+    return {window_s: sum_traffic(window_s, parts) for window_s, parts in windows.items()}
 
 
 def _merge_groups(summaries: Sequence[RouterSummary]) -> dict[str, GroupReport]:

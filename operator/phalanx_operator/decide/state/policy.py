@@ -6,9 +6,10 @@ from msgspec import structs
 
 from phalanx_api.spec.autoscaling import ScaleToZero
 from phalanx_api.spec.inference_service import Spec
+from phalanx_api.spec.observability import Slo
 from phalanx_api.spec.quantities import parse_bytes
 from phalanx_api.spec.router import ResponseCache
-from phalanx_api.summary import BalancePolicy, Budgets, ResponseCachePolicy
+from phalanx_api.summary import BalancePolicy, Budgets, LatencyObjectives, ResponseCachePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,16 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         coalesce_requests=spec.router.coalesce_requests,
         response_cache=_response_cache(spec.router.response_cache),
         pull_prefixes=spec.rebalancing.pull_prefixes,
+        objectives=_objectives(spec.slo),
+    )
+
+
+def _objectives(slo: Slo | None) -> LatencyObjectives:
+    if slo is None:
+        return LatencyObjectives()
+    return LatencyObjectives(
+        ttft_s=slo.ttft_p95_ms / 1000 if slo.ttft_p95_ms else None,
+        itl_s=slo.itl_p95_ms / 1000 if slo.itl_p95_ms else None,
     )
 
 

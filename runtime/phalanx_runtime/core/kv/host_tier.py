@@ -12,6 +12,7 @@ device page again then needs no copy.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
@@ -47,6 +48,10 @@ class HostCounters:
     """Moved to another slot because theirs was removed."""
     declined: int = 0
     """Found, but faster to compute than to load."""
+    waited_s: float = 0.0
+    """Seconds that steps waited for copies."""
+    sent: int = 0
+    """Sent to other groups."""
 
 
 def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: float | None) -> bool:
@@ -104,6 +109,8 @@ class HostTier:
         """Device pages that they store, with the keys that find the slots."""
         self._reserved: set[int] = set()
         """Slots that pages from elsewhere will fill."""
+        self._pins: Counter[int] = Counter()
+        """Entries whose slots ranks read for other groups, with the number of readers: they are neither evicted nor moved."""
         self._filled: set[int] = set()
         """Slots with such a page that no prompt loaded yet."""
 
@@ -155,6 +162,33 @@ class HostTier:
         for key in found:
             self._hit(self._entry_of[key])
         return len(found)
+
+    def pin(self, keys: Iterable[bytes]) -> list[int]:
+        """Keeps the slots of the longest found prefix of `keys` until `unpin`. Returns them.
+
+        At most a quarter of all slots, and none that the next plan stores: ranks may read them after the plans so far.
+        """
+        pending = {slot for (_, _, slot), _ in self._pending}
+        slots: list[int] = []
+        for key in keys:
+            entry = self._entry_of.get(key)
+            if entry is None or self._table.slot_of(entry) in pending:
+                break
+            if entry not in self._pins and 4 * (len(self._pins) + 1) > self.num_slots:
+                break
+            self._pins[entry] += 1
+            self._hit(entry)
+            slots.append(self._table.slot_of(entry))
+        return slots
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Ends a `pin`. No rank may still read the slots."""
+        for slot in slots:
+            entry = self._table.entry_at(slot)
+            self._pins[entry] -= 1
+            if not self._pins[entry]:
+                del self._pins[entry]
+                self._touch(entry)
 
     def num_own(self, slots: Iterable[int]) -> int:
         """Returns how many of `slots` precede the first one with a page from elsewhere, which the tier alone would lack."""
@@ -254,6 +288,8 @@ class HostTier:
             self.counters.resized += 1
             return HostResize(self.num_slots), []
         needed = max(1 + max(self._reserved, default=-1), 2 * len(self._reserved))
+        if self._pins:
+            return None, []
         return self._shrink(max(self._wanted_slots, self.num_slots - RESIZE_SLOTS, needed))
 
     def take(self) -> tuple[list[HostCopy], list[bytes]]:
@@ -313,6 +349,8 @@ class HostTier:
         self._touch(entry)
 
     def _touch(self, entry: int) -> None:
+        if entry in self._pins:
+            return
         self._time += 1
         self._idle[entry] = 1
         self._policy.on_release(entry, self._time)

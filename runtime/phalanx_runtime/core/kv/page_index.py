@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 Parent = int | bytes
 """What precedes a page: a page, or its key if the page itself may be evicted before."""
+Tail = tuple[bytes, tuple[int, ...]]
+"""Key before the page, and its tokens."""
 
 
 class PartialPageIndex:
@@ -45,6 +47,40 @@ class PartialPageIndex:
         while same < length and self._tokens[start + same] == tokens[same]:
             same += 1
         return page, same
+
+
+class TailPages:
+    """Pages with the tokens after the last full page of a prompt: its first owner's, then copies."""
+
+    __slots__ = ("_pages", "_tail_of")
+
+    def __init__(self) -> None:
+        self._pages: dict[Tail, list[int]] = {}
+        self._tail_of: dict[int, Tail] = {}
+
+    def find(self, tail: Tail) -> list[int]:
+        """Returns the pages of a tail."""
+        return self._pages.get(tail, [])
+
+    def add(self, page: int, tail: Tail) -> None:
+        """Adds a page, unless it has a tail already."""
+        if page not in self._tail_of:
+            self._pages.setdefault(tail, []).append(page)
+            self._tail_of[page] = tail
+
+    def remove(self, tail: Tail) -> None:
+        """Removes all pages of a tail."""
+        for page in self._pages.pop(tail, []):
+            del self._tail_of[page]
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Removes these pages."""
+        for page in pages if self._tail_of else ():
+            tail = self._tail_of.pop(page, None)
+            if tail is not None:
+                self._pages[tail].remove(page)
+                if not self._pages[tail]:
+                    del self._pages[tail]
 
 
 class PageEvents:

@@ -25,7 +25,9 @@ from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
 from phalanx_runtime.core.kv.page_index import PageEvents, Parent, PartialPageIndex
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
+from phalanx_runtime.core.request import RequestPages
 from phalanx_runtime.core.step_plan import HostResize
+from phalanx_runtime.core.window_parts import WindowParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +59,17 @@ class PagePool:
         num_host_pages: int = 0,
         host_rules: SizingRules | None = None,
         has_disk: bool = False,
+        parts: WindowParts | None = None,
     ) -> None:
+        """`parts`: of the pages, if some layers have a window and others have not."""
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.counters = CacheCounters()
+        self.parts = parts
+        if parts is not None:
+            parts.pages = self
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
@@ -140,6 +147,28 @@ class PagePool:
             self._refs[page] -= 1
             if not self._refs[page]:
                 self._free_or_cache(page)
+
+    def has_slot(self, pages: RequestPages, position: int) -> bool:
+        """Returns whether a request has a slot for the token at `position`."""
+        num_pages = len(pages.ids) if self.parts is None else pages.part_end
+        return position < num_pages * self.page_size
+
+    def add_slot(self, pages: RequestPages, position: int) -> bool:
+        """Adds the page of the token at `position`, or its part. Returns false if none is free."""
+        if position >= len(pages.ids) * self.page_size:
+            page = self.allocate(1)
+            if page is None:
+                return False
+            pages.ids += page
+        end = position // self.page_size + 1
+        return self.parts is None or self.parts.extend(pages, end) >= end
+
+    def truncate(self, pages: RequestPages, count: int) -> None:
+        """Releases the pages of a request after the first `count`."""
+        if self.parts is not None:
+            self.parts.truncate(pages, count)
+        self.release(pages.ids[count:])
+        del pages.ids[count:]
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the pages of the longest found prefix of `keys`, written or not."""
@@ -282,10 +311,10 @@ class PagePool:
 
     def _free_or_cache(self, page: int) -> None:
         if not self._published[page]:
-            self._free.append(page)
+            self._free_page(page)
         elif self._written[page] < self.page_size:
             self._unpublish(page)
-            self._free.append(page)
+            self._free_page(page)
         else:
             self._num_cached += 1
             self._num_releases += 1
@@ -293,6 +322,11 @@ class PagePool:
             if not self._num_children[page]:
                 self._idle[page] = 1
                 self._policy.on_idle(page)
+
+    def _free_page(self, page: int) -> None:
+        if self.parts is not None:
+            self.parts.forget(page)
+        self._free.append(page)
 
     def _evict(self) -> None:
         page = self._policy.victim()
@@ -333,7 +367,7 @@ class PagePool:
         self._idle[page] = 0
         self._num_cached -= 1
         self._unpublish(page)
-        self._free.append(page)
+        self._free_page(page)
         if parent is not None and not self._num_children[parent] and not self._refs[parent]:
             self._idle[parent] = 1
             self._policy.on_idle(parent)

@@ -10,7 +10,8 @@ tail.
 The last token is always computed, for its logits. Prompt logprobs need the whole prompt, unless they were delivered, and so does
 the mean of its hidden states; the pages of such requests serve others.
 
-With a window (`windowed_pages`) a request gets pages as it computes, and holds those that a layer may still read.
+With a window (`windowed_pages`) a request gets pages as it computes, and holds those that a layer may still read. If only some
+layers have a window, pages have parts (`core.window_parts`), and tokens are computed again whose part is lost.
 """
 
 from itertools import chain
@@ -23,21 +24,21 @@ from phalanx_runtime.core.kv.disk_tier import DiskTier
 from phalanx_runtime.core.kv.host_loads import HostLoads
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
+from phalanx_runtime.core.kv.page_index import Tail, TailPages
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.page_writes import PageWrites
 from phalanx_runtime.core.kv.windowed_pages import WindowedPages
 from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.request import Request
-from phalanx_runtime.core.step_builder import FirstWrite, ScheduledChunk, StepBuilder
-
-Tail = tuple[bytes, tuple[int, ...]]
-"""Key before the page, and its tokens."""
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
 
 class PrefixSharing:
     """Assigns the pages of one pool. Counters are since the start."""
 
     def __init__(self, pool: PagePool, model: str, is_on: bool = True, windowed: WindowedPages | None = None) -> None:
-        self.pool = pool
+        self.pool, self.parts = pool, pool.parts
+        self.writes = PageWrites(pool)
         self.windowed = windowed
         """If every layer has a window."""
         self.disk = DiskTier(pool, None if windowed is None else windowed.window.pages_before)
@@ -55,9 +56,12 @@ class PrefixSharing:
         """Lookups at the latest median of reuse distances, and that."""
         self._model = model
         self._is_on = is_on
-        self._tails: dict[Tail, list[int]] = {}
-        """Pages of each tail: its first owner's, then copies."""
-        self._tail_of: dict[int, Tail] = {}
+        self._tails = TailPages()
+
+    @property
+    def has_window(self) -> bool:
+        """Whether requests drop what no layer reads any more."""
+        return self.windowed is not None or self.parts is not None
 
     def reuse_pages(self) -> float:
         """Returns the median number of pages used between two uses of a page, a bit out of date."""
@@ -85,6 +89,10 @@ class PrefixSharing:
             num_pages = num_null + self.windowed.pages_to_start(num_pages - num_null)
         return num_pages - len(found), self.pool.num_unheld(found[num_null:] if num_null else found)
 
+    def num_hit(self, found: list[int]) -> int:
+        """Returns how many pages, of those that `find` returned, a request needs not compute."""
+        return len(found) if self.parts is None else self.parts.num_hit(found)
+
     def missing_keys(self, request: Request) -> tuple[list[bytes], int]:
         """Returns the keys of a request's full pages after those in device and host memory, and the number of these.
 
@@ -106,10 +114,10 @@ class PrefixSharing:
         """Returns whether a waiting request lacks only a tail that this step writes."""
         if len(found) < self._num_full(request) or not self._can_share(request):
             return False
-        pages = self._tails.get(self._tail(request))
-        if pages is None or pages[0] not in builder.written_pages:
+        pages = self._tails.find(self._tail(request))
+        if not pages or pages[0] not in builder.written_pages:
             return False
-        return not found or self.pool.written(found[-1]) == self.pool.page_size
+        return not found or self.writes.written(found[-1]) == self.pool.page_size
 
     def start(self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None) -> None:
         """Assigns all pages of a request, with a window its first ones: `found` by `find`, and new ones, of which host memory may
@@ -118,7 +126,7 @@ class PrefixSharing:
         is_first = not request.max_computed
         num_found = self._assign(request, found, builder, model)
         self.allocated_pages += len(pages.ids) - num_found
-        pages.found_tokens = num_found * pool.page_size
+        pages.found_tokens = num_found * pool.page_size if self.parts is None else request.num_computed
         if is_first:
             num_prompt = request.params.num_prompt
             self.queried_tokens += num_prompt
@@ -151,21 +159,28 @@ class PrefixSharing:
         assert own is not None, "admission checked the free pages"
         pages.ids = found + own
         pages.num_keyed = len(found)
+        if self.parts is not None:
+            request.num_computed = self.parts.start(pages, found) * pool.page_size
         return len(found)
 
-    def hold_written(self, request: Request) -> list[int]:
-        """Holds and returns the fully written pages that `find` returns."""
+    def hold_written(self, request: Request, num_computed: int) -> list[int]:
+        """Holds and returns the fully written pages that `find` returns, for a request with `num_computed` tokens elsewhere."""
         if self.windowed is not None:
             keys = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
-            return self.windowed.hold(keys, len(request.tokens) - 1 if request.num_output else 0)
+            return self.windowed.hold(keys, num_computed)
         found = self.find(request)
         size = self.pool.page_size
         num_written = next((i for i, page in enumerate(found) if self.pool.written(page) < size), len(found))
+        if self.parts is not None:
+            num_written = self.parts.num_readable(found[:num_written], num_computed)
         self.pool.share(found[:num_written])
         return found[:num_written]
 
     def adopt(self, request: Request, pages: list[int], num_held: int, num_computed: int) -> None:
-        """Assigns pages with `num_computed` tokens, of which the first `num_held` were cached: hits of a new prompt."""
+        """Assigns pages with `num_computed` tokens, of which the first `num_held` were cached: hits of a new prompt.
+
+        If pages have parts, the request holds those of its window already.
+        """
         request.pages.ids, request.pages.num_keyed = pages, num_held
         request.num_computed = num_computed
         if self.windowed is not None:
@@ -180,6 +195,10 @@ class PrefixSharing:
         self._publish(request, num_full)
         for page in pages[num_held:num_full]:
             self.pool.mark_written(page, self.pool.page_size)
+        if self.parts is not None:
+            for page in pages[max(num_held, request.pages.part_start) : num_full]:
+                self.parts.mark_written(page, self.pool.page_size)
+            self.parts.drop(request.pages, num_computed)
 
     def skip_computed(self, request: Request, builder: StepBuilder) -> bool:
         """Advances a request over written slots. Returns false if it must wait a step to copy its tail."""
@@ -194,11 +213,15 @@ class PrefixSharing:
             start = position // size * size
             if start // size == len(ids) and not (self.windowed and self.windowed.share_next(request.pages, keys)):
                 break
-            end = start + pool.written(ids[start // size])
+            if self.parts and start // size == request.pages.part_end and not self.parts.share_next(request.pages):
+                break
+            end = start + self.writes.written(ids[start // size])
             if end <= position:
                 break
             position = end
         request.num_computed = position
+        if self.parts is not None and position > before:
+            self.drop_unreadable(request, position)  # else what it skips could hold all parts
         is_ready = True
         if position == num_full * size < last:
             is_ready = self._copy_tail(request, num_full, builder)
@@ -213,7 +236,7 @@ class PrefixSharing:
             self._publish(request, end // size)
         is_decode = chunk.count == 1 and end == request.num_tokens  # a decode shares its page once that is full
         for i in range((chunk.start - len(chunk.misplaced)) // size, end // size if is_decode else -(-end // size)):
-            self._mark_written(request, pages.ids[i], min(size, end - i * size), builder)
+            self.writes.mark_in_step(request, pages.ids[i], min(size, end - i * size), builder)
         if chunk.count > 1:
             self._offer_tail(request)
 
@@ -224,26 +247,34 @@ class PrefixSharing:
         if request.pages.is_chained and num_full > request.pages.num_keyed:
             self._publish(request, num_full)
         for page in request.pages.ids[chunk.start // size : num_full]:
-            self.pool.mark_written(page, size)
+            self.writes.mark(page, size)
 
     def grow(self, request: Request, start: int, count: int) -> int:
         """Returns how many tokens, of `count`, a request may compute from `start` on: less if it has a window and pages lack."""
+        if self.parts is not None:
+            return self.parts.grow(request.pages, start, start + count) - start
         return count if self.windowed is None else self.windowed.grow(request.pages, start, start + count) - start
 
     def drop_unreadable(self, request: Request, position: int) -> None:
         """With a window, drops the pages that no token at `position` or later reads."""
         pages = request.pages
-        if self.windowed is None or pages.is_pinned:
+        if pages.is_pinned:
+            return
+        if self.parts is not None:
+            self.parts.drop(pages, position)
+        if self.windowed is None:
             return
         unreadable = self.windowed.unreadable(pages, position)
         if unreadable:
             self._publish(request, unreadable.stop)
-            self._forget_tails(pages.ids[unreadable.start : unreadable.stop])
+            self._tails.forget(pages.ids[unreadable.start : unreadable.stop])
             self.windowed.drop(pages, unreadable)
 
     def lacks_pages(self, request: Request) -> bool:
         """Returns whether a request needs dropped pages, because a plan was taken back that was to write what it had skipped."""
         pages = request.pages
+        if self.parts is not None:
+            return self.parts.lacks(pages, request.num_computed)
         return self.windowed is not None and pages.num_dropped > self.windowed.window.first_page(request.num_computed)
 
     def can_extend(self, chunk: ScheduledChunk) -> bool:
@@ -251,10 +282,12 @@ class PrefixSharing:
         size = self.pool.page_size
         if not self.grow(chunk.request, chunk.end, 1):
             return False
-        return self.pool.written(chunk.request.pages.ids[chunk.end // size]) <= chunk.end % size
+        return self.writes.written(chunk.request.pages.ids[chunk.end // size]) <= chunk.end % size
 
-    def add_host_copies(self, builder: StepBuilder) -> None:
-        """Adds the pending copies between device and host memory to the step."""
+    def add_pending(self, builder: StepBuilder) -> None:
+        """Adds the pending copies between device and host memory to the step, and the parts that pages got."""
+        if self.parts is not None:
+            builder.parts = self.parts.take_unsent()
         used = (page for chunk in builder.chunks for page in chunk.request.pages.ids)
         copied = (page for copy in builder.copies for page in copy)
         builder.awaits_host_copies = self.pool.host.is_copying(chain(used, copied))
@@ -264,8 +297,10 @@ class PrefixSharing:
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""
         pages, held = request.pages, request.pages.held
-        self._forget_tails(held)
+        self._tails.forget(held)
         self.miss_ratio.use(pages.keys.keys[: request.num_computed // self.pool.page_size])
+        if self.parts is not None:
+            self.parts.release(pages)
         self.pool.release(held)
         pages.ids, pages.misplaced = [], []
         pages.num_dropped = pages.num_keyed = pages.num_sent = pages.found_tokens = 0
@@ -273,25 +308,6 @@ class PrefixSharing:
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_computed = 0
         request.speculation.num_drafted_pages = 0
-
-    def take_back(self, request: Request, builder: StepBuilder) -> None:
-        """Lets a request compute what it would have found in pages that this step does not write after all."""
-        for i, page in enumerate(request.pages.ids):
-            write = builder.written_pages.get(page)
-            if write is not None and write.order != request.params.order:
-                request.num_computed = min(request.num_computed, i * self.pool.page_size + write.slots)
-
-    def _forget_tails(self, pages: list[int]) -> None:
-        for page in pages if self._tail_of else ():
-            tail = self._tail_of.pop(page, None)
-            if tail is not None:
-                self._tails[tail].remove(page)
-                if not self._tails[tail]:
-                    del self._tails[tail]
-
-    def _mark_written(self, request: Request, page: int, slots: int, builder: StepBuilder) -> None:
-        builder.written_pages.setdefault(page, FirstWrite(self.pool.written(page), request.params.order))
-        self.pool.mark_written(page, slots)
 
     def _can_share(self, request: Request) -> bool:
         params = request.params
@@ -316,20 +332,18 @@ class PrefixSharing:
         if not self.grow(request, request.num_computed, 1):
             return True
         tail, own = self._tail(request), request.pages.ids[num_full]
-        pages = self._tails.get(tail, [])
+        pages = self._tails.find(tail)
         if own in pages:
             return True
         if pages and pages[0] in builder.written_pages:
             return False
-        if pages and self.pool.written(pages[0]) >= len(tail[1]):
-            self._copy(pages[0], own, len(tail[1]), builder)
+        if pages and self.writes.written(pages[0]) >= len(tail[1]):
+            self.writes.copy(pages[0], own, len(tail[1]), builder)
             request.num_computed += len(tail[1])
-            self._mark_written(request, own, len(tail[1]), builder)
-            self._add_tail(own, tail)
+            self.writes.mark_in_step(request, own, len(tail[1]), builder)
+            self._tails.add(own, tail)
             return True
-        for page in pages:
-            del self._tail_of[page]
-        self._tails.pop(tail, None)
+        self._tails.remove(tail)
         self._offer_tail(request)
         return True
 
@@ -338,13 +352,8 @@ class PrefixSharing:
         num_full = self._num_full(request)
         if self._is_on and num_full * self.pool.page_size < len(request.tokens) - 1 and num_full < len(request.pages.ids):
             tail, own = self._tail(request), request.pages.ids[num_full]
-            if tail not in self._tails:
-                self._add_tail(own, tail)
-
-    def _add_tail(self, page: int, tail: Tail) -> None:
-        if page not in self._tail_of:
-            self._tails.setdefault(tail, []).append(page)
-            self._tail_of[page] = tail
+            if not self._tails.find(tail):
+                self._tails.add(own, tail)
 
     def _copy_partial(self, request: Request, index: int, builder: StepBuilder) -> None:
         """Copies the equal start of a cached page into page `index`."""
@@ -355,14 +364,10 @@ class PrefixSharing:
         found = self.pool.match_partial(before, request.tokens[start : start + self.pool.page_size])
         if found is None or found[0] in builder.written_pages or found[0] == ids[index]:
             return
-        same = min(found[1], request.num_uncomputed - 1)
-        if same:
-            self._copy(found[0], ids[index], same, builder)
+        same = min(found[1], self.writes.written(found[0]), request.num_uncomputed - 1)
+        if same and self.grow(request, start, 1):
+            self.writes.copy(found[0], ids[index], same, builder)
             request.num_computed += same
-
-    def _copy(self, source: int, target: int, count: int, builder: StepBuilder) -> None:
-        builder.copies.append((source, target))
-        self.pool.record_copy(source, target, count, is_drafted=source not in builder.drafted_pages)
 
     def _publish(self, request: Request, num_full: int) -> None:
         """Publishes the first `num_full` pages, up to a key of another page: with later ones the pool might not hold a request

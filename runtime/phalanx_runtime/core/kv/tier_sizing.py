@@ -3,8 +3,8 @@
     value of a size = hit rate with it - min_gain * size / limit
 
 The whole limit must raise the hit rate by `min_gain`, and each part of it by as much of that. Sizes from the floor to the limit
-are compared, not only neighbours: the hit rate may rise at once when a working set fits. The tier moves to the best one if the
-move gains clearly, so that it stays where the curve is flat or noisy.
+are compared, not only neighbours: the hit rate may rise at once when a working set fits. The tier moves to the best of those that
+gain clearly for their distance, so that it stays where the curve is flat or noisy.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,9 +70,10 @@ def choose_size(hit_rates: Callable[[Sequence[float]], list[float]], present: in
     rates = hit_rates(sizes)
     price = rules.min_gain / rules.limit
     values = [rate - price * size for rate, size in zip(rates, sizes, strict=True)]
-    best = max(range(len(sizes)), key=lambda i: (values[i], -sizes[i]))
-    size, change = sizes[best], abs(sizes[best] - present)
-    if change < max(1, MIN_CHANGE * present) or values[best] - values[0] < HYSTERESIS * price * change:
+    clear = [i for i in range(len(sizes)) if values[i] - values[0] >= HYSTERESIS * price * abs(sizes[i] - present)]
+    best = max(clear, key=lambda i: (values[i], -sizes[i]))
+    size = sizes[best]
+    if abs(size - present) < max(1, MIN_CHANGE * present):
         return None
     gain = rates[best] - rates[0]
     return Resize(size, f"{size:,} pages instead of {present:,} change the hit rate from {rates[0]:.3f} by {gain:+.3f}")

@@ -21,7 +21,9 @@ class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw
     pages: list[int]
     step: int
     window: int = 0
-    """If set, pages before the window of the tokens at the source need not arrive."""
+    """If set, pages (with `parts`: only parts) before the window of the tokens at the source need not arrive."""
+    parts: list[int] = []
+    """By page, if pages have parts; `NO_PART`: not read at the target."""
 
 
 class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
@@ -30,20 +32,30 @@ class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     move: str
 
 
-class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):
-    """Send positions from `first` on."""
+class PageCopy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What each rank sends in one round, positions from `first` on."""
 
-    move: str
-    address: PageAddress
-    key: bytes
     first: int
     pages: list[int]
     step: int
     num_computed: int | None = None
-    """Set in the last order of a move: the tokens at the target."""
-    bytes_per_s: float | None = None
+    """Set in the last round of a move: the tokens at the target."""
     num_drafted: int = 0
-    """Leading tokens with the draft model's KV."""
+    """Leading tokens with the draft model's KV in all sent pages."""
+    parts: list[int] = []
+    """By page, if pages have parts; `NO_PART`: not sent."""
+    slots: list[int] = []
+    """By page, if host memory has some; `NO_SLOT`: the page is on the device."""
+
+
+class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):
+    """Send a round of pages."""
+
+    move: str
+    address: PageAddress
+    key: bytes
+    copy: PageCopy
+    bytes_per_s: float | None = None
 
 
 class StopPages(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -202,13 +202,11 @@ class Composer:
 
         A victim in flight is preempted after its plan: `_awaits_victim` keeps it and later requests out of this step.
         """
-        pool = self._sharing.pool
-        if request.num_computed < len(request.pages.ids) * pool.page_size:
+        pool, pages = self._sharing.pool, request.pages
+        if pool.has_slot(pages, request.num_computed):
             return True
         while True:
-            page = pool.allocate(1)
-            if page is not None:
-                request.pages.ids += page
+            if pool.add_slot(pages, request.num_computed):
                 return True
             others_compute = any(other.in_flight for other in self._running.requests if other is not request)
             if may_wait and others_compute and self._running.last_idle in (request, None):
@@ -277,6 +275,9 @@ class Composer:
             return len(deferred) <= num_free_rows
         num_new, num_unheld = sharing.needs(request, found)
         if not can_start(num_new, pool.free_pages - num_unheld, num_free_rows, len(self._running.requests)):
+            return False
+        num_pages, num_running = pool.pages_for(len(request.tokens)), len(self._running.requests)
+        if pool.parts is not None and not pool.parts.can_start(found, num_pages, num_running):
             return False
         self._queue.pop(request)
         self._running.add(request)

@@ -9,10 +9,12 @@ from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.kv.windowed_pages import WindowedPages
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.scheduling.policies import Deadline, Fair, Fcfs, Policy, Priority
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import NO_SPECULATION, Fitting, SpeculationConfig, accept_all
 from phalanx_runtime.core.step_plan import PoolShape
+from phalanx_runtime.core.window_parts import WindowParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,14 @@ def make_scheduler(
 ) -> Scheduler:
     """Returns a scheduler over an empty pool."""
     rules = SizingRules(floor=pool.host_floor, limit=pool.num_host_pages, min_gain=config.host_min_gain)
-    pages = PagePool(pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk)
-    windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if pool.window else None
+    parts = None
+    if pool.num_parts:
+        parts = WindowParts(pool.num_parts, pool.num_pages, PageWindow(pool.window, pool.page_size))
+    pages = PagePool(
+        pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk, parts=parts
+    )
+    has_window = pool.window > 0 and parts is None
+    windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None
     return Scheduler(
         limits.within(pool),
         PrefixSharing(pages, config.model, config.prefix_caching, windowed),

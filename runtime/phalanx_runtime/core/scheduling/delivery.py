@@ -156,13 +156,12 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
     for i, _ in builder.draws:
         builder.chunks[i].request.num_pending -= 1
     for request in running:
-        sharing.take_back(request, builder)
+        sharing.writes.take_back(request, builder)
         if builder.drafted_pages:
             request.speculation.num_drafted_pages = 0  # counted again
     for page in builder.drafted_pages:
         sharing.pool.unmark_drafted(page)
-    for page, write in builder.written_pages.items():
-        sharing.pool.unmark_written(page, write.slots)
+    sharing.writes.unmark(builder)
 
 
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:
@@ -170,6 +169,5 @@ def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:
     request.in_flight -= 1
     request.num_computed = chunk.start
     if chunk.draft.depth and len(pages.ids) > chunk.num_own_pages:
-        sharing.pool.release(pages.ids[chunk.num_own_pages :])
-        del pages.ids[chunk.num_own_pages :]
+        sharing.pool.truncate(pages, chunk.num_own_pages)
     pages.num_sent, pages.must_truncate = 0, False

@@ -8,6 +8,7 @@ from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.windowed_pages import WindowedPages
 from phalanx_runtime.core.page_window import NULL_PAGE
 
+NO_SLOT = -1
 MIN_FREE_SHARE = 1 / 16
 """Share of the pages that stays free: a hold must not cause a preemption."""
 
@@ -20,44 +21,115 @@ class NotHeld:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """Held pages of a prefix, by position."""
+
+    pages: list[int]
+    """`NULL_PAGE` where no layer reads the page, because of a window, or where it is in host memory."""
+    slots: list[int]
+    """In host memory, or `NO_SLOT`."""
+
+    @property
+    def first_readable(self) -> int:
+        """The first position with a page or slot."""
+        places = enumerate(zip(self.pages, self.slots, strict=True))
+        return next((i for i, (page, slot) in places if page != NULL_PAGE or slot != NO_SLOT), len(self.pages))
+
+    @property
+    def on_device(self) -> list[int]:
+        """The pages of the pool."""
+        return [page for page in self.pages if page != NULL_PAGE]
+
+    @property
+    def in_host(self) -> list[int]:
+        """The slots of host memory."""
+        return [slot for slot in self.slots if slot != NO_SLOT]
+
+
 class PrefixHolds:
-    """Held pages of one pool, by move."""
+    """Held pages of one pool and its host memory, by move."""
 
     def __init__(self, pool: PagePool, windowed: WindowedPages | None = None) -> None:
         self._pool = pool
         self._windowed = windowed
-        self._held: dict[str, list[int]] = {}
+        self._held: dict[str, HeldPrefix] = {}
+        self._with_parts: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def held(self) -> Iterator[list[int]]:
-        """Yields the pages of each."""
-        return iter(self._held.values())
+        """Yields the pages of the pool that each holds."""
+        return (held.on_device for held in self._held.values())
 
-    def hold(self, move: str, keys: Sequence[bytes], num_known: int) -> list[int] | NotHeld:
-        """Holds and returns the fully written pages of the longest cached prefix of `keys`; with a window, leading ones may be
-        `NULL_PAGE`.
+    def with_parts(self) -> Iterator[list[int]]:
+        """Yields the pages of each whose parts are held, if pages have parts."""
+        return iter(self._with_parts.values())
 
+    def hold(self, move: str, keys: Sequence[bytes], num_known: int) -> HeldPrefix | NotHeld:
+        """Holds and returns the fully written pages of the longest cached prefix of `keys`, on the device and in host memory.
+
+        If pages have parts, those of the last pages' window are held too: the prefix ends where a request could start.
         Refuses unless more than the first `num_known`, which the target has, are cached, and if too few pages would stay free.
         """
-        pool = self._pool
+        pool, parts = self._pool, self._pool.parts
         if move in self._held:
             return NotHeld("unknown", f"the pages of move {move} are held already")
-        if self._windowed is None:
-            found = pool.match(keys)
-            pages = found[: next((i for i, page in enumerate(found) if pool.written(page) < pool.page_size), len(found))]
-        else:
-            pages = self._windowed.find(keys, only_written=True)
-        held, num_written = pages[pages.count(NULL_PAGE) :], len(pages)
-        if num_written <= num_known:
-            return NotHeld("evicted", f"{num_written} of {len(keys)} pages are cached, the target has {num_known}")
-        if pool.free_pages - pool.num_unheld(held) < MIN_FREE_SHARE * pool.num_pages:
+        found = self._find(keys)
+        num_cached = len(found.pages)
+        if num_cached <= num_known:
+            pool.host.unpin(found.in_host)
+            return NotHeld("evicted", f"{num_cached} of {len(keys)} pages are cached, the target has {num_known}")
+        if pool.free_pages - pool.num_unheld(found.on_device) < MIN_FREE_SHARE * pool.num_pages:
+            pool.host.unpin(found.in_host)
             return NotHeld("no_room", "too few pages would stay free here")
-        pool.share(held)
-        self._held[move] = held
-        return pages
+        if parts is not None:
+            in_window = found.pages[parts.window.first_page(num_cached * pool.page_size) :]
+            if not parts.hold(in_window, int(MIN_FREE_SHARE * parts.num_parts)):
+                return NotHeld("no_room", "too few parts of pages would stay free here")
+            self._with_parts[move] = in_window
+        pool.share(found.on_device)
+        pool.host.counters.sent += sum(slot != NO_SLOT for slot in found.slots[num_known:])
+        self._held[move] = found
+        return found
 
     def release(self, move: str) -> None:
         """Releases the pages of a move, if held. No rank may still read them."""
-        self._pool.release(self._held.pop(move, []))
+        held = self._held.pop(move, None)
+        if held is None:
+            return
+        if self._pool.parts is not None:
+            self._pool.parts.unhold(self._with_parts.pop(move))
+        self._pool.host.unpin(held.in_host)
+        self._pool.release(held.on_device)
+
+    def _find(self, keys: Sequence[bytes]) -> HeldPrefix:
+        """Returns the longest prefix; its slots are pinned, its pages not held yet."""
+        pool = self._pool
+        if self._windowed is None:
+            pages = self._written(pool.match(keys))
+            if pool.parts is not None:
+                pages = pages[: pool.parts.num_hit(pages)]
+            slots = pool.host.pin(keys[len(pages) :]) if pool.parts is None else []
+            return HeldPrefix(pages + [NULL_PAGE] * len(slots), [NO_SLOT] * len(pages) + slots)
+        return self._find_window(keys, self._windowed)
+
+    def _find_window(self, keys: Sequence[bytes], windowed: WindowedPages) -> HeldPrefix:
+        """Returns a prefix whose window is on the device and in host memory, or on the device if slots cannot be pinned."""
+        pool, end = self._pool, windowed.num_in_memory(keys)
+        first = windowed.window.first_page(end * pool.page_size)
+        pages, slots = [NULL_PAGE] * end, [NO_SLOT] * end
+        for i, key in enumerate(keys[first:end], first):
+            on_device = self._written(pool.match([key]))
+            pinned = [] if on_device else pool.host.pin([key])
+            if not on_device and not pinned:
+                pool.host.unpin(slot for slot in slots if slot != NO_SLOT)
+                pages = windowed.find(keys, only_written=True)
+                return HeldPrefix(pages, [NO_SLOT] * len(pages))
+            pages[i], slots[i] = (on_device[0], NO_SLOT) if on_device else (NULL_PAGE, pinned[0])
+        return HeldPrefix(pages, slots)
+
+    def _written(self, found: list[int]) -> list[int]:
+        pool = self._pool
+        return found[: next((i for i, page in enumerate(found) if pool.written(page) < pool.page_size), len(found))]

@@ -47,18 +47,19 @@ class LoadReporter:
         """Speedup of decodes by speculation."""
         return self._pace.speedup
 
-    def record_step(self, builder: StepBuilder, model: StepModel | None, wall_s: float) -> None:
-        """Records a finished step."""
+    def record_step(self, builder: StepBuilder, model: StepModel | None, wall_s: float, computing_s: float) -> None:
+        """Records a finished step. computing_s: its time without waits for copies."""
         self._step_s.add(wall_s)
-        self._pace.record_step(builder, model, wall_s)
+        self._pace.record_step(builder, model, computing_s)
         self._longest_step_s = max(self._longest_step_s, wall_s)
         self._prompt_tokens.add(builder.work.prefill_tokens)
         before, self._allocated_pages = self._allocated_pages, self._sharing.allocated_pages
         self._new_pages.add(self._allocated_pages - before)
 
     def is_preemption_near(self) -> bool:
-        """Returns whether fewer pages are free than requests run."""
-        return self._sharing.pool.free_pages < len(self._running.requests)
+        """Returns whether fewer pages, or parts, are free than requests run."""
+        parts, num_running = self._sharing.parts, len(self._running.requests)
+        return self._sharing.pool.free_pages < num_running or (parts is not None and parts.free_parts < num_running)
 
     def pressure(self, pages_per_s: float) -> Pressure | None:
         """Returns the state of a pool that is half full and expected to be exhausted. `pages_per_s`: KV transfer rate."""
@@ -164,14 +165,13 @@ class LoadReporter:
             if num_looked_up >= LOOKUP_PAGES:
                 return
             found = self._sharing.find(request)
-            waiting.update(
-                request, request.num_uncomputed - len(found) * pool.page_size, sum(self._sharing.needs(request, found))
-            )
+            num_hit = self._sharing.num_hit(found)
+            waiting.update(request, request.num_uncomputed - num_hit * pool.page_size, sum(self._sharing.needs(request, found)))
             num_looked_up += pool.pages_for(len(request.tokens))
 
 
 def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
-    pool, host, disk, windowed = sharing.pool, sharing.pool.host, sharing.disk, sharing.windowed
+    pool, host, disk, windowed, parts = sharing.pool, sharing.pool.host, sharing.disk, sharing.windowed, sharing.parts
     return msgspec.structs.replace(
         load,
         cached_pages=pool.cached_pages,
@@ -184,6 +184,7 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         host_evicted_pages=host.counters.evicted,
         host_declined_pages=host.counters.declined,
         host_load_page_s=host.page_s or 0.0,
+        host_wait_s=host.counters.waited_s,
         disk_cached_pages=len(disk.keys),
         disk_fetched_pages=disk.counters.fetched,
         disk_failed_pages=disk.counters.failed,
@@ -196,7 +197,11 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         disk_reclaimed_bytes=disk.counters.reclaimed_bytes,
         cache_use=_cache_use(load, sharing),
         max_request_pages=0 if windowed is None else windowed.max_pages,
-        dropped_pages=0 if windowed is None else windowed.num_dropped,
+        dropped_pages=sum(group.num_dropped for group in (windowed, parts) if group is not None),
+        total_parts=0 if parts is None else parts.num_parts,
+        free_parts=0 if parts is None else parts.free_parts,
+        parts_evicted=0 if parts is None else parts.num_evicted,
+        host_sent_pages=host.counters.sent,
     )
 
 

@@ -27,6 +27,13 @@ class Reservation:
     """Tokens that the source had computed: with a window it sent no page that these do not read."""
     num_drafted: int = 0
     """Leading tokens that arrived with the draft model's KV."""
+    part_start: int = 0
+    """Index of the first page whose part is held, if pages have parts."""
+
+    @property
+    def with_parts(self) -> list[int]:
+        """The pages whose parts are held, if pages have parts."""
+        return self.pages[self.part_start :]
 
 
 class Reservations:
@@ -54,8 +61,15 @@ class Reservations:
         """Yields row and pages of each."""
         return ((reservation.row, _live(reservation.pages)) for reservation in self._open.values())
 
-    def reserve(self, move: str, submitted: wire.Request, num_tokens: int) -> Reservation | Refusal:
-        """Holds the cached prefix and allocates pages for the rest of `num_tokens`."""
+    def with_parts(self) -> Iterator[list[int]]:
+        """Yields the pages of each whose parts it holds, if pages have parts."""
+        return (reservation.with_parts for reservation in self._open.values())
+
+    def reserve(self, move: str, submitted: wire.Request, num_tokens: int, num_computed: int = 0) -> Reservation | Refusal:
+        """Holds the cached prefix and allocates pages for the rest of `num_tokens`.
+
+        `num_computed`: tokens that the source has at least, besides those that it delivered; a window reaches back from there.
+        """
         if move in self._open:
             return Refusal(409, "unknown", f"move {move} is prepared already")
         refusal = check_length(len(submitted.prompt), self._limits)
@@ -67,13 +81,20 @@ class Reservations:
             return Refusal(409, "incompatible", "prompt logprobs are not complete yet; only the source can compute the others")
         keys = self._sharing.make_keys(submitted)
         request = make_request(0, 0, submitted, self._limits.max_model_len, keys=keys)
-        held = self._sharing.hold_written(request)
+        num_computed = min(max(num_computed, len(request.tokens) - 1 if request.num_output else 0), len(request.tokens) - 1)
+        held = self._sharing.hold_written(request, num_computed)
         pages = self._allocate(num_tokens, len(held))
-        if pages is None:
-            self._sharing.pool.release(_live(held))
+        part_start = None if pages is None else self._hold_parts(held + pages, num_computed)
+        if pages is None or part_start is None:
+            self._sharing.pool.release(_live(held) + (pages or []))
             return Refusal(503, "no_room", "no row or too few pages are free; choose another group")
         reservation = Reservation(
-            move=move, tokens=request.tokens, pages=held + pages, num_held=len(held), row=self._running.reserve()
+            move=move,
+            tokens=request.tokens,
+            pages=held + pages,
+            num_held=len(held),
+            row=self._running.reserve(),
+            part_start=part_start,
         )
         self._open[move] = reservation
         return reservation
@@ -101,6 +122,9 @@ class Reservations:
         if new is None:
             return False
         del self._open[move]
+        if self._sharing.parts is not None:
+            self._sharing.parts.unhold(reservation.pages[max(num_pages, reservation.part_start) :])
+            request.pages.part_start, request.pages.part_end = reservation.part_start, min(num_pages, len(reservation.pages))
         pool.release(reservation.pages[num_pages:])
         self._running.add(request, reservation.row)
         request.delivery.num_prompt_details = request.params.num_prompt - 1 if request.num_output else 0
@@ -117,6 +141,8 @@ class Reservations:
         reservation = self._open.pop(move, None)
         if reservation is not None:
             self._running.unreserve(reservation.row)
+            if self._sharing.parts is not None:
+                self._sharing.parts.unhold(reservation.with_parts)
             self._sharing.pool.release(_live(reservation.pages))
 
     def _allocate(self, num_tokens: int, num_held: int) -> list[int] | None:
@@ -126,15 +152,24 @@ class Reservations:
             return None
         return pool.allocate(num_new, by_step=False)
 
+    def _hold_parts(self, pages: list[int], num_computed: int) -> int | None:
+        """Holds the parts that a request with `num_computed` tokens reads or writes. Returns the first position, if they fit."""
+        parts = self._sharing.parts
+        if parts is None:
+            return 0
+        first = min(parts.window.first_page(num_computed), len(pages))
+        return first if parts.hold(pages[first:], len(self._running.requests)) else None
+
     def _matches(self, reservation: Reservation, request: Request) -> bool:
         """Returns whether the arrived pages have the request's tokens, except at least one."""
         size, num_arrived, tokens = self._sharing.pool.page_size, reservation.num_arrived, reservation.tokens
         if num_arrived is None or not reservation.num_held * size <= num_arrived < len(request.tokens):
             return False
-        if self._sharing.windowed is not None:
-            window = self._sharing.windowed.window
-            num_missing = max(window.first_page(reservation.num_sent), reservation.pages.count(NULL_PAGE))
-            if window.first_page(num_arrived) < num_missing:
+        windows = self._sharing.windowed or self._sharing.parts
+        if windows is not None:
+            first_page = windows.window.first_page
+            num_missing = max(first_page(reservation.num_sent), reservation.pages.count(NULL_PAGE), reservation.part_start)
+            if first_page(num_arrived) < num_missing:
                 return False
         return num_arrived <= len(reservation.pages) * size and request.tokens[: len(tokens)] == tokens
 

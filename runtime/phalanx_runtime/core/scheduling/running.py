@@ -82,11 +82,21 @@ class RunningSet:
                 self._release(request)
             self._max_requests = min(self._num_rows, self._max_requests + len(leaving))
 
-    def check(self, reserved: Iterable[tuple[int, list[int]]] = (), sent: Iterable[list[int]] = ()) -> list[str]:
-        """Returns errors of pages and rows, given the reserved ones and the pages `sent` to other groups."""
+    def check(
+        self,
+        reserved: Iterable[tuple[int, list[int]]] = (),
+        sent: Iterable[list[int]] = (),
+        with_parts: Iterable[list[int]] = (),
+    ) -> list[str]:
+        """Returns errors of pages and rows, given the reserved ones and the pages `sent` to other groups.
+
+        `with_parts`: pages, of reserved and sent ones, whose parts are held.
+        """
         reservations = list(reserved)
         held_pages = [request.pages.held for request in self.requests] + [pages for _, pages in reservations]
         errors = self._sharing.pool.check([*held_pages, *sent])
+        if self._sharing.parts is not None:
+            errors += self._sharing.parts.check([*with_parts, *(request.pages.with_parts for request in self.requests)])
         held = [row for row, _ in reservations] + [request.row for request in self.requests if request.row is not None]
         rows = sorted(self._free_rows + held)
         if rows != list(range(self._num_rows)):

@@ -8,6 +8,7 @@ requests, unless scheduling is asynchronous: then a plan continues the requests 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
@@ -35,6 +36,7 @@ from phalanx_runtime.core.speculation.draft_backfill import num_drafted
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.step_time import computing_s
 
 MAX_AHEAD = 16
 """One page in this many may be free for the next step although it could hold a cached page."""
@@ -76,7 +78,9 @@ class Scheduler:
     ) -> None:
         self.sharing = sharing
         self.pool = sharing.pool
-        shape = PoolShape(self.pool.num_pages, self.pool.page_size, self.pool.host.rules.limit, window=self.window)
+        parts, num_host_pages = self.pool.parts, self.pool.host.rules.limit
+        window, num_parts = (self.window, 0) if parts is None else (parts.window.tokens, parts.num_parts)
+        shape = PoolShape(self.pool.num_pages, self.pool.page_size, num_host_pages, window=window, num_parts=num_parts)
         self.limits = limits.within(shape)
         self.fit = StepFit()
         self._policy = policy
@@ -101,7 +105,7 @@ class Scheduler:
 
     @property
     def window(self) -> int:
-        """Tokens whose pages a request keeps; 0: all."""
+        """Tokens whose pages a request keeps; 0: all, or all of layers with full attention."""
         return 0 if self.sharing.windowed is None else self.sharing.windowed.window.tokens
 
     @property
@@ -240,7 +244,7 @@ class Scheduler:
         self._step += 1
         self._flights.append(builder)
         self.pool.evict_ahead(self._num_ahead)
-        self.sharing.add_host_copies(builder)
+        self.sharing.add_pending(builder)
         plan = builder.finish()
         for chunk in builder.chunks:
             request = chunk.request
@@ -288,12 +292,14 @@ class Scheduler:
             request = chunk.request
             request.max_computed = max(request.max_computed, request.num_computed)
             self.speculator.settle(chunk)
-            if self.sharing.windowed is not None and not request.has_ended:
+            if self.sharing.has_window and not request.has_ended:
                 self.sharing.drop_unreadable(request, chunk.end if request.in_flight else request.num_in_place)
         self._running.drop_ended()
-        self.speculator.learn(builder, self.fit.model(), wall_s, result.draft_s, result.draft_failure)
-        if wall_s is not None:
-            self._learn(builder, wall_s, result.draft_s)
+        self.pool.host.counters.waited_s += result.copy_wait_s
+        fitted_s = None if wall_s is None else computing_s(wall_s, result.copy_wait_s, result.busy_s)
+        self.speculator.learn(builder, self.fit.model(), fitted_s, result.draft_s, result.draft_failure)
+        if wall_s is not None and fitted_s is not None:
+            self._learn(builder, wall_s, fitted_s, result.draft_s)
         return frame
 
     def started_handles(self) -> list[int]:
@@ -301,6 +307,10 @@ class Scheduler:
         builder = self._flights[-1]
         rows = {new.row for new in builder.admitted}
         return [chunk.request.params.handle for chunk in builder.chunks if chunk.request.row in rows]
+
+    def oldest_chunks(self) -> list[tuple[int, int]]:
+        """Returns handle and tokens of each request in the oldest plan in flight."""
+        return [(chunk.request.params.handle, chunk.count) for chunk in self._flights[0].chunks]
 
     def expected_s(self) -> float | None:
         """Returns the predicted time of the latest plan, once the cost model is fitted."""
@@ -333,16 +343,17 @@ class Scheduler:
 
     def check(self) -> list[str]:
         """Returns errors of pages and rows."""
-        return self._running.check(self.reservations.held(), self.prefix_holds.held())
+        with_parts = chain(self.reservations.with_parts(), self.prefix_holds.with_parts())
+        return self._running.check(self.reservations.held(), self.prefix_holds.held(), with_parts)
 
     def _enqueue(self, request: Request, now: float) -> None:
         self._policy.arrive(request, self._queue.lanes())
         self._queue.push(request, now)
 
-    def _learn(self, builder: StepBuilder, wall_s: float, draft_s: float) -> None:
-        """Updates cost model (without drafts of decodes), load report and policy."""
-        self.fit.add(builder.work, wall_s - self.speculator.decode_draft_s(builder, draft_s))
+    def _learn(self, builder: StepBuilder, wall_s: float, fitted_s: float, draft_s: float) -> None:
+        """Updates cost model (without drafts of decodes), load report and policy. fitted_s: without waits for copies."""
+        self.fit.add(builder.work, fitted_s - self.speculator.decode_draft_s(builder, draft_s))
         model = self.fit.model()
-        self._reporter.record_step(builder, model, wall_s)
+        self._reporter.record_step(builder, model, wall_s, fitted_s)
         if model is not None:
             self._is_unsorted |= self._policy.learn(model, self._reporter.speedup)

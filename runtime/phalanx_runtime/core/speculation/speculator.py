@@ -23,7 +23,7 @@ from phalanx_runtime.core.draft_tree import (
     sibling_ranks,
 )
 from phalanx_runtime.core.kv.page_pool import PagePool
-from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.request import Request, RequestPages
 from phalanx_runtime.core.speculation.candidates import (
     Candidate,
     CandidateBuilder,
@@ -181,8 +181,7 @@ class Speculator:
         end = max([request.num_computed, *(slot + 1 for slot in pages.misplaced)])
         num_kept = max(chunk.num_own_pages, self._pool.pages_for(end))
         if len(pages.ids) > num_kept:
-            self._pool.release(pages.ids[num_kept:])
-            del pages.ids[num_kept:]
+            self._pool.truncate(pages, num_kept)
             if pages.num_sent > num_kept:
                 pages.num_sent, pages.must_truncate = num_kept, True
 
@@ -314,7 +313,7 @@ class Speculator:
         num_new = pool.pages_for(chunk.end + len(nodes)) - len(pages.ids)
         if num_new > 0 and pool.free_pages - num_new >= num_running:
             pages.ids += pool.allocate(num_new) or []
-        depth = min(len(nodes), len(pages.ids) * pool.page_size - chunk.end)
+        depth = min(len(nodes), self._end_of_pages(pages, chunk.end + len(nodes), num_running) - chunk.end)
         if depth < 1:
             return
         self._probing.record_draft()
@@ -333,6 +332,16 @@ class Speculator:
         if draft.is_drafted and needs_backfill(chunk):
             add_backfill(pool, builder, chunk, chunk.start)
             builder.drafted_pages.update(mark_drafted(pool, chunk, chunk.end))
+
+    def _end_of_pages(self, pages: RequestPages, end: int, num_running: int) -> int:
+        """Returns the end of the slots of a request, which gets parts for the tokens before `end` if its pages have parts."""
+        size, parts = self._pool.page_size, self._pool.parts
+        if parts is None:
+            return len(pages.ids) * size
+        num_pages = min(self._pool.pages_for(end), len(pages.ids))
+        if parts.free_parts >= num_pages - pages.part_end + num_running:
+            parts.extend(pages, num_pages)
+        return pages.part_end * size
 
 
 def _limit_backfill(builder: StepBuilder, costs: StepCosts | None) -> None:

@@ -89,14 +89,14 @@ class NativeAttention(PagedAttention):
     `num_decoded`, `num_prefilled`: tokens computed by a kernel, per layer.
     """
 
-    __slots__ = ("_batch", "_is_batch_invariant", "_library", "_runs", "num_decoded", "num_prefilled")
+    __slots__ = ("_is_batch_invariant", "_library", "_runs", "num_decoded", "num_prefilled")
 
     def __init__(self, library: Library, is_batch_invariant: bool = False) -> None:
         super().__init__()
         self._library = library
         self._is_batch_invariant = is_batch_invariant
-        self._batch: StepBatch | None = None
-        self._runs = StepRuns(torch.empty(0), [], 0)
+        self._runs: list[tuple[StepBatch, StepRuns]] = []
+        """Of the latest batches: one, or two if layers with a window use other pages."""
         self.num_decoded = 0
         self.num_prefilled = 0
 
@@ -115,9 +115,8 @@ class NativeAttention(PagedAttention):
         is_supported = params.sinks is None and can_attend(self._library, page, dim, q.dtype)
         if not is_supported or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
-        if self._batch is not batch:  # shared by the layers
-            self._batch, self._runs = batch, make_runs(batch)
-        if params.window is not None and params.window < self._runs.max_tree_size:  # the kernel has no window within a tree
+        step = self._runs_of(batch)
+        if params.window is not None and params.window < step.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
             q, k = self._transform(q, k, cache)
@@ -127,8 +126,8 @@ class NativeAttention(PagedAttention):
             *(
                 q.data_ptr(),
                 _pages(cache),
-                self._runs.runs.data_ptr(),
-                len(self._runs.runs),
+                step.runs.data_ptr(),
+                len(step.runs),
                 out.data_ptr(),
                 _AttendSizes(*(q.shape[1], kv_heads, dim, page, q.stride(0), params.window or 0, self._is_batch_invariant)),
                 dim**-0.5 if params.scale is None else params.scale,
@@ -139,6 +138,15 @@ class NativeAttention(PagedAttention):
         self.num_decoded += decoded
         self.num_prefilled += q.shape[0] - decoded
         return out
+
+    def _runs_of(self, batch: StepBatch) -> StepRuns:
+        """Returns the runs of a step, made once for all its layers."""
+        for known, runs in self._runs:
+            if known is batch:
+                return runs
+        runs = make_runs(batch)
+        self._runs = [*self._runs[-1:], (batch, runs)]
+        return runs
 
     def _transform(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
         if cache.format is None or q.dtype not in _DTYPES:

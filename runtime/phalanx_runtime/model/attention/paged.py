@@ -163,9 +163,19 @@ class StepBatch:
     bands: Sequence[DecodeBand]
     chunks: Sequence[AttentionChunk]
     logits_indices: Tensor
-    """Tokens with logits: sampled ones in plan order, then prompt tokens with logprobs."""
+    """Sampled tokens in plan order, then prompt tokens with logprobs, then `num_pooled` tokens without logits."""
+    num_pooled: int = 0
+    """Tokens whose hidden states become vectors."""
     segments: Callable[[], Segments] = no_segments
     """Made at the first call. GPU kernels use them, other attention uses bands and chunks."""
+    windowed: "StepBatch | None" = None
+    """The same step for layers with a window, if they use parts of pages: other slots, bands, chunks and segments."""
+    await_pages: Callable[[LayerCache], None] | None = None
+    """Returns once the pages of a layer may be used, if copies to or from host memory are in progress."""
+
+    def of(self, window: int | None) -> "StepBatch":
+        """Returns the step for a layer with this window."""
+        return self if window is None or self.windowed is None else self.windowed
 
 
 class Attention(Protocol):

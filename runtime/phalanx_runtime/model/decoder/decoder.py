@@ -60,14 +60,14 @@ class Decoder:
         stage: Stage,
     ) -> None:
         layers = stage.layers(config.num_layers)
-        windows = frozenset(config.windows[layers.start : layers.stop])
+        windows = tuple(config.windows[layers.start : layers.stop])
         self.config = config
         self.shard = shard
         self.kv = KvLayout(shard.kv_heads.size, (config.head_dim,) * layers.size, windows)
         self.layers: list[Layer] = []
         self.num_bytes = 0
         self.vocab_size = config.vocab_size
-        self.width = config.hidden_size
+        self.width = self.embedding_size = config.hidden_size
         self.positions = config.max_position
         self._collective = collective
         self._ropes = ropes
@@ -103,6 +103,10 @@ class Decoder:
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        """See `Model`."""
+        return hidden
+
     def _run_layers(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         h = self._norm(x, layers[0].attention_in) if layers else x
@@ -122,6 +126,9 @@ class Decoder:
         self, layer: Layer, x: Tensor, h: Tensor, *, rotation: Angles | None, cache: LayerCache, batch: StepBatch
     ) -> Tensor:
         """Adds the attention of h to x. Returns the input of the MLP."""
+        if batch.await_pages is not None:
+            batch.await_pages(cache)
+        batch = batch.of(layer.params.window)
         num_heads = self.shard.heads.size + 2 * self.shard.kv_heads.size
         qkv = layer.qkv(h).view(h.shape[0], num_heads, self.config.head_dim)
         heads = self.ops.prepare_heads(qkv, layer.qk_norm, rotation, cache, batch.slots)

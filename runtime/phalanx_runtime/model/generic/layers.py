@@ -32,7 +32,7 @@ def kv_layout(calls: list[AttentionCall]) -> KvLayout:
     for call in calls:
         if kv_heads % call.kv_heads or call.heads % kv_heads:
             raise Unsupported(f"its layers have {call.kv_heads} and {kv_heads} KV heads, of {call.heads} heads")
-    return KvLayout(kv_heads, tuple(call.dim for call in calls), frozenset(call.window for call in calls))
+    return KvLayout(kv_heads, tuple(call.dim for call in calls), tuple(call.window for call in calls))
 
 
 class PagedHandler:
@@ -52,11 +52,13 @@ class PagedHandler:
         """See `CallHandler`."""
         call, cache = self._calls[self._next], self._caches[self._next]
         self._next += 1
+        if self._batch.await_pages is not None:
+            self._batch.await_pages(cache)
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
         params = AttentionParams(call.window, logit_scale(q, options), options.get("softcap"))
-        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch, params=params)
+        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
     def check_complete(self) -> None:

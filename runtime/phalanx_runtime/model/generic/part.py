@@ -51,10 +51,21 @@ class Part:
         """Parameters of other stages."""
         self.other_inputs: list[Tensor] = []
         """Other inputs of the next stage in the last forward pass."""
+        self.states: Tensor | None = None
+        """[tokens, hidden] after the final norm, in the last forward pass with `keeps_states`."""
+        self.keeps_states = False
         self._stage_input: Tensor | None = None
         self._placeholders: list[_Placeholder] = []
         if stage.count > 1:
             self._replace_layers(_layers_of(model))
+        if self.has_states:
+            model.base_model.register_forward_hook(self._keep_states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has a base model, whose output is the input of the head, of the hidden size. Equal on all stages."""
+        base = getattr(self.model, "base_model", self.model)
+        return base is not self.model and getattr(base.config, "word_embed_proj_dim", self.width) == self.width
 
     def forward(
         self,
@@ -83,6 +94,9 @@ class Part:
             options = {name: value for name, value in stage_exit.next_options.items() if name != _NAME}
             self.other_inputs = [leaf for leaf in tree_leaves((stage_exit.next_args[1:], options)) if isinstance(leaf, Tensor)]
         return out[0]
+
+    def _keep_states(self, _: nn.Module, args: object, output: Any) -> None:
+        self.states = output.last_hidden_state[0] if self.keeps_states else None
 
     def return_tuples(self) -> None:
         """Makes placeholders return tuples."""

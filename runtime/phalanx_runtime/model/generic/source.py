@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
@@ -84,24 +85,36 @@ class GenericModel:
         self.num_bytes = num_bytes
         self.vocab_size = int(part.model.config.get_text_config().vocab_size)
         self.width = part.width
+        self.embedding_size = part.width if part.has_states else 0
+        self._pooled = torch.empty(0)
         self._part = part
         self._calls = calls
         self._attention = attention
         self._span: Span = cut_evenly(self.vocab_size, collective.world_size)[collective.rank]
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
-        """See `Model`. The last stage returns logits of the whole vocabulary."""
+        """See `Model`. The last stage returns logits of the whole vocabulary, without rows for pooled tokens."""
         handler = PagedHandler(self._calls, self.kv, self._attention, batch, caches)
+        num_logits = len(batch.logits_indices) - batch.num_pooled
+        indices, pooled = batch.logits_indices[:num_logits], batch.logits_indices[num_logits:]
+        self._part.keeps_states = bool(batch.num_pooled)
         with handle_calls(handler):
-            output = self._part.forward(batch.tokens, batch.positions, stage_input, logits_to_keep=batch.logits_indices)
+            output = self._part.forward(batch.tokens, batch.positions, stage_input, logits_to_keep=indices)
         handler.check_complete()
         if not self._part.stage.is_last:
             return output
-        return output if len(output) == len(batch.logits_indices) else output.index_select(0, batch.logits_indices)
+        if batch.num_pooled:
+            assert self._part.states is not None, "the base model returned its output"
+            self._pooled, self._part.states = self._part.states.index_select(0, pooled), None
+        return output if len(output) == num_logits else output.index_select(0, indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model`. `hidden` has the logits of all ranks."""
         return hidden[:, self._span.start : self._span.stop]
+
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        """See `Model`. They were kept by `hidden`, which returned logits."""
+        return self._pooled
 
 
 def open_generic(folder: Path, raw: Json) -> GenericFolder:

@@ -3,6 +3,8 @@
 A step of size B computes the first B batch rows, in the order of the plan. `BatchBuilder` is the reference; it sorts by length.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -16,8 +18,8 @@ from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 
 @operator(
     "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
-    " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, int page_size,"
-    " int block, int window)"
+    " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, Tensor? part_of,"
+    " int page_size, int block, int window)"
 )
 def _build(
     batch_rows: Tensor,
@@ -29,6 +31,7 @@ def _build(
     slots: Tensor,
     batch_lengths: Tensor,
     batch_tables: Tensor,
+    part_of: Tensor | None,
     page_size: int,
     block: int,
     window: int,
@@ -44,6 +47,7 @@ def _build(
         "slots": slots,
         "batch_lengths": batch_lengths,
         "batch_tables": batch_tables,
+        "part_of": tables if part_of is None else part_of,
         "kv_heads": kv_heads,
         "page_size": page_size,
         "table_pages": tables.shape[1],
@@ -51,11 +55,12 @@ def _build(
         "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
         "BLOCK": block,
         "HAS_WINDOW": window > 0,
+        "HAS_PARTS": part_of is not None,
     }
     launch(build_decode_inputs, (len(tokens),), arguments)
 
 
-def input_variant(kv_heads: int, max_pages: int, has_window: bool = False) -> KernelVariant:
+def input_variant(kv_heads: int, max_pages: int, has_window: bool = False, has_parts: bool = False) -> KernelVariant:
     """Returns the variant of `DecodeInputs` with at most `max_pages` per row."""
     block = table_block(max_pages)
     arguments = {
@@ -66,8 +71,18 @@ def input_variant(kv_heads: int, max_pages: int, has_window: bool = False) -> Ke
         "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
         "BLOCK": block,
         "HAS_WINDOW": has_window,
+        "HAS_PARTS": has_parts,
     }
     return variant_of(build_decode_inputs, arguments)
+
+
+class _BatchTables:
+    """Tensors of the layers that share pages: slots, [rows * kv_heads], lengths, [rows], and page tables, [rows, pages]."""
+
+    def __init__(self, rows: DeviceRows, kv_heads: int) -> None:
+        self.slots = torch.zeros(len(rows.held) * kv_heads, dtype=torch.int64, device=rows.held.device)
+        self.lengths = torch.zeros_like(rows.lengths)
+        self.tables = torch.zeros_like(rows.tables)
 
 
 class DecodeInputs:
@@ -77,51 +92,64 @@ class DecodeInputs:
         """`window`: as in `PoolShape`."""
         max_rows, device = len(rows.held), rows.held.device
         self.rows = rows
+        has_parts = rows.part_of is not None
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """[rows]: the token that each batch row sampled in the latest step; any value for padding rows."""
         self._kv_heads = kv_heads
-        self._window = window
+        self._window = 0 if has_parts else window
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
-        self._slots = torch.zeros(max_rows * kv_heads, dtype=torch.int64, device=device)
         self._indices = torch.arange(max_rows, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros_like(rows.lengths)
-        self._tables = torch.zeros_like(rows.tables)
+        self._tables = _BatchTables(rows, kv_heads)
+        self._part_tables = _BatchTables(rows, kv_heads) if has_parts else None
+        self._part_window = window
         self._batches: dict[int, StepBatch] = {}
 
     def batch(self, size: int) -> StepBatch:
         """Returns the tensors of steps of this size, made at the first call, before a capture. Only `segments`, no bands."""
         if size not in self._batches:
-            segments = Segments(
-                counts=[1] * size,
-                num_decodes=size,
-                starts=self._starts[: size + 1],
-                lengths=self._lengths[:size],
-                tables=self._tables[:size],
-            )
-            segments.blocks(1)  # copied from the host: not within a capture
-            self._batches[size] = StepBatch(
-                tokens=self._tokens[:size],
-                positions=self._positions[:size],
-                slots=self._slots[: size * self._kv_heads],
-                bands=[],
-                chunks=[],
-                logits_indices=self._indices[:size],
-                segments=lambda: segments,
-            )
+            batch = self._batch(size, self._tables)
+            if self._part_tables is not None:
+                batch = replace(batch, windowed=self._batch(size, self._part_tables))
+            self._batches[size] = batch
         return self._batches[size]
+
+    def _batch(self, size: int, tables: _BatchTables) -> StepBatch:
+        segments = Segments(
+            counts=[1] * size,
+            num_decodes=size,
+            starts=self._starts[: size + 1],
+            lengths=tables.lengths[:size],
+            tables=tables.tables[:size],
+        )
+        segments.blocks(1)  # copied from the host: not within a capture
+        return StepBatch(
+            tokens=self._tokens[:size],
+            positions=self._positions[:size],
+            slots=tables.slots[: size * self._kv_heads],
+            bands=[],
+            chunks=[],
+            logits_indices=self._indices[:size],
+            segments=lambda: segments,
+        )
 
     def batch_rows(self, size: int) -> Tensor:
         """Returns the rows of a step of this size, [size] int32, -1 for padding."""
         return self.rows.batch_rows[:size]
 
     def build(self, size: int) -> StepBatch:
-        """Fills the tensors of this size by one launch and returns them."""
-        batch, rows = self.batch(size), self.rows
-        segments = batch.segments()
+        """Fills the tensors of this size, by a launch and one more for parts, and returns them."""
+        batch = self.batch(size)
+        self._fill(batch, self._window, None)
+        if batch.windowed is not None:
+            self._fill(batch.windowed, self._part_window, self.rows.part_of)
+        return batch
+
+    def _fill(self, batch: StepBatch, window: int, part_of: Tensor | None) -> None:
+        rows, segments = self.rows, batch.segments()
         _build(
-            self.batch_rows(size),
+            self.batch_rows(len(batch.tokens)),
             rows.tables,
             rows.lengths,
             rows.last_tokens,
@@ -130,11 +158,11 @@ class DecodeInputs:
             slots=batch.slots,
             batch_lengths=segments.lengths,
             batch_tables=segments.tables,
+            part_of=part_of,
             page_size=rows.page_size,
             block=rows.block,
-            window=self._window,
+            window=window,
         )
-        return batch
 
     def batch_indices(self, size: int) -> Tensor:
         """Returns the output indices that a step of this size samples, [size] int32; any value for padding."""

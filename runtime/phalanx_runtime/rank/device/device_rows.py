@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
+from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
@@ -147,7 +148,10 @@ def row_variants(max_pages: int) -> list[KernelVariant]:
 class DeviceRows:
     """Rows of one device. Methods queue work on the current stream and wait for no result."""
 
-    def __init__(self, max_rows: int, max_model_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, page_size: int, device: torch.device, num_pages_with_parts: int = 0
+    ) -> None:
+        """`num_pages_with_parts`: pages of the pool, if they have parts."""
         max_pages = -(-max_model_len // page_size)
         self.page_size = page_size
         self.block = table_block(max_pages)
@@ -168,6 +172,8 @@ class DeviceRows:
         """[rows]: rows of the latest plan in its order, then -1."""
         self.batch_indices = zeros(max_rows)
         """[rows]: the output index that each of them samples."""
+        self.part_of = zeros(num_pages_with_parts) if num_pages_with_parts else None
+        """[pages], if pages have parts; any for pages without one."""
         self._max_length = max_pages * page_size
         self._staging = _Staging(device)
 
@@ -176,6 +182,10 @@ class DeviceRows:
         words = pack_update(plan)
         self._check(words)
         self.apply(self._staging.send(words))
+        if self.part_of is not None and plan.parts:
+            latest = dict(plan.parts)  # a page may get several, after others took them
+            pages, parts = np.fromiter(latest.keys(), np.int64), np.fromiter(latest.values(), np.int32)
+            self.part_of.index_copy_(0, *upload((pages, parts), self.part_of.device))
 
     def apply(self, update: Tensor) -> None:
         """Applies a packed update that is on the device."""

@@ -39,7 +39,8 @@ def open_device_step(
     Padding rows write no page: the model's kernels skip negative slots.
     """
     device = caches[0].k.device
-    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, pool.page_size, device)
+    num_pages = pool.num_pages if pool.num_parts else 0
+    rows = DeviceRows(limits.max_num_seqs, limits.max_model_len, pool.page_size, device, num_pages_with_parts=num_pages)
     state = RowState(model.vocab_size, limits.max_num_seqs, device, SAMPLING_SLOTS, last_tokens=rows.last_tokens)
     state.allocate_slots()
     sampling = DeviceSampler(

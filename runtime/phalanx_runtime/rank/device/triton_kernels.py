@@ -59,6 +59,7 @@ def build_decode_inputs(
     slots,
     batch_lengths,
     batch_tables,
+    part_of,
     kv_heads,
     page_size,
     table_pages,
@@ -66,13 +67,15 @@ def build_decode_inputs(
     KV_HEADS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
 ):
     """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
 
     tokens, positions, batch_lengths: [batch]; slots: [batch * kv_heads]; batch_tables: [batch, table_pages], in blocks of BLOCK
     pages up to the row's length: what follows is not written. With a window, length and table start at the first page that the
-    token reads, because the row dropped those before. Padding rows have token, position and length 0, and
-    slots of -1, which no kernel writes. Bytes moved per row: 32 + 8 * kv_heads, and 8 per page.
+    token reads, because the row dropped those before. With parts, slots and table have those of the pages, `part_of`: [pages].
+    Padding rows have token, position and length 0, and slots of -1, which no kernel writes. Bytes moved per row:
+    32 + 8 * kv_heads, and 8 per page.
     """
     batch = tl.program_id(0)
     row = tl.load(batch_rows + batch)
@@ -85,6 +88,8 @@ def build_decode_inputs(
 
     table = tables + row.to(tl.int64) * table_pages
     page = tl.load(table + position // page_size, mask=is_row, other=0).to(tl.int64)
+    if HAS_PARTS:
+        page = tl.load(part_of + page).to(tl.int64)
     head = tl.arange(0, KV_HEADS_PADDED)
     slot = (page * kv_heads + head) * page_size + position % page_size
     tl.store(slots + batch * kv_heads + head, tl.where(is_row, slot, -1), mask=head < kv_heads)
@@ -96,6 +101,8 @@ def build_decode_inputs(
         for first in range(0, tl.cdiv(length, page_size) - skipped, BLOCK):
             index = first + tl.arange(0, BLOCK)
             pages = tl.load(table + skipped + index, mask=skipped + index < table_pages, other=0)
+            if HAS_PARTS:
+                pages = tl.load(part_of + pages)
             tl.store(batch_table + index, pages)
     else:
         tl.store(batch_lengths + batch, length)

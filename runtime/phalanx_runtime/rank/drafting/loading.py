@@ -29,7 +29,8 @@ from phalanx_runtime.rank.drafting.draft_model import DraftModel, RemoteDraft
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, NoProposer, Proposer
 from phalanx_runtime.rank.drafting.self_draft import SelfDraft, no_exit
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 

@@ -47,10 +47,8 @@ def common_variants(capability: int, shapes: Iterable[CommonShape] = SHAPES.valu
                 )
                 found |= dict.fromkeys([*model_variants(config, shard, options), *sum_variants(config, options)])
             for max_pages in MAX_PAGES:
-                has_window = None not in config.windows
-                found |= dict.fromkeys(
-                    step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages, has_window=has_window)
-                )
+                windows = {"has_window": set(config.windows) != {None}, "has_parts": len({w is None for w in config.windows}) > 1}
+                found |= dict.fromkeys(step_variants(config.num_kv_heads, config.vocab_size, dtype, max_pages, **windows))
     return list(found)
 
 

@@ -22,10 +22,10 @@ class KernelLoader(Protocol):
         """Loads what layers launch. `world_size`: ranks that share a layer of the target; one computes the draft model."""
         ...
 
-    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False, has_parts: bool = False) -> None:
         """Loads what steps launch beside the model. `max_pages`: of a request; 0 if the host samples all steps.
 
-        `has_window`: see `step_variants`.
+        `has_window`, `has_parts`: see `step_variants`.
         """
         ...
 
@@ -42,7 +42,7 @@ class NoKernels:
     def load_models(self, target: Model, world_size: int, draft: Model | None) -> None:
         """Loads nothing."""
 
-    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False, has_parts: bool = False) -> None:
         """Loads nothing."""
 
     def start_serving(self) -> None:

@@ -68,13 +68,16 @@ def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVari
 
 
 def step_variants(
-    kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int, has_window: bool = False
+    kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int, has_window: bool = False, has_parts: bool = False
 ) -> list[KernelVariant]:
     """Returns the variants of steps on the device: rows, inputs, sampling.
 
-    `max_pages`: of a request; `dtype`: of logits; `has_window`: requests drop the pages before their window.
+    `max_pages`: of a request; `dtype`: of logits; `has_window`: requests drop the pages before their window, with
+    `has_parts` only the parts.
     """
-    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages, has_window)]
+    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages, has_window and not has_parts)]
+    if has_parts:
+        rows.append(input_variant(kv_heads, max_pages, has_window=True, has_parts=True))
     return _unique([*rows, *sampling_variants(vocab_size, dtype, ALL_FEATURES), *result_variants(vocab_size, dtype)])
 
 

@@ -96,10 +96,11 @@ class RankKernels:
                 )
                 self._load(model_variants(model.config, model.shard, options))
 
-    def load_steps(self, model: Model, max_pages: int, has_window: bool = False) -> None:
+    def load_steps(self, model: Model, max_pages: int, has_window: bool = False, has_parts: bool = False) -> None:
         """See `KernelLoader`."""
         if max_pages:
-            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages, has_window))
+            windows = {"has_window": has_window, "has_parts": has_parts}
+            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages, **windows))
 
     def start_serving(self) -> None:
         """See `KernelLoader`."""

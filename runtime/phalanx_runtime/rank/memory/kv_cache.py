@@ -42,6 +42,12 @@ def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFor
     return kv.kv_heads * page_size * sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
 
 
+def part_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
+    """Returns the bytes of one page over the layers with a window: of a part, if pages have parts."""
+    head_dims = tuple(head_dim for head_dim, window in zip(kv.head_dims, kv.windows, strict=True) if window is not None)
+    return page_bytes(KvLayout(kv.kv_heads, head_dims, ()), page_size, dtype, format)
+
+
 def head_bytes(head_dim: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes of one token's key and value of a KV head."""
     return 2 * sum(size * part.itemsize for size, part in _parts(head_dim, dtype, format))
@@ -54,12 +60,14 @@ def _parts(head_dim: int, dtype: torch.dtype, format: PageFormat | None) -> list
     return [(format.code_dim(head_dim), format.dtype), (format.num_scales(head_dim), torch.bfloat16)]
 
 
-def resolve_max_model_len(max_model_len: int | None, max_position: int, num_pages: int, page_size: int, window: int = 0) -> int:
+def resolve_max_model_len(
+    max_model_len: int | None, max_position: int, num_pages: int, page_size: int, window: int = 0, num_parts: int = 0
+) -> int:
     """Returns `max_model_len`, else the limit of model and pool. Raises ModelError if the pool is too small.
 
-    `window`: as in `PoolShape`.
+    `window`, `num_parts`: as in `PoolShape`.
     """
-    capacity = max_request_tokens(num_pages, page_size, window)
+    capacity = max_request_tokens(num_pages, page_size, window, num_parts)
     if num_pages < 1:
         raise ModelError("the KV cache has no room for a single page: raise kv_cache_memory_bytes or give the pod more memory")
     if max_model_len is not None and max_model_len > capacity:
@@ -76,11 +84,16 @@ def make_caches(
     dtype: torch.dtype,
     device: torch.device,
     format: PageFormat | None = None,
+    num_parts: int = 0,
 ) -> list[LayerCache]:
-    """Returns zeroed pages for each layer; on CPU, memory is allocated at first use."""
+    """Returns zeroed pages for each layer; on CPU, memory is allocated at first use.
+
+    `num_parts`: pages of layers with a window, if pages have parts.
+    """
+    counts = [num_parts if num_parts and window is not None else num_pages for window in kv.windows]
     shapes = [
-        ((num_pages, kv.kv_heads, page_size, size), part)
-        for head_dim in kv.head_dims
+        ((count, kv.kv_heads, page_size, size), part)
+        for head_dim, count in zip(kv.head_dims, counts, strict=True)
         for size, part in _parts(head_dim, dtype, format)
         for _ in range(2)
     ]

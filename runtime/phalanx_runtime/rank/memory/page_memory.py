@@ -42,6 +42,11 @@ def no_draft() -> DraftPages | None:
     return None
 
 
+def no_parts() -> Pages | None:
+    """No page has a part."""
+    return None
+
+
 def _no_wait(step: int) -> None:
     pass
 
@@ -76,6 +81,10 @@ class HostSlots(Protocol):
         """Fills a slot that no copy uses. Thread-safe."""
         ...
 
+    def read(self, slot: int) -> list[memoryview]:
+        """Returns the page of a slot that no copy changes, in pieces. Thread-safe."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAccess:
@@ -85,19 +94,21 @@ class PageAccess:
     """Tokens per page."""
     open: Callable[[], Pages]
     """The target's pages, for one connection."""
+    open_parts: Callable[[], Pages | None] = no_parts
+    """The parts of pages (`core.window_parts`), if pages have parts; then `open` has the other layers."""
     open_draft: Callable[[], DraftPages | None] = no_draft
     """The same with a draft's layers, while it can draft."""
     wait_for: Callable[[int], None] = _no_wait
     """Returns once the rank has computed this step."""
     host: HostSlots | None = None
-    """Its host memory, if a disk may fill it."""
+    """Its host memory, if any."""
 
 
 class CopyStream(Protocol):
     """Copies between host and device, concurrent with steps."""
 
-    def run(self, copies: Callable[[], None]) -> None:
-        """Queues copies after the work that steps have queued, and waits for the copies."""
+    def run(self, copies: Callable[[], None], *, after_steps: bool = True) -> None:
+        """Queues copies and waits for them. `after_steps`: they follow the work that steps have queued so far."""
         ...
 
 
@@ -109,9 +120,10 @@ class CudaCopyStream:
         self._device = device
         self._stream = make_stream(device)
 
-    def run(self, copies: Callable[[], None]) -> None:
+    def run(self, copies: Callable[[], None], *, after_steps: bool = True) -> None:
         """See `CopyStream`."""
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        if after_steps:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies()
         self._stream.synchronize()

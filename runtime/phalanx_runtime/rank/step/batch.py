@@ -4,7 +4,7 @@ Decoding requests come first, sorted by length, in bands padded to one length ea
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import TypeVar, overload
 
@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.draft_tree import ROOT, levels
-from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
-from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, Segments, StepBatch
+from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, LayerCache, Segments, StepBatch
 from phalanx_runtime.model.copies.uploads import Array, upload
+from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
 
-Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 
@@ -59,19 +58,6 @@ def prompt_logprob_ranges(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[Pr
             tokens = new.history[start + 1 : stop + 1]
             ranges.append(PromptLogprobRange(request, start + 1, tokens, new.sampling.prompt_logprobs))
     return ranges
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Shape of the KV cache."""
-
-    page_size: int
-    """Tokens per page."""
-    kv_heads: int
-    layer_page_bytes: int
-    """Bytes of a page in one layer."""
-    window: PageWindow | None = None
-    """If requests drop pages: attention then starts at the first page that a step may read."""
 
 
 class LazyParts(Sequence[T]):
@@ -148,6 +134,22 @@ def _ranges_before(ends: Ints, counts: Ints) -> Ints:
     return ranges
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The requests of a step in packed order: decodes, then chunks."""
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    firsts: Ints
+    """First token of each, and the end."""
+    order: Ints
+    """Index of each in the plan."""
+    num_decodes: int
+    trees: Mapping[int, Sequence[int]]
+    """Parents of draft trees by index in the plan."""
+
+
 class BatchBuilder:
     """Page tables, and the tensors of steps."""
 
@@ -156,13 +158,15 @@ class BatchBuilder:
         """Each row's request, as admitted."""
         self.last_tokens: Tensor | None = None
         """[rows], on the device: the tokens that LAST_SAMPLED names, if plans have it."""
+        self.await_pages: Callable[[LayerCache], None] | None = None
+        """`StepBatch.await_pages` of the next steps."""
         self._shape = shape
         self.dtype = dtype
         """Of activations."""
         self._device = device
-        self._tables: Ints = np.zeros((8, 8), np.int64)
-        self._held: Ints = np.zeros(8, np.int64)
-        self._heads: Ints = np.arange(shape.kv_heads, dtype=np.int64)
+        self._tables = PageTables()
+        self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
+        self._parts = TableView(self._tables, shape, shape.window, has_parts=True) if shape.has_parts else None
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Updates the tables and returns the tensors."""
@@ -172,14 +176,12 @@ class BatchBuilder:
     def tensors(self, plan: StepPlan) -> StepBatch:
         """Returns the tensors, with tables up to date."""
         rows, starts, counts = (np.asarray(part, np.int64) for part in (plan.rows, plan.starts, plan.counts))
-        lengths, skipped = self._contexts(starts, counts)
         trees = {path.request: path.parents for path in plan.paths if path.parents}
         is_chunk = counts != 1
         is_chunk[list(trees)] = True
-        order = np.lexsort((-lengths, is_chunk))
+        order = np.lexsort((-self._pages.contexts(starts, counts)[0], is_chunk))
         offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
-        num_decodes = len(rows) - int(is_chunk.sum())
-        rows, starts, counts, lengths, skipped = (part[order] for part in (rows, starts, counts, lengths, skipped))
+        rows, starts, counts = (part[order] for part in (rows, starts, counts))
         firsts = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
         slots = np.repeat(starts, counts) + within
@@ -191,31 +193,54 @@ class BatchBuilder:
         index_of[order] = np.arange(len(order))
         positions = _positions(slots, plan, trees, firsts[1:][index_of])
         unknown = np.flatnonzero(is_unknown)
+        logits_indices, num_pooled = self._logits_indices(plan, firsts, index_of)
+        views = [self._pages] if self._parts is None else [self._pages, self._parts]
         parts = self._upload(
-            *(tokens, positions, self._slots(row_of_token, slots), self._logits_indices(plan, firsts, index_of)),
+            *(tokens, positions, logits_indices),
+            *(view.slots(row_of_token, slots) for view in views),
             *((unknown, row_of_token[unknown]) if len(unknown) else ()),
         )
+        packed = _Packed(rows, starts, counts, firsts, order, num_decodes=len(rows) - int(is_chunk.sum()), trees=trees)
+        batch = StepBatch(
+            tokens=self._fill_last_tokens(parts[0], *parts[-2:]) if len(unknown) else parts[0],
+            positions=parts[1],
+            slots=parts[3],
+            bands=(),
+            chunks=(),
+            logits_indices=parts[2],
+            num_pooled=num_pooled,
+            await_pages=self.await_pages,
+        )
+        batch = self._with_tables(batch, packed, self._pages)
+        if self._parts is None:
+            return batch
+        return replace(batch, windowed=self._with_tables(replace(batch, slots=parts[4]), packed, self._parts))
+
+    def _with_tables(self, batch: StepBatch, packed: _Packed, view: TableView) -> StepBatch:
+        """Returns the batch with the tables of a view."""
+        rows, counts, order, num_decodes = packed.rows, packed.counts, packed.order, packed.num_decodes
+        lengths, skipped = view.contexts(packed.starts, counts)
 
         def chunks() -> list[AttentionChunk]:
-            columns = (firsts[:-1], rows, counts, lengths, skipped, order)
+            columns = (packed.firsts[:-1], rows, counts, lengths, skipped, order)
             requests = zip(*(column[num_decodes : len(rows)].tolist() for column in columns), strict=True)
             return [
-                self._chunk(first, self._table(row, num_skipped, length), size, length, trees.get(request, []))
+                self._chunk(
+                    first, view, view.table(row, num_skipped, length), size, length, parents=packed.trees.get(request, [])
+                )
                 for first, row, size, length, num_skipped, request in requests
             ]
 
-        return StepBatch(
-            tokens=self._fill_last_tokens(parts[0], *parts[4:]) if len(unknown) else parts[0],
-            positions=parts[1],
-            slots=parts[2],
-            bands=LazyParts(partial(self._bands, rows[:num_decodes], lengths[:num_decodes], skipped[:num_decodes])),
+        decodes = slice(num_decodes)
+        return replace(
+            batch,
+            bands=LazyParts(partial(self._bands, view, rows[decodes], lengths[decodes], skipped[decodes])),
             chunks=LazyParts(chunks),
-            logits_indices=parts[3],
-            segments=cache(partial(self._segments, rows, counts, lengths=lengths, skipped=skipped, trees=trees, order=order)),
+            segments=cache(partial(self._segments, packed, view, lengths=lengths, skipped=skipped)),
         )
 
-    def _logits_indices(self, plan: StepPlan, firsts: Ints, index_of: Ints) -> Ints:
-        """Draws with their draft tokens, prompt logprobs, pooled positions.
+    def _logits_indices(self, plan: StepPlan, firsts: Ints, index_of: Ints) -> tuple[Ints, int]:
+        """Draws with their draft tokens, prompt logprobs, pooled positions; and the number of these.
 
         `firsts`: first token of each request in packed order. `index_of`: each request's place in it.
         """
@@ -228,7 +253,8 @@ class BatchBuilder:
             firsts[index_of[chunk.request]] - chunk.start + np.asarray(chunk.positions, np.int64)
             for chunk in pooled_chunks(plan, self.params)
         ]
-        return np.concatenate([_ranges_before(ends, np.asarray(plan.depths, np.int64) + 1), *prompt_logits, *pooled])
+        draws = _ranges_before(ends, np.asarray(plan.depths, np.int64) + 1)
+        return np.concatenate([draws, *prompt_logits, *pooled]), sum(map(len, pooled))
 
     def _fill_last_tokens(self, tokens: Tensor, unknown: Tensor, rows: Tensor) -> Tensor:
         """Replaces the tokens at `unknown` by those of `rows`, on the device. Raises ValueError without `last_tokens`."""
@@ -236,18 +262,10 @@ class BatchBuilder:
             raise ValueError("the plan has a token that only the device knows, and the builder has no `last_tokens`")
         return tokens.index_copy_(0, unknown, self.last_tokens.index_select(0, rows).to(tokens.dtype))
 
-    def _segments(
-        self,
-        rows: Ints,
-        counts: Ints,
-        *,
-        lengths: Ints,
-        skipped: Ints,
-        trees: Mapping[int, Sequence[int]],
-        order: Ints,
-    ) -> Segments:
-        """All in packed order but `trees`, which has parents by request; `order`: the requests."""
-        parents = [trees.get(int(request), ()) for request in order]
+    def _segments(self, packed: _Packed, view: TableView, *, lengths: Ints, skipped: Ints) -> Segments:
+        """All in packed order."""
+        rows, counts = packed.rows, packed.counts
+        parents = [packed.trees.get(int(request), ()) for request in packed.order]
         width = int(-(-lengths.max() // self._shape.page_size)) if len(lengths) else 1
         ancestors = np.zeros(int(counts.sum()), np.int32)
         ends = np.cumsum(counts)
@@ -259,7 +277,7 @@ class BatchBuilder:
         tree_levels = np.zeros((len(parents), max(map(len, parents), default=0)), np.int32)
         for row, tree in enumerate(parents):
             tree_levels[row, : len(tree)] = levels(tuple(tree))
-        arrays = [np.concatenate(([0], ends)), lengths, self._tables_from(rows, skipped, width)]
+        arrays = [np.concatenate(([0], ends)), lengths, view.tables(rows, skipped, width)]
         if any(parents):
             arrays += [np.asarray([len(tree) for tree in parents]), tree_levels, ancestors]
         starts, device_lengths, tables, *tree_parts = self._upload(*(array.astype(np.int32) for array in arrays))
@@ -272,12 +290,13 @@ class BatchBuilder:
             tree=tree_parts,
         )
 
-    def stray_slots(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
-        """Returns the slots that strays are copied from and to, [strays * kv_heads] each."""
+    def stray_slots(self, plan: StepPlan, has_parts: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns the slots that strays are copied from and to, [strays * kv_heads] each. `has_parts`: those of parts."""
+        view = self._parts if has_parts and self._parts is not None else self._pages
         rows = np.repeat([plan.rows[request] for request, _ in plan.relocations], [len(slots) for _, slots in plan.relocations])
         sources = np.concatenate([np.asarray(slots, np.int64) for _, slots in plan.relocations])
         targets = np.concatenate([np.arange(-len(slots), 0) + plan.starts[request] for request, slots in plan.relocations])
-        return self._tensor(self._slots(rows, sources)), self._tensor(self._slots(rows, targets))
+        return self._tensor(view.slots(rows, sources)), self._tensor(view.slots(rows, targets))
 
     def empty_hidden(self, num_tokens: int, width: int) -> Tensor:
         """Returns memory for hidden states, [num_tokens, width]."""
@@ -286,69 +305,27 @@ class BatchBuilder:
     def update(self, plan: StepPlan) -> None:
         """Applies the plan to rows and page tables."""
         for new in plan.admitted:
-            self._reserve(new.row + 1, 1)
             self.params[new.row] = new
-            self._held[new.row] = 0
-        for request, kept in plan.truncations:
-            self._held[plan.rows[request]] = kept
-        for row, pages in zip(plan.rows, plan.pages, strict=True):
-            if pages:
-                held = int(self._held[row])
-                self._reserve(row + 1, held + len(pages))
-                self._tables[row, held : held + len(pages)] = pages
-                self._held[row] = held + len(pages)
+        self._tables.update(plan, self._shape.has_parts)
 
-    def _reserve(self, rows: int, pages: int) -> None:
-        old_rows, old_pages = self._tables.shape
-        if rows > old_rows or pages > old_pages:
-            new_rows = max(old_rows, 1 << (rows - 1).bit_length())
-            new_pages = max(old_pages, 1 << (pages - 1).bit_length())
-            self._tables = np.pad(self._tables, ((0, new_rows - old_rows), (0, new_pages - old_pages)))
-            self._held = np.pad(self._held, (0, new_rows - old_rows))
-
-    def _slots(self, rows: Ints, positions: Ints) -> Ints:
-        page_size, kv_heads = self._shape.page_size, self._shape.kv_heads
-        pages = self._tables[rows, positions // page_size]
-        cache_rows = pages[:, None] * kv_heads + self._heads
-        slots: Ints = (cache_rows * page_size + (positions % page_size)[:, None]).reshape(-1)
-        return slots
-
-    def _contexts(self, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-        """Returns the tokens that attention of each request starts from, and the pages before them, which no token reads."""
-        window = self._shape.window
-        if window is None:
-            return starts + counts, np.zeros_like(starts)
-        skipped: Ints = np.maximum(0, starts - window.tokens + 1) // window.page_size
-        return starts + counts - skipped * window.page_size, skipped
-
-    def _tables_from(self, rows: Ints, skipped: Ints, width: int) -> Ints:
-        """Returns `width` columns of each row's table, without its skipped ones; columns after its pages may be any."""
-        if self._shape.window is None:
-            return self._tables[rows, :width]
-        columns = skipped[:, None] + np.arange(width)
-        tables: Ints = self._tables[rows[:, None], np.minimum(columns, self._tables.shape[1] - 1)]
-        return tables
-
-    def _table(self, row: int, num_skipped: int, length: int) -> Ints:
-        return self._tables[row, num_skipped : num_skipped - (-length // self._shape.page_size)]
-
-    def _bands(self, rows: Ints, lengths: Ints, skipped: Ints) -> list[DecodeBand]:
+    def _bands(self, view: TableView, rows: Ints, lengths: Ints, skipped: Ints) -> list[DecodeBand]:
         pages = -(-lengths // self._shape.page_size)
+        widths = np.maximum.accumulate(pages[::-1])[::-1]  # without skipped pages the order is not descending
         max_padding = MAX_PADDING_BYTES // max(self._shape.layer_page_bytes, 1)
         bands, start = [], 0
-        for size in band_sizes(pages.tolist(), max_padding):
+        for size in band_sizes(widths.tolist(), max_padding):
             band = slice(start, start + size)
-            tables = self._tables_from(rows[band], skipped[band], int(pages[band][0]))
-            bands.append(self._band(start, tables, lengths[band], pages[band]))
+            tables = view.tables(rows[band], skipped[band], int(widths[start]))
+            bands.append(self._band(start, view, tables, lengths[band], pages[band]))
             start += size
         return bands
 
-    def _band(self, start: int, tables: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
+    def _band(self, start: int, view: TableView, tables: Ints, lengths: Ints, pages: Ints) -> DecodeBand:
         width = tables.shape[1]
         columns = np.arange(width)
         # Padding repeats the row's own first page, so that no page of another request is read.
         tables = np.where(columns < pages[:, None], tables, tables[:, :1])
-        cache_rows = tables[:, None, :] * self._shape.kv_heads + self._heads[:, None]
+        cache_rows = view.cache_rows(tables)
         columns = np.arange(width * self._shape.page_size)
 
         def mask(window: int | None) -> Tensor:
@@ -366,9 +343,9 @@ class BatchBuilder:
             device_lengths=self._tensor(lengths),
         )
 
-    def _chunk(self, start: int, pages: Ints, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
+    def _chunk(self, start: int, view: TableView, pages: Ints, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
         is_whole = size == length
-        cache_rows = None if is_whole else self._tensor((pages * self._shape.kv_heads + self._heads[:, None]).reshape(-1))
+        cache_rows = None if is_whole else self._tensor(view.cache_rows(pages).reshape(-1))
 
         def mask(window: int | None) -> Tensor | None:
             if is_whole and not parents and (window is None or window >= length):

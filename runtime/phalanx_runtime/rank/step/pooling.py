@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx_api.wire import Pooling
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.protocol import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +85,27 @@ NO_VECTORS = PooledVectors()
 class Pooler:
     """State of the pooled requests in progress, by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._sums: dict[int, Tensor] = {}
 
     def pool(self, plan: StepPlan, rows: Mapping[int, NewRow], hidden: Tensor | None) -> PooledVectors:
         """Adds the step's hidden states and returns the vectors of prompts that end here. `rows` includes admitted ones.
 
-        hidden: after the final norm, in the order of `StepBatch.logits_indices`. Must follow all other work of the step that may
+        hidden: of the model, in this step. Must follow all other work of the step that may
         lack memory: a repeated step must find the state as before.
         """
         chunks = pooled_chunks(plan, rows)
         if hidden is None or not chunks:
             return NO_VECTORS
         sums, vectors = dict[int, Tensor](), list[Tensor]()
-        first = len(hidden) - sum(len(chunk.positions) for chunk in chunks)
+        states = self._model.pooled_states(hidden)
+        first = len(states) - sum(len(chunk.positions) for chunk in chunks)
         for chunk in chunks:
             end = first + len(chunk.positions)
             total = self._sums.get(chunk.row) if chunk.start else None
             if end > first:
-                added = hidden[first:end].sum(0, dtype=torch.float32)
+                added = states[first:end].sum(0, dtype=torch.float32)
                 total = sums[chunk.row] = added if total is None else total + added
             first = end
             if chunk.is_last:

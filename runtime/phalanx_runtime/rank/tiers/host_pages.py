@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -18,19 +19,23 @@ from phalanx_runtime.rank.tiers.slot_memory import SlotMemory, open_page_lock
 
 
 class HostCopies(Protocol):
-    """The host memory of a rank. Calls come from the thread of the steps, except `wait` and `write`."""
+    """The host memory of a rank. Calls come from the thread of the steps, except `wait`, `write` and `read`."""
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
-    ) -> None:
+    ) -> float:
         """Waits for the copies of earlier plans, then starts these in order. `must_wait`: returns when they are complete.
 
-        keys: of the stored pages, in order, if a disk keeps them too. resize: follows the copies.
+        Returns the seconds of waits. keys: of the stored pages, in order, if a disk keeps them too. resize: follows the copies.
         """
         ...
 
     def wait(self) -> None:
         """Returns when all copies so far are complete. Thread-safe."""
+        ...
+
+    def wait_for_layer(self, layer: int) -> float:
+        """Waits until the copies so far of the first `layer + 1` layers are complete. Returns the seconds."""
         ...
 
     @property
@@ -40,6 +45,10 @@ class HostCopies(Protocol):
 
     def write(self, slot: int, page: memoryview) -> None:
         """Fills a slot that no copy uses. Thread-safe."""
+        ...
+
+    def read(self, slot: int) -> list[memoryview]:
+        """Returns the page of a slot that no copy changes, in pieces. Thread-safe."""
         ...
 
     def take_loads(self) -> tuple[int, float]:
@@ -52,14 +61,21 @@ class _NoHostPages:
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
-    ) -> None:
+    ) -> float:
         assert not copies and resize is None, "without host memory no plan has copies"
+        return 0.0
 
     def wait(self) -> None:
         pass
 
+    def wait_for_layer(self, layer: int) -> float:
+        return 0.0
+
     def write(self, slot: int, page: memoryview) -> None:
         raise AssertionError("without host memory nothing is written")
+
+    def read(self, slot: int) -> list[memoryview]:
+        raise AssertionError("without host memory nothing is read")
 
     def take_loads(self) -> tuple[int, float]:
         return 0, 0.0
@@ -124,8 +140,12 @@ class HostPages:
         self._slots = SlotMemory([rows.shape[1] for rows in tensors], num_slots, limit or num_slots, lock)
         self._make_stream = make_stream
         self._orders: queue.SimpleQueue[tuple[Iterable[_CopyRun], Any, HostResize | None]] = queue.SimpleQueue()
+        self._first_row = [0, *accumulate(len(cache.tensors) for cache in caches)]
+        """Of each layer in `_rows`, and their number."""
         self._changed = threading.Condition()
         self._num_started = self._num_done = 0
+        self._layers_done = 0
+        """Of the order in progress, if it copies layer by layer."""
         self._failure: BaseException | None = None
         self._loaded: tuple[int, float] = 0, 0.0
         threading.Thread(target=self._run, name="host-pages", daemon=True).start()
@@ -137,16 +157,16 @@ class HostPages:
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes] = (), *, must_wait: bool, resize: HostResize | None = None
-    ) -> None:
+    ) -> float:
         """See `HostCopies`."""
-        if self._num_done < self._num_started:
-            self.wait()
+        waited_s = self._wait_timed()
         if copies:
             self._start(copy_runs(copies, keys), self._computed_event(), None)
         if must_wait:
-            self.wait()
+            waited_s += self._wait_timed()
         if resize is not None:
             self._start((), None, resize)
+        return waited_s
 
     def wait(self) -> None:
         """See `HostCopies`. Raises the error of a copy."""
@@ -156,12 +176,41 @@ class HostPages:
         if self._failure is not None:
             raise self._failure
 
+    def wait_for_layer(self, layer: int) -> float:
+        """See `HostCopies`. Raises the error of a copy."""
+        if self._num_done == self._num_started and self._failure is None:
+            return 0.0
+        started = time.perf_counter()
+        with self._changed:
+            last = self._num_started
+
+            def is_ready() -> bool:
+                is_last = self._num_done == last - 1
+                return self._num_done >= last or (is_last and self._layers_done > layer) or self._failure is not None
+
+            self._changed.wait_for(is_ready)
+        if self._failure is not None:
+            raise self._failure
+        return time.perf_counter() - started
+
+    def _wait_timed(self) -> float:
+        """Waits if a copy is in progress, and returns the seconds."""
+        if self._num_done == self._num_started and self._failure is None:
+            return 0.0
+        started = time.perf_counter()
+        self.wait()
+        return time.perf_counter() - started
+
     def write(self, slot: int, page: memoryview) -> None:
         """See `HostCopies`."""
         start = 0
         for part in self._slots.parts(slot):
             part[:] = page[start : start + len(part)]
             start += len(part)
+
+    def read(self, slot: int) -> list[memoryview]:
+        """See `HostCopies`."""
+        return self._slots.parts(slot)
 
     def take_loads(self) -> tuple[int, float]:
         """See `HostCopies`."""
@@ -200,27 +249,46 @@ class HostPages:
                 return
             with self._changed:
                 self._num_done += 1
+                self._layers_done = 0
                 self._changed.notify_all()
 
     def _copy_all(self, runs: Iterable[_CopyRun], stream: CopyStream | None) -> None:
-        for run in runs:
-            started = time.perf_counter()
-            if stream is None:
-                self._copy(run)
-            else:
-                stream.run(lambda run=run: self._copy(run))  # type: ignore[misc]
-            if self.disk is not None:
+        """Copies layer by layer, so that a step can use the first layers early; run by run if a disk gets the slots."""
+        all_runs = list(runs)
+        if not any(run.keys for run in all_runs):
+            for layer in range(len(self._first_row) - 1):
+                for run in all_runs:
+                    self._copy_timed(run, layer, layer + 1, stream)
+                with self._changed:
+                    self._layers_done = layer + 1
+                    self._changed.notify_all()
+        else:
+            for run in all_runs:
+                self._copy_timed(run, 0, len(self._first_row) - 1, stream)
+                assert self.disk is not None, "keys are for the disk"
                 for key, slot in zip(run.keys, run.slots, strict=False):
                     self.disk.put(key, self._slots.parts(slot))
-            if run.is_load:
-                with self._changed:
-                    pages, seconds = self._loaded
-                    self._loaded = pages + len(run.pages), seconds + time.perf_counter() - started
+        num_loaded = sum(len(run.pages) for run in all_runs if run.is_load)
+        with self._changed:
+            self._loaded = self._loaded[0] + num_loaded, self._loaded[1]
 
-    def _copy(self, run: _CopyRun) -> None:
-        for layer, rows in enumerate(self._rows):
+    def _copy_timed(self, run: _CopyRun, first: int, end: int, stream: CopyStream | None) -> None:
+        """Copies layers from `first` to `end`, and adds the time of a load."""
+        started = time.perf_counter()
+        if stream is None:
+            self._copy(run, first, end)
+        else:
+            # The order waited for the steps before it; the step that it loads for may run already.
+            stream.run(lambda: self._copy(run, first, end), after_steps=False)
+        if run.is_load:
+            with self._changed:
+                self._loaded = self._loaded[0], self._loaded[1] + time.perf_counter() - started
+
+    def _copy(self, run: _CopyRun, first: int, end: int) -> None:
+        for row in range(self._first_row[first], self._first_row[end]):
+            rows = self._rows[row]
             for page, slot in zip(run.pages, run.slots, strict=True):
-                stored = self._slots.row(layer, slot)
+                stored = self._slots.row(row, slot)
                 if run.is_load:
                     _copy_row(rows, page, stored)
                 elif isinstance(stored, Tensor):

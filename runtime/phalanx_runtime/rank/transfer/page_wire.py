@@ -2,7 +2,7 @@
 
     sender: hello (move, key)                              receiver: ACK, 1 if its pages have a draft; or it closes
     sender: DRAFT (page bytes, name), after ACK 1 only     ACK, 1 if it has the same draft: pages then include its layers
-    sender: PAGE (position, checksum, bytes), repeated
+    sender: PAGE (position, checksum, bytes), repeated     if pages have parts, PART (the same) after those that are read
     sender: ROUND                                          ACK once all pages so far are verified and written
     sender: LAST (tokens, drafted tokens, digest)          ACK once every position is present; both close
 
@@ -20,7 +20,7 @@ MAGIC = b"phxpage1"
 KEY_BYTES = 32
 MAX_MOVE_BYTES = 256
 DIGEST_BYTES = 32
-PAGE, ROUND, LAST, DRAFT = 1, 2, 3, 4
+PAGE, ROUND, LAST, DRAFT, PART = 1, 2, 3, 4, 5
 ACK, ERROR = 1, 2
 CODES = ("checksum", "incompatible", "no_room", "malformed", "lease")
 """By number on the wire."""
@@ -53,11 +53,11 @@ class FrameHeader:
 
     kind: int
     position: int
-    """PAGE: page. LAST: tokens in all pages."""
+    """PAGE, PART: page. LAST: tokens in all pages."""
     length: int
     """Bytes that follow. DRAFT: bytes per page with the draft's layers."""
     checksum: int
-    """PAGE: CRC-32. LAST: tokens computed by the draft."""
+    """PAGE, PART: CRC-32. LAST: tokens computed by the draft."""
 
 
 def send_hello(connection: socket.socket, hello: PageHello) -> None:
@@ -77,10 +77,10 @@ def read_hello(connection: socket.socket) -> PageHello:
         raise TransferError("malformed", "the name of the move is not UTF-8") from error
 
 
-def send_page(connection: socket.socket, position: int, parts: Sequence[memoryview]) -> None:
-    """Sends a page with its checksum."""
-    size = sum(len(part) for part in parts)
-    send_parts(connection, [memoryview(_HEADER.pack(PAGE, position, size, checksum(parts))), *parts])
+def send_page(connection: socket.socket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
+    """Sends a page with its checksum, or its PART."""
+    size = sum(len(piece) for piece in data)
+    send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(data))), *data])
 
 
 def send_round(connection: socket.socket) -> None:
@@ -131,25 +131,25 @@ def read_ack(connection: socket.socket) -> int:
     return int(number)
 
 
-def checksum(parts: Iterable[memoryview]) -> int:
-    """CRC-32 of all parts."""
+def checksum(data: Iterable[memoryview]) -> int:
+    """CRC-32 of all pieces."""
     value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
+    for piece in data:
+        value = zlib.crc32(piece, value)
     return value
 
 
-def digest(parts: Iterable[memoryview]) -> bytes:
-    """BLAKE2b of all parts."""
+def digest(data: Iterable[memoryview]) -> bytes:
+    """BLAKE2b of all pieces."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        hasher.update(part)
+    for piece in data:
+        hasher.update(piece)
     return hasher.digest()
 
 
-def send_parts(connection: socket.socket, parts: Sequence[memoryview]) -> None:
-    """Sends parts without joining them."""
-    remaining = list(parts)
+def send_pieces(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
+    """Sends pieces without joining them."""
+    remaining = list(pieces)
     while remaining:
         sent = connection.sendmsg(remaining[:512])
         while remaining and sent >= len(remaining[0]):

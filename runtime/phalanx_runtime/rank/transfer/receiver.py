@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report
 from phalanx_runtime.core.page_window import PageWindow
+from phalanx_runtime.core.window_parts import NO_PART
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.page_wire import FrameHeader, PageHello, TransferError
@@ -33,6 +34,15 @@ class _IncomingMove:
     connection: socket.socket | None = None
     received: set[int] = field(default_factory=set)
     """Positions of the received pages."""
+    with_parts: set[int] = field(default_factory=set)
+    """Positions of the received parts."""
+
+    def write(self, pages: Pages, page: int, data: memoryview) -> None:
+        """Fills a page. Raises TransferError once the move is over."""
+        with self.writing:
+            if self.is_over:
+                raise TransferError("lease", "the move is over")
+            pages.write(page, data)
 
 
 class PageReceiver:
@@ -99,7 +109,7 @@ class PageReceiver:
             return incoming, ""
 
     def _receive(self, incoming: _IncomingMove, connection: socket.socket, page_bytes: int) -> None:
-        pages, draft = self._pages.open(), self._pages.open_draft()
+        pages, parts, draft = self._pages.open(), self._pages.open_parts(), self._pages.open_draft()
         if page_bytes != pages.page_bytes:
             raise TransferError("incompatible", f"a page has {page_bytes} bytes there and {pages.page_bytes} here")
         page_wire.send_ack(connection, int(draft is not None))
@@ -117,6 +127,9 @@ class PageReceiver:
                 case page_wire.PAGE:
                     self._receive_page(incoming, connection, header, pages, staging)
                     unreported, has_page = unreported + header.length, True
+                case page_wire.PART if parts is not None and incoming.order.parts:
+                    self._receive_part(incoming, connection, header, parts)
+                    unreported += header.length
                 case page_wire.ROUND:
                     page_wire.send_ack(connection)
                     self._report(PagesReceived(incoming.order.move, unreported))
@@ -134,36 +147,55 @@ class PageReceiver:
     def _receive_page(
         self, incoming: _IncomingMove, connection: socket.socket, header: FrameHeader, pages: Pages, staging: memoryview
     ) -> None:
-        order, place = incoming.order, header.position - incoming.order.first
-        if header.length != pages.page_bytes:
-            raise TransferError("malformed", f"a page of {header.length} bytes; {pages.page_bytes} were announced")
-        if place < 0 or header.position in incoming.received:
-            raise TransferError("malformed", f"position {header.position} was not expected")
-        if place >= len(order.pages):
-            raise TransferError("no_room", f"position {header.position} is past the {len(order.pages)} pages reserved")
-        page_wire.read_into(connection, staging)
-        if page_wire.checksum([staging]) != header.checksum:
-            raise TransferError("checksum", f"position {header.position} has a wrong checksum")
-        with incoming.writing:
-            if incoming.is_over:
-                raise TransferError("lease", "the move is over")
-            pages.write(order.pages[place], staging)
+        place = _place(incoming.order, header, pages, incoming.received)
+        _read_verified(connection, header, staging)
+        incoming.write(pages, incoming.order.pages[place], staging)
         incoming.received.add(header.position)
 
+    def _receive_part(self, incoming: _IncomingMove, connection: socket.socket, header: FrameHeader, parts: Pages) -> None:
+        """Receives a part, also one that no token at the target reads."""
+        place = _place(incoming.order, header, parts, incoming.with_parts)
+        staging = memoryview(bytearray(parts.page_bytes))
+        _read_verified(connection, header, staging)
+        if incoming.order.parts[place] != NO_PART:
+            incoming.write(parts, incoming.order.parts[place], staging)
+            incoming.with_parts.add(header.position)
+
     def _check_complete(self, incoming: _IncomingMove, num_computed: int, digest: bytes, last: list[memoryview]) -> None:
-        """Checks that all pages arrived. Raises TransferError."""
+        """Checks that all pages and parts arrived. Raises TransferError."""
         if not hmac.compare_digest(digest, page_wire.digest(last)):
             raise TransferError("checksum", "the last page has a wrong digest")
         order, size = incoming.order, self._pages.page_size
         end = -(-num_computed // size)
-        first = max(order.first, PageWindow(order.window, size).first_page(num_computed)) if order.window else order.first
-        missing = sum(position not in incoming.received for position in range(first, end))
+        readable = max(order.first, PageWindow(order.window, size).first_page(num_computed)) if order.window else order.first
+        missing = len(set(range(order.first if order.parts else readable, end)) - incoming.received)
+        if order.parts:
+            missing += len(set(range(readable, end)) - incoming.with_parts)
         if missing:
             raise TransferError("malformed", f"{missing} pages before position {end} are missing")
 
     def _fail(self, incoming: _IncomingMove, code: str, why: str) -> None:
         if not incoming.is_over:
             self._report(ReceiveFailed(incoming.order.move, code, why))
+
+
+def _place(order: ExpectPages, header: FrameHeader, pages: Pages, received: set[int]) -> int:
+    """Returns the index of the frame's page in the order. Raises TransferError."""
+    place = header.position - order.first
+    if header.length != pages.page_bytes:
+        raise TransferError("malformed", f"a page of {header.length} bytes; {pages.page_bytes} were announced")
+    if place < 0 or header.position in received:
+        raise TransferError("malformed", f"position {header.position} was not expected")
+    if place >= len(order.pages):
+        raise TransferError("no_room", f"position {header.position} is past the {len(order.pages)} pages reserved")
+    return place
+
+
+def _read_verified(connection: socket.socket, header: FrameHeader, staging: memoryview) -> None:
+    """Reads the bytes of a page or part. Raises TransferError."""
+    page_wire.read_into(connection, staging)
+    if page_wire.checksum([staging]) != header.checksum:
+        raise TransferError("checksum", f"position {header.position} has a wrong checksum")
 
 
 def _agree_on_draft(draft: DraftPages, connection: socket.socket, page_bytes: int) -> Pages | None:

@@ -1,6 +1,6 @@
 """Sends the pages of moves: one thread and connection per move, round by round, concurrently with steps.
 
-A frame has one page, `kv_cache.page_bytes` long; there is no smaller unit. Full pages do not change; the last page is sent once
+A frame has one page or one part; there is no smaller unit. Full pages do not change; the last page is sent once
 its request is frozen. A request that lost pages gets no last round.
 """
 
@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phalanx_runtime.core.migration.page_orders import PagesSent, Report, SendEnded, SendFailed, SendPages
+from phalanx_runtime.core.migration.page_orders import PageCopy, PagesSent, Report, SendEnded, SendFailed, SendPages
+from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT
+from phalanx_runtime.core.window_parts import NO_PART
 from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages
 from phalanx_runtime.rank.transfer import page_wire
 
@@ -79,9 +81,9 @@ class PageSender:
             self._report(SendEnded(move))
 
     def _send_all(self, move: str, first: SendPages, outgoing: _OutgoingMove, connection: socket.socket) -> None:
-        pages = self._pages.open()
+        pages, parts = self._pages.open(), self._pages.open_parts()
         page_wire.send_hello(connection, page_wire.PageHello(move, first.key, pages.page_bytes))
-        draft = self._pages.open_draft()
+        draft = None if first.copy.slots else self._pages.open_draft()  # host memory has no layers of a draft
         if page_wire.read_ack(connection) and draft is not None:
             draft_pages = draft.open()
             page_wire.send_draft(connection, draft_pages.page_bytes, draft.name)
@@ -90,18 +92,24 @@ class PageSender:
             order = outgoing.orders.get()
             if order is None:
                 return
-            self._pages.wait_for(order.step)
-            self._send_round(order, outgoing, connection, pages)
-            if order.num_computed is not None:
+            self._pages.wait_for(order.copy.step)
+            self._send_round(order, outgoing, connection, pages, parts)
+            if order.copy.num_computed is not None:
                 return
 
-    def _send_round(self, order: SendPages, outgoing: _OutgoingMove, connection: socket.socket, pages: Pages) -> None:
-        start = acked_at = time.monotonic()
+    def _send_round(
+        self, order: SendPages, outgoing: _OutgoingMove, connection: socket.socket, pages: Pages, parts: Pages | None
+    ) -> None:
+        copy, start = order.copy, time.monotonic()
+        acked_at = start
         sent = acked = 0
-        for place, page in enumerate(order.pages):
-            outgoing.last = pages.read(page)
-            page_wire.send_page(connection, order.first + place, outgoing.last)
+        for place in range(len(copy.pages)):
+            outgoing.last = self._read(copy, place, pages)
+            page_wire.send_page(connection, copy.first + place, outgoing.last)
             sent += pages.page_bytes
+            if parts is not None and copy.parts and copy.parts[place] != NO_PART:
+                page_wire.send_page(connection, copy.first + place, parts.read(copy.parts[place]), page_wire.PART)
+                sent += parts.page_bytes
             if order.bytes_per_s is not None:
                 outgoing.stopped.wait(max(0.0, start + sent / order.bytes_per_s - time.monotonic()))
             if outgoing.stopped.is_set():
@@ -110,19 +118,25 @@ class PageSender:
             if sent - acked >= ACK_BYTES or now - acked_at >= ACK_INTERVAL_S:
                 self._request_ack(order, connection, place + 1, sent - acked, acked_at)
                 acked, acked_at = sent, time.monotonic()
-        if order.num_computed is None:
-            self._request_ack(order, connection, len(order.pages), sent - acked, acked_at)
+        if copy.num_computed is None:
+            self._request_ack(order, connection, len(copy.pages), sent - acked, acked_at)
             return
-        page_wire.send_last(connection, order.num_computed, page_wire.digest(outgoing.last), order.num_drafted)
+        page_wire.send_last(connection, copy.num_computed, page_wire.digest(outgoing.last), copy.num_drafted)
         page_wire.read_ack(connection)
-        end = order.first + len(order.pages)
+        end = copy.first + len(copy.pages)
         self._report(PagesSent(order.move, end, sent - acked, time.monotonic() - acked_at))
+
+    def _read(self, copy: PageCopy, place: int, pages: Pages) -> list[memoryview]:
+        if not copy.slots or copy.slots[place] == NO_SLOT:
+            return pages.read(copy.pages[place])
+        assert self._pages.host is not None, "rank 0 knows whether ranks have host memory"
+        return self._pages.host.read(copy.slots[place])
 
     def _request_ack(self, order: SendPages, connection: socket.socket, count: int, num_bytes: int, since: float) -> None:
         """Waits until the target has verified `count` pages of the order."""
         page_wire.send_round(connection)
         page_wire.read_ack(connection)
-        self._report(PagesSent(order.move, order.first + count, num_bytes, time.monotonic() - since))
+        self._report(PagesSent(order.move, order.copy.first + count, num_bytes, time.monotonic() - since))
 
     def _fail(self, move: str, outgoing: _OutgoingMove, code: str, why: str) -> None:
         if not outgoing.stopped.is_set():

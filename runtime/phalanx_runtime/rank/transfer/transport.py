@@ -9,7 +9,16 @@ from functools import partial
 
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.collective.protocol import Collective
-from phalanx_runtime.core.migration.page_orders import ExpectPages, FetchPages, ForgetMove, Order, Report, SendPages, StopPages
+from phalanx_runtime.core.migration.page_orders import (
+    ExpectPages,
+    FetchPages,
+    ForgetMove,
+    Order,
+    PageCopy,
+    Report,
+    SendPages,
+    StopPages,
+)
 from phalanx_runtime.rank.memory.page_memory import PageAccess
 from phalanx_runtime.rank.transfer.server import (
     KvTransferServer,
@@ -88,43 +97,22 @@ class GroupPageTransport:
         """Sets the function called after each report."""
         self._reports.start(wake)
 
-    def expect(self, move: str, key: bytes, first: int, pages: list[int], step: int, window: int = 0) -> None:
+    def expect(self, order: ExpectPages) -> None:
         """Lets every rank receive."""
         for rank in range(len(self._addresses)):
-            self._order(rank, ExpectPages(move=move, key=key, first=first, pages=pages, step=step, window=window))
+            self._order(rank, order)
 
     def forget(self, move: str) -> None:
         """Ends reception."""
         for rank in range(len(self._addresses)):
             self._order(rank, ForgetMove(move))
 
-    def send(
-        self,
-        order: MoveOut | SendPrefix,
-        first: int,
-        pages: list[int],
-        step: int,
-        num_computed: int | None,
-        num_drafted: int = 0,
-    ) -> None:
+    def send(self, order: MoveOut | SendPrefix, copy: PageCopy) -> None:
         """Lets every rank send; they share `bytes_per_s` equally."""
         prepared, size = order.prepared, len(self._addresses)
         rate = None if order.bytes_per_s is None else order.bytes_per_s / size
         for rank, address in enumerate(prepared.addresses):
-            self._order(
-                rank,
-                SendPages(
-                    move=order.move,
-                    address=address,
-                    key=prepared.key,
-                    first=first,
-                    pages=pages,
-                    step=step,
-                    num_computed=num_computed,
-                    bytes_per_s=rate,
-                    num_drafted=num_drafted,
-                ),
-            )
+            self._order(rank, SendPages(move=order.move, address=address, key=prepared.key, copy=copy, bytes_per_s=rate))
 
     def stop(self, move: str) -> None:
         """Ends sending."""

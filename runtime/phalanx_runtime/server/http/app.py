@@ -14,6 +14,7 @@ from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
 from phalanx_frontend.metrics import RequestTotals
+from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
@@ -89,10 +90,16 @@ def make_leader_app(
     registry: CollectorRegistry,
     lifespan: Lifespan,
     keys: Sequence[ApiKey] = (),
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The OpenAI API over the local engine, and the link endpoint."""
     app = create_app(
-        LocalBackend(client), registry=registry, lifespan=lifespan, make_health_source=lambda _: health, keys=ApiKeys(keys)
+        LocalBackend(client, tracer=tracer),
+        registry=registry,
+        lifespan=lifespan,
+        make_health_source=lambda _: health,
+        keys=ApiKeys(keys),
+        tracer=tracer,
     )
     if link is not None:
         app.router.routes.append(LinkEndpoint(client, link).route())

@@ -61,6 +61,8 @@ class Peer:
 
     router: str
     instance: str
+    for_pages: bool = False
+    """A router of another service, which may only request cached pages."""
 
 
 class LinkConnection:
@@ -77,6 +79,9 @@ class LinkConnection:
     ) -> None:
         """`take_over` takes a request (id, tenant) from another link or the orphans."""
         self.router = (peer.router, peer.instance)
+        self._for_pages = peer.for_pages
+        self._sent_prefixes: set[str] = set()
+        """Moves of a link for pages."""
         self._take_over = take_over
         self._records = LinkRecords(orphans, self.router)
         self._websocket = websocket
@@ -260,6 +265,8 @@ class LinkConnection:
     # Frames of the router: handlers return a protocol violation, if any.
 
     def _handle(self, frame: wire.ToLeader, message: bytes) -> str | None:
+        if self._for_pages and (violation := self._forbidden(frame)) is not None:
+            return violation
         match frame:
             case wire.Submit():
                 return self._submit(frame, message)
@@ -285,6 +292,19 @@ class LinkConnection:
                 return "Hello is sent once"
             case _:
                 return f"unexpected {type(frame).__name__}"
+        return None
+
+    def _forbidden(self, frame: wire.ToLeader) -> str | None:
+        """Returns why a router of another service may not send a frame. It ends only the sending of its own prefixes."""
+        match frame:
+            case moves.SendPrefix(move=move):
+                self._sent_prefixes.add(move)
+            case moves.Thaw(move) | moves.Release(move) if move in self._sent_prefixes:
+                self._sent_prefixes.discard(move)
+            case wire.SendPages() | wire.Hello() | wire.Abort(handles=[]):
+                pass
+            case _:
+                return f"{type(frame).__name__} needs the service's token; this link is for cached pages"
         return None
 
     def _submit(self, frame: wire.Submit, message: bytes) -> str | None:

@@ -1,4 +1,7 @@
-"""WebSocket endpoint of the link. The upgrade request carries the token, the first frame is Hello."""
+"""WebSocket endpoint of the link. The upgrade request carries the token, the first frame is Hello.
+
+Routers of other services have a token for cached pages only (`wire.holders`).
+"""
 
 import asyncio
 import hmac
@@ -11,6 +14,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
+from phalanx_api.wire.holders import holder_token
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import EngineGateway
@@ -33,6 +37,7 @@ class LinkEndpoint:
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
         self._links: set[LinkConnection] = set()
         self._expected = b"Bearer " + settings.token.encode()
+        self._expected_for_pages = b"Bearer " + holder_token(settings.token).encode()
 
     @property
     def num_routers(self) -> int:
@@ -46,7 +51,8 @@ class LinkEndpoint:
     async def serve(self, websocket: WebSocket) -> None:
         """Serves one router."""
         authorization = websocket.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(authorization, self._expected):
+        for_pages = hmac.compare_digest(authorization, self._expected_for_pages)
+        if not for_pages and not hmac.compare_digest(authorization, self._expected):
             self.refusals["token"] += 1
             log.warning("link refused: wrong token")
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
@@ -55,11 +61,12 @@ class LinkEndpoint:
         hello = await self._receive_hello(websocket)
         if hello is None:
             return
-        log.info("link opened", extra={"router": hello.router})
-        peer = Peer(hello.router, hello.instance)
+        log.info("link opened", extra={"router": hello.router, "for_pages": for_pages})
+        peer = Peer(hello.router, hello.instance, for_pages)
         link = LinkConnection(websocket, self._gateway, self._settings, peer, orphans=self._orphans, take_over=self._take_over)
         self._links.add(link)
-        self._orphans.router_reconnected(link.router)
+        if not for_pages:
+            self._orphans.router_reconnected(link.router)
         try:
             why = await link.run()
         except Exception:

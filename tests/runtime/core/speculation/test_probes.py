@@ -64,6 +64,7 @@ def drafting_steps(runner: FakeRunner, max_tokens: int, pass_s: float) -> list[b
     return [sum(plan.depths) > 0 for plan in runner.plans]
 
 
+@pytest.mark.slow
 def test_expensive_probes_take_little_time() -> None:
     drafted = drafting_steps(WrongDrafts(1000, 4), 3000, 0.020)
     late = drafted[1000:]
@@ -103,6 +104,7 @@ def test_never_profitable_drafts_are_probed_less_and_less() -> None:
     assert 0.2 * shares[2] < PROBE_SHARE / 3, "a probe takes a fifth of a step"
 
 
+@pytest.mark.slow
 def test_probes_find_a_draft_that_improves() -> None:
     """Drafts are wrong for 1,500 steps, then right: they are used after the longest interval and some probes."""
     drafted = drafting_steps(WrongDrafts(1000, 4, turns=1500), 3500, 0.004)

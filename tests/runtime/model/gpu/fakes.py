@@ -19,7 +19,8 @@ from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.partition import Shard, Stage, partition
 from phalanx_runtime.model.rope import RopeTable
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 
 CUDA = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -80,7 +80,7 @@ def layer_launches(
         if quantized is not None:
             layers = [quantized_layer(layer, config, 2 * decoder.shard.mlp.size, quantized) for layer in layers]
         batch = fake_batch(runs, kv_heads)
-        kv = KvLayout(kv_heads, (config.head_dim,) * 3, frozenset())
+        kv = KvLayout(kv_heads, (config.head_dim,) * 3, (None,) * 3)
         caches = make_caches(kv, 64, PAGE, torch.bfloat16, CUDA, format)
 
         def run(num_layers: int) -> Counter[str]:

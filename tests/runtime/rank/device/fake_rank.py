@@ -11,7 +11,8 @@ from phalanx_runtime.rank.device.loading import open_device_step
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pooling import Pooler
 from tests.runtime.model.gpu.launches import NoWaits
 from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, POSITIONS, make_decoder
@@ -35,7 +36,7 @@ class FakeRank:
         self.captured: list[RecordedOps] = []
         limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
         self.step = open_device_step(
-            decoder, caches, POOL, self.builder, self.sampler, pooler=Pooler(), peers=peers, limits=limits
+            decoder, caches, POOL, self.builder, self.sampler, pooler=Pooler(decoder), peers=peers, limits=limits
         )
         rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2])]
         prompts = {"starts": [0, 0], "counts": [40, 40], "pages": [[0, 1, 2], [3, 4, 5]], "tokens": [9] * 80}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,22 +15,24 @@ from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch, write_pages
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.device_rows import DeviceRows
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 3
+NUM_PAGES = 10_000
 
 
 class Run:
     """Rows on the device and in a builder, after the same plans."""
 
-    def __init__(self, steps: list[list[Move]], window: int = 0) -> None:
-        self._window = window
+    def __init__(self, steps: list[list[Move]], window: int = 0, has_parts: bool = False) -> None:
+        self._window, self._has_parts = window, has_parts
         self.rows = Rows()
-        self.device_rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE)
+        self.device_rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE, num_pages_with_parts=NUM_PAGES if has_parts else 0)
         self.inputs = DecodeInputs(self.device_rows, HEADS, window)
-        shape = CacheShape(PAGE, HEADS, 1 << 10, PageWindow(window, PAGE) if window else None)
+        shape = CacheShape(PAGE, HEADS, 1 << 10, PageWindow(window, PAGE) if window else None, has_parts)
         self._builder = BatchBuilder(shape, torch.float32, DEVICE)
         for step in steps:
             self.expected(step)
@@ -37,12 +40,17 @@ class Run:
     def expected(self, step: list[Move]) -> tuple[StepBatch, list[int]]:
         """Applies a step; returns the builder's tensors and their order in the plan. The rows sample tokens afterwards."""
         plan = self.rows.plan(step)
+        if self._has_parts:  # the last page gets two parts, as after a preemption
+            pages = [page for pages in plan.pages for page in pages]
+            plan = msgspec.structs.replace(
+                plan, parts=[(page, page + 2) for page in pages[-1:]] + [(p, 3 * p + 1) for p in pages]
+            )
         self.device_rows.update(plan)
         batch = self._builder.build(self.rows.known(plan))
         self.inputs.build(NUM_ROWS)
         sampled = torch.tensor(self.rows.sample(plan), device=DEVICE)
         self.device_rows.record(sampled, self.device_rows.batch_rows[: len(sampled)])
-        order = np.lexsort((-batch_lengths(plan, self._window),))
+        order = np.lexsort((-batch_lengths(plan, 0 if self._has_parts else self._window),))
         return batch, order.tolist()
 
 
@@ -81,6 +89,27 @@ def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], l
         made.tokens[size:].tolist() == made.positions[size:].tolist() == segments.lengths[size:].tolist() == [0 for _ in padding]
     )
     assert made.slots.view(-1, HEADS)[size:].tolist() == [[-1] * HEADS] * (NUM_ROWS - size)
+
+
+@pytest.mark.no_cover
+@settings(max_examples=30)
+@given(case=runs_with_decodes(), window=st.sampled_from([2, 5, 9]))
+def test_inputs_with_parts_equal_those_of_the_builder(case: tuple[list[list[Move]], list[Move]], window: int) -> None:
+    steps, step = case
+    run = Run(steps, window, has_parts=True)
+    expected, order = run.expected(step)
+    made = run.inputs.batch(NUM_ROWS)
+    assert made.windowed is not None and expected.windowed is not None
+    for own, wanted in ((made, expected), (made.windowed, expected.windowed)):
+        assert own.slots.view(-1, HEADS)[order].flatten().tolist() == wanted.slots.tolist()
+        assert own.slots.view(-1, HEADS)[len(step) :].tolist() == [[-1] * HEADS] * (NUM_ROWS - len(step))
+        lengths = wanted.segments().lengths.tolist()
+        assert own.segments().lengths[order].tolist() == lengths
+        for at, (index, length) in enumerate(zip(order, lengths, strict=True)):
+            num_pages = -(-length // PAGE)
+            assert own.segments().tables[index, :num_pages].tolist() == wanted.segments().tables[at, :num_pages].tolist()
+    starts = expected.positions.tolist()
+    assert expected.windowed.segments().lengths.tolist() == [at + 1 - max(0, at - window + 1) // PAGE * PAGE for at in starts]
 
 
 def test_sizes_share_tensors_at_constant_addresses() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.rank.device.device_rows import DeviceRows, pack_update, table_block
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, moves, new_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

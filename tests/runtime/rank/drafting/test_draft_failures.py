@@ -25,7 +25,8 @@ from phalanx_runtime.rank.drafting.proposer import Proposer
 from phalanx_runtime.rank.drafting.self_draft import SelfDraft
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.equality.groups import GROUPS, groups
 from tests.runtime.equality.requests import ROOMY, assert_equal, requests
@@ -63,7 +64,7 @@ class FailingModel:
         self._inner = inner
         self.steps = steps
         self.kv, self.num_bytes, self.positions = inner.kv, inner.num_bytes, inner.positions
-        self.vocab_size, self.width = inner.vocab_size, inner.width
+        self.vocab_size, self.width, self.embedding_size = inner.vocab_size, inner.width, 0
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         self.steps -= 1
@@ -73,6 +74,9 @@ class FailingModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._inner.logits(hidden)
+
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def test_layers_with_compressed_pages_launch_listed_variants(architecture: str, 
     expected = listed(config, format=FORMATS[name])
     with observed_launches() as found:
         decoder = fake_decoder(config)
-        kv = KvLayout(decoder.kv.kv_heads, (config.head_dim,) * config.num_layers, frozenset())
+        kv = KvLayout(decoder.kv.kv_heads, (config.head_dim,) * config.num_layers, config.windows)
         caches = make_caches(kv, 64, PAGE, DTYPE, CUDA, FORMATS[name])
         for runs in STEPS.values():
             batch = fake_batch(runs, decoder.kv.kv_heads)

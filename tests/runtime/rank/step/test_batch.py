@@ -9,7 +9,8 @@ from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention, StepBatch
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape, band_sizes
+from phalanx_runtime.rank.step.batch import BatchBuilder, band_sizes
+from phalanx_runtime.rank.step.page_tables import CacheShape
 
 PAGE = 4
 HEADS = 2

@@ -20,7 +20,7 @@ from phalanx_runtime.rank.drafting.draft_passes import BestFirst, FixedTree
 from phalanx_runtime.rank.sampling.filters import Draw
 from phalanx_runtime.rank.sampling.gumbel import RankedTokens, sample, sample_ranked
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.draft_paths import (
     NO_TOKEN,
     DraftedPath,
@@ -30,6 +30,7 @@ from phalanx_runtime.rank.step.draft_paths import (
     fill_encoded_paths,
     fill_paths,
 )
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.rank.sampling.sampled import logits_after
 from tests.runtime.rank.step.tree_plans import plan_of
 

@@ -20,7 +20,8 @@ from phalanx_runtime.model.attention.paged import (
     transform,
 )
 from phalanx_runtime.model.native.library import Library, library
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.model.compressed import compress
 from tests.runtime.rank.step.tree_plans import plan_of
 

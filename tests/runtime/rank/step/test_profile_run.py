@@ -17,7 +17,8 @@ from phalanx_runtime.rank import profile_run
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.profile_run import PROFILE_SAMPLING, profile_largest_step
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
 
@@ -28,10 +29,10 @@ PAGE, TOKENS, HEADS, DIM, LENGTH = 16, 512, 8, 64, 8192
 class OneLayer:
     """A model that only attends; `lengths` records the context lengths."""
 
-    num_bytes, positions, vocab_size = 0, 1 << 20, 32
+    num_bytes, positions, vocab_size, embedding_size = 0, 1 << 20, 32, 0
 
     def __init__(self, softcap: float | None, width: int = 8) -> None:
-        self.kv = KvLayout(2, (DIM,), frozenset({None}))
+        self.kv = KvLayout(2, (DIM,), (None,))
         self.width = width
         self.lengths: list[int] = []
         self._form = AttentionParams(softcap=softcap)
@@ -43,6 +44,9 @@ class OneLayer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), self.vocab_size)
+
+    def pooled_states(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 def spec(kv_cache_dtype: KvCacheDtype = "auto") -> RankSpec:
@@ -158,5 +162,5 @@ def test_tiles_of_queries_give_equal_results(
 
 
 def test_context_token_costs_a_mask_key_and_value() -> None:
-    kv = KvLayout(2, (64, 128), frozenset({None, 16}))
+    kv = KvLayout(2, (64, 128), (None, 16))
     assert profile_run.context_bytes(kv, 10, torch.bfloat16) == 10 * (2 * 2 + 3) + 2 * 2 * 128 * 2

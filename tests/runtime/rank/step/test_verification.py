@@ -12,7 +12,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
-from phalanx_runtime.rank.step.batch import BatchBuilder, CacheShape
+from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.draft_paths import (
     NO_TOKEN,
     DraftedPath,
@@ -22,6 +22,7 @@ from phalanx_runtime.rank.step.draft_paths import (
     num_drafted,
     paths_of_draws,
 )
+from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.rank.sampling.distributions import (
     DRAWS,
     LOGITS,

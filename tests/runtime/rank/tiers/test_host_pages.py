@@ -49,12 +49,33 @@ def test_copies_are_executed_in_order(copies: list[tuple[bool, int, int]]) -> No
     assert host.take_loads() == (0, 0.0)
 
 
+def test_first_layers_are_ready_before_the_others() -> None:
+    numbers = torch.arange(64 * 4096, dtype=torch.float32).view(64, 1, 16, 256)
+    caches = [LayerCache(numbers + layer, -numbers - layer) for layer in range(24)]
+    expected = [[tensor.clone() for tensor in cache.tensors] for cache in caches]
+    host = HostPages(caches, 64)
+    pages = range(64)
+    host.start([(False, page, page) for page in pages], must_wait=True)
+    for cache in caches:
+        for tensor in cache.tensors:
+            tensor.zero_()
+    host.start([(True, page, page) for page in pages], must_wait=False)
+    for layer, (cache, right) in enumerate(zip(caches, expected, strict=True)):
+        assert host.wait_for_layer(layer) >= 0
+        assert all(torch.equal(tensor, one) for tensor, one in zip(cache.tensors, right, strict=True))
+    host.wait()
+    assert host.wait_for_layer(23) == 0.0
+    assert host.take_loads()[0] == 64
+
+
 def test_failed_copy_ends_the_wait() -> None:
     host = HostPages(make_pages(), 2)
     with pytest.raises(IndexError):
         host.start([(False, 77, 0)], must_wait=True)
     with pytest.raises(IndexError):
         host.wait()
+    with pytest.raises(IndexError):
+        host.wait_for_layer(0)
 
 
 def test_no_host_memory_has_no_copies() -> None:

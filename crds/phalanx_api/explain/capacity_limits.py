@@ -1,0 +1,149 @@
+"""What limits the number of requests: running requests, pages, the prefix cache, and groups that the load does not need."""
+
+import math
+
+from phalanx_api.cache_curve import NO_CURVE, SIZES, merge_curves
+from phalanx_api.explain.findings import Advice, Effect, Evidence, Finding, number
+from phalanx_api.explain.predictor import Predictor
+from phalanx_api.explain.service_load import ServiceLoad, mean
+from phalanx_api.explain.step_limits import MAX_KV_SHARE, MIN_BUSY, fleet_field, may_shrink, next_kv_dtype
+
+FULL_SHARE = 0.9
+"""Of the pages or of the running requests that a group may have."""
+MIN_GAIN = 0.1
+"""Of the hit rate, for a larger prefix cache."""
+MIN_PREFILL_SHARE = 0.15
+"""Of the step time, for a prefix cache to matter."""
+SURPLUS_BUSY = 0.6
+"""Share of the time in which groups compute after the removal of others."""
+_TWICE = SIZES.index(2.0)
+_NOW = SIZES.index(1.0)
+
+
+def _wait_text(load: ServiceLoad) -> str:
+    p50_s = load.wait.interpolated_quantile(0.5)
+    waited = f"prompts wait {number(p50_s, 's')} in the queue" if p50_s else f"{load.waiting} requests wait"
+    return waited
+
+
+def queue_findings(predictor: Predictor) -> list[Finding]:
+    """As many requests run as may, although pages are free."""
+    load, seqs = predictor.load, predictor.limits.seqs
+    known = [group for group in load.groups if group.max_num_seqs]
+    full = mean(group.running / group.max_num_seqs for group in known)
+    # More wait than may run: a request that ended a moment ago leaves a place free in the summary.
+    is_full = full >= FULL_SHARE or load.waiting >= sum(group.max_num_seqs for group in known)
+    if not known or not is_full or not load.waiting or load.pressure >= FULL_SHARE:
+        return []
+    return [
+        Finding(
+            cause="queue",
+            severity=0.8 + 0.1 * min(1.0, full),
+            sentence=(
+                f"{_wait_text(load)} because {load.streams:.0f} of at most {seqs} requests run in each group, "
+                f"while they use {load.pressure:.0%} of the pages"
+            ),
+            evidence=[
+                Evidence(name="running_share", value=full, unit="share"),
+                Evidence(name="waiting", value=load.waiting, unit="count"),
+                Evidence(name="kv_share", value=load.pressure, unit="share"),
+            ],
+            advice=Advice(field="spec.engine.maxNumSeqs", value=str(2 * seqs)),
+            effect=predictor.rate_effect(predictor.with_seqs(2 * seqs)),
+        )
+    ]
+
+
+def kv_findings(predictor: Predictor) -> list[Finding]:
+    """Requests wait for pages."""
+    load, count = predictor.load, predictor.num_groups
+    if load.pressure < FULL_SHARE or not load.waiting:
+        return []
+    preemptions = sum(group.preemptions for group in load.groups)
+    smaller = next_kv_dtype(load.spec.engine.get_setting("kv_cache_dtype"))
+    if smaller is None:
+        advice, effect, hint = fleet_field(load, count + 1), None, ""
+    else:
+        dtype, factor = smaller
+        advice = Advice(field="spec.engine.kvCacheDtype", value=dtype)
+        effect = predictor.rate_effect(predictor.with_model(predictor.model, factor))
+        hint = f"; {dtype} pages would hold {factor:.1f} times the tokens"
+    return [
+        Finding(
+            cause="kv",
+            severity=0.85 + 0.1 * min(1.0, load.pressure - FULL_SHARE),
+            sentence=(
+                f"{_wait_text(load)} because running and waiting requests need {load.pressure:.0%} of the KV pages, "
+                f"with {preemptions} preemptions so far{hint}"
+            ),
+            evidence=[
+                Evidence(name="kv_share", value=load.pressure, unit="share"),
+                Evidence(name="waiting", value=load.waiting, unit="count"),
+                Evidence(name="preemptions", value=preemptions, unit="count"),
+            ],
+            advice=advice,
+            effect=effect,
+        )
+    ]
+
+
+def prefix_findings(predictor: Predictor) -> list[Finding]:
+    """Prefixes are evicted before their next use."""
+    load, parts = predictor.load, predictor.now.parts
+    curve = merge_curves(group.cache_curve for group in load.groups)
+    if curve == NO_CURVE or parts.share(parts.prefill) < MIN_PREFILL_SHARE:
+        return []
+    now, twice = curve.hit_rates[_NOW], curve.hit_rates[_TWICE]
+    if twice - now < MIN_GAIN:
+        return []
+    group = max(load.groups, key=lambda group: group.total_pages)
+    size = f"{math.ceil(group.total_pages * group.page_bytes / 2**30)}Gi" if group.page_bytes else "the size of the KV cache"
+    return [
+        Finding(
+            cause="prefix",
+            severity=0.7 + 0.1 * min(1.0, twice - now),
+            sentence=(
+                f"prefixes leave the cache before their next use: {now:.0%} of page lookups hit, {twice:.0%} would with twice "
+                f"the pages; prompts are {parts.share(parts.prefill):.0%} of the step time"
+            ),
+            evidence=[
+                Evidence(name="hit_rate", value=now, unit="share"),
+                Evidence(name="hit_rate_twice", value=twice, unit="share"),
+                Evidence(name="prefill_share", value=parts.share(parts.prefill), unit="share"),
+            ],
+            advice=Advice(field="spec.engine.hostCacheMemory", value=size),
+            effect=Effect(metric="hit rate of the prefix cache", before=now, after=twice, unit="share"),
+        )
+    ]
+
+
+def surplus_findings(predictor: Predictor) -> list[Finding]:
+    """Fewer groups would do."""
+    load, count = predictor.load, predictor.num_groups
+    busy = load.busy or predictor.now.busy
+    if busy >= MIN_BUSY:
+        return []
+    fewer = next((fewer for fewer in range(1, count) if may_shrink(load, fewer) and _suffices(predictor, fewer)), count)
+    if fewer == count:
+        return []
+    after = predictor.with_groups(fewer)
+    return [
+        Finding(
+            cause="surplus",
+            severity=0.2 + 0.1 * (1 - fewer / count),
+            sentence=(f"groups compute {busy:.0%} of the time; {fewer} instead of {count} would compute {after.busy:.0%} of it"),
+            evidence=[
+                Evidence(name="busy", value=busy, unit="share"),
+                Evidence(name="groups", value=count, unit="count"),
+                Evidence(name="needed_groups", value=fewer, unit="count"),
+            ],
+            advice=fleet_field(load, fewer),
+            effect=predictor.itl_effect(after),
+        )
+    ]
+
+
+def _suffices(predictor: Predictor, count: int) -> bool:
+    after = predictor.with_groups(count)
+    kv_share = after.streams * predictor.shape.context / predictor.limits.kv_tokens
+    return not after.is_full and after.busy <= SURPLUS_BUSY and kv_share <= MAX_KV_SHARE and predictor.holds_target(after)

@@ -1,0 +1,69 @@
+"""Explains what limits a service."""
+
+from collections.abc import Sequence
+
+from phalanx_api.explain.capacity_limits import kv_findings, prefix_findings, queue_findings, surplus_findings
+from phalanx_api.explain.findings import Explanation, Finding, number, order
+from phalanx_api.explain.fleet_limits import cold_start_findings, network_findings, router_findings, straggler_findings
+from phalanx_api.explain.predictor import Predictor, make_predictor
+from phalanx_api.explain.service_load import ServiceLoad, observe
+from phalanx_api.explain.step_limits import speculation_findings, step_findings
+from phalanx_api.spec.inference_service import Spec
+from phalanx_api.status import Status
+from phalanx_api.summary import RouterSummary
+
+MAX_FINDINGS = 8
+
+
+def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> Explanation:
+    """Returns what limits the service, most severe first."""
+    load = observe(summaries, spec, status)
+    predictor = make_predictor(load)
+    findings = [
+        *cold_start_findings(load, predictor),
+        *straggler_findings(load),
+        *router_findings(load),
+        *network_findings(load, predictor),
+        *(_with_model(predictor) if predictor is not None else ()),
+    ]
+    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=_state(load, predictor, findings))
+
+
+def _with_model(predictor: Predictor) -> list[Finding]:
+    """Returns findings that need measured steps and arrivals."""
+    return [
+        *kv_findings(predictor),
+        *queue_findings(predictor),
+        *prefix_findings(predictor),
+        *speculation_findings(predictor),
+        *step_findings(predictor),
+        *surplus_findings(predictor),
+    ]
+
+
+def _groups_of(load: ServiceLoad) -> str:
+    return f"{len(load.groups)} group{'s' if len(load.groups) != 1 else ''}"
+
+
+def _state(load: ServiceLoad, predictor: Predictor | None, findings: Sequence[Finding]) -> str:
+    if not load.routers:
+        return "no router answers, so nothing is known"
+    if not load.groups:
+        return f"no group serves; {load.held + load.waiting} requests wait"
+    if not load.traffic.arrivals and not findings:
+        return f"nothing limits this service: no request arrived at {_groups_of(load)} in the last minute"
+    head = "" if findings else "nothing limits this service: "
+    times = [
+        f"{name} P95 {number(p95_s, 's')}" + (f" of {number(target_s, 's')}" if target_s else "")
+        for name, histogram, target_s in (("TTFT", load.ttft, load.ttft_target_s), ("ITL", load.itl, load.itl_target_s))
+        if (p95_s := histogram.interpolated_quantile(0.95)) is not None
+    ]
+    busy = load.busy or (predictor.now.busy if predictor else 0.0)
+    rate = load.traffic.arrivals / load.traffic.window_s
+    facts = [
+        f"{_groups_of(load)} {busy:.0%} busy with {rate:.2g} requests/s",
+        f"requests need {load.pressure:.0%} of the KV pages",
+        *times,
+        f"{load.waiting} waiting",
+    ]
+    return head + ", ".join(facts)

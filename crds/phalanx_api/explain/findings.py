@@ -1,0 +1,107 @@
+"""Findings: a cause, its evidence in numbers, the spec field to change, and the predicted effect."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+LimitCause = Literal[
+    "cold_start",
+    "kv",
+    "queue",
+    "straggler",
+    "router_cpu",
+    "network",
+    "prefix",
+    "speculation",
+    "prefill",
+    "attention",
+    "weights",
+    "surplus",
+]
+"""What limits a service; `surplus`: more groups than the load needs."""
+LIMIT_CAUSES: tuple[LimitCause, ...] = get_args(LimitCause)
+Unit = Literal["s", "share", "tokens/s", "count", "x"]
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One number behind a finding."""
+
+    name: str
+    value: float
+    unit: Unit
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted effect of a change."""
+
+    metric: str
+    before: float
+    after: float
+    unit: Unit
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the rounded numbers differ."""
+        return number(self.before, self.unit) != number(self.after, self.unit)
+
+    @property
+    def text(self) -> str:
+        """The effect in words."""
+        return f"{self.metric} {number(self.before, self.unit)} -> {number(self.after, self.unit)}"
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the spec."""
+
+    field: str
+    """Path, such as `spec.replicas`."""
+    value: str
+    """New value, or what it must express."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One limit of the service."""
+
+    cause: LimitCause
+    severity: float
+    """0 to 1; orders findings."""
+    sentence: str
+    evidence: list[Evidence]
+    advice: Advice
+    effect: Effect | None = None
+    """Null if no number is known for it."""
+    group: str = ""
+    """The group, if only one is concerned."""
+
+    @property
+    def text(self) -> str:
+        """Sentence, change and effect."""
+        effect = f": {self.effect.text}" if self.effect and self.effect.is_visible else ""
+        return f"{self.sentence}. Set {self.advice.field} to {self.advice.value}{effect}."
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings of a service, most severe first, and its state in one sentence."""
+
+    findings: list[Finding]
+    state: str
+
+
+def order(findings: list[Finding]) -> list[Finding]:
+    """Returns the findings, most severe first."""
+    return sorted(findings, key=lambda finding: (-finding.severity, LIMIT_CAUSES.index(finding.cause), finding.group))
+
+
+def number(value: float, unit: Unit) -> str:
+    """Returns a value with its unit in words."""
+    match unit:
+        case "s":
+            return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+        case "share":
+            return f"{value:.0%}"
+        case "tokens/s":
+            return f"{value:,.0f} tokens/s"
+        case "count":
+            return f"{value:,.0f}"
+        case "x":
+            return f"{value:.2g}x"

@@ -1,0 +1,50 @@
+"""What plans write to pages and their parts: slots by page, writes of the step that is being built, copies."""
+
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.step_builder import FirstWrite, StepBuilder
+
+
+class PageWrites:
+    """The writes to the pages of one pool."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._parts = pool.parts
+
+    def written(self, page: int) -> int:
+        """Returns how many slots of a page, and of its part, the plans so far write."""
+        return self._pool.written(page) if self._parts is None else self._parts.written(page)
+
+    def mark(self, page: int, slots: int) -> None:
+        """Records that the plans so far write the first `slots` slots."""
+        self._pool.mark_written(page, slots)
+        if self._parts is not None:
+            self._parts.mark_written(page, slots)
+
+    def mark_in_step(self, request: Request, page: int, slots: int, builder: StepBuilder) -> None:
+        """Records that the step writes them for a request."""
+        write = FirstWrite(self.written(page), request.params.order, self._pool.written(page))
+        builder.written_pages.setdefault(page, write)
+        self.mark(page, slots)
+
+    def copy(self, source: int, target: int, count: int, builder: StepBuilder) -> None:
+        """Adds the copy of `count` slots to the step."""
+        builder.copies.append((source, target))
+        if self._parts is not None:
+            builder.part_copies.append((self._parts.part_of(source), self._parts.part_of(target)))
+        self._pool.record_copy(source, target, count, is_drafted=source not in builder.drafted_pages)
+
+    def take_back(self, request: Request, builder: StepBuilder) -> None:
+        """Lets a request compute what it would have found in pages that this step does not write after all."""
+        for i, page in enumerate(request.pages.ids):
+            write = builder.written_pages.get(page)
+            if write is not None and write.order != request.params.order:
+                request.num_computed = min(request.num_computed, i * self._pool.page_size + write.slots)
+
+    def unmark(self, builder: StepBuilder) -> None:
+        """Records that the step, which was taken back, writes no page."""
+        for page, write in builder.written_pages.items():
+            self._pool.unmark_written(page, write.page_slots)
+            if self._parts is not None:
+                self._parts.unmark_written(page, write.slots)

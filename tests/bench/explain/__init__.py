@@ -1,0 +1,1 @@
+"""Explanations of loads with one known limit, compared with the simulator."""

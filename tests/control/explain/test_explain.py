@@ -1,0 +1,240 @@
+"""Findings for given summaries, and their properties for any."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx_api.cache_curve import CacheCurve
+from phalanx_api.crd import definition
+from phalanx_api.explain.explain import MAX_FINDINGS, explain
+from phalanx_api.explain.findings import LIMIT_CAUSES, Explanation, order
+from phalanx_api.spec.inference_service import Spec
+from phalanx_api.speculation import SpeculationCounts
+from phalanx_api.status import Status
+from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, RouterSummary, Traffic, bucket_index
+from phalanx_kubectl import show
+from tests.control.summaries import group, summary
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TARGETS = {"ttftP95Ms": 2000, "itlP95Ms": 100}
+MODEL = [0.003, 0.00012, 142.0, 0.068e-6, 0.0]
+
+
+def make_spec(**fields: Any) -> Spec:
+    return Spec.model_validate({"model": {"uri": "hf://org/model"}} | fields)
+
+
+def scaled(**fields: Any) -> Spec:
+    return make_spec(autoscaling={"minReplicas": 1, "maxReplicas": 8, "targets": TARGETS} | fields)
+
+
+def latencies(seconds: float) -> Histogram:
+    counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+    counts[bucket_index(seconds)] = 100
+    return Histogram(counts)
+
+
+def busy(name: str = "a", **fields: Any) -> GroupSummary:
+    defaults = {"running": 8, "device_busy": 0.9, "max_num_seqs": 64, "live_tokens": 3200, "step_model": MODEL, "itl_s": 0.02}
+    return group(name, **defaults | fields)
+
+
+def arrivals(rate: float, prompt: float = 100.0, output: float = 200.0) -> list[Traffic]:
+    count = round(rate * 60)
+    return [Traffic(window_s=60, arrivals=count, prompt=prompt, prompt_squared=prompt**2, missed=prompt, output=output)]
+
+
+def explained(*groups: GroupSummary, spec: Spec | None = None, status: Status | None = None, **fields: Any) -> Explanation:
+    defaults: dict[str, Any] = {"traffic": arrivals(4.0), "itl": latencies(0.02), "ttft": latencies(0.2)}
+    return explain([summary(*groups, **defaults | fields)], spec or make_spec(), status or Status())
+
+
+def causes(explanation: Explanation) -> list[str]:
+    return [finding.cause for finding in explanation.findings]
+
+
+def advice(explanation: Explanation) -> tuple[str, str]:
+    return explanation.findings[0].advice.field, explanation.findings[0].advice.value
+
+
+def test_service_within_its_targets_has_no_limit() -> None:
+    explanation = explained(busy(), spec=scaled())
+    assert explanation.findings == []
+    assert explanation.state.startswith("nothing limits this service: 1 group 90% busy with 4 requests/s")
+    assert "ITL P95" in explanation.state and "of 100 ms" in explanation.state
+
+
+def test_page_shows_this_answer() -> None:
+    full, slow = busy("chat-g-4k2xq", pressure=1.2, preemptions=31), busy("chat-g-9vd7m", pressure=1.1, speed=1.6)
+    load: dict[str, Any] = {"traffic": arrivals(8.0, prompt=1000), "queued": 40, "wait": latencies(0.41)}
+    answer = show.explanation(explained(full, slow, spec=scaled(minReplicas=2), **load))
+    assert f"```\n{answer}```\n" in (ROOT / "docs/explain.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("summaries", "state"),
+    [
+        ([], "no router answers, so nothing is known"),
+        ([summary(held=3, queued=3)], "no group serves; 3 requests wait"),
+        ([summary(group(running=0))], "nothing limits this service: no request arrived at 1 group in the last minute"),
+    ],
+)
+def test_state_without_load(summaries: list[RouterSummary], state: str) -> None:
+    assert explain(summaries, make_spec(), Status()) == Explanation(findings=[], state=state)
+
+
+def test_missed_target_of_a_small_batch_needs_more_ranks() -> None:
+    explanation = explained(busy(), busy("b"), spec=scaled(targets={"itlP95Ms": 15}))
+    assert causes(explanation) == ["weights"] and advice(explanation) == ("spec.parallelism.tensor", "2")
+
+
+def test_removable_group_is_named_with_the_target() -> None:
+    explanation = explained(busy(), busy("b"), spec=scaled(minReplicas=2))
+    assert causes(explanation) == ["weights"] and advice(explanation) == ("spec.autoscaling.minReplicas", "1")
+    assert "a group less would hold the ITL target of 100 ms" in explanation.findings[0].sentence
+
+
+def test_autoscaler_that_may_remove_groups_gets_no_advice() -> None:
+    idle = [busy(name, device_busy=0.05) for name in "abcd"]
+    assert causes(explained(*idle, traffic=arrivals(0.2))) == ["surplus"]
+    assert causes(explained(*idle, traffic=arrivals(0.2), spec=scaled())) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("auto", ("spec.engine.kvCacheDtype", "int8")),
+        ("int8", ("spec.engine.kvCacheDtype", "int4")),
+        ("int4", ("spec.replicas", "2")),
+    ],
+)
+@pytest.mark.parametrize("load", [{"pressure": 1.2}, {"step_model": [0.003, 0.00012, 142.0, 5e-6, 0.0]}], ids=["kv", "attention"])
+def test_full_pages_and_long_contexts_table(load: dict[str, Any], dtype: str, expected: tuple[str, str]) -> None:
+    spec = make_spec(engine={"kvCacheDtype": dtype})
+    queued = 5 if "pressure" in load else 0
+    explanation = explained(busy(**load), spec=spec, traffic=arrivals(4.0, prompt=1000), queued=queued)
+    assert causes(explanation)[0] == ("kv" if queued else "attention") and advice(explanation) == expected
+
+
+def test_straggler_is_named_with_its_node() -> None:
+    status = Status.model_validate({"groups": [{"name": "b", "phase": "Ready", "nodes": ["n7"]}]})
+    groups = [busy("a"), busy("b", speed=1.9), busy("c")]
+    first = explained(*groups, status=status).findings[0]
+    assert (first.cause, first.group) == ("straggler", "b") and "n7" in first.advice.value
+    off = explained(*groups, spec=make_spec(rebalancing={"mode": "Off"}))
+    assert advice(off) == ("spec.rebalancing.mode", "Migrate")
+
+
+def test_held_requests_wait_for_a_cold_start() -> None:
+    spec = scaled(minReplicas=0, scaleToZero={"enabled": True})
+    status = Status.model_validate({"autoscaling": {"coldStartSeconds": 90}})
+    first = explained(spec=spec, status=status, held=4, queued=4).findings[0]
+    assert first.sentence == "4 requests wait for a group to start, which takes 90 s, because the service scales to zero"
+    assert first.effect is None, "no group has measured its steps"
+
+
+@pytest.mark.parametrize(("queued", "is_named"), [(129, True), (2, False)])
+def test_full_group_with_a_place_free_at_the_moment(queued: int, is_named: bool) -> None:
+    """A request has just ended: three of four run, and the others wait at the router."""
+    explanation = explained(busy(running=3, max_num_seqs=4, pressure=0.02), traffic=arrivals(10.0), queued=queued)
+    assert ("queue" in causes(explanation)) == is_named
+
+
+def test_draining_and_silent_groups_are_ignored() -> None:
+    slow = [busy("b", speed=3.0, draining=True), busy("c", speed=3.0, state="dead")]
+    assert causes(explained(busy(), *slow, spec=scaled())) == []
+
+
+def test_routers_share_the_groups() -> None:
+    one = summary(busy(), traffic=arrivals(2.0), itl=latencies(0.02), cpu_share=0.9)
+    explanation = explain([one, one], scaled(), Status())
+    assert causes(explanation) == ["router_cpu"] and advice(explanation) == ("spec.router.replicas", "4")
+    assert explanation.state.startswith("1 group ") and "with 4 requests/s" in explanation.state
+
+
+NUMBERS = st.one_of(
+    st.floats(0, 1), st.floats(0, 1e4), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e300])
+)
+COUNTS = st.one_of(st.integers(0, 300), st.sampled_from([-1, 0, 10**30]))
+NAMES = st.sampled_from(["a", "b", "c", ""])
+HISTOGRAMS = st.one_of(
+    st.just(Histogram()),
+    st.lists(st.integers(0, 9), max_size=70).map(Histogram),
+    st.floats(1e-4, 2000).map(latencies),
+)
+
+
+def records(kind: type[Any], **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Returns records with any numbers in their fields."""
+    fields: dict[str, st.SearchStrategy[Any]] = {}
+    for field in msgspec.structs.fields(kind):
+        if field.type in (int, float):
+            fields[field.name] = COUNTS if field.type is int else NUMBERS
+    return st.builds(kind, **fields | special)
+
+
+GROUPS = records(
+    GroupSummary,
+    group=NAMES,
+    revision=st.just("r"),
+    state=st.sampled_from(["fresh", "degraded", "suspect", "dead"]),
+    draining=st.booleans(),
+    step_model=st.one_of(st.just(MODEL), st.lists(NUMBERS, max_size=9)),
+    cache_curve=st.builds(CacheCurve, COUNTS, st.lists(NUMBERS, max_size=4)),
+    speculation=st.builds(SpeculationCounts, paths=COUNTS, drafted=st.lists(COUNTS, max_size=3), draft_s=NUMBERS),
+)
+SUMMARIES = records(
+    RouterSummary,
+    router=NAMES,
+    groups=st.lists(GROUPS, max_size=4),
+    traffic=st.lists(records(Traffic, window_s=st.sampled_from([6.0, 60.0])), max_size=3),
+    ttft=HISTOGRAMS,
+    itl=HISTOGRAMS,
+    wait=HISTOGRAMS,
+)
+SPECS = st.sampled_from(
+    [
+        make_spec(),
+        scaled(),
+        scaled(minReplicas=0, scaleToZero={"enabled": True}),
+        scaled(minReplicas=3, maxReplicas=3, targets={"itlP95Ms": 1}),
+        make_spec(engine={"kvCacheDtype": "int4"}, rebalancing={"mode": "Off"}),
+    ]
+)
+STATUSES = st.sampled_from([Status(), Status.model_validate({"autoscaling": {"coldStartSeconds": 60}})])
+
+
+def has_field(path: str) -> bool:
+    """Returns whether the CRD's spec has this field."""
+    node: Any = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in path.split("."):
+        node = node.get("properties", {}).get(name)
+        if node is None:
+            return False
+    return True
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(SUMMARIES, max_size=3), SPECS, STATUSES)
+def test_any_record_gives_ordered_findings_about_spec_fields(summaries: list[RouterSummary], spec: Spec, status: Status) -> None:
+    explanation = explain(summaries, spec, status)
+    findings = explanation.findings
+    assert findings == order(findings) and len(findings) <= MAX_FINDINGS
+    assert explanation.state
+    for finding in findings:
+        assert has_field(finding.advice.field) and finding.cause in LIMIT_CAUSES
+        assert 0 <= finding.severity <= 1 and "\n" not in finding.text
+        numbers = [evidence.value for evidence in finding.evidence]
+        numbers += [finding.effect.before, finding.effect.after] if finding.effect else []
+        assert all(map(math.isfinite, numbers)), finding.text
+    msgspec.json.decode(msgspec.json.encode(explanation), type=Explanation)
+
+
+def test_field_that_the_spec_lacks_is_noticed() -> None:
+    assert has_field("spec.engine.maxNumSeqs") and not has_field("spec.engine.maxNumSequences")

@@ -1,0 +1,57 @@
+"""Time of steps and of copies beside them."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_time import computing_s
+from tests.runtime.fake_runner import FakeRunner, make_request
+
+MODEL = StepModel(fixed_s=0.01, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "wait_s", "busy_s", "expected"),
+    [
+        (0.5, 0.0, 0.0, 0.5),
+        (0.5, 0.25, 0.0, 0.25),
+        (0.5, 0.25, 0.25, 0.25),
+        (0.5, 0.25, 0.375, 0.375),  # the device computed during the wait
+        (0.5, 0.75, 0.625, 0.5),  # another clock, or the previous step's
+    ],
+)
+def test_waits_for_copies_compute_nothing(wall_s: float, wait_s: float, busy_s: float, expected: float) -> None:
+    assert computing_s(wall_s, wait_s, busy_s) == expected
+
+
+def run(copy_wait_s: float) -> tuple[Scheduler, wire.Load]:
+    """Runs requests that evict pages to host memory; each plan that has copies waits for them."""
+    runner, rng = FakeRunner(24, 4, num_host_pages=40), Random(1)
+    limits = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler = make_scheduler(limits, runner.pool, SchedulerConfig(eviction_policy="lru"))
+    num_waits = 0
+    for handle in range(16):
+        scheduler.submit(handle, make_request([rng.randrange(90) for _ in range(20)], 6, seed=handle))
+        while (plan := scheduler.schedule()) is not None:
+            waited_s = copy_wait_s if plan.host_copies else 0.0
+            num_waits += waited_s > 0
+            result = msgspec.structs.replace(runner.run(plan), copy_wait_s=waited_s)
+            scheduler.commit(result, wall_s=MODEL.fixed_s + MODEL.token_s * len(plan.tokens) + waited_s)
+    load = scheduler.load()
+    assert load.host_wait_s == pytest.approx(num_waits * copy_wait_s)
+    assert scheduler.pool.host.counters.stored > 0
+    return scheduler, load
+
+
+def test_slow_copies_leave_the_cost_model_unchanged() -> None:
+    (slow, slow_load), (fast, fast_load) = run(0.7), run(0.0)
+    assert slow_load.host_wait_s > 1.0 and fast_load.host_wait_s == 0.0
+    assert slow_load.step_model == pytest.approx(fast_load.step_model, rel=1e-6, abs=1e-9) != []
+    assert slow.fit.num_steps == fast.fit.num_steps
+    assert slow_load.step_s > 2 * fast_load.step_s, "reported steps include waits"
