@@ -16,6 +16,10 @@ MAX_LEN = 1024
 READ_S = 2.0
 STORED_RESPONSES = 6
 """Responses that a router stores: some requests find theirs, most are computed."""
+STEP_TOKENS = 32
+"""Prompts take many steps, so that copying their pages is faster on any processor."""
+RUNNING = 16
+"""Requests that run in a group; no more than tokens in a step."""
 DISK_CLAIM, DISK_PATH = "pages", "/var/cache/phalanx-pages"
 COUNTERS: Mapping[str, str] = {
     "pages loaded from host memory": "phalanx_host_loaded_pages_total",
@@ -62,6 +66,7 @@ def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     spec = body["spec"]
     engine = {"dtype": sizes.dtype, "maxModelLen": MAX_LEN, "kvCacheDtype": sizes.kv_cache_dtype}
     engine |= {"kvCacheMemory": sizes.kv_cache_memory, "hostCacheMemory": sizes.host_cache_memory}
+    engine |= {"maxNumBatchedTokens": STEP_TOKENS, "maxNumSeqs": RUNNING}
     engine |= {"diskCachePath": DISK_PATH, "diskCacheBytes": "64Mi"}
     extra = {"extraArgs": ["--batch-invariant"]} if sizes.batch_invariant else {}
     router = {"policy": "RoundRobin", "responseCache": {"exact": True, "maxEntries": STORED_RESPONSES}}

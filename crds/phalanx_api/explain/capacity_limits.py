@@ -1,12 +1,14 @@
 """What limits the number of requests: running requests, pages, the prefix cache, and groups that the load does not need."""
 
 import math
+import statistics
+from dataclasses import dataclass
 
-from phalanx_api.cache_curve import NO_CURVE, SIZES, merge_curves
+from phalanx_api.cache_curve import NO_CURVE, SIZES, CacheCurve, merge_curves
 from phalanx_api.explain.findings import Advice, Effect, Evidence, Finding, number
 from phalanx_api.explain.predictor import Predictor
 from phalanx_api.explain.service_load import ServiceLoad, mean
-from phalanx_api.explain.step_limits import MAX_KV_SHARE, MIN_BUSY, fleet_field, may_shrink, next_kv_dtype
+from phalanx_api.explain.step_limits import MIN_BUSY, fleet_field, may_shrink, next_kv_dtype
 
 FULL_SHARE = 0.9
 """Of the pages or of the running requests that a group may have."""
@@ -16,25 +18,30 @@ MIN_PREFILL_SHARE = 0.15
 """Of the step time, for a prefix cache to matter."""
 SURPLUS_BUSY = 0.6
 """Share of the time in which groups compute after the removal of others."""
+MAX_SEQS = 65536
+"""Largest `spec.engine.maxNumSeqs`."""
 _TWICE = SIZES.index(2.0)
 _NOW = SIZES.index(1.0)
 
 
 def _wait_text(load: ServiceLoad) -> str:
     p50_s = load.wait.interpolated_quantile(0.5)
-    waited = f"prompts wait {number(p50_s, 's')} in the queue" if p50_s else f"{load.waiting} requests wait"
-    return waited
+    return f"prompts wait {number(p50_s, 's')} in the queue" if p50_s else f"{load.waiting} requests wait"
 
 
-def queue_findings(predictor: Predictor) -> list[Finding]:
+def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
     """As many requests run as may, although pages are free."""
-    load, seqs = predictor.load, predictor.limits.seqs
     known = [group for group in load.groups if group.max_num_seqs]
+    seqs = int(statistics.median(group.max_num_seqs for group in known)) if known else 0
     full = mean(group.running / group.max_num_seqs for group in known)
     # More wait than may run: a request that ended a moment ago leaves a place free in the summary.
     is_full = full >= FULL_SHARE or load.waiting >= sum(group.max_num_seqs for group in known)
     if not known or not is_full or not load.waiting or load.pressure >= FULL_SHARE:
         return []
+    # A step holds one token of each running request.
+    step_tokens = min((group.max_num_batched_tokens for group in known if group.max_num_batched_tokens), default=MAX_SEQS)
+    more = min(2 * seqs, MAX_SEQS, step_tokens)
+    has_more = more > seqs
     return [
         Finding(
             cause="queue",
@@ -48,25 +55,26 @@ def queue_findings(predictor: Predictor) -> list[Finding]:
                 Evidence(name="waiting", value=load.waiting, unit="count"),
                 Evidence(name="kv_share", value=load.pressure, unit="share"),
             ],
-            advice=Advice(field="spec.engine.maxNumSeqs", value=str(2 * seqs)),
-            effect=predictor.rate_effect(predictor.with_seqs(2 * seqs)),
+            advice=Advice(field="spec.engine.maxNumSeqs", value=str(more))
+            if has_more
+            else fleet_field(load, len(load.groups) + 1),
+            effect=predictor.rate_effect(predictor.with_seqs(more)) if predictor and has_more else None,
         )
     ]
 
 
-def kv_findings(predictor: Predictor) -> list[Finding]:
+def kv_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
     """Requests wait for pages."""
-    load, count = predictor.load, predictor.num_groups
     if load.pressure < FULL_SHARE or not load.waiting:
         return []
     preemptions = sum(group.preemptions for group in load.groups)
     smaller = next_kv_dtype(load.spec.engine.get_setting("kv_cache_dtype"))
     if smaller is None:
-        advice, effect, hint = fleet_field(load, count + 1), None, ""
+        advice, effect, hint = fleet_field(load, len(load.groups) + 1), None, ""
     else:
         dtype, factor = smaller
         advice = Advice(field="spec.engine.kvCacheDtype", value=dtype)
-        effect = predictor.rate_effect(predictor.with_model(predictor.model, factor))
+        effect = predictor.rate_effect(predictor.with_model(predictor.model, factor)) if predictor else None
         hint = f"; {dtype} pages would hold {factor:.1f} times the tokens"
     return [
         Finding(
@@ -87,32 +95,60 @@ def kv_findings(predictor: Predictor) -> list[Finding]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _LargerTier:
+    """A larger host tier: hit rates now and with it, what it is in words, and its memory of one rank."""
+
+    now: float
+    after: float
+    what: str
+    memory: str
+
+
+def _with_larger_host_tier(load: ServiceLoad, curve: CacheCurve) -> _LargerTier:
+    """Returns twice the present host tier, or one of the size of the KV cache."""
+    tiers, group = curve.tiers, max(load.groups, key=lambda group: group.total_pages)
+    ranks = load.spec.parallelism.tensor * load.spec.parallelism.pipeline
+    if tiers.host is None:
+        pages, now, after, what = (
+            group.total_pages,
+            curve.hit_rates[_NOW],
+            curve.hit_rates[_TWICE],
+            "as many pages in host memory",
+        )
+    else:
+        now = max(tiers.host, tiers.disk or 0.0)
+        pages, after, what = 2 * tiers.pages, max(now, tiers.hit_rates[_TWICE]), "twice the host memory"
+    memory = (
+        f"{math.ceil(pages * group.page_bytes / ranks / 2**30)}Gi" if pages * group.page_bytes else "the size of the KV cache"
+    )
+    return _LargerTier(now, after, what, memory)
+
+
 def prefix_findings(predictor: Predictor) -> list[Finding]:
     """Prefixes are evicted before their next use."""
     load, parts = predictor.load, predictor.now.parts
     curve = merge_curves(group.cache_curve for group in load.groups)
     if curve == NO_CURVE or parts.share(parts.prefill) < MIN_PREFILL_SHARE:
         return []
-    now, twice = curve.hit_rates[_NOW], curve.hit_rates[_TWICE]
-    if twice - now < MIN_GAIN:
+    larger = _with_larger_host_tier(load, curve)
+    if larger.after - larger.now < MIN_GAIN:
         return []
-    group = max(load.groups, key=lambda group: group.total_pages)
-    size = f"{math.ceil(group.total_pages * group.page_bytes / 2**30)}Gi" if group.page_bytes else "the size of the KV cache"
     return [
         Finding(
             cause="prefix",
-            severity=0.7 + 0.1 * min(1.0, twice - now),
+            severity=0.7 + 0.1 * min(1.0, larger.after - larger.now),
             sentence=(
-                f"prefixes leave the cache before their next use: {now:.0%} of page lookups hit, {twice:.0%} would with twice "
-                f"the pages; prompts are {parts.share(parts.prefill):.0%} of the step time"
+                f"prefixes leave the cache before their next use: {larger.now:.0%} of page lookups hit, {larger.after:.0%} would "
+                f"with {larger.what}; prompts are {parts.share(parts.prefill):.0%} of the step time"
             ),
             evidence=[
-                Evidence(name="hit_rate", value=now, unit="share"),
-                Evidence(name="hit_rate_twice", value=twice, unit="share"),
+                Evidence(name="hit_rate", value=larger.now, unit="share"),
+                Evidence(name="hit_rate_after", value=larger.after, unit="share"),
                 Evidence(name="prefill_share", value=parts.share(parts.prefill), unit="share"),
             ],
-            advice=Advice(field="spec.engine.hostCacheMemory", value=size),
-            effect=Effect(metric="hit rate of the prefix cache", before=now, after=twice, unit="share"),
+            advice=Advice(field="spec.engine.hostCacheMemory", value=larger.memory),
+            effect=Effect(metric="hit rate of the prefix cache", before=larger.now, after=larger.after, unit="share"),
         )
     ]
 
@@ -120,7 +156,7 @@ def prefix_findings(predictor: Predictor) -> list[Finding]:
 def surplus_findings(predictor: Predictor) -> list[Finding]:
     """Fewer groups would do."""
     load, count = predictor.load, predictor.num_groups
-    busy = load.busy or predictor.now.busy
+    busy = predictor.busy
     if busy >= MIN_BUSY:
         return []
     fewer = next((fewer for fewer in range(1, count) if may_shrink(load, fewer) and _suffices(predictor, fewer)), count)
@@ -145,5 +181,4 @@ def surplus_findings(predictor: Predictor) -> list[Finding]:
 
 def _suffices(predictor: Predictor, count: int) -> bool:
     after = predictor.with_groups(count)
-    kv_share = after.streams * predictor.shape.context / predictor.limits.kv_tokens
-    return not after.is_full and after.busy <= SURPLUS_BUSY and kv_share <= MAX_KV_SHARE and predictor.holds_target(after)
+    return after.busy <= SURPLUS_BUSY and predictor.can_hold(after)

@@ -24,6 +24,8 @@ def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> E
         *straggler_findings(load),
         *router_findings(load),
         *network_findings(load, predictor),
+        *kv_findings(load, predictor),
+        *queue_findings(load, predictor),
         *(_with_model(predictor) if predictor is not None else ()),
     ]
     return Explanation(findings=order(findings)[:MAX_FINDINGS], state=_state(load, predictor, findings))
@@ -32,8 +34,6 @@ def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> E
 def _with_model(predictor: Predictor) -> list[Finding]:
     """Returns findings that need measured steps and arrivals."""
     return [
-        *kv_findings(predictor),
-        *queue_findings(predictor),
         *prefix_findings(predictor),
         *speculation_findings(predictor),
         *step_findings(predictor),
@@ -50,18 +50,19 @@ def _state(load: ServiceLoad, predictor: Predictor | None, findings: Sequence[Fi
         return "no router answers, so nothing is known"
     if not load.groups:
         return f"no group serves; {load.held + load.waiting} requests wait"
-    if not load.traffic.arrivals and not findings:
+    if not load.traffic.arrivals and not findings and not load.waiting:
         return f"nothing limits this service: no request arrived at {_groups_of(load)} in the last minute"
-    head = "" if findings else "nothing limits this service: "
+    unlimited = "why requests wait is not known: " if load.waiting else "nothing limits this service: "
+    head = "" if findings else unlimited
     times = [
         f"{name} P95 {number(p95_s, 's')}" + (f" of {number(target_s, 's')}" if target_s else "")
         for name, histogram, target_s in (("TTFT", load.ttft, load.ttft_target_s), ("ITL", load.itl, load.itl_target_s))
         if (p95_s := histogram.interpolated_quantile(0.95)) is not None
     ]
-    busy = load.busy or (predictor.now.busy if predictor else 0.0)
+    busy = predictor.busy if predictor else load.busy
     rate = load.traffic.arrivals / load.traffic.window_s
     facts = [
-        f"{_groups_of(load)} {busy:.0%} busy with {rate:.2g} requests/s",
+        f"{_groups_of(load)} {busy:.0%} busy with {number(rate, 'requests/s')}",
         f"requests need {load.pressure:.0%} of the KV pages",
         *times,
         f"{load.waiting} waiting",

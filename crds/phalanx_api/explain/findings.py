@@ -20,7 +20,7 @@ LimitCause = Literal[
 ]
 """What limits a service; `surplus`: more groups than the load needs."""
 LIMIT_CAUSES: tuple[LimitCause, ...] = get_args(LimitCause)
-Unit = Literal["s", "share", "tokens/s", "count", "x"]
+Unit = Literal["s", "share", "tokens/s", "requests/s", "count", "x"]
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ def number(value: float, unit: Unit) -> str:
     """Returns a value with its unit in words."""
     match unit:
         case "s":
-            return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+            return f"{_significant(value * 1000, 3)} ms" if value < 0.9995 else f"{_significant(value, 3)} s"
         case "share":
             return f"{value:.0%}"
         case "tokens/s":
@@ -104,4 +104,13 @@ def number(value: float, unit: Unit) -> str:
         case "count":
             return f"{value:,.0f}"
         case "x":
-            return f"{value:.2g}x"
+            return f"{_significant(value, 2)}x"
+        case "requests/s":
+            return f"{_significant(value, 2)} requests/s"
+
+
+def _significant(value: float, digits: int) -> str:
+    """Returns a number with this many significant digits, or all before the point; never with an exponent."""
+    if value < 0.001:
+        return "0"
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

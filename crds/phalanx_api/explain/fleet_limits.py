@@ -14,6 +14,7 @@ ROUTER_BUSY, ROUTER_BUSY_AFTER = 0.7, 0.5
 LINK_S, LINK_SHARE = 0.02, 0.2
 """Least delay between routers and groups, and least share of the time to the first token."""
 MAX_ROUTERS = 32
+"""Largest `spec.router.replicas`."""
 
 
 def straggler_findings(load: ServiceLoad) -> list[Finding]:
@@ -52,10 +53,8 @@ def straggler_findings(load: ServiceLoad) -> list[Finding]:
 
 def router_findings(load: ServiceLoad) -> list[Finding]:
     """Routers need most of a core."""
-    if not load.routers:
-        return []
-    busy = max(router.cpu_share for router in load.routers)
-    if busy < ROUTER_BUSY:
+    busy = max((router.cpu_share for router in load.routers), default=0.0)
+    if busy < ROUTER_BUSY or len(load.routers) >= MAX_ROUTERS:
         return []
     total, count = sum(router.cpu_share for router in load.routers), len(load.routers)
     more = min(MAX_ROUTERS, max(count + 1, math.ceil(total / ROUTER_BUSY_AFTER)))

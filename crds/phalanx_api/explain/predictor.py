@@ -11,6 +11,9 @@ from phalanx_api.explain.service_load import ServiceLoad
 from phalanx_api.explain.steady import DEFAULT_SEQS, DEFAULT_STEP_TOKENS, GroupLimits, RequestShape, SteadyState, steady_state
 from phalanx_api.summary import Histogram
 
+MAX_KV_SHARE = 0.8
+"""Of the pages, after the removal of a group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
@@ -26,6 +29,11 @@ class Predictor:
     def num_groups(self) -> int:
         """Groups that serve."""
         return max(1, len(self.load.groups))
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which groups compute: measured, or predicted for groups that do not report it."""
+        return self.load.busy or self.now.busy
 
     def with_groups(self, count: int) -> SteadyState:
         """Returns the state with this many groups."""
@@ -57,7 +65,17 @@ class Predictor:
         """Returns the time to the first token without a queue: the rest of the running step, a step, and the prompt."""
         return (1 + step_share) * self.now.itl_s + self.now.prompt_s
 
-    def holds_target(self, after: SteadyState) -> bool:
+    def can_hold(self, after: SteadyState) -> bool:
+        """Whether this state serves the load without a queue, within the targets and with pages to spare.
+
+        No state does while requests wait or miss a target now.
+        """
+        if self.load.waiting or self.misses_target() or after.is_full:
+            return False
+        kv_share = after.streams * self.limits.held_tokens(self.shape.context) / self.limits.kv_tokens
+        return kv_share <= MAX_KV_SHARE and self._holds_itl(after)
+
+    def _holds_itl(self, after: SteadyState) -> bool:
         """Whether the P95 inter-token time stays within its target, or without one rises by at most a quarter."""
         effect, target_s = self.itl_effect(after), self.load.itl_target_s
         if target_s is None:
@@ -66,15 +84,15 @@ class Predictor:
         factor = effect.after / effect.before if effect.before > 0 else 1.0
         return (effect.before if p95_s is None else p95_s) * factor <= target_s
 
-    def misses_itl_target(self) -> bool:
-        """Whether the P95 inter-token time exceeds its target now."""
-        return _misses(self.load.itl, self.load.itl_target_s)
+    def misses_target(self) -> bool:
+        """Whether a P95 latency exceeds its target now."""
+        load = self.load
+        return _misses(load.itl, load.itl_target_s) or _misses(load.ttft, load.ttft_target_s)
 
     def meets_all_targets(self) -> bool:
         """Whether latency targets are set, and all of them are met now."""
-        load = self.load
-        has_targets = load.itl_target_s is not None or load.ttft_target_s is not None
-        return has_targets and not self.misses_itl_target() and not _misses(load.ttft, load.ttft_target_s)
+        has_targets = self.load.itl_target_s is not None or self.load.ttft_target_s is not None
+        return has_targets and not self.misses_target()
 
 
 def _misses(histogram: Histogram, target_s: float | None) -> bool:

@@ -31,8 +31,11 @@ class GroupLimits:
 
     def streams(self, context: float) -> float:
         """Returns the most streams of this mean context, at least 1."""
-        kept = min(context, self.request_tokens) if self.request_tokens else context
-        return max(1.0, min(float(self.seqs), self.kv_tokens / max(kept, 1.0), MAX_STREAMS))
+        return max(1.0, min(float(self.seqs), self.kv_tokens / max(self.held_tokens(context), 1.0), MAX_STREAMS))
+
+    def held_tokens(self, context: float) -> float:
+        """Returns the tokens whose pages a stream of this context holds."""
+        return min(context, self.request_tokens) if self.request_tokens else context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ KV_FACTORS = {"int8": 1.94, "fp8": 1.94, "int4": 3.56}
 """Tokens per byte of KV cache, relative to 16-bit keys and values."""
 MIN_SPEEDUP = 0.98
 """Of speculation that does not cost more than it saves, with a margin for noise."""
-MAX_KV_SHARE = 0.8
-"""Of the pages, after the removal of a group."""
+MAX_TENSOR = 64
+"""Largest `spec.parallelism.tensor`."""
 
 
 def next_kv_dtype(current: str | None) -> tuple[str, float] | None:
@@ -34,14 +34,14 @@ def fleet_field(load: ServiceLoad, count: int) -> Advice:
 
 
 def may_shrink(load: ServiceLoad, count: int) -> bool:
-    """Whether the spec keeps the service from this many groups: the autoscaler removes others by itself."""
+    """Whether only a change of the spec reduces the service to this many groups: an autoscaler removes others by itself."""
     return count >= 1 and (load.spec.autoscaling is None or load.spec.autoscaling.min_replicas > count)
 
 
 def step_findings(predictor: Predictor) -> list[Finding]:
     """Returns the part that most of the step time is spent on, if groups are busy."""
     load, parts = predictor.load, predictor.now.parts
-    if (load.busy or predictor.now.busy) < MIN_BUSY or predictor.now.streams <= 0:
+    if predictor.busy < MIN_BUSY or predictor.now.streams <= 0:
         return []
     if parts.share(parts.weights) >= MAIN_SHARE:
         return [] if load.waiting else weights_findings(predictor)
@@ -64,7 +64,7 @@ def prefill_finding(predictor: Predictor) -> Finding:
         cause="prefill",
         severity=_severity(share),
         sentence=(
-            f"{share:.0%} of the step time computes prompts: {predictor.load.rate:.2g} requests/s per group with "
+            f"{share:.0%} of the step time computes prompts: {number(predictor.load.rate, 'requests/s')} per group with "
             f"{predictor.shape.missed:.0f} uncached prompt tokens take {number(predictor.now.prompt_s, 's')} each"
         ),
         evidence=[
@@ -133,23 +133,23 @@ def _weights_finding(predictor: Predictor, effect: Effect, advice: Advice, hint:
 
 def _fewer_groups(predictor: Predictor) -> tuple[Effect, Advice, str] | None:
     load, count = predictor.load, predictor.num_groups
-    if not may_shrink(load, count - 1) or predictor.misses_itl_target():
-        return None
     after = predictor.with_groups(count - 1)
-    kv_share = after.streams * predictor.shape.context / predictor.limits.kv_tokens
-    if after.is_full or kv_share > MAX_KV_SHARE or not predictor.holds_target(after):
+    if not may_shrink(load, count - 1) or not predictor.can_hold(after):
         return None
     target = f" of {number(load.itl_target_s, 's')}" if load.itl_target_s else ""
     return (
         predictor.itl_effect(after),
         fleet_field(load, count - 1),
-        f"a group less would hold the ITL target{target}" if target else "a group less would do",
+        f"one group fewer would hold the ITL target{target}" if target else "one group fewer would do",
     )
 
 
-def _more_ranks(predictor: Predictor) -> tuple[Effect, Advice, str]:
+def _more_ranks(predictor: Predictor) -> tuple[Effect, Advice, str] | None:
+    tensor = 2 * predictor.load.spec.parallelism.tensor
+    if tensor > MAX_TENSOR:
+        return None
     after = predictor.with_model(with_more_ranks(predictor.model, 2))
-    advice = Advice(field="spec.parallelism.tensor", value=str(min(2 * predictor.load.spec.parallelism.tensor, 64)))
+    advice = Advice(field="spec.parallelism.tensor", value=str(tensor))
     return predictor.itl_effect(after), advice, "more ranks read the weights in parallel"
 
 
@@ -164,7 +164,7 @@ def speculation_findings(predictor: Predictor) -> list[Finding]:
     drafted = sum(sum(group.speculation.drafted) for group in drafting)
     accepted = sum(sum(group.speculation.accepted) for group in drafting)
     rate = min(1.0, accepted / drafted) if drafted else 0.0
-    before_s = predictor.load.itl.mean() or predictor.now.itl_s / speedup
+    before_s = predictor.load.itl.mean() or predictor.now.itl_s / max(speedup, 0.01)
     return [
         Finding(
             cause="speculation",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 from pydantic import AfterValidator, Field, StringConstraints, create_model, model_validator
 from pydantic.alias_generators import to_snake
 
-from phalanx_api.engine_config import SETTINGS, Setting
+from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_api.schema import Record, rule, rules, with_rules
 from phalanx_api.spec.model import Uri
 from phalanx_api.spec.quantities import Memory, parse_bytes
@@ -108,6 +108,18 @@ _NEEDS = {
 _SWITCH = "hostCacheAdaptive"
 
 
+_DEFAULT_SEQS, _DEFAULT_TOKENS = EngineConfig.max_num_seqs, EngineConfig.max_num_batched_tokens
+_TOO_FEW_TOKENS = (
+    f"maxNumBatchedTokens (default {_DEFAULT_TOKENS}) must be at least maxNumSeqs (default {_DEFAULT_SEQS}): "
+    "a step holds one token of each request"
+)
+
+
+def _or_default(field: str, default: int) -> str:
+    """CEL: the field's value."""
+    return f"(has(self.{field}) ? self.{field} : {default})"
+
+
 def _is_on(field: str) -> str:
     """CEL: the field is set and not false."""
     return f"has(self.{field})" + (f" && self.{field}" if field == _SWITCH else "")
@@ -117,7 +129,12 @@ class _DeclaredEngine(Record):
     """Fields other than plain settings."""
 
     model_config = Record.model_config | rules(
-        *(rule(f"!({_is_on(one)}) || ({_is_on(other)})", f"{one} needs {other}", f".{one}") for one, other in _NEEDS.items())
+        *(rule(f"!({_is_on(one)}) || ({_is_on(other)})", f"{one} needs {other}", f".{one}") for one, other in _NEEDS.items()),
+        rule(
+            f"{_or_default('maxNumBatchedTokens', _DEFAULT_TOKENS)} >= {_or_default('maxNumSeqs', _DEFAULT_SEQS)}",
+            _TOO_FEW_TOKENS,
+            ".maxNumBatchedTokens",
+        ),
     )
 
     image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
@@ -132,10 +149,12 @@ class _DeclaredEngine(Record):
     """Probes of the HTTP process."""
 
     @model_validator(mode="after")
-    def _has_needed(self) -> "_DeclaredEngine":
+    def _fits_together(self) -> "_DeclaredEngine":
         for one, other in _NEEDS.items():
             if self.get_setting(to_snake(one)) and not self.get_setting(to_snake(other)):
                 raise ValueError(f"{one} needs {other}")
+        if (self.get_setting("max_num_batched_tokens") or _DEFAULT_TOKENS) < (self.get_setting("max_num_seqs") or _DEFAULT_SEQS):
+            raise ValueError(_TOO_FEW_TOKENS)
         return self
 
     def get_setting(self, name: str) -> Any:

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api.cache_curve import CacheCurve
+from phalanx_api.cache_curve import NO_TIERS, CacheCurve, TierCurve
 from phalanx_api.crd import definition
+from phalanx_api.explain.capacity_limits import MAX_SEQS
 from phalanx_api.explain.explain import MAX_FINDINGS, explain
-from phalanx_api.explain.findings import LIMIT_CAUSES, Explanation, order
+from phalanx_api.explain.findings import LIMIT_CAUSES, Explanation, Unit, number, order
+from phalanx_api.explain.fleet_limits import MAX_ROUTERS
+from phalanx_api.explain.step_limits import MAX_TENSOR
 from phalanx_api.spec.inference_service import Spec
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.status import Status
@@ -30,8 +33,9 @@ def make_spec(**fields: Any) -> Spec:
     return Spec.model_validate({"model": {"uri": "hf://org/model"}} | fields)
 
 
-def scaled(**fields: Any) -> Spec:
-    return make_spec(autoscaling={"minReplicas": 1, "maxReplicas": 8, "targets": TARGETS} | fields)
+def scaled(parallelism: dict[str, Any] | None = None, **fields: Any) -> Spec:
+    scaling = {"minReplicas": 1, "maxReplicas": 8, "targets": TARGETS} | fields
+    return make_spec(autoscaling=scaling, parallelism=parallelism or {})
 
 
 def latencies(seconds: float) -> Histogram:
@@ -97,7 +101,7 @@ def test_missed_target_of_a_small_batch_needs_more_ranks() -> None:
 def test_removable_group_is_named_with_the_target() -> None:
     explanation = explained(busy(), busy("b"), spec=scaled(minReplicas=2))
     assert causes(explanation) == ["weights"] and advice(explanation) == ("spec.autoscaling.minReplicas", "1")
-    assert "a group less would hold the ITL target of 100 ms" in explanation.findings[0].sentence
+    assert "one group fewer would hold the ITL target of 100 ms" in explanation.findings[0].sentence
 
 
 def test_autoscaler_that_may_remove_groups_gets_no_advice() -> None:
@@ -144,6 +148,92 @@ def test_full_group_with_a_place_free_at_the_moment(queued: int, is_named: bool)
     """A request has just ended: three of four run, and the others wait at the router."""
     explanation = explained(busy(running=3, max_num_seqs=4, pressure=0.02), traffic=arrivals(10.0), queued=queued)
     assert ("queue" in causes(explanation)) == is_named
+
+
+@pytest.mark.parametrize("traffic", [[], arrivals(4.0, output=0.0)], ids=["no arrivals", "embeddings"])
+@pytest.mark.parametrize(("load", "cause"), [({"pressure": 1.2}, "kv"), ({"running": 4, "max_num_seqs": 4}, "queue")])
+def test_waiting_requests_without_output_are_explained(load: dict[str, Any], cause: str, traffic: list[Traffic]) -> None:
+    explanation = explained(busy(**load), traffic=traffic, queued=5)
+    assert causes(explanation) == [cause] and explanation.findings[0].effect is None
+
+
+@pytest.mark.parametrize("traffic", [[], arrivals(4.0)], ids=["no arrivals", "arrivals"])
+def test_requests_that_wait_are_never_called_unlimited(traffic: list[Traffic]) -> None:
+    explanation = explained(busy(), traffic=traffic, queued=5)
+    assert explanation.findings == [] and explanation.state.startswith("why requests wait is not known: ")
+
+
+@pytest.mark.parametrize("device_busy", [0.05, 0.9], ids=["surplus", "weights"])
+@pytest.mark.parametrize(
+    "load", [{"ttft": latencies(5.0)}, {"itl": latencies(0.3)}, {"queued": 2}], ids=["ttft", "itl", "waiting"]
+)
+def test_groups_are_kept_while_a_target_is_missed(load: dict[str, Any], device_busy: float) -> None:
+    spec, groups = make_spec(slo=TARGETS), [busy(name, device_busy=device_busy) for name in "abcd"]
+    assert advice(explained(*groups, spec=spec, traffic=arrivals(0.2)))[0] == "spec.replicas"
+    kept = explained(*groups, spec=spec, traffic=arrivals(0.2), **load)
+    assert all(finding.advice.field != "spec.replicas" for finding in kept.findings)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "rates", "memory"),
+    [
+        (NO_TIERS, (0.3, 0.5), "5Gi"),
+        (TierCurve(1000, [0.4, 0.5, 0.7, 0.8], 0.5), (0.5, 0.7), "10Gi"),
+        (TierCurve(1000, [0.4, 0.5, 0.7, 0.8], 0.5, 0.55), (0.55, 0.7), "10Gi"),
+    ],
+    ids=["device", "host", "disk"],
+)
+def test_larger_host_tier_is_measured_from_the_present_tiers(tiers: TierCurve, rates: tuple[float, float], memory: str) -> None:
+    """Pages of 10 MiB over both ranks."""
+    full = busy(total_pages=1000, page_bytes=10 << 20, cache_curve=CacheCurve(900, [0.2, 0.3, 0.5, 0.6], tiers))
+    spec = make_spec(parallelism={"tensor": 2})
+    explanation = explained(full, spec=spec, traffic=arrivals(4.0, prompt=2000))
+    (found,) = (finding for finding in explanation.findings if finding.cause == "prefix")
+    assert found.effect is not None and (found.effect.before, found.effect.after) == rates
+    assert (found.advice.field, found.advice.value) == ("spec.engine.hostCacheMemory", memory)
+
+
+def test_disk_that_already_has_the_pages_is_enough() -> None:
+    tiers = TierCurve(1000, [0.4, 0.5, 0.7, 0.8], 0.5, 0.65)
+    full = busy(total_pages=1000, page_bytes=10 << 20, cache_curve=CacheCurve(900, [0.2, 0.3, 0.5, 0.6], tiers))
+    assert "prefix" not in causes(explained(full, traffic=arrivals(4.0, prompt=2000)))
+
+
+def test_advice_ends_at_the_limits_of_the_spec() -> None:
+    seqs = explained(busy(running=MAX_SEQS, max_num_seqs=MAX_SEQS), queued=5)
+    assert causes(seqs) == ["queue"] and advice(seqs) == ("spec.replicas", "2")
+    tokens = explained(busy(running=64, max_num_batched_tokens=100), queued=5)
+    assert advice(tokens) == ("spec.engine.maxNumSeqs", "100")
+    routers = [summary(busy(), traffic=arrivals(0.1), itl=latencies(0.02), cpu_share=0.9)] * MAX_ROUTERS
+    assert causes(explain(routers, scaled(), Status())) == []
+    tensor = explained(busy(), spec=scaled(targets={"itlP95Ms": 15}, parallelism={"tensor": MAX_TENSOR}))
+    assert causes(tensor) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [("engine.maxNumSeqs", MAX_SEQS), ("router.replicas", MAX_ROUTERS), ("parallelism.tensor", MAX_TENSOR)],
+)
+def test_limits_are_those_of_the_crd(path: str, limit: int) -> None:
+    assert field_of(f"spec.{path}")["maximum"] == limit
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0, "s", "0 ms"),
+        (0.0123, "s", "12.3 ms"),
+        (0.9994, "s", "999 ms"),
+        (0.9999, "s", "1 s"),
+        (1234.0, "s", "1,234 s"),
+        (0.07, "requests/s", "0.07 requests/s"),
+        (123.0, "requests/s", "123 requests/s"),
+        (250.0, "x", "250x"),
+        (1.25, "x", "1.2x"),
+    ],
+)
+def test_numbers_have_no_exponent(value: float, unit: Unit, text: str) -> None:
+    assert number(value, unit) == text
 
 
 def test_draining_and_silent_groups_are_ignored() -> None:
@@ -210,14 +300,17 @@ SPECS = st.sampled_from(
 STATUSES = st.sampled_from([Status(), Status.model_validate({"autoscaling": {"coldStartSeconds": 60}})])
 
 
+def field_of(path: str) -> dict[str, Any]:
+    """Returns the schema of a field of the CRD; empty if there is none."""
+    node: dict[str, Any] = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in path.split("."):
+        node = node.get("properties", {}).get(name, {})
+    return node
+
+
 def has_field(path: str) -> bool:
     """Returns whether the CRD's spec has this field."""
-    node: Any = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    for name in path.split("."):
-        node = node.get("properties", {}).get(name)
-        if node is None:
-            return False
-    return True
+    return bool(field_of(path))
 
 
 @settings(max_examples=200, deadline=None)
