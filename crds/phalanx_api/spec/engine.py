@@ -108,7 +108,7 @@ _NEEDS = {
 _SWITCH = "hostCacheAdaptive"
 
 
-_DEFAULT_SEQS, _DEFAULT_TOKENS = EngineConfig.max_num_seqs, EngineConfig.max_num_batched_tokens
+_DEFAULT_SEQS, _DEFAULT_TOKENS = EngineConfig().max_num_seqs, EngineConfig().max_num_batched_tokens
 _TOO_FEW_TOKENS = (
     f"maxNumBatchedTokens (default {_DEFAULT_TOKENS}) must be at least maxNumSeqs (default {_DEFAULT_SEQS}): "
     "a step holds one token of each request"
