@@ -71,6 +71,7 @@ class Shape:
     """Tokens that a layer reads; 0: all."""
     num_parts: int = 0
     """With a window: pages have parts, because another layer reads all tokens."""
+    num_host_parts: int = 0
     failures: frozenset[int] = frozenset()
     """Steps for which the ranks have no memory."""
 
@@ -82,10 +83,6 @@ class Shape:
     @property
     def parts(self) -> int:
         return self.num_parts if self.page_window else 0
-
-    @property
-    def host_pages(self) -> int:
-        return 0 if self.parts else self.num_host_pages
 
     @property
     def max_flights(self) -> int:
@@ -139,6 +136,7 @@ SHAPES = st.builds(
     resizes=st.booleans(),
     window=st.sampled_from([0, 0, 2, 3, 5, 8, 13]),
     num_parts=st.sampled_from([0, 0, 2, 3, 5, 8, 14]),
+    num_host_parts=st.sampled_from([0, 2, 4, 20]),
     failures=st.frozensets(st.integers(1, 40), max_size=4),
 )
 
@@ -151,10 +149,11 @@ class Workload:
             shape.num_pages,
             shape.page_size,
             has_pages=shape.speculation.method != "self_draft",
-            num_host_pages=shape.host_pages,
-            min_host_pages=min(1, shape.host_pages) if shape.resizes else None,
+            num_host_pages=shape.num_host_pages,
+            min_host_pages=min(1, shape.num_host_pages) if shape.resizes else None,
             window=shape.page_window,
             num_parts=shape.parts,
+            num_host_parts=shape.num_host_parts if shape.parts else 0,
             depth=shape.flights,
             runs_ahead=shape.is_async,
         )
@@ -207,7 +206,7 @@ class Workload:
             self.submit(step)
             self.abort(step)
             if self.shape.resizes and step % 3 == 0:
-                self.scheduler.pool.host.want(1 + step * 7 % (self.shape.host_pages + 1), "test")
+                self.scheduler.pool.host.want(1 + step * 7 % (self.shape.num_host_pages + 1), "test")
             assert self.scheduler.check() == []
             self.turn(step)
             self.check_report(step)
@@ -400,6 +399,27 @@ def test_parts_are_dropped_and_evicted_and_computed_again() -> None:
         assert parts is not None and parts.num_dropped > 100 and parts.num_evicted > 20
         assert 100 < scheduler.sharing.hit_tokens < 16 * 30
         assert scheduler.pool.counters.hits > 16 * 12, "pages are found whose parts are lost"
+
+
+def test_parts_come_back_from_host_memory() -> None:
+    """Without host memory the same requests compute their windows again."""
+    for is_async in (False, True):
+        arrivals = [Arrival(4 * i, 34, 6, common=30, family=i % 5) for i in range(40)]
+        shape = Shape(50, 2, 4, 16, is_async=is_async, window=8, num_parts=24)
+        without = Workload(arrivals, shape).run()
+        run = Workload(arrivals, replace(shape, num_host_pages=80, num_host_parts=40)).run()
+        load = run.scheduler.load()
+        assert load.host_total_parts == 40 and load.host_loaded_parts == run.runner.num_loaded_parts > 40
+        assert load.host_stored_parts >= run.runner.num_stored_parts > 40 and run.runner.num_loaded > 20
+        assert run.scheduler.sharing.hit_tokens > 1.3 * without.scheduler.sharing.hit_tokens
+
+
+def test_part_of_a_copied_page_is_not_evicted() -> None:
+    """Five parts: the page with the equal start has the oldest one, which the request that copies it gets."""
+    prompts = (0, 17, 6), (1, 30, 9), (0, 10, 1)
+    arrivals = [Arrival(*prompt, family=1, common=33) for prompt in prompts]
+    shape = Shape(25, 4, 1, 7, window=13, num_parts=5, num_host_parts=40)
+    assert Workload(arrivals, shape).run().scheduler.sharing.hit_tokens > 0
 
 
 def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:

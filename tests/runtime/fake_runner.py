@@ -58,6 +58,7 @@ class FakeRunner:
         min_host_pages: int | None = None,
         window: int = 0,
         num_parts: int = 0,
+        num_host_parts: int = 0,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -71,12 +72,22 @@ class FakeRunner:
         self._started: deque[StepPlan] = deque()
         self._window = window
         self._pool = PoolShape(
-            num_pages, page_size, num_host_pages, min_host_pages=min_host_pages, window=window, num_parts=num_parts
+            num_pages,
+            page_size,
+            num_host_pages,
+            min_host_pages=min_host_pages,
+            window=window,
+            num_parts=num_parts,
+            num_host_parts=num_host_parts,
         )
         self._part_slots: list[int | None] = [None] * (num_parts * page_size)
         self._part_of: dict[int, int] = {}
         self._host: dict[int, list[int | None]] = {}
         """Contents of slots in host memory."""
+        self._host_parts: dict[int, list[int | None]] = {}
+        self._late_parts: list[tuple[bool, int, int]] = []
+        self.num_loaded_parts = self.num_stored_parts = 0
+        """The same for parts of pages."""
         self._num_slots = self._pool.host_floor
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
@@ -151,7 +162,7 @@ class FakeRunner:
     def _apply(self, plan: StepPlan) -> None:
         """Updates rows, page tables and copies."""
         self._copy_late()
-        self._late = plan.host_copies
+        self._late, self._late_parts = plan.host_copies, plan.part_host_copies
         if plan.awaits_host_copies:
             self.num_awaited += 1
             self._copy_late()
@@ -195,7 +206,16 @@ class FakeRunner:
                 self._host[slot] = self._slots[own]
             self.num_loaded += is_load
             self.num_stored += not is_load
-        self._late = []
+        for is_load, part, slot in self._late_parts:
+            assert slot < self._pool.num_host_parts
+            own = slice(part * self._pool.page_size, (part + 1) * self._pool.page_size)
+            if is_load:
+                self._part_slots[own] = self._host_parts[slot]
+            else:
+                self._host_parts[slot] = self._part_slots[own]
+            self.num_loaded_parts += is_load
+            self.num_stored_parts += not is_load
+        self._late, self._late_parts = [], []
         if self._late_resize is not None:
             self._resize(self._late_resize)
             self._late_resize = None
@@ -317,6 +337,7 @@ class FakeRunner:
 
     def part(self, page: int) -> list[int | None]:
         """Returns the contents of the part of a page."""
+        self._copy_late()
         start = self._part_of[page] * self._pool.page_size
         return self._part_slots[start : start + self._pool.page_size]
 

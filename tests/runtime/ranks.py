@@ -113,6 +113,9 @@ def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
     return in_threads([partial(rank, place, listener) for place, listener in make_places(pods)])
 
 
+OpenHostPages = Callable[[list[LayerCache], Sequence[int | None], PoolShape], tuple[HostCopies, HostCopies]]
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """How a test loads its model."""
@@ -127,6 +130,7 @@ class Build:
     """Tokens whose pages a request keeps; 0: all."""
     num_parts: int = 0
     """Parts of pages, which layers with a window use; others keep all pages."""
+    num_host_parts: int = 0
     device: str = "cpu"
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
@@ -139,7 +143,7 @@ class Build:
     """Makes the proposer of each rank of the first stage from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
     """Speculation fields of a RankSpec; with them the proposer is made as in production."""
-    open_host_pages: Callable[[list[LayerCache], PoolShape], HostCopies] = open_host_pages
+    open_host_pages: OpenHostPages = open_host_pages
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
     has_graphs: bool = True
@@ -183,6 +187,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         min_host_pages=build.min_host_pages,
         window=build.window,
         num_parts=build.num_parts,
+        num_host_parts=build.num_host_parts,
     )
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:
@@ -200,7 +205,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
         make_graph = None if device.type == "cuda" else KeptGraph
         limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)
-    host = build.open_host_pages(caches, pool)
+    host = build.open_host_pages(caches, model.kv.windows, pool)
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits, host=host)
 
 

@@ -209,6 +209,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     total_parts: int = 0  # parts of pages for layers with a window; 0: all layers share pages
     free_parts: int = 0
     parts_evicted: int = 0  # counter
+    host_total_parts: int = 0  # slots for parts in host memory
+    host_stored_parts: int = 0  # counter: evicted parts that were stored there
+    host_loaded_parts: int = 0  # counter: parts that prompts loaded from there
 
     # Copies between device and host memory that delay steps; counters since the engine's start.
     host_wait_s: float = 0.0  # seconds that steps waited for copies

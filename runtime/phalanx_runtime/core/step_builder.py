@@ -109,6 +109,7 @@ class StepBuilder:
     """Tokens that may still be backfilled."""
     host_copies: list[HostCopy] = field(default_factory=list)
     host_keys: list[bytes] = field(default_factory=list)
+    part_host_copies: list[HostCopy] = field(default_factory=list)
     awaits_host_copies: bool = False
     host_resize: HostResize | None = None
     draws: list[tuple[int, int]] = field(default_factory=list)
@@ -154,8 +155,7 @@ class StepBuilder:
         rows, starts, counts, tokens = list[int](), list[int](), list[int](), list[int]()
         pages: list[list[int]] = []
         paths: list[DraftPath] = []
-        truncations: list[tuple[int, int]] = []
-        relocations: list[tuple[int, list[int]]] = []
+        truncations, relocations = list[tuple[int, int]](), list[tuple[int, list[int]]]()
         backfills: list[DraftBackfill] = []
         for i, chunk in enumerate(self.chunks):
             request, draft = chunk.request, chunk.draft
@@ -196,6 +196,7 @@ class StepBuilder:
             backfills=backfills,
             host_copies=self.host_copies,
             host_keys=self.host_keys,
+            part_host_copies=self.part_host_copies,
             awaits_host_copies=self.awaits_host_copies,
             host_resize=self.host_resize,
         )

@@ -12,7 +12,7 @@ LAST_SAMPLED = -2
 
 
 HostCopy = tuple[bool, int, int]
-"""(is_load, device page, slot)"""
+"""(is_load, device page or part, slot)"""
 
 
 class HostResize(msgspec.Struct, frozen=True, array_like=True):
@@ -111,8 +111,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """Between device and host memory, in this order, before `copies` and beside the pass; complete before the next plan."""
     host_keys: list[bytes] = []
     """Keys of the stored pages, in order, if a disk keeps them too; else empty."""
+    part_host_copies: list[HostCopy] = []
+    """The same for parts of pages, with slots of their own."""
     awaits_host_copies: bool = False
-    """The pass and `copies` use their device pages, so they wait."""
+    """The pass, `copies` and `part_copies` use their device pages or parts, so they wait."""
     host_resize: HostResize | None = None
     """After `host_copies`; complete before the next plan."""
 
@@ -178,6 +180,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
     num_parts: int = 0
     """With a window: parts of layers with a window (`core.window_parts`); requests keep the pages of the other layers."""
+    num_host_parts: int = 0
+    """Slots for parts in host memory, beside `num_host_pages`."""
 
     @property
     def host_floor(self) -> int:

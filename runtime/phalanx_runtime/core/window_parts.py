@@ -9,8 +9,9 @@
 A page that loses its part stays in the prefix cache. A hit ends where the parts of its window are present; a request that finds
 more pages computes their tokens again, into the same pages, and gives them new parts. So a part needs no key of its own.
 
-Most parts that a request drops are never read again. Those before the end of a found prefix, where prompts differ, are evicted
-last.
+Most parts that a request drops are never read again. Wanted are those before the end of a found prefix, where prompts differ, and
+those that a request has at its end, where the next turn of a conversation begins: they are evicted last, to host memory if there
+is a tier.
 """
 
 from array import array
@@ -33,6 +34,10 @@ class PageStates(Protocol):
 
     def written(self, page: int) -> int:
         """Returns how many slots the plans so far write."""
+        ...
+
+    def save_part(self, page: int, part: int) -> None:
+        """Copies the part of a published page to host memory, if there is any: the page loses it."""
         ...
 
 
@@ -99,12 +104,40 @@ class WindowParts:
 
     def start(self, pages: RequestPages, found: Sequence[int]) -> int:
         """Lets a request hold the parts that it reads, and those of a window. Returns the pages of its hit."""
-        num_hit, full = self.num_hit(found), self._num_full(found)
-        for page in found[self._first_page(full) : full]:
-            self._is_wanted[page] = 1
+        num_hit = self.num_hit(found)
+        self.want(found, self._num_full(found))
         pages.part_start = pages.part_end = self._first_page(num_hit)
         self.extend(pages, min(len(pages.ids), pages.part_start + self._max_first))
         return num_hit
+
+    def want(self, pages: Sequence[int], end: int) -> None:
+        """Keeps the parts of the window before page `end` longer than others, where prompts differ."""
+        for page in pages[self._first_page(end) : end]:
+            self._is_wanted[page] = 1
+
+    def can_load(self, pages: RequestPages, index: int) -> bool:
+        """Returns whether the part of a request's page may be filled from host memory: no other request writes it."""
+        part = self._part_of[pages.ids[index]]
+        return part == NO_PART or (pages.part_start <= index < pages.part_end and self._refs[part] == 1)
+
+    def start_later(self, pages: RequestPages, num_hit: int) -> bool:
+        """Lets a request that has just started hold the parts of the window before page `num_hit`, with or without content.
+
+        Returns false, and does nothing, if too few parts are free.
+        """
+        first = self._first_page(num_hit)
+        missing = pages.ids[max(first, pages.part_end) : num_hit]
+        # Parts with content first, so that those without do not evict them.
+        if not self.hold(sorted(missing, key=lambda page: self._part_of[page] == NO_PART)):
+            return False
+        for page in pages.ids[pages.part_start : min(first, pages.part_end)]:
+            self._release(page)
+        pages.part_start, pages.part_end = first, max(num_hit, pages.part_end)
+        return True
+
+    def held(self, pages: RequestPages) -> list[int]:
+        """Returns the parts that a request holds."""
+        return [self._part_of[page] for page in pages.ids[pages.part_start : pages.part_end]]
 
     def grow(self, pages: RequestPages, start: int, end: int) -> int:
         """Returns the end of a chunk from `start` on: at most `end`, and before a page that has been written with its part."""
@@ -148,6 +181,7 @@ class WindowParts:
     def release(self, pages: RequestPages) -> None:
         """Releases all parts of a request, before its pages."""
         for page in pages.ids[pages.part_start : pages.part_end]:
+            self._is_wanted[page] = 1
             self._release(page)
         pages.part_start = pages.part_end = 0
 
@@ -181,6 +215,12 @@ class WindowParts:
         for page in pages:
             self._release(page)
 
+    def save(self, page: int) -> None:
+        """Saves the part of a page that is evicted, if a later request may want it."""
+        part = self._part_of[page]
+        if part != NO_PART and self._is_wanted[page] and self._written[part] == self.window.page_size:
+            self.pages.save_part(page, part)
+
     def forget(self, page: int) -> None:
         """Frees the part of a page that becomes free itself."""
         part = self._part_of[page]
@@ -195,6 +235,7 @@ class WindowParts:
         count = min(count, len(self._cached) + len(self._kept))
         for _ in range(count):
             part = (self._cached or self._kept).popitem(last=False)[0]
+            self.save(self._page_of[part])
             self._is_wanted[self._page_of[part]] = 0
             self._detach(part)
         self.num_evicted += count

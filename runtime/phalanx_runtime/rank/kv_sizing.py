@@ -64,6 +64,15 @@ class KvSizing:
         part_bytes = self.part_bytes if self.num_parts else 0
         return self.num_pages * (self.page_bytes - part_bytes) + self.num_parts * part_bytes
 
+    def host_page_bytes(self, whole_bytes: int) -> int:
+        """Returns the host memory for each page, with its share of the parts, of which host memory has as many per page.
+
+        `whole_bytes`: of a page and a part, without a draft model's layers.
+        """
+        if not self.num_parts:
+            return whole_bytes
+        return whole_bytes - self.part_bytes + -(-self.part_bytes * self.num_parts // self.num_pages)
+
     def max_model_len(self, spec: RankSpec, max_position: int) -> int:
         """Returns the tokens of the longest request. Raises ModelError if the pool is too small."""
         engine = spec.engine

@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
-from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
+from phalanx_runtime.rank.memory.kv_cache import divide_caches, make_caches, page_bytes
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.rank.runner import ModelRunner
@@ -40,7 +40,7 @@ from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
-from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies, HostPages
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, NO_ROWS, HostCopies, HostPages
 from phalanx_runtime.rank.tiers.opening import open_disk
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
@@ -117,18 +117,18 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
-    host_page_bytes = page_bytes(model.kv, page_size, dtype, format)
+    host_page_bytes = sizing.host_page_bytes(page_bytes(model.kv, page_size, dtype, format))
     host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
-    disk = open_disk(spec, served, host_page_bytes)
-    pool = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window, num_parts=num_parts)
+    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
+    pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     has_proposer, peers = pipeline.stage.is_first, pipeline.peers
     proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if has_proposer else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     max_pages = 0 if limits is None else -(-max_model_len // page_size)
     kernels.load_steps(model, max_pages, has_window=window > 0, has_parts=num_parts > 0)
-    host = open_host_pages(caches, pool, disk)
+    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, host_page_bytes))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
@@ -245,9 +245,9 @@ def make_runner(
     grammars: GrammarSource = UNSUPPORTED_GRAMMARS,
     proposer: Proposer = NO_PROPOSER,
     device_limits: DeviceLimits | None = None,
-    host: HostCopies = NO_HOST_PAGES,
+    host: tuple[HostCopies, HostCopies] = (NO_HOST_PAGES, NO_HOST_PAGES),
 ) -> ModelRunner:
-    """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `host`: their host memory."""
+    """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `host`: see `open_host_pages`."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
@@ -270,12 +270,22 @@ def make_runner(
         pooler=pooler,
         proposer=proposer,
         device_step=device_step,
-        host_pages=host,
+        host_pages=host[0],
+        host_parts=host[1],
     )
 
 
-def open_host_pages(caches: list[LayerCache], pool: PoolShape, disk: DiskPages | None = None) -> HostCopies:
-    """Returns the host memory for these pages, if the pool has any. `disk`: keeps pages too."""
+def open_host_pages(
+    caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape, disk: DiskPages | None = None
+) -> tuple[HostCopies, HostCopies]:
+    """Returns the host memory for these pages, and that for their parts, if the pool has any.
+
+    `windows`: of each layer. `disk`: keeps pages too.
+    """
     if not pool.num_host_pages:
-        return NO_HOST_PAGES
-    return HostPages(caches, pool.host_floor, disk=disk, limit=pool.num_host_pages)
+        return NO_HOST_PAGES, NO_HOST_PAGES
+    page_caches, part_caches = divide_caches(caches, windows, pool.num_parts)
+    pages = HostPages(page_caches, pool.host_floor, disk=disk, limit=pool.num_host_pages) if page_caches else NO_ROWS
+    if not pool.num_host_parts:
+        return pages, NO_HOST_PAGES
+    return pages, HostPages(part_caches, pool.num_host_parts) if part_caches else NO_ROWS

@@ -21,6 +21,7 @@ from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
+from phalanx_runtime.rank.memory.kv_cache import divide_caches
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, no_parts, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
@@ -81,8 +82,10 @@ class ModelRunner:
         proposer: Proposer = NO_PROPOSER,
         device_step: StepQueue | None = None,
         host_pages: HostCopies = NO_HOST_PAGES,
+        host_parts: HostCopies = NO_HOST_PAGES,
     ) -> None:
-        """`device_step`: queues steps on this rank's device, without pipeline stages."""
+        """`device_step`: queues steps on this rank's device, without pipeline stages. `host_pages`, `host_parts`: host memory of
+        pages and their parts."""
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self._model = model
@@ -93,12 +96,7 @@ class ModelRunner:
         self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
         self._all_caches = [*caches, *proposer.caches]
-        self._part_caches = [
-            cache for cache, window in zip(caches, model.kv.windows, strict=True) if pool.num_parts and window is not None
-        ]
-        """Of layers that use parts instead of pages."""
-        has_parts = {id(cache) for cache in self._part_caches}
-        self._page_caches = [cache for cache in caches if id(cache) not in has_parts]
+        self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
         self._latest = _DraftOutcome()
         self._drafts: deque[_DraftOutcome] = deque()
         """Of plans in flight."""
@@ -107,7 +105,7 @@ class ModelRunner:
         self._results: deque[Result] = deque()
         """Of plans in flight, if rank 0 samples."""
         self.device_step = device_step
-        self._host_pages = host_pages
+        self._host_pages, self._host_parts = host_pages, host_parts
         self._copy_wait_s = 0.0
         """Time in waits for copies since the previous result."""
         self._layer_of = {id(cache): layer for layer, cache in enumerate(caches)}
@@ -189,7 +187,7 @@ class ModelRunner:
         """Returns the result of the oldest plan in flight."""
         result = self._results.popleft()() if self._pipeline.is_sampling_rank else self._pipeline.next_result()
         outcome, busy_s = self._drafts.popleft(), self._busy_s.popleft()
-        loaded_pages, load_s = self._host_pages.take_loads()
+        (loaded_pages, load_s), (loaded_parts, part_load_s) = self._host_pages.take_loads(), self._host_parts.take_loads()
         return msgspec.structs.replace(
             result,
             draft_s=outcome.draft_s,
@@ -197,8 +195,8 @@ class ModelRunner:
             shapes=outcome.shapes,
             undrafted=outcome.undrafted,
             busy_s=result.busy_s or busy_s,
-            loaded_pages=loaded_pages,
-            load_s=load_s,
+            loaded_pages=loaded_pages + loaded_parts,
+            load_s=load_s + part_load_s,
             copy_wait_s=max(result.copy_wait_s, self._take_copy_wait()),
         )
 
@@ -234,6 +232,7 @@ class ModelRunner:
         while self._last_step < step:
             time.sleep(POLL_S)
         self._host_pages.wait()
+        self._host_parts.wait()
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> Result | None:
@@ -307,14 +306,16 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
-        # Draft passes, copies on write and captured graphs need whole pages.
+        # Draft passes, copies on write, captured graphs and models with parts need whole pages.
         uses_whole = plan.copies or plan.relocations or plan.host_resize is not None or self._proposer.can_draft
+        uses_whole = uses_whole or bool(self._pool.num_parts)
         by_layer = plan.awaits_host_copies and not uses_whole and any(count > 1 for count in plan.counts)
         self._builder.await_pages = self._await_pages if by_layer else None
         must_wait = plan.awaits_host_copies and not by_layer
         self._copy_wait_s += self._host_pages.start(
             plan.host_copies, plan.host_keys, must_wait=must_wait, resize=plan.host_resize
         )
+        self._copy_wait_s += self._host_parts.start(plan.part_host_copies, (), must_wait=must_wait)
         page_caches = [*self._page_caches, *self._proposer.caches]
         for caches, copies in ((page_caches, plan.copies), (self._part_caches, plan.part_copies)):
             for (source, target), cache in product(copies, caches):

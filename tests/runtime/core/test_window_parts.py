@@ -22,8 +22,14 @@ class AllWritten:
     def is_published(self, page: int) -> bool:
         return page < 10
 
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+
     def written(self, page: int) -> int:
         return SIZE
+
+    def save_part(self, page: int, part: int) -> None:
+        self.saved.append((page, part))
 
 
 def make_parts(num_parts: int, num_pages: int = 20) -> WindowParts:

@@ -1,5 +1,6 @@
 """Pages that come back from host memory give the tokens of pages that were computed here."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from phalanx_runtime.core.step_plan import HostResize, PoolShape, StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.source import ModelImpl
 from phalanx_runtime.rank.runner import ModelRunner
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
 from tests.runtime.drafts import save_draft
 from tests.runtime.equality.requests import FIELDS, ROOMY, assert_equal, requests
 from tests.runtime.equality.schedules import LIMITS, Disturbance, compare_runs, make_requests
@@ -127,9 +129,9 @@ def test_layers_wait_for_their_own_pages(model: Path, level: ModelImpl, ranks: i
     def run(ignores_waits: bool) -> list[dict[int, list[int]]]:
         opened: list[LateCopies] = []
 
-        def open_late(caches: list[LayerCache], pool: PoolShape) -> LateCopies:
+        def open_late(caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[LateCopies, HostCopies]:
             opened.append(LateCopies(caches, pool))
-            return opened[-1]
+            return opened[-1], NO_HOST_PAGES
 
         setup = build(level=level, num_pages=40, num_host_pages=80, open_host_pages=open_late)
         answers = on_ranks(model, [ranks], setup, partial(work, opened=opened, ignores_waits=ignores_waits))

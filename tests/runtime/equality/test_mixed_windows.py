@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ from tests.runtime.tiny import WINDOW, save_tiny
 
 MIXED = replace(FULL, window=WINDOW, num_pages=64, num_parts=36)
 """Twice as many pages as parts: requests run out of parts first."""
+IN_HOST = replace(MIXED, num_host_pages=80, num_host_parts=60)
 LAYERS: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4},
     "gemma3_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
@@ -115,6 +117,63 @@ def test_lost_parts_are_computed_again(model: Path, expected: dict[int, list[int
 
     hits, num_found = on_ranks(model, [1], MIXED, work)
     assert hits == [0, 129, 129, 257] and num_found == 3 * 16
+
+
+@groups
+def test_pages_and_parts_come_back_from_host_memory(
+    model: Path, expected: dict[int, list[int]], pods: list[int], stages: int
+) -> None:
+    """All pages, or all parts, leave the device at random steps; both are copied back, not computed again."""
+    run = Run(Disturbance(budget=24, lag=2, thief=5), rounds=3)
+    ran = run.on(model, pods, replace(IN_HOST, stages=stages), expected)
+    host, host_parts = ran.scheduler.pool.host.counters, ran.scheduler.pool.host_parts.counters
+    assert host.loaded > 10 and host_parts.loaded > 10
+    without = run.on(model, pods, replace(MIXED, stages=stages), expected)
+    assert ran.scheduler.sharing.hit_tokens > without.scheduler.sharing.hit_tokens
+
+
+@pytest.mark.parametrize("first", ["windows", "full"])
+def test_host_memory_of_stages_of_one_kind_of_layers(tmp_path: Path, first: str) -> None:
+    """A stage has either pages or parts in its host memory."""
+    layers = {**SPLIT, "layer_types": SPLIT["layer_types"][:: 1 if first == "windows" else -1]}  # type: ignore[index]
+    folder = save_tiny(tmp_path / "model", "gemma3_text", **layers)
+    run = Run(Disturbance(budget=24, lag=2, thief=5), rounds=3)
+    ran = run.on(folder, [2], replace(IN_HOST, stages=2), reference(folder, make_requests()))
+    assert ran.scheduler.pool.host.counters.loaded > 10 and ran.scheduler.pool.host_parts.counters.loaded > 10
+
+
+def test_zeroed_part_in_host_memory_changes_tokens(model: Path, expected: dict[int, list[int]]) -> None:
+    """A prompt whose pages are in host memory computes the parts that it wants once; then it loads them, at last as zeros."""
+    request = {5: make_requests()[5]}
+
+    def work(runner: ModelRunner) -> tuple[list[bool], int]:
+        scheduler = make_scheduler(lagged(replace(LIMITS, max_num_batched_tokens=240)), runner.pool)
+        answers = []
+        for is_zeroed in (False, False, False, False, True):
+            pages = scheduler.pool.allocate(scheduler.pool.num_pages)
+            assert pages is not None
+            scheduler.pool.release(pages)
+            spoiling = Zeroing(runner) if is_zeroed else CountingRunner(runner)
+            answers.append(serve(spoiling, scheduler, request, Disturbance(budget=240)) == {5: expected[5]})
+        return answers, scheduler.pool.host_parts.counters.loaded
+
+    answers, num_loaded = on_ranks(model, [1], IN_HOST, work)
+    assert answers == [True, True, True, True, False] and num_loaded == 2 * 3, "a window is three parts, loaded twice"
+
+
+class Zeroing(CountingRunner):
+    """Gives zeros to the parts that a plan loads from host memory."""
+
+    def __init__(self, inner: ModelRunner) -> None:
+        super().__init__(inner)
+        self._runner = inner
+
+    def start(self, plan: StepPlan) -> None:
+        loaded = [part for is_load, part, _ in plan.part_host_copies if is_load]
+        for cache, window in zip(self._runner.caches, self._runner.model.kv.windows, strict=True):
+            for tensor in cache.tensors if window is not None else ():
+                tensor[loaded] = 0.0
+        super().start(msgspec.structs.replace(plan, part_host_copies=[]) if loaded else plan)
 
 
 @pytest.mark.parametrize("tree", ["chain", "tree"])

@@ -33,6 +33,27 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypa
     assert sum(output.num_cached_tokens for output in second) > 2 * pool_tokens
 
 
+def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers have a window: the second time computes the parts before the end of each prompt, the third time loads them."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    with LLM(
+        str(save_tiny(tmp_path / "model", "gemma3_text", **layers)),
+        dtype="float64",
+        tensor_parallel_size=2,
+        kv_cache_memory_bytes=1 << 19,
+        host_cache_memory=4 << 20,
+        max_model_len=256,
+        max_num_batched_tokens=32,
+        max_num_seqs=2,
+    ) as engine:
+        rounds = [engine.generate(PROMPTS, GREEDY) for _ in range(3)]
+    assert all([output.outputs for output in outputs] == [output.outputs for output in rounds[0]] for outputs in rounds)
+    cached = [sum(output.num_cached_tokens for output in outputs) for outputs in rounds]
+    num_tokens = sum(len(output.prompt_token_ids) for output in rounds[0])
+    assert cached[0] == 0 and cached[2] > 0.8 * num_tokens > cached[1], cached
+
+
 @pytest.mark.slow
 def test_adaptive_tier_of_two_ranks_grows_for_repeated_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its floor it holds a sixth of the prompts, which are used in turn."""

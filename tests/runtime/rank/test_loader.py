@@ -171,6 +171,28 @@ def test_account_names_the_tokens_of_both_kinds_of_layers(tmp_path: Path, ranks:
         assert ready.served.layout.endswith(" parts"), "groups without parts send other pages"
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "pp2"])
+def test_host_memory_is_divided_like_the_pool(tmp_path: Path, ranks: int, stages: int) -> None:
+    """It holds more pages than whole ones, and as many parts per page as the pool."""
+    folder = save_tiny(tmp_path / "model", "gemma3_text", 0, num_hidden_layers=4, layer_types=MIXED_LAYERS)
+    page_size, layer_bytes = 8, 2 * 2 * 8 * 16 * 4 // (ranks // stages)
+    memory = 20 * 4 // stages * layer_bytes
+
+    def load(group: Collective) -> PoolShape:
+        settings = {"dtype": "float32", "kv_cache_memory_bytes": memory, "host_cache_memory": memory}
+        spec = with_settings(
+            make_spec(folder, group.rank, ranks), **settings, page_size=page_size, max_num_batched_tokens=16, max_num_seqs=4
+        )
+        spec = msgspec.structs.replace(spec, pipeline_parallel_size=stages)
+        runner, _ = load_rank(spec, group, torch.device("cpu"), System())
+        return runner.pool
+
+    for pool in with_group([ranks], load):
+        assert (pool.num_pages, pool.num_parts) == (33, 7)
+        assert (pool.num_host_pages, pool.num_host_parts) == (32, 6)
+        assert (32 + 6) * (2 // stages) * layer_bytes <= memory
+
+
 MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
 
 

@@ -163,10 +163,10 @@ class HostTier:
             self._hit(self._entry_of[key])
         return len(found)
 
-    def pin(self, keys: Iterable[bytes]) -> list[int]:
+    def pin(self, keys: Iterable[bytes], max_share: float = 0.25) -> list[int]:
         """Keeps the slots of the longest found prefix of `keys` until `unpin`. Returns them.
 
-        At most a quarter of all slots, and none that the next plan stores: ranks may read them after the plans so far.
+        At most `max_share` of all slots, and none that the next plan stores: ranks may read them after the plans so far.
         """
         pending = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
@@ -174,7 +174,7 @@ class HostTier:
             entry = self._entry_of.get(key)
             if entry is None or self._table.slot_of(entry) in pending:
                 break
-            if entry not in self._pins and 4 * (len(self._pins) + 1) > self.num_slots:
+            if entry not in self._pins and len(self._pins) + 1 > max_share * self.num_slots:
                 break
             self._pins[entry] += 1
             self._hit(entry)

@@ -60,8 +60,12 @@ class PagePool:
         host_rules: SizingRules | None = None,
         has_disk: bool = False,
         parts: WindowParts | None = None,
+        num_host_parts: int = 0,
     ) -> None:
-        """`parts`: of the pages, if some layers have a window and others have not."""
+        """`parts`: of the pages, if some layers have a window and others have not.
+
+        `num_host_parts`: slots for parts in host memory.
+        """
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
         self.num_pages = num_pages
@@ -74,6 +78,8 @@ class PagePool:
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
         self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages, rules=host_rules)
+        self.host_parts = HostTier(num_host_parts, eviction)
+        """Wanted parts, by the keys of their pages."""
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
         """A holder of a published page holds all pages before it."""
@@ -291,7 +297,7 @@ class PagePool:
 
     def check(self, held: list[list[int]]) -> list[str]:
         """Returns the errors, given the pages of every holder."""
-        return find_errors(self.state(), held) + self.host.check()
+        return find_errors(self.state(), held) + self.host.check() + self.host_parts.check()
 
     def state(self) -> PoolState:
         """Returns the arrays of the pool, for checks; valid until the next change."""
@@ -335,8 +341,16 @@ class PagePool:
         key = self._keys[page]
         assert key is not None, "a cached page has a key"
         dropped = self.host.store(page, key)
+        if self.parts is not None:
+            self.parts.save(page)
         self._free_idle(page)
         self._forget([] if dropped is None else [dropped])
+
+    def save_part(self, page: int, part: int) -> None:
+        """Copies the part of a page with a key to host memory, if there are slots."""
+        key = self._keys[page]
+        assert key is not None, "a part without a holder belongs to a published page"
+        self.host_parts.store(part, key)
 
     def reserve_slots(self, count: int) -> list[int]:
         """Reserves up to `count` slots of the host tier for pages from elsewhere."""

@@ -1,5 +1,7 @@
 """What plans write to pages and their parts: slots by page, writes of the step that is being built, copies."""
 
+from itertools import chain
+
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.step_builder import FirstWrite, StepBuilder
@@ -48,3 +50,22 @@ class PageWrites:
             self._pool.unmark_written(page, write.page_slots)
             if self._parts is not None:
                 self._parts.unmark_written(page, write.slots)
+
+    def add_pending(self, builder: StepBuilder) -> None:
+        """Adds the pending copies between device and host memory to the step, and the parts that pages got."""
+        if self._parts is not None:
+            builder.parts = self._parts.take_unsent()
+        used = (page for chunk in builder.chunks for page in chunk.request.pages.ids)
+        builder.awaits_host_copies = self._pool.host.is_copying(chain(used, *builder.copies))
+        builder.host_copies, builder.host_keys = self._pool.host.take()
+        if self._parts is not None:
+            read = (part for chunk in builder.chunks for part in self._parts.held(chunk.request.pages))
+            builder.awaits_host_copies |= self._pool.host_parts.is_copying(chain(read, *builder.part_copies))
+            builder.part_host_copies, _ = self._pool.host_parts.take()
+        builder.host_resize = self._pool.resize_host()
+
+    def is_loading(self, request: Request) -> bool:
+        """Returns whether the next plan loads pages of a request from host memory, or their parts."""
+        pool, pages = self._pool, request.pages
+        loads_parts = self._parts is not None and pool.host_parts.is_loading(self._parts.held(pages))
+        return loads_parts or pool.host.is_loading(pages.ids)

@@ -14,8 +14,6 @@ With a window (`windowed_pages`) a request gets pages as it computes, and holds 
 layers have a window, pages have parts (`core.window_parts`), and tokens are computed again whose part is lost.
 """
 
-from itertools import chain
-
 from phalanx_api import wire
 from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
@@ -131,13 +129,13 @@ class PrefixSharing:
             num_prompt = request.params.num_prompt
             self.queried_tokens += num_prompt
             self.hot_prefixes.add(keys[: num_prompt // pool.page_size], num_prompt)
-        self._count_hits(request, before)
         if self._can_share(request):
             full = keys[: self._num_full(request)]
             if self.windowed is None:
-                self._loads.start(full, pages.ids, num_found=num_found, is_counted=is_first, builder=builder, model=model)
+                self._loads.start(request, full, num_found=num_found, is_counted=is_first, builder=builder, model=model)
             elif is_first:
                 self._loads.count(full, num_found)  # `windowed` has loaded them
+        self._count_hits(request, before)
         self.skip_computed(request, builder)
         if request.num_computed == num_found * pool.page_size and self._can_share(request):
             self._copy_partial(request, num_found, builder)
@@ -284,16 +282,6 @@ class PrefixSharing:
             return False
         return self.writes.written(chunk.request.pages.ids[chunk.end // size]) <= chunk.end % size
 
-    def add_pending(self, builder: StepBuilder) -> None:
-        """Adds the pending copies between device and host memory to the step, and the parts that pages got."""
-        if self.parts is not None:
-            builder.parts = self.parts.take_unsent()
-        used = (page for chunk in builder.chunks for page in chunk.request.pages.ids)
-        copied = (page for copy in builder.copies for page in copy)
-        builder.awaits_host_copies = self.pool.host.is_copying(chain(used, copied))
-        builder.host_copies, builder.host_keys = self.pool.host.take()
-        builder.host_resize = self.pool.resize_host()
-
     def release(self, request: Request) -> None:
         """Frees all pages of a request."""
         pages, held = request.pages, request.pages.held
@@ -365,7 +353,8 @@ class PrefixSharing:
         if found is None or found[0] in builder.written_pages or found[0] == ids[index]:
             return
         same = min(found[1], self.writes.written(found[0]), request.num_uncomputed - 1)
-        if same and self.grow(request, start, 1):
+        # The part that the request gets may be that of the page found.
+        if same and self.grow(request, start, 1) and self.writes.written(found[0]) >= same:
             self.writes.copy(found[0], ids[index], same, builder)
             request.num_computed += same
 

@@ -285,7 +285,7 @@ class Composer:
         sharing.start(request, found, builder, self._model)
         if is_new:
             self._policy.charge(request, max(0, request.params.num_prompt - request.num_computed), 0)
-        if not (builder.chunks and pool.host.is_loading(request.pages.ids)):  # else its pages are loaded beside this step
+        if not (builder.chunks and sharing.writes.is_loading(request)):  # else its pages are loaded beside this step
             self._add_prompt(request, builder, budget)
         return True
 

@@ -69,7 +69,13 @@ def make_scheduler(
     if pool.num_parts:
         parts = WindowParts(pool.num_parts, pool.num_pages, PageWindow(pool.window, pool.page_size))
     pages = PagePool(
-        pool.num_pages, pool.page_size, config.eviction_policy, host_rules=rules, has_disk=pool.has_disk, parts=parts
+        pool.num_pages,
+        pool.page_size,
+        config.eviction_policy,
+        host_rules=rules,
+        has_disk=pool.has_disk,
+        parts=parts,
+        num_host_parts=pool.num_host_parts,
     )
     has_window = pool.window > 0 and parts is None
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None

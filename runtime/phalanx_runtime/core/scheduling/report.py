@@ -202,6 +202,9 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         free_parts=0 if parts is None else parts.free_parts,
         parts_evicted=0 if parts is None else parts.num_evicted,
         host_sent_pages=host.counters.sent,
+        host_total_parts=pool.host_parts.num_slots,
+        host_stored_parts=pool.host_parts.counters.stored,
+        host_loaded_parts=pool.host_parts.counters.loaded,
     )
 
 

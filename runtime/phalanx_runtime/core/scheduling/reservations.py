@@ -158,7 +158,10 @@ class Reservations:
         if parts is None:
             return 0
         first = min(parts.window.first_page(num_computed), len(pages))
-        return first if parts.hold(pages[first:], len(self._running.requests)) else None
+        if not parts.hold(pages[first:], len(self._running.requests)):
+            return None
+        self._sharing.pool.host_parts.cancel(map(parts.part_of, pages[first:]))  # what the move writes, no plan may store
+        return first
 
     def _matches(self, reservation: Reservation, request: Request) -> bool:
         """Returns whether the arrived pages have the request's tokens, except at least one."""

@@ -244,7 +244,7 @@ class Scheduler:
         self._step += 1
         self._flights.append(builder)
         self.pool.evict_ahead(self._num_ahead)
-        self.sharing.add_pending(builder)
+        self.sharing.writes.add_pending(builder)
         plan = builder.finish()
         for chunk in builder.chunks:
             request = chunk.request

@@ -106,6 +106,15 @@ def make_caches(
     return [LayerCache(*layer, format=format) for layer in layers]
 
 
+def divide_caches(
+    caches: Sequence[LayerCache], windows: Sequence[int | None], num_parts: int
+) -> tuple[list[LayerCache], list[LayerCache]]:
+    """Returns the caches of layers that use pages, and of those that use parts, given the window of each layer."""
+    has_part = [num_parts > 0 and window is not None for window in windows]
+    pages = [cache for cache, is_part in zip(caches, has_part, strict=True) if not is_part]
+    return pages, [cache for cache, is_part in zip(caches, has_part, strict=True) if is_part]
+
+
 def lazily_zeroed(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Returns zeroed tensors on CPU, aligned to cache lines, whose memory is allocated at first use."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

@@ -81,7 +81,17 @@ class _NoHostPages:
         return 0, 0.0
 
 
+class _NoRows(_NoHostPages):
+    """Of a pipeline stage whose layers have no such pages."""
+
+    def start(
+        self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
+    ) -> float:
+        return 0.0
+
+
 NO_HOST_PAGES: HostCopies = _NoHostPages()
+NO_ROWS: HostCopies = _NoRows()
 
 
 @dataclass(frozen=True, slots=True)
