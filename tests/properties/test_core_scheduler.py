@@ -422,6 +422,17 @@ def test_part_of_a_copied_page_is_not_evicted() -> None:
     assert Workload(arrivals, shape).run().scheduler.sharing.hit_tokens > 0
 
 
+def test_request_without_a_part_to_compute_in_loads_none() -> None:
+    """Another request has all other parts when it starts, and its plan is in flight."""
+    prompts = (0, 11, 1, 11), (11, 32, 6, 31), (52, 35, 13, 35), (49, 21, 3, 21), (0, 29, 3, 29)
+    arrivals = [
+        Arrival(at, prompt, output, common=common, family=2 + (at + prompt == 11)) for at, prompt, output, common in prompts
+    ]
+    shape = Shape(19, 4, 5, 11, speculation=SPECULATIONS[6], is_async=True, window=8, num_parts=7, num_host_parts=40)
+    run = Workload(arrivals, shape).run().runner
+    assert run.num_stored_parts > run.num_loaded_parts == 0
+
+
 def test_tiny_pool_preempts_and_keeps_the_tokens() -> None:
     shape = Shape(14, 2, 5, 16)
     for policy in SCHEDULING_POLICIES:

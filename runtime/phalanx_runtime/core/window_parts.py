@@ -121,18 +121,19 @@ class WindowParts:
         return part == NO_PART or (pages.part_start <= index < pages.part_end and self._refs[part] == 1)
 
     def start_later(self, pages: RequestPages, num_hit: int) -> bool:
-        """Lets a request that has just started hold the parts of the window before page `num_hit`, with or without content.
+        """Lets a request that has just started hold the parts of the window before page `num_hit`, and that of this page.
 
-        Returns false, and does nothing, if too few parts are free.
+        Some have no content yet. Returns false, and does nothing, if too few parts are free.
         """
         first = self._first_page(num_hit)
-        missing = pages.ids[max(first, pages.part_end) : num_hit]
+        end = min(len(pages.ids), first + self._max_first)
+        missing = pages.ids[max(first, pages.part_end) : end]
         # Parts with content first, so that those without do not evict them.
-        if not self.hold(sorted(missing, key=lambda page: self._part_of[page] == NO_PART)):
+        if end <= num_hit or not self.hold(sorted(missing, key=lambda page: self._part_of[page] == NO_PART)):
             return False
         for page in pages.ids[pages.part_start : min(first, pages.part_end)]:
             self._release(page)
-        pages.part_start, pages.part_end = first, max(num_hit, pages.part_end)
+        pages.part_start, pages.part_end = first, max(end, pages.part_end)
         return True
 
     def held(self, pages: RequestPages) -> list[int]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypa
 def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some layers have a window: the second time computes the parts before the end of each prompt, the third time loads them."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))
-    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     with LLM(
         str(save_tiny(tmp_path / "model", "gemma3_text", **layers)),
         dtype="float64",

@@ -215,6 +215,11 @@ class HostTier:
         """Returns the expected seconds to load pages, if measured."""
         return None if self.page_s is None else self.page_s * num_pages
 
+    @property
+    def has_loads(self) -> bool:
+        """Whether the next plan loads anything."""
+        return bool(self._loading)
+
     def is_loading(self, pages: Iterable[int]) -> bool:
         """Returns whether the next plan loads one of these device pages."""
         return bool(self._loading) and not self._loading.isdisjoint(pages)

@@ -64,6 +64,10 @@ class PageWrites:
             builder.part_host_copies, _ = self._pool.host_parts.take()
         builder.host_resize = self._pool.resize_host()
 
+    def has_loads(self) -> bool:
+        """Returns whether the next plan loads anything from host memory; it must be the next one that is made."""
+        return self._pool.host.has_loads or self._pool.host_parts.has_loads
+
     def is_loading(self, request: Request) -> bool:
         """Returns whether the next plan loads pages of a request from host memory, or their parts."""
         pool, pages = self._pool, request.pages

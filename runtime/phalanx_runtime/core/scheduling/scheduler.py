@@ -240,6 +240,7 @@ class Scheduler:
             self._is_unsorted = False
         builder = self._composer.compose(self._step + 1, self.fit.model(), now)
         if not builder.chunks:
+            assert not self.sharing.writes.has_loads(), "a request that loads pages computes in the same plan"
             return None
         self._step += 1
         self._flights.append(builder)
