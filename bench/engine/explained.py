@@ -6,7 +6,7 @@ Each load runs twice, the second time with the advised change. Requests arrive a
 router's summary after the first run is explained; the limit must be named first, and the predicted value of its metric must be
 within 20 % of what the second run measures:
 
-    queue         four requests run at once, more wait            output tokens/s with eight
+    queue         two requests run at once, more wait             output tokens/s with four
     surplus       two groups for the load of one                  mean time between tokens with one group
     speculation   draft tokens that are never accepted            mean time between tokens without them
     prefix        prefixes of twice the pages                     hit rate with as much host memory
@@ -98,9 +98,9 @@ LOADS: Mapping[str, RealLoad] = {
             rate=10.0,
             output=64,
             measure=Measured.tokens_per_s,
-            flags=("--max-num-seqs", "4"),
-            changed=("--max-num-seqs", "8"),
-            spec={"engine": {"maxNumSeqs": 4}},
+            flags=("--max-num-seqs", "2"),
+            changed=("--max-num-seqs", "4"),
+            spec={"engine": {"maxNumSeqs": 2}},
         ),
         RealLoad(
             cause="surplus",

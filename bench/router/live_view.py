@@ -22,7 +22,7 @@ from bench.frame.figures import table
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_api.summary import GroupSummary
 from phalanx_frontend.metrics import ApiMetrics, response_counter
-from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_kubectl.commands import Commands
 from phalanx_kubectl.frame import Reading, frame
 from phalanx_kubectl.gauges import read_router
@@ -41,7 +41,8 @@ class ChangingRouter:
         self._draw = random.Random(1)
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
-        api = ApiMetrics(self._registry, response_counter(self._registry, "r"), "phalanx_router", Objectives(self._registry, "r"))
+        objectives = ObjectiveCounter(self._registry, "r")
+        api = ApiMetrics(self._registry, response_counter(self._registry, "r"), "phalanx_router", objectives)
         self._latencies = (api.first_token.labels("m"), api.inter_token.labels("m"))
         self._registry.register(GroupGauges(self._groups))
         self.page_s: list[float] = []

@@ -20,7 +20,7 @@ from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_r
 from phalanx_frontend.limits import BodyLimitMiddleware, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
-from phalanx_frontend.objectives import Objectives, no_objectives
+from phalanx_frontend.objectives import ObjectiveCounter, no_targets
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, ResponseCache
@@ -64,14 +64,14 @@ def create_app(
     keep_alive_s: float = 5.0,
     cache: ResponseCache = NO_RESPONSE_CACHE,
     tracer: Tracer | None = None,
-    objectives: Callable[[], LatencyObjectives] = no_objectives,
+    latency_targets: Callable[[], LatencyObjectives] = no_targets,
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
-    metrics = ApiMetrics(registry, responses, metrics_prefix, Objectives(registry, metrics_prefix, objectives))
+    metrics = ApiMetrics(registry, responses, metrics_prefix, ObjectiveCounter(registry, metrics_prefix, latency_targets))
     server = ServerContext(
         backend=backend,
         metrics=metrics,
@@ -100,7 +100,7 @@ def create_health_app(
     return app
 
 
-def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: Objectives | None = None) -> FastAPI:
+def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: ObjectiveCounter | None = None) -> FastAPI:
     """Creates an app without routes, with errors in OpenAI's form."""
     app = FastAPI(title="Phalanx", lifespan=lifespan)
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
-from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.tracing.tracer import RequestTrace
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -61,7 +61,7 @@ class RequestTotals:
 class ApiMetrics:
     """Metric families of the API server."""
 
-    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str, objectives: Objectives) -> None:
+    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str, objectives: ObjectiveCounter) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"{prefix}_{name}", text, _MODEL, buckets=buckets, registry=registry)
 

@@ -17,7 +17,7 @@ CLIENT_LIMIT = "rate_limit_exceeded"
 """Error code of a request above the limits of its API key."""
 
 
-def no_objectives() -> LatencyObjectives:
+def no_targets() -> LatencyObjectives:
     """Returns no targets."""
     return LatencyObjectives()
 
@@ -27,12 +27,10 @@ def is_fault(status: int, code: str | None) -> bool:
     return status >= 500 or (status == 429 and code != CLIENT_LIMIT)
 
 
-class Objectives:
+class ObjectiveCounter:
     """The counter. `targets`: the present ones, which may change."""
 
-    def __init__(
-        self, registry: CollectorRegistry, prefix: str, targets: Callable[[], LatencyObjectives] = no_objectives
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry, prefix: str, targets: Callable[[], LatencyObjectives] = no_targets) -> None:
         text = (
             "Requests (availability), first tokens (ttft) and gaps between tokens (itl) that met their objective (good) or not."
         )

@@ -138,7 +138,7 @@ def make_router(
         registry=registry,
         cache=cache,
         tracer=tracer,
-        objectives=lambda: backend.balancing.policy.objectives,
+        latency_targets=lambda: backend.balancing.policy.objectives,
         lifespan=_make_lifespan(jobs, on_error, cache.close),
         keys=api_keys,
         metrics_prefix="phalanx_router",

@@ -25,7 +25,7 @@ ALWAYS = LatencyObjectives(ttft_s=60.0, itl_s=60.0)
 
 @asynccontextmanager
 async def client_of(backend: FakeBackend, targets: LatencyObjectives = ALWAYS) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(backend, objectives=lambda: targets)
+    app = create_app(backend, latency_targets=lambda: targets)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
         yield client

@@ -14,7 +14,7 @@ from phalanx_frontend.app import create_app, create_health_app
 from phalanx_frontend.health import Health
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
-from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
 from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache
@@ -65,7 +65,7 @@ async def test_api_server_follows_the_served_model() -> None:
 async def test_model_created_time_is_its_first_appearance() -> None:
     backend, times = FakeBackend(), iter(range(100, 200))
     registry = CollectorRegistry()
-    metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx", Objectives(registry, "phalanx"))
+    metrics = ApiMetrics(registry, response_counter(registry, "phalanx"), "phalanx", ObjectiveCounter(registry, "phalanx"))
     server = ServerContext(backend=backend, metrics=metrics, limits=Limits(), unix_s=lambda: next(times))
     first, again = model_card(server, server.assets(), "tiny"), model_card(server, (await server.model()).assets, "tiny")
     assert first["created"] == again["created"] == 100

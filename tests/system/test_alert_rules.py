@@ -136,6 +136,14 @@ def test_healthy_fleet_fires_no_alert(tmp_path: Path) -> None:
     promtool(tmp_path, series, [expectation(alert, at, None) for alert in ALERTS for at in ("5m", "20m", "7h", "24h")])
 
 
+def test_short_peak_burns_fast_within_the_hour(tmp_path: Path) -> None:
+    """6 % of the requests fail for half an hour after six without errors: 30 times the budget, 2.4 times over six hours."""
+    bad = events("availability", "bad")
+    series = {name: constant(value, 400) for name, value in HEALTHY.items()} | {bad: "0+0x360 638+638x30"}
+    alert, labels = "PhalanxErrorBudgetBurnsFast", {"objective": "availability"}
+    promtool(tmp_path, series, [expectation(alert, "370m", None), expectation(alert, "390m", labels)])
+
+
 def test_fast_burn_ends_after_an_outage(tmp_path: Path) -> None:
     """Two hours without errors, ten minutes of errors only, then none: the alert ends with the window of 30 minutes."""
     good, bad = events("availability", "good"), events("availability", "bad")

@@ -26,7 +26,8 @@ from tests.system.runtimes import ranks_of
 pytestmark = pytest.mark.system
 TOKEN = "a-service-token"
 CHUNK = 64
-TOKENS = 3000
+TOKENS = 5000
+"""The stream outlasts two moves on a busy machine, and is replayed."""
 BODY = {
     "model": "tiny",
     "prompt": "word " * 60,
@@ -81,10 +82,11 @@ class Operator:
         """The group with the stream; empty while it moves."""
         return next((group.group for group in (await self.order(evacuate)).groups if group.streams), "")
 
-    async def evacuate(self, group: str) -> str:
+    async def evacuate(self, group: str, received: ReceivedStream) -> str:
         """Returns the group that the stream has moved to."""
 
         async def has_moved() -> bool:
+            assert not received.is_done, "the stream was too short"
             return await self.busy([group]) not in ("", group)
 
         await until(has_moved)
@@ -98,7 +100,7 @@ async def disturbed(first: Program, second: Program, runtimes: list[Program]) ->
     await until(lambda: received.num_chars > 50)
     group = await operator.busy()
     for _ in range(2):
-        group = await operator.evacuate(group)
+        group = await operator.evacuate(group, received)
     dying = next(program for program in runtimes if program.base_url.endswith(group))
     os.kill(ranks_of(dying)[0], signal.SIGKILL)
     other, num_chars = next(program for program in runtimes if program is not dying), received.num_chars

@@ -165,7 +165,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     max_num_seqs: int = 0  # 0: unknown
     refused_transfers: int = 0  # counter of KV transfer connections
     speculation: SpeculationCounts = SpeculationCounts()
-    speedup: float = 1.0  # tokens per step and request
+    speedup: float = 1.0  # token rate of decodes, relative to decoding without draft tokens
     prompt_attention: float = 0.0  # sum of contexts of the uncomputed prompt tokens
     wasted_tokens: int = 0  # counter of tokens computed for requests that had ended
 

@@ -2,7 +2,7 @@
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
-from phalanx_operator.render import objectives
+from phalanx_operator.render import burn_rates
 from phalanx_operator.render.objects import Object, child
 
 API_VERSION = "monitoring.coreos.com/v1"
@@ -86,22 +86,22 @@ def _objectives(service: InferenceService) -> list[Object]:
     if slo is None:
         return []
     bad = f"{name} misses its objective for {{{{ $labels.objective }}}}"
-    fast, slow = objectives.is_burning(objectives.FAST, own), objectives.is_burning(objectives.SLOW, own)
+    fast, slow = burn_rates.burn_expression(burn_rates.FAST, own), burn_rates.burn_expression(burn_rates.SLOW, own)
     return [
-        *objectives.burn_rates(slo, own),
+        *burn_rates.recordings(slo, own),
         _rule(
             "PhalanxErrorBudgetBurnsFast",
             fast,
             "critical",
             f"{bad} so often that its error budget lasts at most five days",
-            held="2m",
+            for_="2m",
         ),
         _rule(
             "PhalanxErrorBudgetBurnsSlowly",
             slow,
             "warning",
-            f"{bad} so often that the error budget of {objectives.PERIOD} is spent early",
-            held="1h",
+            f"{bad} so often that the error budget of {burn_rates.PERIOD} is spent early",
+            for_="1h",
         ),
     ]
 
@@ -115,12 +115,12 @@ def _rechecks(own_labels: str, outcomes: str) -> str:
     return f'sum(increase(phalanx_router_response_cache_rechecks_total{{{own_labels},outcome=~"{outcomes}"}}[6h]))'
 
 
-def _rule(name: str, expression: str, severity: str, summary: str, *, held: str = "10m") -> Object:
-    """An alert that fires once its expression has held for `held`."""
+def _rule(name: str, expression: str, severity: str, summary: str, *, for_: str = "10m") -> Object:
+    """An alert that fires once its expression has held for `for_`."""
     return {
         "alert": name,
         "expr": expression,
-        "for": held,
+        "for": for_,
         "labels": {"severity": severity},
         "annotations": {"summary": summary, "runbook": f"docs/runbooks.md#{name.lower()}"},
     }

@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body
-from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 
@@ -16,7 +16,9 @@ from phalanx_frontend.stream.formats import KEEP_ALIVE, event
 class HeldAnswer(Response):
     """Waits for the response of `make_response`, then sends it. Later errors become error events."""
 
-    def __init__(self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float, objectives: Objectives) -> None:
+    def __init__(
+        self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float, objectives: ObjectiveCounter
+    ) -> None:
         super().__init__()
         self._make_response = make_response
         self._keep_alive_s = keep_alive_s

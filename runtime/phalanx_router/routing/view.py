@@ -46,7 +46,7 @@ class GroupLoad:
     queued_attention: float = 0.0  # sum of their context lengths
     context_tokens: int = 0
     prompt_tokens_per_step: float = 0.0  # moving average
-    speedup: float = 1.0  # tokens per step and request with speculation
+    speedup: float = 1.0  # token rate of decodes, relative to decoding without draft tokens
     used_pages: int = 0  # held by running requests
     reserved_pages: int = 0
     demand_pages: int = 0  # needed by waiting requests

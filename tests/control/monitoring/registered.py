@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from phalanx_frontend.metrics import ApiMetrics, RequestTotals, response_counter
-from phalanx_frontend.objectives import Objectives
+from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.render import monitoring
 from phalanx_router.metrics import GroupGauges, RouterMetrics
@@ -25,7 +25,7 @@ def registered_series() -> frozenset[str]:
     """Returns the names of the series of operator, router and runtime."""
     router, runtime, operator = CollectorRegistry(), CollectorRegistry(), Metrics().registry
     for registry, prefix in ((router, "phalanx_router"), (runtime, "phalanx")):
-        ApiMetrics(registry, response_counter(registry, prefix), prefix, Objectives(registry, prefix))
+        ApiMetrics(registry, response_counter(registry, prefix), prefix, ObjectiveCounter(registry, prefix))
     RouterMetrics(router)
     ResponseCacheMetrics(router)
     router.register(GroupGauges(list))

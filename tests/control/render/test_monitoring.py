@@ -9,7 +9,7 @@ from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.apply.shared_objects import MONITOR_RETRY_S
 from phalanx_operator.kube.client import PROMETHEUS_RULES, SERVICE_MONITORS, STATEFUL_SETS, Denied, Retry
 from phalanx_operator.render import monitoring, router, services
-from phalanx_operator.render.objectives import FAST, SLOW, WINDOWS
+from phalanx_operator.render.burn_rates import FAST, SLOW, WINDOWS
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_service
 from tests.control.monitoring.registered import registered_series, rules_of_service, used_series
@@ -79,7 +79,7 @@ def test_monitor_selects_router_and_group_services_by_port() -> None:
 def test_alerts_use_existing_metrics_of_routers_and_groups() -> None:
     rules = rules_of_service()
     used = set().union(*(used_series(rule["expr"]) for rule in rules))
-    assert len(rules) == 30 and len(used) == 15 and used <= registered_series()
+    assert len(rules) == 24 and len(used) == 13 and used <= registered_series()
 
 
 def test_each_alert_has_a_runbook() -> None:

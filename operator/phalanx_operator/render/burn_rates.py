@@ -18,7 +18,7 @@ LATENCY_BUDGET = 0.05
 RECORD = "phalanx:objective_burn_rate:"
 """Prefix of the recorded burn rates; the window follows."""
 EVENTS = "phalanx_router_objective_events_total"
-WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Burn:
 
 FAST = (Burn(14.4, "1h", "5m"), Burn(6, "6h", "30m"))
 """2 % of the budget in an hour, or 5 % in six."""
-SLOW = (Burn(3, "1d", "2h"), Burn(1, "3d", "6h"))
-"""10 % of the budget in a day, or as much in three days."""
+SLOW = (Burn(1, "3d", "6h"),)
+"""10 % of the budget in three days. The usual rate of 3 over 1d and 2h implies it."""
 
 
 def budgets(slo: Slo) -> dict[str, float]:
@@ -46,7 +46,7 @@ def budgets(slo: Slo) -> dict[str, float]:
     return {objective: budget for objective, budget in found.items() if budget is not None}
 
 
-def burn_rates(slo: Slo, own_labels: str) -> list[Object]:
+def recordings(slo: Slo, own_labels: str) -> list[Object]:
     """Returns the recording rules: one series per objective and window."""
     return [
         {
@@ -66,7 +66,7 @@ def _bad_share(objective: str, own_labels: str, window: str) -> str:
     return f"{bad} / ({every} > 0)"
 
 
-def is_burning(burns: Sequence[Burn], own_labels: str) -> str:
+def burn_expression(burns: Sequence[Burn], own_labels: str) -> str:
     """Returns the expression of the objectives that burn at one of the rates over both of its windows."""
 
     def exceeds(window: str, rate: float) -> str:
