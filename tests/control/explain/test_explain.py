@@ -313,7 +313,7 @@ def has_field(path: str) -> bool:
     return bool(field_of(path))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(SUMMARIES, max_size=3), SPECS, STATUSES)
 def test_any_record_gives_ordered_findings_about_spec_fields(summaries: list[RouterSummary], spec: Spec, status: Status) -> None:
     explanation = explain(summaries, spec, status)
