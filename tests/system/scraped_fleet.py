@@ -79,7 +79,10 @@ def fleet(
 def targets(groups: list[Program], router: Program, operator_port: int) -> list[Target]:
     """Labels them as the ServiceMonitors do."""
     found = [Target(router.base_url, {**OF_SERVICE, "phalanx_dev_component": "router"})]
-    found += [Target(program.base_url, {**OF_SERVICE, "phalanx_dev_group": program.name}) for program in groups]
+    found += [
+        Target(program.base_url, {**OF_SERVICE, "phalanx_dev_group": program.name, "phalanx_dev_revision": "r1"})
+        for program in groups
+    ]
     return [*found, Target(f"http://127.0.0.1:{operator_port}", {"namespace": "phalanx-system", "pod": "operator"}, True)]
 
 

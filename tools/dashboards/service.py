@@ -253,12 +253,52 @@ _MOVES_ROW = Row(
     ),
 )
 
+_COST_ROW = Row(
+    "Cost",
+    (
+        Panel(
+            "Devices in use by tenant",
+            "Time of steps on all devices per second, divided among the requests of each step.",
+            "the sum is the busy share of the service's devices. A tenant with most of it limits the others; "
+            "`schedulingPolicy: fair` divides tokens among tenants.",
+            "short",
+            (Query(rate("phalanx_tenant_device_seconds_total", SERVICES, "tenant"), "{{tenant}}"),),
+        ),
+        Panel(
+            "Device time per 1,000 output tokens",
+            "Device seconds per 1,000 generated tokens by revision, prompts included.",
+            "falls with load, because batches share the weights; a new revision is not above the old one at the same load.",
+            "s",
+            (
+                Query(
+                    "1000 * "
+                    + ratio(
+                        rate("phalanx_tenant_device_seconds_total", SERVICES, "phalanx_dev_revision"),
+                        rate("phalanx_tenant_output_tokens_total", SERVICES, "phalanx_dev_revision"),
+                    ),
+                    "{{phalanx_dev_revision}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Computed tokens by tenant",
+            "Prompt tokens that no cache had, and generated tokens, per second.",
+            "prompts below the arrivals of the tenant times its prompt length: the prefix cache has the rest.",
+            "short",
+            (
+                Query(rate("phalanx_tenant_prompt_tokens_total", SERVICES, "tenant"), "{{tenant}} prompts"),
+                Query(rate("phalanx_tenant_output_tokens_total", SERVICES, "tenant"), "{{tenant}} output"),
+            ),
+        ),
+    ),
+)
+
 SERVICE_DASHBOARD = Dashboard(
     uid="phalanx-service",
     title="Phalanx / Service",
     description="One service: what clients wait for, and what limits it.",
     variables=(NAMESPACE, SERVICE),
-    rows=(_LATENCY_ROW, _OBJECTIVES_ROW, _QUEUE_ROW, _CACHE_ROW, _SPECULATION_ROW, _MOVES_ROW),
+    rows=(_LATENCY_ROW, _OBJECTIVES_ROW, _QUEUE_ROW, _CACHE_ROW, _SPECULATION_ROW, _MOVES_ROW, _COST_ROW),
     annotations=(
         Annotation("Moves", f"sum by (outcome, why) (increase(phalanx_router_moves_total{{{SERVICES}}}[{RATE}])) > 0", "blue"),
         Annotation("Hotspots", f"max by (group, cause) (phalanx_router_hotspot{{{SERVICES}}}) == 1", "red"),

@@ -47,7 +47,7 @@ def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Findi
             cause="queue",
             severity=0.8 + 0.1 * min(1.0, full),
             sentence=(
-                f"{_wait_text(load)} because {load.streams:.0f} of at most {seqs} requests run in each group, "
+                f"{_wait_text(load)} because {min(load.streams, seqs):.0f} of at most {seqs} requests run in each group, "
                 f"while they use {load.pressure:.0%} of the pages"
             ),
             evidence=[

@@ -155,7 +155,7 @@ def _more_ranks(predictor: Predictor) -> tuple[Effect, Advice, str] | None:
 
 def speculation_findings(predictor: Predictor) -> list[Finding]:
     """Draft tokens cost more time than they save."""
-    drafting = [group for group in predictor.load.groups if group.speculation.paths and group.running]
+    drafting = [group for group in predictor.load.groups if group.speculation.paths]
     if not drafting:
         return []
     speedup = mean(group.speedup for group in drafting)

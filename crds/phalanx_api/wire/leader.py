@@ -113,6 +113,20 @@ class PageChanges(msgspec.Struct, frozen=True, array_like=True, tag="page_change
     is_snapshot: bool = False  # `changes` are all cached pages
 
 
+class TenantUse(msgspec.Struct, frozen=True, array_like=True):
+    """What the requests of a tenant used; counters since the engine's start."""
+
+    tenant: str  # at most `MAX_TENANT_NAME` characters
+    step_s: float  # share of the step times
+    prompt_tokens: int  # computed, not found in a cache
+    output_tokens: int
+
+
+OTHER_TENANTS = "other"
+"""The tenants after the first `MAX_TENANTS` of an engine, together."""
+MAX_TENANTS, MAX_TENANT_NAME = 32, 64
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=True):
     """Load report of an engine. New fields are appended, so subjects recur."""
 
@@ -209,13 +223,17 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     total_parts: int = 0  # parts of pages for layers with a window; 0: all layers share pages
     free_parts: int = 0
     parts_evicted: int = 0  # counter
-    host_total_parts: int = 0  # slots for parts in host memory
-    host_stored_parts: int = 0  # counter: evicted parts that were stored there
-    host_loaded_parts: int = 0  # counter: parts that prompts loaded from there
 
     # Copies between device and host memory that delay steps; counters since the engine's start.
     host_wait_s: float = 0.0  # seconds that steps waited for copies
     host_sent_pages: int = 0  # pages that other groups pulled from host memory
+
+    # Parts of pages in host memory.
+    host_total_parts: int = 0  # slots
+    host_stored_parts: int = 0  # counter of evicted parts that were stored
+    host_loaded_parts: int = 0  # counter of parts that prompts loaded
+
+    tenants: list[TenantUse] = []  # that computed something, in the order of their first step
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ def objects(service: InferenceService) -> list[Object]:
     monitor = {
         "selector": {"matchLabels": {labels.SERVICE: service.name}},
         "targetLabels": [labels.SERVICE],
-        "podTargetLabels": [labels.COMPONENT, labels.GROUP],
+        "podTargetLabels": [labels.COMPONENT, labels.GROUP, labels.REVISION],
         "endpoints": [{"port": "http", "path": "/metrics", "interval": INTERVAL}],
     }
     group = {

@@ -213,7 +213,7 @@ def _make_leader(
     settings: ServeSettings, place: PodPlace, parts: SupervisorParts, process: PodProcess
 ) -> tuple[FastAPI, Drainable]:
     registry, totals, group = process.registry, RequestTotals(), settings.group
-    client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], totals), EngineSocket())
+    client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], totals, group.world_size), EngineSocket())
     supervisor = LeaderSupervisor(place, parts, client)
 
     def ended() -> None:

@@ -236,6 +236,13 @@ def test_numbers_have_no_exponent(value: float, unit: Unit, text: str) -> None:
     assert number(value, unit) == text
 
 
+@pytest.mark.parametrize("running", [0, 8])
+def test_slow_speculation_is_named_between_requests_too(running: int) -> None:
+    counts = SpeculationCounts(paths=50, drafted=[200], accepted=[10])
+    found = causes(explained(busy(running=running, speedup=0.7, speculation=counts), spec=scaled()))
+    assert found == ["speculation"]
+
+
 def test_draining_and_silent_groups_are_ignored() -> None:
     slow = [busy("b", speed=3.0, draining=True), busy("c", speed=3.0, state="dead")]
     assert causes(explained(busy(), *slow, spec=scaled())) == []

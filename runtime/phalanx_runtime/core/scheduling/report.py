@@ -15,6 +15,7 @@ from phalanx_runtime.core.pace import EnginePace, MovingAverage
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.running import RunningSet
+from phalanx_runtime.core.scheduling.tenant_meter import TenantMeter
 from phalanx_runtime.core.step_builder import StepBuilder
 
 LOOKUP_PAGES = 2048
@@ -39,6 +40,7 @@ class LoadReporter:
         self._sequence = 0
         self._step_s, self._prompt_tokens, self._new_pages = MovingAverage(), MovingAverage(), MovingAverage()
         self._pace = EnginePace()
+        self.tenants = TenantMeter()
         self._longest_step_s = 0.0
         self._allocated_pages = 0
 
@@ -51,6 +53,7 @@ class LoadReporter:
         """Records a finished step. computing_s: its time without waits for copies."""
         self._step_s.add(wall_s)
         self._pace.record_step(builder, model, computing_s)
+        self.tenants.add_time(builder, model, computing_s)
         self._longest_step_s = max(self._longest_step_s, wall_s)
         self._prompt_tokens.add(builder.work.prefill_tokens)
         before, self._allocated_pages = self._allocated_pages, self._sharing.allocated_pages
@@ -128,6 +131,7 @@ class LoadReporter:
             speedup=self.speedup,
             prompt_attention=waiting.attention + attention,
             wasted_tokens=self.wasted_tokens,
+            tenants=self.tenants.report(),
             unused_slots=sum(max(0, len(request.pages.ids) * pool.page_size - len(request.tokens)) for request in running),
         )
         return _with_prefix_cache(load, sharing)

@@ -296,6 +296,7 @@ class Scheduler:
             if self.sharing.has_window and not request.has_ended:
                 self.sharing.drop_unreadable(request, chunk.end if request.in_flight else request.num_in_place)
         self._running.drop_ended()
+        self._reporter.tenants.add_tokens(builder)
         self.pool.host.counters.waited_s += result.copy_wait_s
         fitted_s = None if wall_s is None else computing_s(wall_s, result.copy_wait_s, result.busy_s)
         self.speculator.learn(builder, self.fit.model(), fitted_s, result.draft_s, result.draft_failure)

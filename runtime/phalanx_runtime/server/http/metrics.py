@@ -208,10 +208,36 @@ class CacheMetrics:
                 self._tier_rates.labels(self._model_name, tier).set(found)
 
 
+class TenantMetrics:
+    """Counters of tenants. Reported totals restart at 0 with each incarnation."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, num_ranks: int) -> None:
+        def counter(name: str, help_text: str) -> Counter:
+            return Counter(f"phalanx_tenant_{name}", help_text, ["model_name", "tenant"], registry=registry)
+
+        self._model_name, self._num_ranks = model_name, num_ranks
+        self._uses: dict[str, wire.TenantUse] = {}
+        self._device_s = counter("device_seconds", "Time of steps on all devices of the group, divided among their requests.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens computed, without those found in a cache.")
+        self._output_tokens = counter("output_tokens", "Generated tokens.")
+
+    def update(self, uses: Sequence[wire.TenantUse]) -> None:
+        """Adds what a report has more than the one before."""
+        before, self._uses = self._uses, {use.tenant: use for use in uses}
+        for use in uses:
+            former = before.get(use.tenant)
+            if former is None or use.step_s < former.step_s or use.prompt_tokens < former.prompt_tokens:
+                former = wire.TenantUse(use.tenant, 0.0, 0, 0)
+            labels = self._model_name, use.tenant
+            self._device_s.labels(*labels).inc(self._num_ranks * (use.step_s - former.step_s))
+            self._prompt_tokens.labels(*labels).inc(use.prompt_tokens - former.prompt_tokens)
+            self._output_tokens.labels(*labels).inc(max(0, use.output_tokens - former.output_tokens))
+
+
 class EngineMetrics:
     """Implements `EngineMeter`."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, totals: RequestTotals) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, totals: RequestTotals, num_ranks: int = 1) -> None:
         def gauge(name: str, help_text: str) -> Gauge:
             return Gauge(name, help_text, ["model_name"], registry=registry).labels(model_name)
 
@@ -224,8 +250,7 @@ class EngineMetrics:
         def histogram(name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"vllm:{name}", help_text, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
 
-        self._totals = totals
-        self._model_name = model_name
+        self._totals, self._model_name = totals, model_name
         self._running = gauges("num_requests_running", "Requests that hold pages.")
         self._waiting = gauges("num_requests_waiting", "Requests waiting for pages or a batch slot.")
         self._usage = gauges("kv_cache_usage_perc", "Fraction of the KV pages in use, 0 to 1.")
@@ -237,6 +262,7 @@ class EngineMetrics:
         self._load = NO_LOAD
         self._speculation = SpeculationMetrics(registry, model_name)
         self._cache = CacheMetrics(registry, model_name)
+        self._tenants = TenantMetrics(registry, model_name, num_ranks)
         self._steps = counter("phalanx_engine_steps", "Steps that produced tokens.")
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a token or a vector.")
         self._cached_tokens = counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
@@ -271,6 +297,7 @@ class EngineMetrics:
         self._totals.record_speculation(*self._speculation.update(load.speculation))
         self._totals.record_cache(load.cache_curve)
         self._cache.update(load.cache_curve, load.cache_use)
+        self._tenants.update(load.tenants)
         for family in self._running:
             family.set(load.running)
         for family in self._waiting:

@@ -1,0 +1,68 @@
+"""Tenants share the time and the tokens of an engine."""
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_frontend.metrics import RequestTotals
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.server.http.metrics import EngineMetrics
+from tests.runtime.fake_runner import FakeRunner, make_request
+
+STEP_S = 0.01
+
+
+def uses_of(requests: list[wire.Request]) -> tuple[dict[str, wire.TenantUse], int]:
+    """Runs the requests. Returns what their tenants used, and the number of steps."""
+    runner = FakeRunner(200, 4)
+    limits = Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler, num_steps = make_scheduler(limits, runner.pool), 0
+    for handle, request in enumerate(requests):
+        assert scheduler.submit(handle, request) is None
+    while (plan := scheduler.schedule(float(num_steps))) is not None:
+        scheduler.commit(runner.run(plan), wall_s=STEP_S)
+        num_steps += 1
+    return {use.tenant: use for use in scheduler.load().tenants}, num_steps
+
+
+def request_of(tenant: str, prompt: int, max_tokens: int, seed: int) -> wire.Request:
+    return msgspec.structs.replace(make_request(prompt, max_tokens, seed=seed), tenant=tenant)
+
+
+def test_tenants_share_all_step_time_and_tokens() -> None:
+    uses, num_steps = uses_of([request_of("a", 90, 4, 1), request_of("b", 10, 30, 2), request_of("b", 11, 20, 3)])
+    assert {name: (use.prompt_tokens, use.output_tokens) for name, use in uses.items()} == {"a": (90, 4), "b": (21, 50)}
+    assert sum(use.step_s for use in uses.values()) == pytest.approx(STEP_S * num_steps)
+    assert uses["a"].step_s < uses["b"].step_s, "most steps decode for b alone"
+
+
+def test_cached_prompts_are_not_computed_again() -> None:
+    first, second = request_of("a", 41, 2, 1), request_of("a", 41, 2, 1)
+    uses, _ = uses_of([first, second])
+    assert 41 < uses["a"].prompt_tokens + 1 < 2 * 41 and uses["a"].output_tokens == 4
+
+
+def test_tenants_after_the_first_ones_are_counted_together() -> None:
+    requests = [request_of(f"t{number}", 5, 2, number) for number in range(wire.MAX_TENANTS + 5)]
+    uses, num_steps = uses_of(requests)
+    assert len(uses) == wire.MAX_TENANTS + 1
+    assert (uses[wire.OTHER_TENANTS].prompt_tokens, uses[wire.OTHER_TENANTS].output_tokens) == (25, 10)
+    assert sum(use.step_s for use in uses.values()) == pytest.approx(STEP_S * num_steps)
+
+
+def test_long_names_are_cut() -> None:
+    uses, _ = uses_of([request_of("a" * 100, 5, 2, 1), request_of("a" * 200, 5, 2, 2)])
+    assert list(uses) == ["a" * wire.MAX_TENANT_NAME]
+
+
+def test_metrics_of_tenants_count_all_devices_over_incarnations() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", RequestTotals(), num_ranks=4)
+    load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
+    for use in (wire.TenantUse("a", 1.0, 10, 3), wire.TenantUse("a", 1.5, 10, 5), wire.TenantUse("a", 0.25, 2, 1)):
+        metrics.load(msgspec.structs.replace(load, tenants=[use]))
+    names = "device_seconds", "prompt_tokens", "output_tokens"
+    samples = [registry.get_sample_value(f"phalanx_tenant_{name}_total", {"model_name": "m", "tenant": "a"}) for name in names]
+    assert samples == [4 * 1.75, 12, 6]
