@@ -86,8 +86,6 @@ class FakeRunner:
         """Contents of slots in host memory."""
         self._host_parts: dict[int, list[int | None]] = {}
         self._late_parts: list[tuple[bool, int, int]] = []
-        self.num_loaded_parts = self.num_stored_parts = 0
-        """The same for parts of pages."""
         self._num_slots = self._pool.host_floor
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
@@ -97,6 +95,8 @@ class FakeRunner:
         """Changes of the number of slots; pages that moved to other slots."""
         self.num_loaded = self.num_stored = self.num_awaited = 0
         """Pages copied from and to host memory; plans that waited for it."""
+        self.num_loaded_parts = self.num_stored_parts = 0
+        """Parts of pages copied from and to host memory."""
         self._slots: list[int | None] = [None] * (num_pages * page_size)
         self._tables: dict[int, list[int]] = {}
         self._seeds: dict[int, int] = {}

@@ -159,6 +159,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result", kw_
     """Pages that rank 0 loaded from host memory since its previous result."""
     load_s: float = 0.0
     """Time of these loads."""
+    loaded_parts: int = 0
+    """The same for parts of pages."""
+    part_load_s: float = 0.0
     copy_wait_s: float = 0.0
     """Time of rank 0 or of the sampling rank, whichever is longer, in waits for copies since the previous result."""
     vectors: list[tuple[int, bytes]] = []

@@ -37,7 +37,7 @@ class PageStates(Protocol):
         ...
 
     def save_part(self, page: int, part: int) -> None:
-        """Copies the part of a published page to host memory, if there is any: the page loses it."""
+        """Copies the part of a published page to host memory, if that has slots: the page loses it."""
         ...
 
 
@@ -92,49 +92,37 @@ class WindowParts:
 
     def num_hit(self, found: Sequence[int]) -> int:
         """Returns the most leading pages, of the found ones, after which a request could start."""
-        full = self._num_full(found)
+        full = self.num_full(found)
         return self.window.longest_hit(lambda i: self.written(found[i]) == self.window.page_size, full)
 
     def can_start(self, found: Sequence[int], num_pages: int, num_running: int) -> bool:
         """Returns whether enough parts are free to start a request with `num_pages`; each running request keeps one to grow."""
         first = self._first_page(self.num_hit(found))
         end = min(num_pages, first + self._max_first)
-        num_held = sum(self._is_held(page) for page in found[first:end])
+        num_held = sum(self.is_held(page) for page in found[first:end])
         return self.free_parts >= end - first - num_held + num_running
 
-    def start(self, pages: RequestPages, found: Sequence[int]) -> int:
-        """Lets a request hold the parts that it reads, and those of a window. Returns the pages of its hit."""
-        num_hit = self.num_hit(found)
-        self.want(found, self._num_full(found))
-        pages.part_start = pages.part_end = self._first_page(num_hit)
-        self.extend(pages, min(len(pages.ids), pages.part_start + self._max_first))
-        return num_hit
+    def fits(self, pages: RequestPages, num_hit: int, num_running: int) -> bool:
+        """The same for a request that has its pages and starts after the first `num_hit`."""
+        first, end = self._to_start(pages, num_hit)
+        num_new = sum(not self.is_held(page) for page in pages.ids[first:end])
+        return end > num_hit and self.free_parts >= num_new + num_running
+
+    def start(self, pages: RequestPages, num_hit: int) -> None:
+        """Lets a request hold the parts of the window before page `num_hit`, and that of this page, with or without content."""
+        first, end = self._to_start(pages, num_hit)
+        with_content = [page for page in pages.ids[first:end] if self._part_of[page] != NO_PART]
+        for page in with_content:  # so that the others do not evict them
+            self._hold(page)
+        pages.part_start = pages.part_end = first
+        self.extend(pages, end)
+        for page in with_content:
+            self._release(page)
 
     def want(self, pages: Sequence[int], end: int) -> None:
         """Keeps the parts of the window before page `end` longer than others, where prompts differ."""
         for page in pages[self._first_page(end) : end]:
             self._is_wanted[page] = 1
-
-    def can_load(self, pages: RequestPages, index: int) -> bool:
-        """Returns whether the part of a request's page may be filled from host memory: no other request writes it."""
-        part = self._part_of[pages.ids[index]]
-        return part == NO_PART or (pages.part_start <= index < pages.part_end and self._refs[part] == 1)
-
-    def start_later(self, pages: RequestPages, num_hit: int) -> bool:
-        """Lets a request that has just started hold the parts of the window before page `num_hit`, and that of this page.
-
-        Some have no content yet. Returns false, and does nothing, if too few parts are free.
-        """
-        first = self._first_page(num_hit)
-        end = min(len(pages.ids), first + self._max_first)
-        missing = pages.ids[max(first, pages.part_end) : end]
-        # Parts with content first, so that those without do not evict them.
-        if end <= num_hit or not self.hold(sorted(missing, key=lambda page: self._part_of[page] == NO_PART)):
-            return False
-        for page in pages.ids[pages.part_start : min(first, pages.part_end)]:
-            self._release(page)
-        pages.part_start, pages.part_end = first, max(end, pages.part_end)
-        return True
 
     def held(self, pages: RequestPages) -> list[int]:
         """Returns the parts that a request holds."""
@@ -166,8 +154,9 @@ class WindowParts:
         return self.extend(pages, pages.part_end + 1) > 0
 
     def drop(self, pages: RequestPages, position: int) -> None:
-        """Drops the parts that no token at `position` or later reads."""
-        end = min(self.window.first_page(position), pages.part_end)
+        """Drops the parts that no token from the start of the page of `position` on reads: a later prompt may start there."""
+        size = self.window.page_size
+        end = min(self.window.first_page(position // size * size), pages.part_end)
         for page in pages.ids[pages.part_start : end]:
             self._release(page)
             self.num_dropped += 1
@@ -205,7 +194,7 @@ class WindowParts:
 
         Returns false, and does nothing, if fewer than `num_spare` parts would stay free.
         """
-        if sum(not self._is_held(page) for page in pages) + num_spare > self.free_parts:
+        if sum(not self.is_held(page) for page in pages) + num_spare > self.free_parts:
             return False
         for page in pages:
             self._hold(page)
@@ -273,15 +262,21 @@ class WindowParts:
         if len(free) != len(self._free) or sum(part != NO_PART for part in self._part_of) != self.num_parts - len(free):
             yield "a part is free twice, or belongs to two pages"
 
+    def _to_start(self, pages: RequestPages, num_hit: int) -> tuple[int, int]:
+        """Returns the range of pages whose parts a request needs to start after a hit."""
+        first = self._first_page(num_hit)
+        return first, min(len(pages.ids), first + self._max_first)
+
     def _first_page(self, num_pages: int) -> int:
         return self.window.first_page(num_pages * self.window.page_size)
 
-    def _num_full(self, found: Sequence[int]) -> int:
+    def num_full(self, found: Sequence[int]) -> int:
         """Returns how many leading pages are fully written, with or without parts."""
         size, written = self.window.page_size, self.pages.written
         return next((i for i, page in enumerate(found) if written(page) < size), len(found))
 
-    def _is_held(self, page: int) -> bool:
+    def is_held(self, page: int) -> bool:
+        """Returns whether a page has a part with a holder, which is not evicted."""
         part = self._part_of[page]
         return part != NO_PART and self._refs[part] > 0
 

@@ -195,8 +195,10 @@ class ModelRunner:
             shapes=outcome.shapes,
             undrafted=outcome.undrafted,
             busy_s=result.busy_s or busy_s,
-            loaded_pages=loaded_pages + loaded_parts,
-            load_s=load_s + part_load_s,
+            loaded_pages=loaded_pages,
+            load_s=load_s,
+            loaded_parts=loaded_parts,
+            part_load_s=part_load_s,
             copy_wait_s=max(result.copy_wait_s, self._take_copy_wait()),
         )
 
@@ -306,16 +308,18 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         """Copies pages and strays, updates page tables."""
-        # Draft passes, copies on write, captured graphs and models with parts need whole pages.
+        # Draft passes, copies on write and captured graphs need whole pages; parts are not awaited by layer.
         uses_whole = plan.copies or plan.relocations or plan.host_resize is not None or self._proposer.can_draft
         uses_whole = uses_whole or bool(self._pool.num_parts)
         by_layer = plan.awaits_host_copies and not uses_whole and any(count > 1 for count in plan.counts)
         self._builder.await_pages = self._await_pages if by_layer else None
         must_wait = plan.awaits_host_copies and not by_layer
+        self._copy_wait_s += self._host_parts.start(plan.part_host_copies, (), must_wait=False)
         self._copy_wait_s += self._host_pages.start(
             plan.host_copies, plan.host_keys, must_wait=must_wait, resize=plan.host_resize
         )
-        self._copy_wait_s += self._host_parts.start(plan.part_host_copies, (), must_wait=must_wait)
+        if must_wait:
+            self._copy_wait_s += self._host_parts.start((), (), must_wait=True)
         page_caches = [*self._page_caches, *self._proposer.caches]
         for caches, copies in ((page_caches, plan.copies), (self._part_caches, plan.part_copies)):
             for (source, target), cache in product(copies, caches):

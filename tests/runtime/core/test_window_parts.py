@@ -44,7 +44,7 @@ def holder(ids: list[int]) -> RequestPages:
 
 def test_a_request_holds_the_parts_of_its_window() -> None:
     parts, pages = make_parts(8), holder([7, 3, 9, 4, 8, 2])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     assert pages.with_parts == [7, 3, 9]
     assert parts.grow(pages, 0, 19) == 19 and pages.with_parts == [7, 3, 9, 4, 8]
     assert parts.take_unsent() == [(7, 0), (3, 1), (9, 2), (4, 3), (8, 4)]
@@ -60,28 +60,31 @@ def test_a_request_holds_the_parts_of_its_window() -> None:
 
 def test_the_part_released_first_is_evicted_first() -> None:
     parts, pages = make_parts(3), holder([1, 2, 3])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     for page in (1, 2, 3):
         parts.mark_written(page, SIZE)
     parts.release(pages)
     assert parts.num_hit([1, 2, 3]) == 3
     other = holder([11])
-    parts.start(other, [])
+    parts.start(other, 0)
     assert (parts.num_evicted, parts.part_of(1)) == (1, NO_PART)
     assert parts.num_hit([1, 2, 3]) == 3, "a token after three pages reads the last two"
-    parts.start(holder([12]), [])
+    parts.start(holder([12]), 0)
     assert parts.num_hit([1, 2, 3]) == 0
 
 
 def test_parts_at_the_end_of_found_prefixes_are_kept() -> None:
     parts, pages = make_parts(8), holder([1, 2, 3, 4, 5])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     parts.extend(pages, 5)
     for page in pages.ids:
         parts.mark_written(page, SIZE)
     parts.release(pages)
     other = holder([1, 2, 3, 11])
-    assert parts.start(other, [1, 2, 3]) == 3 and other.with_parts == [2, 3, 11]
+    assert parts.num_hit([1, 2, 3]) == 3
+    parts.want([1, 2, 3], 3)
+    parts.start(other, 3)
+    assert other.with_parts == [2, 3, 11]
     parts.release(other)
     assert parts.evict(3) == 3
     assert parts.num_hit([1, 2, 3]) == 3 and parts.num_hit([1, 2, 3, 4, 5]) == 3
@@ -90,7 +93,7 @@ def test_parts_at_the_end_of_found_prefixes_are_kept() -> None:
 
 def test_unwritten_and_unpublished_parts_are_not_kept() -> None:
     parts, pages = make_parts(4), holder([1, 11])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     parts.mark_written(11, SIZE)
     parts.mark_written(1, SIZE - 1)
     parts.release(pages)
@@ -99,7 +102,7 @@ def test_unwritten_and_unpublished_parts_are_not_kept() -> None:
 
 def test_a_page_that_becomes_free_loses_its_part() -> None:
     parts, pages = make_parts(2), holder([1])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     parts.mark_written(1, SIZE)
     parts.release(pages)
     assert parts.written(1) == SIZE
@@ -117,7 +120,7 @@ def test_holding_pages_takes_parts_for_all_or_none() -> None:
 
 def test_check_names_lost_holders() -> None:
     parts, pages = make_parts(2), holder([1])
-    parts.start(pages, [])
+    parts.start(pages, 0)
     assert parts.check([]) == ["part 0 has 1 holders, expected 0"]
     assert parts.check([[1, 2]])[0] == "the part of page 2 is held and does not exist"
 

@@ -68,17 +68,16 @@ def test_moved_requests_have_their_parts(model: Path, mode: MoveMode, pods: list
 
 def test_moves_into_pages_that_host_memory_stores(model: Path) -> None:
     """Moves get pages and parts that the target evicts for them, and the source is asked again for those that it stored."""
-    build = replace(PARTS, num_pages=36, num_parts=16, num_host_pages=80, num_host_parts=60)
+    build = replace(PARTS, num_pages=60, num_parts=40, num_host_pages=120, num_host_parts=60)
     requests = make_requests("host", "greedy", "seeded")
     with groups_of_one(model, build) as field:
         plain = undisturbed(field.mover, requests)
-        fillers = make_requests("filler", "greedy", "seeded")
+        fillers = make_requests("filler", "greedy", "seeded", "sibling 0", "sibling 1")
         for time in range(4):
             undisturbed(field.mover, [msgspec.structs.replace(each, id=f"{each.id} {time}") for each in fillers])
             assert moved_back_and_forth(field.mover, with_salt(requests), plain, MODES) > 0
-        pools = [scheduler_of(field, group).pool for group in (0, 1)]
-        assert all(pool.host_parts.counters.stored > 0 for pool in pools)
-        assert sum(pool.host_parts.counters.loaded for pool in pools) > 0
+        counters = scheduler_of(field, 0).pool.host_parts.counters
+        assert counters.stored > 0 and counters.loaded > 0, "the fillers need more pages than the pool has"
 
 
 def test_moves_send_the_parts_that_are_read(model: Path) -> None:

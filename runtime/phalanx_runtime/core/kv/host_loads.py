@@ -14,7 +14,22 @@ from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.step_builder import StepBuilder
-from phalanx_runtime.core.window_parts import WindowParts
+from phalanx_runtime.core.window_parts import NO_PART, WindowParts
+
+MAX_PINNED_SHARE = 0.9
+"""Of the slots for parts, while a request starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A starting request. `keys`: of its full pages, of which the first `num_found` are on the device."""
+
+    keys: Sequence[bytes]
+    num_found: int
+    is_counted: bool
+    """Whether it is the request's first start."""
+    num_running: int
+    """Other requests, each of which may need a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +37,9 @@ class _Loads:
     """What a request could load: `slots` of the pages after the found ones, and the parts of its pages at `parts`."""
 
     start: int
-    """Pages before which nothing needs to be computed without it."""
+    """Pages after which it starts without the loads."""
     end: int
-    """The same with it."""
+    """Pages after which it starts with them."""
     slots: list[int]
     parts: list[int]
 
@@ -43,91 +58,87 @@ class HostLoads:
         num_own = host.num_own(slots)
         host.hits.look_up(keys, num_found, num_own, len(slots) - num_own, pays=pays)
 
-    def start(
-        self,
-        request: Request,
-        keys: Sequence[bytes],
-        *,
-        num_found: int,
-        is_counted: bool,
-        builder: StepBuilder,
-        model: StepModel | None,
-    ) -> None:
-        """Loads pages after the first `num_found`, and parts, if that is faster than computing them.
-
-        keys: those of the full pages.
-        """
-        host, size, parts = self._pool.host, self._pool.page_size, self._pool.parts
-        slots = host.match(keys[num_found:])
+    def start(self, request: Request, lookup: Lookup, builder: StepBuilder, model: StepModel | None) -> None:
+        """Loads pages and parts if that is faster than computing them, and lets the request hold parts if pages have some."""
+        parts, num_found = self._pool.parts, lookup.num_found
+        slots = self._pool.host.match(lookup.keys[num_found:])
         loads = _Loads(num_found, num_found + len(slots), slots, [])
         if parts is not None:
-            loads = self._with_parts(request, keys, loads, parts, builder)
-        num_copies = len(loads.slots) + len(loads.parts)
-        num_tokens = (loads.end - loads.start) * size
-        pays = not num_copies or pays_to_load(num_tokens, loads.start * size, model, host.load_s(num_copies))
-        if is_counted:
-            self.count(keys, num_found, loads.slots, pays=pays)
+            loads = self._with_parts(request, lookup, loads, parts, builder)
+        pays = self._pays(loads, model)
+        if lookup.is_counted:
+            self.count(lookup.keys, num_found, loads.slots, pays=pays)
         if not pays:
-            host.decline(num_copies)
-        elif num_copies and self._may_load(request, num_found, loads, builder):
-            self._load(request, keys, num_found, loads)
+            self._pool.host.decline(len(loads.slots))
+            self._pool.host_parts.decline(len(loads.parts))
+        elif (loads.slots or loads.parts) and self._may_load(request, num_found, loads, builder):
+            if parts is None:
+                self._load_pages(request, num_found, loads)
+            else:
+                self._load_with_parts(request, lookup, loads, parts)
+        if parts is not None and not request.pages.part_end:
+            parts.start(request.pages, request.num_computed // self._pool.page_size)
 
-    def _with_parts(
-        self, request: Request, keys: Sequence[bytes], loads: _Loads, parts: WindowParts, builder: StepBuilder
-    ) -> _Loads:
+    def _with_parts(self, request: Request, lookup: Lookup, loads: _Loads, parts: WindowParts, builder: StepBuilder) -> _Loads:
         """Returns the loads after which a request could start later than it would now, if any."""
-        pages, size, num_found = request.pages, self._pool.page_size, loads.start
-        num_ready = next((i for i in range(num_found) if not self._is_ready(pages.ids[i], builder)), num_found)
+        ids, size, num_found = request.pages.ids, self._pool.page_size, lookup.num_found
+        num_ready = next((i for i in range(num_found) if not self._is_ready(ids[i], builder)), num_found)
         end = loads.end if num_ready == num_found else num_ready
-
-        parts.want(pages.ids, end)
+        if loads.slots:
+            parts.want(ids, loads.end)
 
         def has_part(index: int) -> bool:
-            page = pages.ids[index]
-            if parts.written(page) == size:
-                return page not in builder.written_pages
-            return keys[index] in self._pool.host_parts and parts.can_load(pages, index)
+            if parts.written(ids[index]) == size:
+                return ids[index] not in builder.written_pages
+            # Another request may compute a part that exists.
+            return lookup.keys[index] in self._pool.host_parts and parts.part_of(ids[index]) == NO_PART
 
         start, end = request.num_computed // size, parts.window.longest_hit(has_part, end)
         if end <= start:
             return _Loads(start, start, [], [])
         window = range(parts.window.first_page(end * size), end)
-        return _Loads(
-            start, end, loads.slots[: max(0, end - num_found)], [i for i in window if parts.written(pages.ids[i]) < size]
-        )
+        missing = [i for i in window if parts.written(ids[i]) < size]
+        return _Loads(start, end, loads.slots[: max(0, end - num_found)], missing)
+
+    def _pays(self, loads: _Loads, model: StepModel | None) -> bool:
+        size, seconds = self._pool.page_size, 0.0
+        for tier, count in ((self._pool.host, len(loads.slots)), (self._pool.host_parts, len(loads.parts))):
+            load_s = tier.load_s(count) if count else 0.0
+            if load_s is None:
+                return True  # loads are measured only if there are some
+            seconds += load_s
+        return not seconds or pays_to_load((loads.end - loads.start) * size, loads.start * size, model, seconds)
 
     def _is_ready(self, page: int, builder: StepBuilder) -> bool:
         """Returns whether plans before this step write all of a page: this one may be taken back."""
         return self._pool.written(page) == self._pool.page_size and page not in builder.written_pages
 
     def _may_load(self, request: Request, num_found: int, loads: _Loads, builder: StepBuilder) -> bool:
-        ids = request.pages.ids
+        ids, parts = request.pages.ids, self._pool.parts
         if num_found and loads.slots and not self._is_ready(ids[num_found - 1], builder):
             return False  # another request computes the page before
         pages = ids[num_found : num_found + len(loads.slots)]
         # The step copies after the loads: they must not overwrite an evicted page or part that it copies.
-        return not any(source in pages for source, _ in builder.copies) and not (loads.parts and builder.part_copies)
+        is_free = loads.parts and parts is not None and any(not parts.is_held(source) for source, _ in builder.copies)
+        return not is_free and not any(source in pages for source, _ in builder.copies)
 
-    def _load(self, request: Request, keys: Sequence[bytes], num_found: int, loads: _Loads) -> None:
-        pool, ids = self._pool, request.pages.ids
-        parts = pool.parts
-        if parts is not None and not self._load_parts(request, keys, loads, parts):
-            return
-        pages = ids[num_found : num_found + len(loads.slots)]
-        pool.host.load(loads.slots, pages)
+    def _load_pages(self, request: Request, num_found: int, loads: _Loads) -> None:
+        pages = request.pages.ids[num_found : num_found + len(loads.slots)]
+        self._pool.host.load(loads.slots, pages)
         for page in pages:
-            pool.mark_written(page, pool.page_size)
-        if parts is not None:
-            for i in loads.parts:
-                parts.mark_written(ids[i], pool.page_size)
+            self._pool.mark_written(page, self._pool.page_size)
 
-    def _load_parts(self, request: Request, keys: Sequence[bytes], loads: _Loads, parts: WindowParts) -> bool:
-        """Loads the parts, and lets the request start after them. Returns false, and does nothing, if it can not."""
-        host, wanted = self._pool.host_parts, [keys[i] for i in loads.parts]
-        slots = host.pin(wanted, 0.5)  # the parts that the request gets evict others, to slots
-        is_held = len(slots) == len(wanted) and parts.start_later(request.pages, loads.end)
-        host.unpin(slots)
-        if is_held:
-            host.load(slots, [parts.part_of(request.pages.ids[i]) for i in loads.parts])
+    def _load_with_parts(self, request: Request, lookup: Lookup, loads: _Loads, parts: WindowParts) -> None:
+        """Loads pages and parts, and lets the request start after them; loads nothing if too few parts are free."""
+        host, ids = self._pool.host_parts, request.pages.ids
+        slots = host.pin([lookup.keys[i] for i in loads.parts], MAX_PINNED_SHARE)
+        can_start = len(slots) == len(loads.parts) and parts.fits(request.pages, loads.end, lookup.num_running)
+        if can_start:
+            parts.start(request.pages, loads.end)  # evicts other parts, to slots
             request.num_computed = loads.end * self._pool.page_size
-        return is_held
+        host.unpin(slots)
+        if can_start:
+            self._load_pages(request, lookup.num_found, loads)
+            host.load(slots, [parts.part_of(ids[i]) for i in loads.parts])
+            for i in loads.parts:
+                parts.mark_written(ids[i], self._pool.page_size)

@@ -110,7 +110,7 @@ class HostTier:
         self._reserved: set[int] = set()
         """Slots that pages from elsewhere will fill."""
         self._pins: Counter[int] = Counter()
-        """Entries whose slots ranks read for other groups, with the number of readers: they are neither evicted nor moved."""
+        """Entries that are neither evicted nor moved, with the number of users, such as ranks that read them for other groups."""
         self._filled: set[int] = set()
         """Slots with such a page that no prompt loaded yet."""
 

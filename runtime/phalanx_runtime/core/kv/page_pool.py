@@ -226,6 +226,8 @@ class PagePool:
         if other is not None:
             if not self._idle[other]:
                 return False
+            if self.parts is not None:
+                self.parts.save(other)
             self._free_idle(other)
         self._page_of[key] = page
         self._keys[page] = key

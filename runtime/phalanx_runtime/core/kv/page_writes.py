@@ -65,7 +65,7 @@ class PageWrites:
         builder.host_resize = self._pool.resize_host()
 
     def has_loads(self) -> bool:
-        """Returns whether the next plan loads anything from host memory; it must be the next one that is made."""
+        """Returns whether the next plan loads anything from host memory: it must follow at once."""
         return self._pool.host.has_loads or self._pool.host_parts.has_loads
 
     def is_loading(self, request: Request) -> bool:

@@ -19,7 +19,7 @@ from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.disk_tier import DiskTier
-from phalanx_runtime.core.kv.host_loads import HostLoads
+from phalanx_runtime.core.kv.host_loads import HostLoads, Lookup
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
 from phalanx_runtime.core.kv.page_index import Tail, TailPages
@@ -117,9 +117,11 @@ class PrefixSharing:
             return False
         return not found or self.writes.written(found[-1]) == self.pool.page_size
 
-    def start(self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None) -> None:
+    def start(
+        self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None, num_running: int = 0
+    ) -> None:
         """Assigns all pages of a request, with a window its first ones: `found` by `find`, and new ones, of which host memory may
-        have some."""
+        have some. `num_running`: other requests, each of which may need a part."""
         pool, keys, pages, before = self.pool, self._keys(request), request.pages, request.num_computed
         is_first = not request.max_computed
         num_found = self._assign(request, found, builder, model)
@@ -132,9 +134,12 @@ class PrefixSharing:
         if self._can_share(request):
             full = keys[: self._num_full(request)]
             if self.windowed is None:
-                self._loads.start(request, full, num_found=num_found, is_counted=is_first, builder=builder, model=model)
+                lookup = Lookup(full, num_found, is_first, num_running)
+                self._loads.start(request, lookup, builder, model)
             elif is_first:
                 self._loads.count(full, num_found)  # `windowed` has loaded them
+        elif self.parts is not None:
+            self.parts.start(pages, request.num_computed // pool.page_size)
         self._count_hits(request, before)
         self.skip_computed(request, builder)
         if request.num_computed == num_found * pool.page_size and self._can_share(request):
@@ -158,7 +163,8 @@ class PrefixSharing:
         pages.ids = found + own
         pages.num_keyed = len(found)
         if self.parts is not None:
-            request.num_computed = self.parts.start(pages, found) * pool.page_size
+            request.num_computed = self.parts.num_hit(found) * pool.page_size
+            self.parts.want(found, self.parts.num_full(found))
         return len(found)
 
     def hold_written(self, request: Request, num_computed: int) -> list[int]:
@@ -194,7 +200,8 @@ class PrefixSharing:
         for page in pages[num_held:num_full]:
             self.pool.mark_written(page, self.pool.page_size)
         if self.parts is not None:
-            for page in pages[max(num_held, request.pages.part_start) : num_full]:
+            # The source had computed more at the end than at the reservation: parts before its window did not arrive.
+            for page in pages[max(num_held, self.parts.window.first_page(num_computed)) : num_full]:
                 self.parts.mark_written(page, self.pool.page_size)
             self.parts.drop(request.pages, num_computed)
 

@@ -282,7 +282,7 @@ class Composer:
         self._queue.pop(request)
         self._running.add(request)
         is_new = not request.max_computed
-        sharing.start(request, found, builder, self._model)
+        sharing.start(request, found, builder, self._model, num_running)
         if is_new:
             self._policy.charge(request, max(0, request.params.num_prompt - request.num_computed), 0)
         if not (builder.chunks and sharing.writes.is_loading(request)):  # else its pages are loaded beside this step

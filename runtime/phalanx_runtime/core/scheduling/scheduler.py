@@ -286,6 +286,7 @@ class Scheduler:
         for i, _ in builder.draws:
             builder.chunks[i].request.num_pending -= 1
         self.pool.host.learn(result.loaded_pages, result.load_s)
+        self.pool.host_parts.learn(result.loaded_parts, result.part_load_s)
         frame = self._delivery.deliver(builder, result, run_lengths)
         for handle in self._delivery.ended_handles(frame):
             del self._requests[handle]

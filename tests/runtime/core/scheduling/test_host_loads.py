@@ -1,6 +1,9 @@
 """Loads from host memory beside copies, unwritten pages and plans that are taken back."""
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
@@ -14,9 +17,9 @@ SIZE = 4
 class Engine:
     """A scheduler with plans that are computed at once."""
 
-    def __init__(self, num_pages: int, num_host_pages: int) -> None:
-        self.runner = FakeRunner(num_pages, SIZE, num_host_pages=num_host_pages)
-        limits = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+    def __init__(self, num_pages: int, num_host_pages: int, **parts: Any) -> None:
+        self.runner = FakeRunner(num_pages, SIZE, num_host_pages=num_host_pages, **parts)
+        limits = Limits(max_model_len=96 if parts else 64, max_num_seqs=4, max_num_batched_tokens=64)
         self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, SchedulerConfig(eviction_policy="lru"))
         self.tokens: dict[int, list[int]] = {}
 
@@ -70,3 +73,21 @@ def test_loaded_pages_follow_pages_written_before() -> None:
     assert engine.scheduler.check() == []
     assert engine.run() == []
     assert engine.tokens[2] == expected_output(first)
+
+
+@pytest.mark.parametrize("window", [7, 8, 9])
+@pytest.mark.parametrize("length", range(40, 44))
+def test_next_turn_loads_what_the_last_one_left(window: int, length: int) -> None:
+    """Wherever in a page the last turn ended, with hardly more parts than a window and a step need."""
+    engine = Engine(24, 80, window=window, num_parts=21, num_host_parts=40)
+    turn = make_request(prompt(0, length), 5)
+    (output,) = engine.run(turn)
+    for filler in range(3):
+        engine.run(make_request([filler + 1, *prompt(2, 60)], 2))
+    num_loaded, num_hit = engine.runner.num_loaded_parts, engine.scheduler.sharing.hit_tokens
+    next_turn = make_request([*turn.prompt, *output, 1, 2, 3], 4)
+    expected = expected_output(next_turn, window=window, is_mixed=True)
+    assert engine.run(next_turn) == [expected]
+    assert engine.scheduler.sharing.hit_tokens - num_hit == (length + 4) // SIZE * SIZE
+    assert 0 < engine.runner.num_loaded_parts - num_loaded <= 1 + -(-(window - 1) // SIZE)
+    assert engine.runner.num_loaded > 0

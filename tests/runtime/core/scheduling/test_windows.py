@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
@@ -205,3 +206,19 @@ def test_host_memory_keeps_the_window_of_waiting_requests() -> None:
         pool.host.store(number, bytes([number]) * 16)
     keys = sharing.make_keys(whole).extend(whole.prompt)
     assert [key in pool.host for key in keys] == [False] * 3 + [True] * 3
+
+
+def test_parts_that_no_move_brought_are_not_found() -> None:
+    """The source computes 7 tokens between the reservation and the end of the copy, so that a page leaves the window."""
+    size, window = 8, 24
+    runner = FakeRunner(40, size, window=window, num_parts=30)
+    scheduler = make_scheduler(Limits(max_model_len=200, max_num_seqs=4, max_num_batched_tokens=64), runner.pool)
+    request = make_request(100, 40, delivered=[1] * 5)
+    reservation = scheduler.reservations.reserve("m", request, 112, 104)
+    assert not isinstance(reservation, Refusal) and reservation.part_start == 10
+    scheduler.reservations.set_arrived("m", 111)
+    moved = msgspec.structs.replace(request, delivered=[1] * 12)
+    assert scheduler.submit(1, moved, move="m") is None and scheduler.reservations.get("m") is None
+    parts = scheduler.sharing.parts
+    assert parts is not None
+    assert [parts.written(page) for page in reservation.pages[9:13]] == [0, 0, size, size]
