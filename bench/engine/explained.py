@@ -124,7 +124,7 @@ LOADS: Mapping[str, RealLoad] = {
         RealLoad(
             cause="prefix",
             advised="spec.engine.hostCacheMemory",
-            rate=3.0,
+            rate=8.0,
             output=8,
             measure=Measured.host_hit_rate,
             flags=_SMALL_POOL,
