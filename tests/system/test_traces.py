@@ -26,7 +26,7 @@ from tests.system.runtimes import ranks_of
 pytestmark = pytest.mark.system
 TOKEN = "a-service-token"
 CHUNK = 64
-TOKENS = 5000
+TOKENS = 7500
 """The stream outlasts two moves on a busy machine, and is replayed."""
 BODY = {
     "model": "tiny",
