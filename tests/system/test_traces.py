@@ -118,6 +118,7 @@ async def disturbed(first: Program, second: Program, runtimes: list[Program]) ->
     return await read(second.base_url, BODY, received)
 
 
+@pytest.mark.slow  # a minute, and its stream must outlast two moves and a replay on any processor
 def test_disturbed_stream_has_one_connected_trace(runtimes: list[Program], tmp_path: Path) -> None:
     ports = free_port(), free_port()
     with (
