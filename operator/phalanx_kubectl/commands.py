@@ -83,7 +83,7 @@ class Commands:
         """Pauses or resumes the rollout of a service."""
         patch = {"spec": {"rollout": {"paused": is_paused}}}
         self.kubectl.read(*("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
-        return f"the rollout of {name} is paused\n" if is_paused else f"the rollout of {name} goes on\n"
+        return f"the rollout of {name} is paused\n" if is_paused else f"the rollout of {name} is resumed\n"
 
     def _summaries(self, name: str) -> list[RouterSummary]:
         """Returns the summaries of the routers that answer. Raises KubectlFailed if none does."""

@@ -146,7 +146,7 @@ class RequestMeter:
                 trace.first_token(now_s - self._arrived_s)
             self._metrics.first_token.labels(self._model).observe(now_s - self._arrived_s, exemplar)
             self._metrics.objectives.first_token(now_s - self._arrived_s)
-            gaps = 0  # they arrived together, after a time that is none between tokens
+            gaps = 0  # the first tokens arrived together, so there was no time between them
         else:
             gaps = count
         # They share the time since the previous tokens.

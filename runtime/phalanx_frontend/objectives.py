@@ -28,7 +28,7 @@ def is_fault(status: int, code: str | None) -> bool:
 
 
 class ObjectiveCounter:
-    """The counter. `targets`: the present ones, which may change."""
+    """Counts the events of each objective. `targets`: the present ones, which may change."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, targets: Callable[[], LatencyObjectives] = no_targets) -> None:
         text = (

@@ -35,7 +35,7 @@ UNCHANGED = ("changes(phalanx_operator_desired_groups", 'outcome="failed"', 'out
 """Parts of expressions whose filters match nothing here: no scaling during the test, no failed and no refused request."""
 FLAGS = ("--speculative-method", "ngram", "--speculative-control", "fixed")
 MET = BalancePolicy(objectives=LatencyObjectives(ttft_s=600.0, itl_s=600.0))
-"""ObjectiveCounter that every token meets."""
+"""Targets that every token meets."""
 
 
 def concrete(expression: str) -> str:

@@ -33,7 +33,7 @@ def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Findi
     """As many requests run as may, although pages are free."""
     known = [group for group in load.groups if group.max_num_seqs]
     seqs = int(statistics.median(group.max_num_seqs for group in known)) if known else 0
-    full = mean(group.running / group.max_num_seqs for group in known)
+    full = mean(min(1.0, group.running / group.max_num_seqs) for group in known)  # dispatched requests count as running
     # More wait than may run: a request that ended a moment ago leaves a place free in the summary.
     is_full = full >= FULL_SHARE or load.waiting >= sum(group.max_num_seqs for group in known)
     if not known or not is_full or not load.waiting or load.pressure >= FULL_SHARE:
@@ -45,7 +45,7 @@ def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Findi
     return [
         Finding(
             cause="queue",
-            severity=0.8 + 0.1 * min(1.0, full),
+            severity=0.8 + 0.1 * full,
             sentence=(
                 f"{_wait_text(load)} because {min(load.streams, seqs):.0f} of at most {seqs} requests run in each group, "
                 f"while they use {load.pressure:.0%} of the pages"

@@ -11,9 +11,11 @@ import math
 from dataclasses import dataclass, replace
 
 from phalanx_api.cost import StepModel, attention_work
+from phalanx_api.engine_config import EngineConfig
 
 ROUNDS = 60
-DEFAULT_STEP_TOKENS, DEFAULT_SEQS = 2048, 256
+DEFAULT_STEP_TOKENS, DEFAULT_SEQS = EngineConfig().max_num_batched_tokens, EngineConfig().max_num_seqs
+"""Of groups that do not report theirs."""
 MAX_STREAMS = 1e6
 MAX_TIME_S = 1e6
 

@@ -93,7 +93,7 @@ def _objectives(service: InferenceService) -> list[Object]:
             "PhalanxErrorBudgetBurnsFast",
             fast,
             "critical",
-            f"{bad} so often that its error budget lasts at most five days",
+            f"{bad} so often that its error budget is spent in five days or less",
             for_="2m",
         ),
         _rule(

@@ -103,7 +103,10 @@ class WindowParts:
         return self.free_parts >= end - first - num_held + num_running
 
     def fits(self, pages: RequestPages, num_hit: int, num_running: int) -> bool:
-        """The same for a request that has its pages and starts after the first `num_hit`."""
+        """Returns whether enough parts are free for a request that has its pages and starts after the first `num_hit`.
+
+        Each of `num_running` requests keeps one to grow.
+        """
         first, end = self._to_start(pages, num_hit)
         num_new = sum(not self.is_held(page) for page in pages.ids[first:end])
         return end > num_hit and self.free_parts >= num_new + num_running

@@ -67,7 +67,7 @@ def test_moved_requests_have_their_parts(model: Path, mode: MoveMode, pods: list
 
 
 def test_moves_into_pages_that_host_memory_stores(model: Path) -> None:
-    """Moves get pages and parts that the target evicts for them, and the source is asked again for those that it stored."""
+    """Between the moves other prompts evict pages and parts to host memory, and load their own from it."""
     build = replace(PARTS, num_pages=60, num_parts=40, num_host_pages=120, num_host_parts=60)
     requests = make_requests("host", "greedy", "seeded")
     with groups_of_one(model, build) as field:

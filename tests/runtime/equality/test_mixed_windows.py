@@ -143,7 +143,7 @@ def test_host_memory_of_stages_of_one_kind_of_layers(tmp_path: Path, first: str)
 
 
 def test_zeroed_part_in_host_memory_changes_tokens(model: Path, expected: dict[int, list[int]]) -> None:
-    """A prompt whose pages are in host memory computes the parts that it wants once; then it loads them, at last as zeros."""
+    """The first rounds compute and store the parts that the prompt wants, the fourth loads them, and the last gets zeros."""
     request = {5: make_requests()[5]}
 
     def work(runner: ModelRunner) -> tuple[list[bool], int]:
