@@ -119,10 +119,14 @@ def _with_larger_host_tier(load: ServiceLoad, curve: CacheCurve) -> _LargerTier:
     else:
         now = max(tiers.host, tiers.disk or 0.0)
         pages, after, what = 2 * tiers.pages, max(now, tiers.hit_rates[_TWICE]), "twice the host memory"
-    memory = (
-        f"{math.ceil(pages * group.page_bytes / ranks / 2**30)}Gi" if pages * group.page_bytes else "the size of the KV cache"
-    )
+    num_bytes = pages * group.page_bytes / ranks
+    memory = _quantity(num_bytes) if num_bytes else "the size of the KV cache"
     return _LargerTier(now, after, what, memory)
+
+
+def _quantity(num_bytes: float) -> str:
+    """Returns a memory quantity of at least this many bytes."""
+    return f"{math.ceil(num_bytes / 2**30)}Gi" if num_bytes >= 2**30 else f"{math.ceil(num_bytes / 2**20)}Mi"
 
 
 def prefix_findings(predictor: Predictor) -> list[Finding]:
