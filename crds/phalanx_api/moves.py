@@ -117,6 +117,10 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     move: str
 
 
+TransferFrame = Prepared | MoveOut | SendPrefix | Frozen | Arrived | MoveFailed | Thaw | Release | Cancel
+"""Frames with the id of one move."""
+
+
 class RescueRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask_rescue"):
     """From a leader: these requests, in order, would be preempted in `within_s`."""
 

@@ -3,12 +3,27 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from phalanx_kubectl import frame
 from phalanx_kubectl.commands import Commands
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _KUBECTL_FLAGS = ("context", "kubeconfig", "cluster", "user", "as")
+
+
+def duration(text: str) -> float:
+    """Parses a time such as 90, 60s, 5m or 1h. Raises ArgumentTypeError."""
+    unit_s = _UNITS_S.get(text[-1:], 0)
+    number = text[:-1] if unit_s else text
+    try:
+        seconds = float(number) * (unit_s or 1)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 60s, 5m or 1h")
+    return seconds
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,9 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
-    explain = add("explain", "what limits a service, and what to change (needs the right to exec into pods)")
-    explain.add_argument("name", metavar="NAME")
-    explain.add_argument("-o", "--output", choices=["text", "json"], default="text", help="format; default: %(default)s")
+    _add_explain(add("explain", "what limits a service, and what to change (needs the right to exec into pods)"))
+    dump = add("dump", "write a bug report: objects, events, logs, metrics and flight recorders, without secrets and prompts")
+    dump.add_argument("name", metavar="NAME")
+    dump.add_argument("--file", type=Path, metavar="FILE", help="of the report; default: NAME-dump.tar.gz")
     watch = add("watch", "live view of a service, with keys to drain groups, pause a rollout and follow logs")
     watch.add_argument("name", metavar="NAME")
     watch.add_argument("--interval", type=float, default=3.0, metavar="SECONDS", help="between readings; default: %(default)s")
@@ -55,6 +71,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("name", metavar="NAME")
+    explain.add_argument("-o", "--output", choices=["text", "json"], default="text", help="format; default: %(default)s")
+    explain.add_argument(
+        "--record",
+        type=duration,
+        metavar="TIME",
+        help="write a trace of the last TIME, such as 60s, instead: steps of every rank, plans, copies and moves, for Perfetto",
+    )
+    explain.add_argument("--file", type=Path, metavar="FILE", help="of the trace; default: NAME.trace.json")
+
+
 def run(options: argparse.Namespace, commands: Commands) -> int:
     """Runs a command. Returns the exit status. Raises KubectlFailed."""
     match options.command:
@@ -66,6 +94,10 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.top(options.name)
         case "cache" if options.action is None:
             text = commands.cache(options.name)
+        case "explain" if options.record is not None:
+            text = commands.profile(options.name, options.record, options.file or Path(f"{options.name}.trace.json"))
+        case "dump":
+            text = commands.dump(options.name, options.file or Path(f"{options.name}-dump.tar.gz"))
         case "explain":
             text = commands.explain(options.name, as_json=options.output == "json")
         case "watch" if not options.once:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
@@ -15,8 +16,11 @@ from phalanx_api.spec import inference_service as api
 from phalanx_api.status import Status
 from phalanx_api.summary import RouterSummary
 from phalanx_kubectl import show
+from phalanx_kubectl.dump import Dump
 from phalanx_kubectl.frame import Reading
 from phalanx_kubectl.gauges import RouterLoad, merge, read_router
+from phalanx_kubectl.perfetto import trace
+from phalanx_kubectl.recordings import fetch, recorded_pods
 from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
 KIND = f"{api.PLURAL}.{api.GROUP}"
@@ -71,6 +75,26 @@ class Commands:
             raise KubectlFailed(f"{service[0].field}: {service[0].message}")
         explanation = explain(self._summaries(name), service.spec, parse_record(Status, body.get("status") or {}))
         return msgspec.json.encode(explanation).decode() + "\n" if as_json else show.explanation(explanation)
+
+    def profile(self, name: str, seconds: float, path: Path) -> str:
+        """Writes the trace of the last seconds of all pods to `path`. Raises KubectlFailed if no pod has a recording."""
+        status = parse_record(Status, self._service(name).get("status") or {})
+        recordings = fetch(self.kubectl, recorded_pods(self.kubectl, name), self.warn, seconds)
+        num_entries = sum(len(recording.entries) for recording in recordings)
+        if not num_entries:
+            raise KubectlFailed(f"no pod of {name} has recorded anything in the last {seconds:g} s")
+        history = status.autoscaling.history if status.autoscaling is not None else ()
+        _write(path, json.dumps(trace(recordings, history)))
+        num_pods = len({recording.pod for recording in recordings})
+        return f"{path}: the last {seconds:g} s of {num_pods} pods, {num_entries} entries; open it with Perfetto\n"
+
+    def dump(self, name: str, path: Path) -> str:
+        """Writes a bug report to `path`, without secrets, prompts and answers."""
+        try:
+            num_files = Dump(self.kubectl, self.warn, KIND).write(name, path, self.now())
+        except OSError as error:
+            raise KubectlFailed(f"{path} cannot be written: {error.strerror}") from error
+        return f"{path}: {num_files} files; look into it before you share it\n"
 
     def reading(self, name: str) -> Reading:
         """Returns the service and the routers that answer, for `watch`. Routers that do not are warnings of it."""
@@ -175,6 +199,13 @@ class Commands:
             "items"
         ]
         return pods
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise KubectlFailed(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _is_ready(pod: Json) -> bool:

@@ -1,8 +1,9 @@
-"""Commands `phalanx-router serve`, the router of one InferenceService, and `purge-cache` and `summary`, which call it."""
+"""Commands `phalanx-router serve`, the router of one InferenceService, and those that call it or read its flight recorder."""
 
 import http.client
 import json
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["purge-cache"], ["summary"]):
         return call_router(arguments)
+    if arguments[:1] == ["recording"]:
+        return print_recording(arguments)
     before = signal.signal(signal.SIGTERM, _end_at_once)
     try:
         from phalanx_router.program import run
@@ -55,6 +58,24 @@ def call_router(arguments: Sequence[str]) -> int:
         print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
         return 1
     print(body["purged"] if is_purge else json.dumps(body))
+    return 0
+
+
+def print_recording(arguments: Sequence[str]) -> int:
+    """Prints the flight recorder of the router in the same pod.
+
+    Returns the exit code: 1 if it cannot be read. Raises SystemExit 2 for a bad flag.
+    """
+    from phalanx_frontend.flight import print_recordings
+    from phalanx_router.settings import flight_dir, make_parser
+
+    args = make_parser().parse_args(arguments)
+    try:
+        for line in print_recordings(flight_dir(args), pod=socket.gethostname(), seconds=args.seconds):
+            print(line)
+    except OSError as error:
+        print(f"phalanx-router recording: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 from phalanx_frontend.tracing.tracer import Tracer
+from phalanx_router.decisions import DecisionRecorder
 from phalanx_router.dispatch.coalescing import Coalescing
 from phalanx_router.dispatch.dispatcher import Dispatcher
 from phalanx_router.links.endpoints import LeaderSource
@@ -55,8 +56,11 @@ class RouterBackend:
         self._blamed: set[tuple[str, str]] = set()  # their leader and group keys
         self.traffic = TrafficStats()
         self.links = LinkPool(settings.link, settings.served_names, metrics, draw)
-        self.mover = Mover(self.links, self.sessions, settings.link.router, metrics, clock)
-        self.balancing = BalanceLoop(self.links, self.sessions, self.mover, metrics.balance, settings, clock=clock)
+        self.decisions = DecisionRecorder(settings.recorder, self.links.group_of, clock)
+        self.mover = Mover(self.links, self.sessions, settings.link.router, metrics, clock=clock, decisions=self.decisions)
+        self.balancing = BalanceLoop(
+            self.links, self.sessions, self.mover, metrics.balance, settings, decisions=self.decisions, clock=clock
+        )
         self.holders = HolderLinks(self.links.fleet_view, settings.link, settings.holders, draw)
         self.puller = Puller(self.links, self.balancing, settings.link.router, metrics.pulls, clock=clock, holders=self.holders)
         self.dispatcher = Dispatcher(
@@ -66,6 +70,7 @@ class RouterBackend:
             policy=lambda: self.balancing.policy,
             adjust_view=lambda view: self.puller.with_pulls(self.balancing.with_departed_load(view)),
             pulls=self.puller,
+            decisions=self.decisions,
             draw=draw,
             clock=clock,
         )
@@ -322,7 +327,7 @@ class RouterBackend:
         if policy.mode in ("Requeue", "Migrate"):
             self.dispatcher.requeue(self.sessions)
         if shed is not None:
-            self.dispatcher.shed(shed.bands, shed.retry_after_s, shed.why)
+            self.decisions.shed(self.dispatcher.shed(shed.bands, shed.retry_after_s, shed.why), shed.why)
 
     async def _wake_silent(self) -> None:
         """Wakes silent streams to send a KeepAlive, with one timer for all."""

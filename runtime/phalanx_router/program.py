@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
 from phalanx_frontend.tracing.otlp import start_tracer
@@ -94,6 +95,7 @@ async def serve(settings: Settings) -> int:
         hold_s=settings.hold_s,
         max_held=settings.max_held,
         holders=make_holders(settings),
+        recorder=open_recorder(settings.flight_dir, "router", ROUTER_BYTES),
     )
     source = await make_source(settings)
     peers = await make_peers(settings)

@@ -20,6 +20,7 @@ import msgspec
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
+from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_router.links.holders import NO_HOLDERS, HolderSettings
 from phalanx_router.links.leader_link import LeaderLink, LinkSettings
 from phalanx_router.metrics import Outcome
@@ -49,6 +50,7 @@ class FleetSettings:
     max_held: int = 1024
     find_s: float = 3.0  # wait of a resume for leaders
     holders: HolderSettings = NO_HOLDERS
+    recorder: FlightRecorder = NO_FLIGHT_RECORDER
 
 
 _next_number: Callable[[], int] = count().__next__

@@ -14,7 +14,8 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
-PURGE_COMMAND, SUMMARY_COMMAND = "purge-cache", "summary"
+PURGE_COMMAND, SUMMARY_COMMAND, RECORDING_COMMAND = "purge-cache", "summary", "recording"
+_FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Settings:
     max_held: int = 1024
     tracing: TracingSettings | None = None
     shared_services_dir: pathlib.Path | None = None  # see `links.holders`
+    flight_dir: pathlib.Path | None = None  # of the flight recorder; null: none
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -92,7 +94,14 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         max_held=args.max_held,
         tracing=tracing,
         shared_services_dir=args.shared_services_dir,
+        flight_dir=flight_dir(args, environment),
     )
+
+
+def flight_dir(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> pathlib.Path | None:
+    """Folder of the flight recorder, by flag or as the operator sets it."""
+    folder = environment.get(labels.ENV_FLIGHT_RECORDER)
+    return args.flight_recorder_dir or (pathlib.Path(folder) if folder else None)
 
 
 def read_token(parser: argparse.ArgumentParser, path: str) -> str:
@@ -115,7 +124,12 @@ def make_parser() -> argparse.ArgumentParser:
     for call in (purge, summary):
         call.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
         call.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
-    _add_serve(commands.add_parser("serve", help="serve clients over the groups"))
+    recording = commands.add_parser(RECORDING_COMMAND, help="print the flight recorder of the router as JSON")
+    recording.add_argument("--seconds", type=_seconds, help="entries of the last seconds (default: all)")
+    serve = commands.add_parser("serve", help="serve clients over the groups")
+    for command in (recording, serve):
+        command.add_argument("--flight-recorder-dir", type=pathlib.Path, help=_FLIGHT_HELP)
+    _add_serve(serve)
     return parser
 
 

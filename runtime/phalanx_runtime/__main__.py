@@ -1,7 +1,8 @@
-"""`phalanx-runtime`: serves, fetches or converts a model, fits its exit, or checks the machine."""
+"""`phalanx-runtime`: serves, fetches or converts a model, fits its exit, checks the machine, or prints its recordings."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,14 @@ from typing import NoReturn
 
 import msgspec
 
-from phalanx_runtime.commands import ConvertSettings, DoctorSettings, FetchSettings, FitSettings, FitSpec
+from phalanx_runtime.commands import (
+    ConvertSettings,
+    DoctorSettings,
+    FetchSettings,
+    FitSettings,
+    FitSpec,
+    RecordingSettings,
+)
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.settings import ServeSettings, read_settings
 
@@ -30,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files = [] if settings.save is None else [str(settings.save)]
             program = [sys.executable, "-m", "phalanx_runtime.doctor", "json" if settings.json else "table", *files]
             return subprocess.run(program, check=False).returncode
+        case RecordingSettings():
+            return _print_recordings(settings)
         case ServeSettings():
             return _serve(settings)
 
@@ -89,6 +99,19 @@ def _fit_exit(settings: FitSettings) -> int:
     )
     program = [sys.executable, "-m", "phalanx_runtime.fitting"]
     return subprocess.run(program, input=msgspec.json.encode(spec) + b"\n", check=False).returncode
+
+
+def _print_recordings(settings: RecordingSettings) -> int:
+    from phalanx_frontend.flight import print_recordings
+
+    pod = socket.gethostname()
+    try:
+        for line in print_recordings(settings.folder, pod=pod, group=settings.group, seconds=settings.seconds):
+            print(line)
+    except OSError as error:
+        print(f"phalanx-runtime recording: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _serve(settings: ServeSettings) -> int:

@@ -1,4 +1,4 @@
-"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit` and `doctor`.
+"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor` and `recording`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
@@ -118,6 +118,18 @@ class DoctorSettings:
     save: Path | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSettings:
+    """The folder of the flight recorder and the time to print."""
+
+    folder: Path | None
+    group: str
+    seconds: float | None
+
+
+FLIGHT_HELP = "folder of the flight recorder, 4 MiB per rank; default: $PHALANX_FLIGHT_RECORDER_DIR, else none"
+
+
 class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Input of the fitting process on stdin."""
 
@@ -171,6 +183,13 @@ def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add = commands.add_parser("doctor", help=text).add_argument
     add("--json", action="store_true", help="print the records and verdicts as JSON")
     add("--save", type=Path, metavar="FILE", help="write the measured rates, for PHALANX_DEVICE_RATES")
+
+
+def add_recording(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `recording`."""
+    add = commands.add_parser("recording", help="print the flight recorder of this pod's ranks, one JSON line each").add_argument
+    add("--seconds", type=seconds, metavar="S", help="entries of the last seconds; default: all")
+    add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
 
 
 def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings | DoctorSettings:

@@ -57,6 +57,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """File of the exit for self-drafts."""
     draft_missing: str = ""
     """Reason for a start without speculation."""
+    flight_dir: str = ""
+    """Folder of the flight recorder; empty: none."""
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -16,14 +16,17 @@ from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
+    FLIGHT_HELP,
     ConvertSettings,
     DoctorSettings,
     FetchSettings,
     FitSettings,
+    RecordingSettings,
     add_convert,
     add_doctor,
     add_fetch,
     add_fit,
+    add_recording,
     command_settings,
     flag_type,
     natural,
@@ -73,6 +76,8 @@ class GroupSettings:
     """Authenticates routers, pods and ranks. Without it: one pod, no link."""
     key: str
     """Secret of this group's pods, set by the operator."""
+    flight_dir: Path | None = None
+    """Folder of the flight recorder."""
 
     @property
     def world_size(self) -> int:
@@ -108,7 +113,7 @@ class ServeSettings:
     http: HttpSettings
 
 
-Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings
+Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings | RecordingSettings
 
 
 def read_settings(
@@ -121,6 +126,11 @@ def read_settings(
     flags = parser.parse_args(arguments)
     flags.download_dir = getattr(flags, "download_dir", None) or _default_download_dir(environment)
     flags.hf_token = environment.get("HF_TOKEN") or None
+    if "flight_recorder_dir" in flags:
+        flags.flight_recorder_dir = flags.flight_recorder_dir or flight_dir(environment)
+    if flags.command == "recording":
+        group = environment.get(labels.ENV_GROUP, "")
+        return RecordingSettings(folder=flags.flight_recorder_dir, group=group, seconds=flags.seconds)
     if flags.command != "serve":
         return command_settings(flags)
     _check(parser, flags)
@@ -163,6 +173,7 @@ def _group_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         master_port=flags.master_port,
         token=_read_token(parser, flags.token_file),
         key=environment.get(labels.ENV_GROUP_KEY, ""),
+        flight_dir=flags.flight_recorder_dir,
     )
 
 
@@ -180,6 +191,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add_fetch(commands)
     add_fit(commands)
     add_doctor(commands)
+    add_recording(commands)
     return parser
 
 
@@ -220,6 +232,7 @@ def _add_group_flags(serve: argparse.ArgumentParser) -> None:
         help="port of the rendezvous; ranks use the ports after it",
     )
     add("--token-file", type=Path, metavar="FILE", help="the service's token, which routers, pods and ranks prove")
+    add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
 
 
 def _add_http_flags(serve: argparse.ArgumentParser) -> None:
@@ -286,6 +299,12 @@ def _read_tracing(parser: argparse.ArgumentParser, environment: Mapping[str, str
         return read_tracing(environment, environment.get(labels.ENV_GROUP) or "phalanx-runtime")
     except TracingSettingInvalid as error:
         parser.error(str(error))
+
+
+def flight_dir(environment: Mapping[str, str]) -> Path | None:
+    """Returns the folder of the flight recorder that the operator sets."""
+    folder = environment.get(labels.ENV_FLIGHT_RECORDER)
+    return Path(folder) if folder else None
 
 
 def _default_download_dir(environment: Mapping[str, str]) -> Path:

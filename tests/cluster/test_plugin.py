@@ -3,13 +3,18 @@
 The tests share a service of two groups of two pods and run in order; each leaves it Ready with two groups.
 """
 
+import base64
+import json
 import os
 import subprocess
 import sys
+import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.cluster import service as svc
@@ -119,6 +124,26 @@ def test_logs_prefix_lines_of_every_rank_with_the_pod(plugin: Plugin) -> None:
     assert pods() == set(scene.pods()) and len(scene.pods()) == 4
     group = scene.groups()[0]
     assert pods("--group", group, "--tail", "3") == {f"{group}-0", f"{group}-1"}
+
+
+def test_trace_and_report_cover_every_rank_without_prompts(plugin: Plugin, tmp_path: Path) -> None:
+    scene = plugin.scene
+    marker = "a zebra crosses the road"
+    body = {"model": "tiny", "prompt": marker, "max_tokens": 20, "ignore_eos": True}
+    for _ in range(8):
+        assert httpx.post(f"{scene.url}/v1/completions", json=body, timeout=120).status_code == 200
+    trace, report = tmp_path / "chat.trace.json", tmp_path / "chat-dump.tar.gz"
+    assert "5 pods" in plugin("explain", "chat", "--record", "5m", "--file", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = Counter((event["pid"], event["tid"]) for event in events if event["name"].startswith("step "))
+    assert len(steps) == 4 and min(steps.values()) > 0, "four pods of one rank"
+    assert plugin("dump", "chat", "--file", str(report)).startswith(f"{report}: ")
+    with tarfile.open(report) as archive:
+        files = {member.name: archive.extractfile(member).read().decode() for member in archive}  # type: ignore[union-attr]
+    text = "".join(files.values()) + trace.read_text()
+    assert {"chat-dump/service.json", "chat-dump/recordings.jsonl"} < files.keys()
+    (secret,) = [item for item in scene.get("secrets")["items"] if item["metadata"]["name"].startswith("chat")]
+    assert marker not in text and base64.b64decode(secret["data"]["token"]).decode().strip() not in text
 
 
 def test_drain_empties_one_group_without_failed_requests(plugin: Plugin) -> None:

@@ -5,13 +5,17 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 
 import msgspec
 import pytest
 
+from phalanx_api.flight.entries import Recording
 from phalanx_kubectl.__main__ import main
+from phalanx_kubectl.perfetto import trace
 from phalanx_operator.observe.observe import parse_drain_mark
+from tests.control.flight.recorded import fleet
 from tests.control.summaries import group, summary
 from tests.plugin.fake_kubectl import FakeKubectl
 from tests.plugin.services import METRICS, make_body
@@ -236,3 +240,74 @@ def test_explain_reads_the_summary_of_each_router(kubectl: FakeKubectl, capsys: 
     assert output.out.startswith("nothing limits this service: no request arrived") and "router r-b" in output.err
     assert plugin("explain", "chat", "-o", "json") == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
+
+
+def recorded(kubectl: FakeKubectl) -> None:
+    """Two routers and two groups with recordings; a third router does not answer."""
+    pods = [recording.pod for recording in fleet()]
+    by_component = {"router": [*pods[:2], "r-c"], "group": pods[2:]}
+    for component, names in by_component.items():
+        items = [{"metadata": {"name": name, "namespace": "team"}, "status": {"phase": "Running"}} for name in names]
+        kubectl.answer(f"get pods -l phalanx.dev/service=chat,phalanx.dev/component={component}", {"items": items})
+    for recording in fleet():
+        program = "phalanx-router" if recording.kind == "router" else "phalanx-runtime"
+        kubectl.answer(
+            f"exec {recording.pod} -c {program[8:]} -- {program} recording", msgspec.json.encode(recording).decode() + "\n"
+        )
+
+
+def test_explain_records_a_trace_of_all_pods(
+    kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    recorded(kubectl)
+    path = tmp_path / "chat.trace.json"
+    assert plugin("explain", "chat", "--record", "2m", "--file", str(path)) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith(f"{path}: the last 120 s of 5 pods, ") and "router r-c: " in output.err
+    assert json.loads(path.read_text()) == trace(fleet())
+    assert ["exec", "g-a-1", "-c", "runtime", "--", "phalanx-runtime", "recording", "--seconds", "120"] in kubectl.calls
+    assert plugin("explain", "chat", "--record", "60s", "--file", str(tmp_path)) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_nothing_recorded_is_an_error(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.answer("get pods -l phalanx.dev/service=chat", {"items": []})
+    assert plugin("explain", "chat", "--record", "60s") == 1
+    assert "no pod of chat has recorded anything in the last 60 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0s", "-1", "60x", "s", "nan", "inf", ""])
+def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("explain", "chat", f"--record={text}") == 2
+    assert "is not a time such as 60s, 5m or 1h" in capsys.readouterr().err
+
+
+def test_a_dump_has_everything_but_secrets(
+    kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    recorded(kubectl)
+    secret = {"env": [{"name": "DATABASE", "value": "s3cr3t"}]}
+    kubectl.answer("get pods -l phalanx.dev/service=chat -o", {"items": [{"spec": {"containers": [secret]}}]})
+    for kind in ("deployments", "statefulsets", "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets"):
+        kubectl.answer(f"get {kind} -l", {"kind": kind, "items": []})
+    events = [{"involvedObject": {"name": name}, "message": f"of {name}"} for name in ("chat", "chat-g-a", "chatty")]
+    kubectl.answer("get events", {"items": events})
+    kubectl.answer("--previous", "ended with password=s3cr3t-of-before\n")
+    kubectl.answer("logs g-a-0", "line with authorization: Bearer s3cr3t-token\n")
+    kubectl.answer("logs", "a line\n")
+    kubectl.answer("get --raw /api/v1/namespaces/team/pods/http:r-a:8000/proxy/metrics", METRICS)
+    path = tmp_path / "chat-dump.tar.gz"
+    assert plugin("dump", "chat", "--file", str(path)) == 0
+    output = capsys.readouterr()
+    assert f"{path}: " in output.out
+    assert "router r-c: " in output.err and "metrics/r-b.txt: " in output.err, "what is missing is named"
+    with tarfile.open(path) as archive:
+        files = {member.name: archive.extractfile(member).read().decode() for member in archive}  # type: ignore[union-attr]
+    assert "s3cr3t" not in "".join(files.values())
+    assert {"service.json", "pods.json", "events.json", "logs/g-a-0.log", "logs/operator.log", "metrics/r-a.txt"} <= {
+        name.removeprefix("chat-dump/") for name in files
+    }
+    assert [event["message"] for event in json.loads(files["chat-dump/events.json"])] == ["of chat", "of chat-g-a"]
+    recordings = files["chat-dump/recordings.jsonl"].splitlines()
+    assert [msgspec.json.decode(line, type=Recording).pod for line in recordings] == [found.pod for found in fleet()]
+    assert len(json.loads(files["chat-dump/about.json"])["missing"]) >= 2

@@ -234,6 +234,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     host_loaded_parts: int = 0  # counter of parts that prompts loaded
 
     tenants: list[TenantUse] = []  # that computed something, in the order of their first step
+    unix_s: float = 0.0  # Unix time of the report; 0: unknown
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -138,6 +138,7 @@ def _container(service: InferenceService, name: str, build: GroupBuild, source: 
             {"name": labels.ENV_GROUP, "value": name},
             *([{"name": labels.ENV_GROUP_KEY, "value": build.key}] if build.key else []),
             {"name": labels.ENV_REVISION, "valueFrom": revision},
+            {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
             *source.env,
         ],
         "ports": [

@@ -135,7 +135,10 @@ def _container(service: InferenceService, images: Images) -> Object:
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": arguments,
-        **({"env": _tracing_variables(service, tracing)} if tracing.endpoint else {}),
+        "env": [
+            {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
+            *(_tracing_variables(service, tracing) if tracing.endpoint else []),
+        ],
         "ports": [{"name": "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
         "startupProbe": http_probe("/healthz", period_s=1, failures=120),
         "livenessProbe": http_probe("/healthz", period_s=10, failures=6),

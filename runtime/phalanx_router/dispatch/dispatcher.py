@@ -10,6 +10,7 @@ from typing import Protocol
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
+from phalanx_router.decisions import DecisionRecorder
 from phalanx_router.dispatch.candidates import CandidateGroups, kind_of
 from phalanx_router.dispatch.limits import ColdStartHold, TenantQuotas, WaitLimit
 from phalanx_router.links.leader_link import LeaderLink
@@ -49,6 +50,7 @@ class Dispatcher:
         policy: Callable[[], BalancePolicy],
         adjust_view: Callable[[GroupView], GroupView],
         pulls: Pulls,
+        decisions: DecisionRecorder,
         draw: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
@@ -59,6 +61,7 @@ class Dispatcher:
         self._links = links
         self._metrics = metrics
         self._pulls = pulls
+        self._decisions = decisions
         self._draw = draw
         self._clock = clock
         self._candidates = CandidateGroups(links, policy, adjust_view, draw)
@@ -213,10 +216,12 @@ class Dispatcher:
     def _send(self, session: StreamSession, queued: QueuedRequest, choice: Choice, now: float) -> None:
         wait, charge = session.wait, session.charge
         self._metrics.chosen(choice.reason)
+        journal, waited_s = session.stream.journal, now - queued.arrived_at
+        self._decisions.dispatched(journal.id, choice, prompt_tokens=queued.demand.prompt_tokens, waited_s=waited_s)
         if not queued.has_started:
-            self._metrics.waited(now - queued.arrived_at)
+            self._metrics.waited(waited_s)
             if session.meter is not None:
-                session.meter.dispatch(now - queued.arrived_at, now)
+                session.meter.dispatch(waited_s, now)
         if not charge.output_tokens:
             charge.output_tokens = int(min(queued.demand.output_tokens, DEFAULT_OUTPUT_TOKENS))
             self.queue.charge(queued.tenant, queued.demand.prompt_tokens, charge.output_tokens)

@@ -7,6 +7,7 @@ Streams are notified of a lost link, a group that stops serving and a new incarn
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -270,7 +271,7 @@ class LeaderLink:
                 case wire.Tokens():
                     self._deliver_tokens(frame)
                 case wire.Load():
-                    self.group_report.record(frame, asyncio.get_running_loop().time())
+                    self.group_report.record(frame, asyncio.get_running_loop().time(), time.time())
                     self._listener.load_received(self)
                 case wire.PageChanges():
                     self._receive_pages(frame)

@@ -143,6 +143,11 @@ class LinkPool:
         """Hash of their tokenizer."""
         return self._assets.current_tokenizer()
 
+    def group_of(self, key: str) -> str:
+        """Name of the group with this key, or the key of a lost one."""
+        link = self.find(key)
+        return key if link is None else link.endpoint.group
+
     def serving(self) -> list[LeaderLink]:
         """Links of the groups that accept requests."""
         return [link for link in self._links.values() if link.is_serving]

@@ -10,6 +10,7 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.guards import PAUSE_S
 from phalanx_router.balancing.records import OPTIONAL_RUNGS, NoMove, PlannedCopy, PlannedMove, RefusalCode, Rung, StreamView
+from phalanx_router.decisions import DecisionRecorder
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import BalanceMetrics
@@ -49,6 +50,8 @@ class BalanceLoop:
         mover: Mover,
         metrics: BalanceMetrics,
         settings: FleetSettings,
+        *,
+        decisions: DecisionRecorder,
         clock: Callable[[], float],
     ) -> None:
         self.balancer = Balancer(holders_of=self._holders_of, can_send=self._can_send)
@@ -61,6 +64,7 @@ class BalanceLoop:
         self._mover = mover
         self._metrics = metrics
         self._clock = clock
+        self._decisions = decisions
         self._started: dict[StreamSession, tuple[PlannedMove, float]] = {}  # open moves and their start times
         self._bytes_per_s: float | None = None
         self._tick_s = settings.tick_s
@@ -128,6 +132,8 @@ class BalanceLoop:
         by_key = {view.key: view for view in views}
         self.decision = self.balancer.tick(views, streams_of, self._clock())
         by_name = {str(session.number): session for sessions in (by_group or {}).values() for session in sessions}
+        self._decisions.decided(self.decision, lambda stream: by_name[stream].stream.journal.id)
+        self._decisions.clocks(link.group_report for link in self._links.all())
         for planned in self.decision.moves:
             self._start(by_name[planned.stream], planned)
         for copy in self.decision.copies:
@@ -179,8 +185,10 @@ class BalanceLoop:
             planned = self.balancer.rescue(link.key, _view_of(session), self.views(), self._clock())
             if isinstance(planned, NoMove):
                 log.debug("not rescued", extra={"code": planned.code, "why": planned.why})
+                self._decisions.refused(planned)
                 self._metrics.refused(planned.rung, planned.code)
             else:
+                self._decisions.planned(planned, session.stream.journal.id)
                 self._start(session, planned)
 
     def _move_ended(self, session: StreamSession, request: MoveRequest, ended: MoveEnded) -> None:

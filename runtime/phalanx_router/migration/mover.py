@@ -11,6 +11,7 @@ from typing import assert_never
 
 from phalanx_api import moves, wire
 from phalanx_frontend.tracing.span import Value
+from phalanx_router.decisions import DecisionRecorder
 from phalanx_router.links.connection import Sink
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import LinkPool
@@ -79,6 +80,7 @@ class Mover:
         router: str,
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        decisions: DecisionRecorder,
         settings: MoveSettings = DEFAULT_MOVE_SETTINGS,
     ) -> None:
         self.board = MoveBoard(settings)
@@ -88,6 +90,7 @@ class Mover:
         self._sessions = sessions
         self._metrics = metrics
         self._clock = clock
+        self._decisions = decisions
         self._name = f"{router}:{secrets.token_hex(4)}"
         self._last_number = 0
         self._moving: dict[str, StreamSession] = {}  # by open move
@@ -130,6 +133,7 @@ class Mover:
         session.moves.open_move = request.move
         session.stream.trace.move_started()
         self._moving[request.move] = session
+        self._decisions.move_started(request)
         self._execute_all(self.board.start(request, session.stream.journal.replay(), self._clock()))
         return None
 
@@ -266,6 +270,7 @@ class Mover:
         self._metrics.move_ended(ended.outcome, request.reason, ended.num_bytes, ended.stall_s)
         fields = {"move": request.move, "outcome": ended.outcome, "code": ended.code, "why": ended.why, "for": request.reason}
         log.info("move ended", extra=fields)
+        self._decisions.move_ended(request, ended, session.stream.journal.id)
         session.stream.trace.move_ended(_attributes(request, ended), "" if ended.outcome == "moved" else ended.why)
         for listener in self.end_listeners:
             listener(session, request, ended)

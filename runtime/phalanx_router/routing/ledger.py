@@ -79,10 +79,14 @@ class ShortestTime:
         self._current = min(self._current, value_s)
 
     @property
+    def has_value(self) -> bool:
+        """Whether any value was added."""
+        return math.isfinite(min(self._before, self._current))
+
+    @property
     def value_s(self) -> float:
         """The shortest; 0 without values."""
-        shortest = min(self._before, self._current)
-        return shortest if math.isfinite(shortest) else 0.0
+        return min(self._before, self._current) if self.has_value else 0.0
 
 
 class DispatchLedger:

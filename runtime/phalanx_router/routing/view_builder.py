@@ -12,7 +12,7 @@ from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.speculation import MAX_DEPTH
 from phalanx_api.summary import Freshness
-from phalanx_router.routing.ledger import DispatchLedger, SentRequest, make_sent_request
+from phalanx_router.routing.ledger import DispatchLedger, SentRequest, ShortestTime, make_sent_request
 from phalanx_router.routing.view import NO_PREFIX, UNKNOWN, GroupCapacity, GroupLoad, GroupView, freshness, is_stale
 
 # Relative speed of groups with equal weights and layout (a shape), from the step models that they fit:
@@ -118,13 +118,14 @@ class GroupReport:
     preempted_at: float | None = None
     num_reports: int = 0
     ledger: DispatchLedger = field(default_factory=DispatchLedger)
+    behind: ShortestTime = field(default_factory=ShortestTime)  # the leader's Unix clock behind this router's, plus the delay
 
     def sent(self, request: wire.Request, hit_tokens: int = 0) -> SentRequest:
         """Load that a request adds to the group, which has `hit_tokens` of its tokens."""
         return make_sent_request(request, self.page_size, hit_tokens, 0 if self.load is None else self.load.max_request_pages)
 
-    def record(self, load: wire.Load, now: float) -> None:
-        """Records a load report. A repeated one keeps its age."""
+    def record(self, load: wire.Load, now: float, unix_s: float = 0.0) -> None:
+        """Records a load report. A repeated one keeps its age. `unix_s`: Unix time of its arrival; 0: unknown."""
         before = self.load
         if before is None or load.sequence != before.sequence:
             self.load_at = now
@@ -135,6 +136,8 @@ class GroupReport:
         self.load = load
         self.num_reports += 1
         self.ledger.report(load.last_handle, now)
+        if load.unix_s and unix_s:
+            self.behind.add(unix_s - load.unix_s, now)
 
     def overdue_s(self, now: float) -> float:
         """Seconds by which a report is overdue. Engines report between steps."""

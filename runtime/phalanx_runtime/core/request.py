@@ -43,6 +43,8 @@ class RequestParams:
     runs_alone: bool
     """It shares no step with other requests."""
     hints: SchedulingHints
+    id: str = ""
+    """The client's or the router's name of the request, for records."""
     seniority: tuple[float, int] = field(init=False)
     """Sorts by arrival; unique."""
 
@@ -220,6 +222,7 @@ def make_request(
     sampling = submitted.sampling
     params = RequestParams(
         handle=handle,
+        id=submitted.id,
         epoch=submitted.epoch,
         order=order,
         sampling=sampling,

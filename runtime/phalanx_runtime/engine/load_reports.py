@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -122,6 +123,7 @@ class LoadReports:
                 device_busy=used.busy,
                 bandwidth_utilization=used.bandwidth,
                 flop_utilization=used.flops,
+                unix_s=time.time(),
             )
         )
         self._load_due, self._urgent_due = now + LOAD_INTERVAL_S, now + URGENT_INTERVAL_S

@@ -13,9 +13,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx_api import wire
+from phalanx_api.flight.entries import PageTransfer, Preemption
+from phalanx_api.moves import Arrived, Frozen, MoveFailed, Prepared, TransferFrame
 from phalanx_api.roofline import Roofline
 from phalanx_api.speculation import SpeculationCounts
+from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.flight_entries import engine_step
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
@@ -55,6 +59,8 @@ class _Flight:
     started: float
     queue_times_s: list[float]
     """Of requests in their first step."""
+    expected_s: float | None
+    """By the cost model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class EngineLoop:
         transport: PageTransport = NO_TRANSPORT,
         fitting: Fitting = accept_all,
         roofline: Roofline | None = None,
+        recorder: FlightRecorder = NO_FLIGHT_RECORDER,
     ) -> None:
         limits = replace(limits, plans_in_flight=runner.depth)
         self._scheduler = make_scheduler(limits, runner.pool, config, fitting)
@@ -90,10 +97,11 @@ class EngineLoop:
         self._channel = channel
         self._clock = clock
         self._watcher = watcher
+        self._recorder = recorder
         self._grammars = GrammarQueue(grammars, channel.wake)
         transport.start(channel.wake)
         self._fetches = DiskFetches(self._scheduler, transport)
-        self._moves = EngineMoves(self._scheduler, transport, self._send, self._end_request, fetches=self._fetches)
+        self._moves = EngineMoves(self._scheduler, transport, self._send_of_move, self._end_request, fetches=self._fetches)
         self._meter = UtilizationMeter(roofline)
         self._reports = LoadReports(self._scheduler, self._moves, clock, self._send, self._meter)
         self._flights: deque[_Flight] = deque()
@@ -195,16 +203,18 @@ class EngineLoop:
             return None
         plan = self._scheduler.schedule(now)
         self._reports.plan_composed()
+        if preempted := self._scheduler.take_preempted():
+            self._recorder.record(Preemption(at=now, requests=preempted, free_pages=self._scheduler.pool.free_pages))
         if plan is None:
             return None
         queue_times_s, self._kept_queue_times_s = self._kept_queue_times_s, []
         if plan.admitted:
             queue_times_s += self._times.started(self._scheduler.started_handles(), now)
-        return _Flight(plan, now, queue_times_s)
+        return _Flight(plan, now, queue_times_s, self._scheduler.expected_s())
 
     def _start(self, flight: _Flight) -> bool:
         """Returns false if the ranks have no memory for the plan, which is taken back. Raises StepOutOfMemory the second time."""
-        self._watcher.step_started(flight.plan, self._scheduler.expected_s())
+        self._watcher.step_started(flight.plan, flight.expected_s)
         try:
             self._runner.start(flight.plan)
         except StepOutOfMemory as error:
@@ -237,6 +247,9 @@ class EngineLoop:
         self._last_finish = now
         self._watcher.step_ended(flight.plan, wall_s)
         self._meter.add(flight.plan, wall_s, result.busy_s, now)
+        occupancy, expected_s = self._scheduler.occupancy(), flight.expected_s
+        entry = engine_step(flight.plan, result, at=now, seconds=wall_s, expected_s=expected_s, occupancy=occupancy)
+        self._recorder.record(entry)
         return _FinishedStep(flight, result, now, wall_s)
 
     def _commit(self, step: _FinishedStep) -> wire.Tokens:
@@ -277,6 +290,14 @@ class EngineLoop:
     def _send(self, frame: wire.FromEngine) -> None:
         self._channel.send(wire.encode(frame))
 
+    def _send_of_move(self, frame: wire.FromEngine) -> None:
+        if isinstance(frame, Prepared | Frozen | Arrived | MoveFailed):
+            self._record_transfer(frame)
+        self._send(frame)
+
+    def _record_transfer(self, frame: wire.Prepare | TransferFrame) -> None:
+        self._recorder.record(PageTransfer(at=self._clock(), move=frame.move, phase=type(frame).__name__))
+
     def _handle_message(self, message: bytes) -> None:
         try:
             frame = wire.decode_to_engine(message)
@@ -294,6 +315,7 @@ class EngineLoop:
             case _:
                 if isinstance(frame, wire.Prepare) and frame.request.sampling.grammar is not None:
                     self._grammars.prefetch(frame.request.sampling.grammar)
+                self._record_transfer(frame)
                 self._moves.handle(frame, self._clock())
 
     def _submit(self, handle: int, request: wire.Request, move: str) -> None:

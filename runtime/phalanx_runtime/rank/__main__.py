@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -68,6 +69,7 @@ def _failure_code(error: BaseException, rank: int) -> int:
 
 def _serve(spec: RankSpec) -> None:
     """Loads and computes. Imports torch after the thread that watches stdin has started."""
+    from phalanx_frontend.flight import RANK_BYTES, open_recorder, rank_name
     from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
     from phalanx_runtime.rank.process.cgroup import System
     from phalanx_runtime.rank.process.group import join_group
@@ -81,6 +83,7 @@ def _serve(spec: RankSpec) -> None:
     device = choose_device(spec)
     collective = join_group(spec, device)
     runner, ready = load_rank(spec, collective, device, system)
+    runner.recorder = open_recorder(Path(spec.flight_dir) if spec.flight_dir else None, rank_name(spec.rank), RANK_BYTES)
     reports = TransferReports()
     server, ports = open_transfer_server(spec, runner.page_access(), reports, collective)
     gc.collect()
@@ -114,6 +117,7 @@ def _run_engine(
             transport=transport,
             fitting=runner.fitting,
             roofline=find_roofline(spec, runner.caches[0].k.device, runner.dtype),
+            recorder=runner.recorder,
         ).run()
 
 

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, product
 
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from phalanx_api import wire
+from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
+from phalanx_runtime.core.flight_entries import rank_step
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
@@ -30,6 +31,7 @@ from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, PromptLogprobRange, prompt_logprob_ranges
 from phalanx_runtime.rank.step.draft_paths import (
+    DraftOutcome,
     chosen_shapes,
     encode_paths,
     fill_encoded_paths,
@@ -53,15 +55,6 @@ Result = Callable[[], StepResult]
 
 def _ready(result: StepResult | None) -> Result | None:
     return None if result is None else lambda: result
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftOutcome:
-    """Fields of a StepResult about drafting."""
-
-    draft_s: float = 0.0
-    shapes: list[list[int]] = field(default_factory=list)
-    undrafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -88,6 +81,7 @@ class ModelRunner:
         pages and their parts."""
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
+        self.recorder: FlightRecorder = NO_FLIGHT_RECORDER
         self._model = model
         self._caches = caches
         self._builder = builder
@@ -97,8 +91,8 @@ class ModelRunner:
         self._proposer = proposer
         self._all_caches = [*caches, *proposer.caches]
         self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
-        self._latest = _DraftOutcome()
-        self._drafts: deque[_DraftOutcome] = deque()
+        self._latest = DraftOutcome()
+        self._drafts: deque[DraftOutcome] = deque()
         """Of plans in flight."""
         self._busy_s: deque[float] = deque()
         """Time of the host in these plans; a device's own time precedes it."""
@@ -236,9 +230,16 @@ class ModelRunner:
         self._host_pages.wait()
         self._host_parts.wait()
 
-    @torch.inference_mode()
     def _step(self, plan: StepPlan) -> Result | None:
-        """Returns the result to come, on the sampling rank."""
+        """Runs and records a step. Returns the result to come, on the sampling rank."""
+        started, waited_s = time.monotonic(), self._copy_wait_s
+        result = self._run_step(plan)
+        at = time.monotonic()
+        self.recorder.record(rank_step(plan, at=at, seconds=at - started, waited_s=self._copy_wait_s - waited_s))
+        return result
+
+    @torch.inference_mode()
+    def _run_step(self, plan: StepPlan) -> Result | None:
         if self._pipeline.is_sampling_rank:
             for new in plan.admitted:
                 self._sampler.admit(new)
@@ -261,7 +262,7 @@ class ModelRunner:
         """Queues the step; computes it here if the device cannot sample it."""
         queue.update(plan)
         if queue.can_launch(plan):
-            self._latest = _DraftOutcome()
+            self._latest = DraftOutcome()
             if self._proposer.can_draft:  # it follows every plan; `can_launch` excludes those that it drafts for
                 self._fill_drafts(plan)
             return queue.launch(plan)
@@ -342,9 +343,9 @@ class ModelRunner:
         draft_s = self.clock() - start if can_draft else 0.0
         if drafted:
             plan = fill_paths(plan, drafted)
-            self._latest = _DraftOutcome(draft_s, chosen_shapes(plan), undrafted(plan))
+            self._latest = DraftOutcome(draft_s, chosen_shapes(plan), undrafted(plan))
         else:
-            self._latest = _DraftOutcome(draft_s)
+            self._latest = DraftOutcome(draft_s)
         if self._mirror is not None:
             self._mirror.record_drafts(plan)
         return plan

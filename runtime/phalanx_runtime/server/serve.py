@@ -323,6 +323,7 @@ def make_rank_specs(
             draft_dir=drafts.draft_dir,
             draft_exit=drafts.exit,
             draft_missing=drafts.missing or launch.without_draft,
+            flight_dir=str(group.flight_dir or ""),
         )
         for i in range(local)
     ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from phalanx_api import moves, wire
+from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.migration import page_orders
 from phalanx_runtime.engine.loop import EngineLoop
@@ -98,6 +99,7 @@ class SteppedEngine:
     num_host_pages: int = 0
     window: int = 0
     num_parts: int = 0
+    recorder: FlightRecorder = NO_FLIGHT_RECORDER
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(
@@ -112,7 +114,15 @@ class SteppedEngine:
         self.transport, self.inbox = FakeTransport(), Inbox()
         grammars = NO_GRAMMARS if self.grammars is None else ThreadedGrammars(self.grammars)
         limits = replace(LIMITS, async_scheduling=self.is_async)
-        self.loop = EngineLoop(self.runner, limits, self.inbox, lambda: self.now, grammars=grammars, transport=self.transport)
+        self.loop = EngineLoop(
+            self.runner,
+            limits,
+            self.inbox,
+            lambda: self.now,
+            grammars=grammars,
+            transport=self.transport,
+            recorder=self.recorder,
+        )
 
     def turn(self, *frames: wire.ToEngine, times: int = 1, reports: Sequence[tuple[int, page_orders.Report]] = ()) -> None:
         self.inbox.messages += [wire.encode(frame) for frame in frames]

@@ -13,6 +13,7 @@ from itertools import chain
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
 from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_queue
+from phalanx_runtime.core.flight_entries import Occupancy
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
@@ -127,6 +128,20 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Preemptions since the start."""
         return self._composer.num_preemptions
+
+    def occupancy(self) -> Occupancy:
+        """Returns the numbers of requests and pages."""
+        return Occupancy(
+            running=len(self._running.requests),
+            waiting=len(self._queue),
+            free_pages=self.pool.free_pages,
+            total_pages=self.pool.num_pages,
+        )
+
+    def take_preempted(self) -> list[str]:
+        """Returns the ids of the requests that were preempted since the previous call."""
+        preempted, self._composer.preempted = self._composer.preempted, []
+        return preempted
 
     @property
     def backlog_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Draft tokens of a step plan: reads and fills them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import msgspec
@@ -10,6 +11,15 @@ from phalanx_runtime.core.step_plan import DraftPath, StepPlan
 
 NO_TOKEN = -1
 """A missing draft token: computed as token 0, equal to no sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """Fields of a StepResult about drafting."""
+
+    draft_s: float = 0.0
+    shapes: list[list[int]] = field(default_factory=list)
+    undrafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class DraftedPath(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,69 @@
+"""Fetches the flight recorders of a service's pods."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from phalanx_api import labels
+from phalanx_api.flight.entries import Recording
+from phalanx_kubectl.transport import Kubectl, KubectlFailed, read_json
+
+MAX_CALLS = 8
+_PROGRAMS = {"router": ("router", "phalanx-router"), "group": ("runtime", "phalanx-runtime")}
+"""Container and program of each component."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPod:
+    """A running pod with a recorder."""
+
+    name: str
+    component: str
+    """`router` or `group`."""
+    namespace: str
+
+
+def recorded_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
+    """Returns the running routers and group pods of a service. Raises KubectlFailed."""
+    pods = []
+    for component in _PROGRAMS:
+        selector = f"{labels.SERVICE}={service},{labels.COMPONENT}={component}"
+        for pod in read_json(kubectl, "get", "pods", "-l", selector)["items"]:
+            if (pod.get("status") or {}).get("phase") == "Running":
+                pods.append(RecordedPod(pod["metadata"]["name"], component, pod["metadata"].get("namespace", "")))
+    return pods
+
+
+def fetch(
+    kubectl: Kubectl, pods: Sequence[RecordedPod], warn: Callable[[str], None], seconds: float | None = None
+) -> list[Recording]:
+    """Returns the recordings of the last `seconds`, several pods at a time. `warn` receives the pods that do not answer."""
+
+    def fetch_one(pod: RecordedPod) -> list[Recording] | KubectlFailed:
+        try:
+            return _fetch(kubectl, pod, seconds)
+        except KubectlFailed as error:
+            return error
+
+    recordings: list[Recording] = []
+    with ThreadPoolExecutor(MAX_CALLS) as calls:
+        for pod, answer in zip(pods, calls.map(fetch_one, pods), strict=True):
+            if isinstance(answer, KubectlFailed):
+                warn(f"{pod.component} {pod.name}: {answer}")
+                continue
+            recordings += answer
+            for unknown in (recording.unknown for recording in answer if recording.unknown):
+                warn(f"{pod.component} {pod.name}: {unknown} records of another version are left out")
+    return recordings
+
+
+def _fetch(kubectl: Kubectl, pod: RecordedPod, seconds: float | None) -> list[Recording]:
+    container, program = _PROGRAMS[pod.component]
+    limit = [] if seconds is None else ["--seconds", f"{seconds:g}"]
+    text = kubectl.read(*("exec", pod.name, "-c", container, "--", program, "recording"), *limit)
+    try:
+        return [msgspec.json.decode(line, type=Recording) for line in text.splitlines() if line.strip()]
+    except msgspec.MsgspecError as error:
+        raise KubectlFailed(f"its recording is unreadable: {error}") from error

@@ -1,0 +1,126 @@
+"""Writes the router's decisions to its flight recorder."""
+
+from collections.abc import Callable, Iterable
+
+from phalanx_api.flight.entries import ClockOffset, Dispatch, HotspotChange, MoveEnd, MovePlan, MoveRefusal, Shedding
+from phalanx_frontend.flight import FlightRecorder
+from phalanx_router.balancing.balancer import BalanceDecision
+from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
+from phalanx_router.moves.records import MoveEnded, MoveRequest
+from phalanx_router.routing.choose import Choice
+from phalanx_router.routing.view_builder import GroupReport
+
+CLOCK_INTERVAL_S = 10.0
+"""Between entries about the clocks of groups."""
+COPY = "copy"
+"""`transfer` of a planned copy of a prefix."""
+
+
+class DecisionRecorder:
+    """Records of one router. `group_of`: name of the group with a key."""
+
+    def __init__(self, recorder: FlightRecorder, group_of: Callable[[str], str], clock: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._group_of = group_of
+        self._clock = clock
+        self._refusals: dict[tuple[str, str], str] = {}
+        """Codes of the last tick, by source and rung: a refusal is recorded when it begins."""
+        self._clocks_due = 0.0
+        self._moves: dict[str, float] = {}
+        """Start of each open move."""
+
+    def dispatched(self, request: str, choice: Choice, *, prompt_tokens: int, waited_s: float) -> None:
+        """Records the group of a request."""
+        terms = choice.terms
+        self._recorder.record(
+            Dispatch(
+                at=self._clock(),
+                request=request,
+                group=self._group_of(choice.key),
+                reason=choice.reason,
+                cost_s=choice.cost_s,
+                first_token_s=terms.first_token_s,
+                decode_s=terms.decode_s,
+                others_s=terms.others_s,
+                pages_s=terms.pages_s,
+                prompt_tokens=prompt_tokens,
+                hit_tokens=choice.hit_tokens,
+                num_candidates=choice.num_candidates,
+                waited_s=waited_s,
+            )
+        )
+
+    def decided(self, decision: BalanceDecision, request_of: Callable[[str], str]) -> None:
+        """Records a balancing tick. `request_of`: id of the request of a stream."""
+        now = self._clock()
+        for transition in decision.transitions:
+            change = HotspotChange(at=now, group=transition.group, cause=transition.cause or "", why=transition.why)
+            self._recorder.record(change)
+        for move in decision.moves:
+            self.planned(move, request_of(move.stream))
+        for copy in decision.copies:
+            self.planned(copy, request_of(copy.stream))
+        began = {(refusal.source, refusal.rung): refusal for refusal in decision.refusals}
+        for key, refusal in began.items():
+            if self._refusals.get(key) != refusal.code:
+                self.refused(refusal)
+        self._refusals = {key: refusal.code for key, refusal in began.items()}
+
+    def planned(self, planned: PlannedMove | PlannedCopy, request: str) -> None:
+        """Records a planned move or copy."""
+        rung, transfer = (planned.rung, planned.transfer) if isinstance(planned, PlannedMove) else ("replicate", COPY)
+        self._recorder.record(
+            MovePlan(
+                at=self._clock(),
+                request=request,
+                source=self._group_of(planned.source),
+                target=self._group_of(planned.target),
+                rung=rung,
+                transfer=transfer,
+                why=planned.why,
+            )
+        )
+
+    def refused(self, refusal: NoMove) -> None:
+        """Records why no stream moves from a group."""
+        source = self._group_of(refusal.source)
+        self._recorder.record(MoveRefusal(at=self._clock(), source=source, rung=refusal.rung, code=refusal.code, why=refusal.why))
+
+    def shed(self, num_requests: int, why: str) -> None:
+        """Records refused requests."""
+        if num_requests:
+            self._recorder.record(Shedding(at=self._clock(), requests=num_requests, why=why))
+
+    def move_started(self, request: MoveRequest) -> None:
+        """Starts the time of a move."""
+        self._moves[request.move] = self._clock()
+
+    def move_ended(self, request: MoveRequest, ended: MoveEnded, id: str) -> None:
+        """Records a move. `id`: of the moved request."""
+        now = self._clock()
+        self._recorder.record(
+            MoveEnd(
+                at=now,
+                move=request.move,
+                request=id,
+                source=self._group_of(request.position.key),
+                target=self._group_of(request.target),
+                reason=request.reason,
+                transfer=request.transfer,
+                outcome=ended.outcome,
+                why=ended.why,
+                seconds=now - self._moves.pop(request.move, now),
+                bytes=ended.num_bytes,
+                stall_s=ended.stall_s,
+            )
+        )
+
+    def clocks(self, reports: Iterable[GroupReport]) -> None:
+        """Records the clocks of the leaders when they are due."""
+        now = self._clock()
+        if now < self._clocks_due:
+            return
+        self._clocks_due = now + CLOCK_INTERVAL_S
+        for report in reports:
+            if report.behind.has_value:
+                self._recorder.record(ClockOffset(at=now, group=report.group, ahead_s=-report.behind.value_s))

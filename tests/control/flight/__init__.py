@@ -1,0 +1,1 @@
+"""Recordings of the flight recorder."""

@@ -1,0 +1,70 @@
+"""What a router writes to its flight recorder."""
+
+import msgspec
+
+from phalanx_api.flight.entries import ClockOffset, HotspotChange, MovePlan, MoveRefusal, Shedding
+from phalanx_router.balancing.balancer import BalanceDecision
+from phalanx_router.balancing.hotspots import Transition
+from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
+from phalanx_router.decisions import CLOCK_INTERVAL_S, DecisionRecorder
+from phalanx_router.routing.view_builder import GroupReport
+from tests.flight import RecordedEntries
+from tests.router.loads import ROOM
+
+MOVE = PlannedMove(
+    stream="7", source="a/1", target="b/1", transfer="precopy", rung="migrate", context=9, bytes_per_s=None, why="hot"
+)
+COPY = PlannedCopy(stream="7", source="a/1", target="b/1", num_pages=2, bytes_per_s=None, why="prefix")
+
+
+class Scene:
+    """A recorder and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.recorded = RecordedEntries()
+        self.decisions = DecisionRecorder(self.recorded, lambda key: f"group {key[0]}", lambda: self.now)
+
+    def decide(self, decision: BalanceDecision) -> None:
+        self.decisions.decided(decision, lambda stream: f"request {stream}")
+
+
+def test_a_tick_is_recorded_with_its_reasons() -> None:
+    scene = Scene()
+    hot = Transition(group="group a", cause="kv", why="pages are full")
+    scene.decide(BalanceDecision(moves=[MOVE], copies=[COPY], transitions=[hot]))
+    assert scene.recorded.of(HotspotChange) == [HotspotChange(at=100.0, group="group a", cause="kv", why="pages are full")]
+    move, copy = scene.recorded.of(MovePlan)
+    assert (move.request, move.source, move.target) == ("request 7", "group a", "group b")
+    assert (move.rung, move.transfer, move.why) == ("migrate", "precopy", "hot")
+    assert (copy.rung, copy.transfer, copy.why) == ("replicate", "copy", "prefix")
+
+
+def test_a_refusal_is_recorded_when_it_begins() -> None:
+    scene = Scene()
+    slots = NoMove("a/1", "migrate", "slots", "the budget for slots is exhausted")
+    for refusals in ([slots], [slots], [], [slots], [NoMove("a/1", "migrate", "bytes", "another reason")]):
+        scene.decide(BalanceDecision(refusals=refusals))
+    assert [refusal.code for refusal in scene.recorded.of(MoveRefusal)] == ["slots", "slots", "bytes"]
+
+
+def test_shedding_nothing_is_not_recorded() -> None:
+    scene = Scene()
+    scene.decisions.shed(0, "no request is queued")
+    scene.decisions.shed(3, "every group is loaded")
+    assert [entry.requests for entry in scene.recorded.of(Shedding)] == [3]
+
+
+def test_clocks_are_recorded_by_the_shortest_delay() -> None:
+    scene = Scene()
+    report, silent = GroupReport(key="a/1", group="group a"), GroupReport(key="b/1", group="group b")
+    for sequence, delay_s in enumerate([0.5, 0.1, 0.4], 1):
+        load = msgspec.structs.replace(ROOM, sequence=sequence, unix_s=50.0)
+        report.record(load, scene.now + sequence, 48.0 + delay_s)
+    scene.decisions.clocks([report, silent])
+    scene.decisions.clocks([report, silent])
+    (offset,) = scene.recorded.of(ClockOffset)
+    assert (offset.group, round(offset.ahead_s, 6)) == ("group a", 1.9), "two seconds ahead, less the shortest delay"
+    scene.now += CLOCK_INTERVAL_S
+    scene.decisions.clocks([report])
+    assert len(scene.recorded.of(ClockOffset)) == 2
