@@ -28,6 +28,7 @@ class Setting:
     """Group, factor of its step times, and second from which it applies."""
     seed: int = 0
     scaling: Scaling | None = None  # if set, an operator changes the number of groups
+    block_tokens: int = BLOCK_TOKENS
 
 
 class World:
@@ -77,7 +78,7 @@ class World:
 
     def make_group(self, is_open: bool = False) -> int:
         group = len(self.engines)
-        engine = Engine(f"g{group}", self._setting.shape, BLOCK_TOKENS)
+        engine = Engine(f"g{group}", self._setting.shape, self._setting.block_tokens)
         self.engines.append(engine)
         self._reporters.append(Reporter(engine))
         self._reported_at.append(-1.0)
@@ -133,11 +134,11 @@ class World:
         self.schedule(now + self._setting.link_s, partial(self._submit, job, group))
 
     def _hit_tokens(self, job: Job, cached: set[int]) -> int:
-        tokens = 0
-        for block in job.blocks[: job.prompt_tokens // BLOCK_TOKENS]:
+        tokens, size = 0, self._setting.block_tokens
+        for block in job.blocks[: job.prompt_tokens // size]:
             if block not in cached:
                 break
-            tokens += BLOCK_TOKENS
+            tokens += size
         return tokens
 
     def _submit(self, job: Job, group: int, now: float) -> None:

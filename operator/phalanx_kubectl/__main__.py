@@ -3,10 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from phalanx_kubectl import frame
 from phalanx_kubectl.commands import Commands
+from phalanx_kubectl.replaying import Window, window_around
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
@@ -51,6 +53,12 @@ def make_parser() -> argparse.ArgumentParser:
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
     _add_explain(add("explain", "what limits a service, and what to change (needs the right to exec into pods)"))
+    replay = add("replay", "what happened at a time, and what other policies would have done, from the flight recorders")
+    replay.add_argument("name", metavar="NAME")
+    replay.add_argument("--at", metavar="TIME", help="such as 14:05 in UTC, or in RFC 3339; default: now")
+    replay.add_argument("--window", type=duration, default=300.0, metavar="TIME", help="before and after it; default: 5m")
+    replay.add_argument("--file", type=Path, metavar="FILE", help="a bug report or recordings to read, instead of the cluster")
+    replay.add_argument("--plot", type=Path, metavar="FILE", help="write a chart of the policies as SVG")
     dump = add("dump", "write a bug report: objects, events, logs, metrics and flight recorders, without secrets and prompts")
     dump.add_argument("name", metavar="NAME")
     dump.add_argument("--file", type=Path, metavar="FILE", help="of the report; default: NAME-dump.tar.gz")
@@ -96,6 +104,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.cache(options.name)
         case "explain" if options.record is not None:
             text = commands.profile(options.name, options.record, options.file or Path(f"{options.name}.trace.json"))
+        case "replay":
+            text = commands.replay(options.name, _window(options), options.file, options.plot)
         case "dump":
             text = commands.dump(options.name, options.file or Path(f"{options.name}-dump.tar.gz"))
         case "explain":
@@ -125,6 +135,14 @@ def _watch(commands: Commands, name: str, interval_s: float) -> int:
     app = WatchApp(commands, name, interval_s)
     app.run()
     return app.return_code or 0
+
+
+def _window(options: argparse.Namespace) -> Window:
+    """Returns the time to replay. Raises KubectlFailed."""
+    try:
+        return window_around(options.at, options.window, datetime.now(UTC))
+    except ValueError as error:
+        raise KubectlFailed(f"--at {options.at} is not a time such as 14:05 or 2026-01-02T14:05:00Z") from error
 
 
 def kubectl_flags(options: argparse.Namespace) -> list[str]:

@@ -13,7 +13,7 @@ from phalanx_api import labels
 from phalanx_api.explain.explain import explain
 from phalanx_api.schema import parse_record
 from phalanx_api.spec import inference_service as api
-from phalanx_api.status import Status
+from phalanx_api.status import ScaleChange, Status
 from phalanx_api.summary import RouterSummary
 from phalanx_kubectl import show
 from phalanx_kubectl.dump import Dump
@@ -21,6 +21,8 @@ from phalanx_kubectl.frame import Reading
 from phalanx_kubectl.gauges import RouterLoad, merge, read_router
 from phalanx_kubectl.perfetto import trace
 from phalanx_kubectl.recordings import fetch, recorded_pods
+from phalanx_kubectl.replaying import Window, read_file, simulate
+from phalanx_kubectl.story import story, within
 from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
 KIND = f"{api.PLURAL}.{api.GROUP}"
@@ -78,15 +80,25 @@ class Commands:
 
     def profile(self, name: str, seconds: float, path: Path) -> str:
         """Writes the trace of the last seconds of all pods to `path`. Raises KubectlFailed if no pod has a recording."""
-        status = parse_record(Status, self._service(name).get("status") or {})
+        history = _scaling(self._service(name))
         recordings = fetch(self.kubectl, recorded_pods(self.kubectl, name), self.warn, seconds)
         num_entries = sum(len(recording.entries) for recording in recordings)
         if not num_entries:
             raise KubectlFailed(f"no pod of {name} has recorded anything in the last {seconds:g} s")
-        history = status.autoscaling.history if status.autoscaling is not None else ()
         _write(path, json.dumps(trace(recordings, history)))
         num_pods = len({recording.pod for recording in recordings})
         return f"{path}: the last {seconds:g} s of {num_pods} pods, {num_entries} entries; open it with Perfetto\n"
+
+    def replay(self, name: str, window: Window, file: Path | None, plot: Path | None) -> str:
+        """Returns what happened in a time, and what other policies would have done. `file`: read instead of the cluster."""
+        history: tuple[ScaleChange, ...] = ()
+        if file is not None:
+            recordings = read_file(file)
+        else:
+            history = _scaling(self._service(name))
+            recordings = fetch(self.kubectl, recorded_pods(self.kubectl, name), self.warn)
+        recordings = within(recordings, window.start_s, window.end_s)
+        return story(recordings, history) + "\n" + simulate(recordings, plot)
 
     def dump(self, name: str, path: Path) -> str:
         """Writes a bug report to `path`, without secrets, prompts and answers."""
@@ -199,6 +211,12 @@ class Commands:
             "items"
         ]
         return pods
+
+
+def _scaling(body: Json) -> tuple[ScaleChange, ...]:
+    """The last changes of the number of groups."""
+    autoscaling = parse_record(Status, body.get("status") or {}).autoscaling
+    return () if autoscaling is None else autoscaling.history
 
 
 def _write(path: Path, text: str) -> None:

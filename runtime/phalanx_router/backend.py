@@ -201,6 +201,7 @@ class RouterBackend:
         session.stream.trace.ended(len(session.stream.journal.delivered), error)
         if session.meter is not None:
             session.meter.end(self._clock())
+        self.decisions.request_ended(session)
         self.sessions.discard(session)
         self.mover.stream_ended(session, "the stream ended")
         if self._is_closing:

@@ -1,17 +1,31 @@
 """Writes the router's decisions to its flight recorder."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 
-from phalanx_api.flight.entries import ClockOffset, Dispatch, HotspotChange, MoveEnd, MovePlan, MoveRefusal, Shedding
+from phalanx_api.flight.entries import (
+    ClockOffset,
+    Dispatch,
+    GroupSize,
+    HotspotChange,
+    MoveEnd,
+    MovePlan,
+    MoveRefusal,
+    RequestEnd,
+    Shedding,
+)
 from phalanx_frontend.flight import FlightRecorder
 from phalanx_router.balancing.balancer import BalanceDecision
 from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
 from phalanx_router.moves.records import MoveEnded, MoveRequest
 from phalanx_router.routing.choose import Choice
+from phalanx_router.routing.prefixes import BLOCK_TOKENS
+from phalanx_router.routing.view import UNKNOWN, GroupView
 from phalanx_router.routing.view_builder import GroupReport
+from phalanx_router.session import StreamSession
 
-CLOCK_INTERVAL_S = 10.0
-"""Between entries about the clocks of groups."""
+FLEET_INTERVAL_S = 10.0
+"""Between entries about clocks and shapes of groups."""
 COPY = "copy"
 """`transfer` of a planned copy of a prefix."""
 
@@ -25,7 +39,7 @@ class DecisionRecorder:
         self._clock = clock
         self._refusals: dict[tuple[str, str], str] = {}
         """Codes of the last tick, by source and rung: a refusal is recorded when it begins."""
-        self._clocks_due = 0.0
+        self._fleet_due = 0.0
         self._moves: dict[str, float] = {}
         """Start of each open move."""
 
@@ -115,12 +129,50 @@ class DecisionRecorder:
             )
         )
 
-    def clocks(self, reports: Iterable[GroupReport]) -> None:
-        """Records the clocks of the leaders when they are due."""
-        now = self._clock()
-        if now < self._clocks_due:
+    def request_ended(self, session: StreamSession) -> None:
+        """Records a request that groups computed."""
+        journal, meter = session.stream.journal, session.meter
+        if meter is None:
             return
-        self._clocks_due = now + CLOCK_INTERVAL_S
+        self._recorder.record(
+            RequestEnd(
+                at=self._clock(),
+                request=journal.id,
+                arrived_at=session.arrived_at,
+                first_token_at=meter.first_at,
+                prompt_tokens=meter.prompt_tokens,
+                output_tokens=meter.tokens,
+                block_tokens=BLOCK_TOKENS,
+                blocks=session.keys.blocks(),
+                moves=session.moves.num_completed,
+                replays=session.failures.num_departures,
+            )
+        )
+
+    def fleet(self, reports: Iterable[GroupReport], views: Iterable[GroupView]) -> None:
+        """Records clocks and shapes of the groups when they are due."""
+        now = self._clock()
+        if now < self._fleet_due:
+            return
+        self._fleet_due = now + FLEET_INTERVAL_S
         for report in reports:
             if report.behind.has_value:
                 self._recorder.record(ClockOffset(at=now, group=report.group, ahead_s=-report.behind.value_s))
+        for view in views:
+            self._recorder.record(_shape(view, now))
+
+
+def _shape(view: GroupView, now: float) -> GroupSize:
+    capacity, model = view.capacity, view.step_model
+    return GroupSize(
+        at=now,
+        group=view.group,
+        total_pages=capacity.total_pages,
+        page_size=capacity.page_size,
+        page_bytes=capacity.page_bytes,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        step_model=[] if model is UNKNOWN else list(astuple(model)),
+        speed=view.speed,
+        copy_bytes_per_s=view.copy_bytes_per_s,
+    )

@@ -311,3 +311,18 @@ def test_a_dump_has_everything_but_secrets(
     recordings = files["chat-dump/recordings.jsonl"].splitlines()
     assert [msgspec.json.decode(line, type=Recording).pod for line in recordings] == [found.pod for found in fleet()]
     assert len(json.loads(files["chat-dump/about.json"])["missing"]) >= 2
+
+
+def test_replay_tells_what_happened_and_compares(
+    kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    recorded(kubectl)
+    assert plugin("replay", "chat", "--at", "2026-09-21T14:13:20Z", "--window", "1h") == 0
+    output = capsys.readouterr()
+    assert "g-a is a hotspot (kv): pages" in output.out and "not simulated: 0 requests" in output.out
+    assert "router r-c: " in output.err
+    (tmp_path / "lines").write_bytes(b"".join(msgspec.json.encode(found) + b"\n" for found in fleet()))
+    assert plugin("replay", "chat", "--file", str(tmp_path / "lines"), "--at", "2020-01-01T00:00Z") == 0
+    assert capsys.readouterr().out.startswith("nothing is recorded in this time\n")
+    assert plugin("replay", "chat", "--at", "noon") == 1
+    assert "--at noon is not a time such as 14:05" in capsys.readouterr().err

@@ -2,15 +2,18 @@
 
 import msgspec
 
-from phalanx_api.flight.entries import ClockOffset, HotspotChange, MovePlan, MoveRefusal, Shedding
+from phalanx_api.cost import StepModel
+from phalanx_api.flight.entries import ClockOffset, GroupSize, HotspotChange, MovePlan, MoveRefusal, Shedding
 from phalanx_router.balancing.balancer import BalanceDecision
 from phalanx_router.balancing.hotspots import Transition
 from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
-from phalanx_router.decisions import CLOCK_INTERVAL_S, DecisionRecorder
+from phalanx_router.decisions import FLEET_INTERVAL_S, DecisionRecorder
 from phalanx_router.routing.view_builder import GroupReport
 from tests.flight import RecordedEntries
 from tests.router.loads import ROOM
+from tests.router.views import make_group_view
 
+MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=8, context_s=1e-7, attention_s=0.0)
 MOVE = PlannedMove(
     stream="7", source="a/1", target="b/1", transfer="precopy", rung="migrate", context=9, bytes_per_s=None, why="hot"
 )
@@ -61,10 +64,12 @@ def test_clocks_are_recorded_by_the_shortest_delay() -> None:
     for sequence, delay_s in enumerate([0.5, 0.1, 0.4], 1):
         load = msgspec.structs.replace(ROOM, sequence=sequence, unix_s=50.0)
         report.record(load, scene.now + sequence, 48.0 + delay_s)
-    scene.decisions.clocks([report, silent])
-    scene.decisions.clocks([report, silent])
+    scene.decisions.fleet([report, silent], [])
+    scene.decisions.fleet([report, silent], [])
     (offset,) = scene.recorded.of(ClockOffset)
     assert (offset.group, round(offset.ahead_s, 6)) == ("group a", 1.9), "two seconds ahead, less the shortest delay"
-    scene.now += CLOCK_INTERVAL_S
-    scene.decisions.clocks([report])
+    scene.now += FLEET_INTERVAL_S
+    scene.decisions.fleet([report], [make_group_view("a/1", group="group a", step_model=MODEL)])
+    (shape,) = scene.recorded.of(GroupSize)
+    assert (shape.group, StepModel.from_coefficients(shape.step_model)) == ("group a", MODEL)
     assert len(scene.recorded.of(ClockOffset)) == 2

@@ -17,7 +17,7 @@ import pytest
 
 from bench.frame.programs import Program, running
 from phalanx_api import labels
-from phalanx_api.flight.entries import ClockOffset, Dispatch, MoveEnd, PageTransfer, RankStep
+from phalanx_api.flight.entries import ClockOffset, Dispatch, GroupSize, MoveEnd, PageTransfer, RankStep, RequestEnd
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, SummaryRequest
 from phalanx_kubectl.perfetto import trace
 from phalanx_kubectl.recordings import RecordedPod, fetch
@@ -125,7 +125,8 @@ def test_recordings_of_a_moved_stream_are_one_trace(fleet: Fleet) -> None:
         ("rank", "two", 0),
     ]
     kinds = [Counter(type(timed.entry) for timed in found.entries) for found in recordings]
-    assert kinds[0][Dispatch] == 1 and kinds[0][MoveEnd] == 1 and kinds[0][ClockOffset] >= 2
+    assert kinds[0][Dispatch] == kinds[0][MoveEnd] == kinds[0][RequestEnd] == 1
+    assert kinds[0][ClockOffset] >= 2 and kinds[0][GroupSize] >= 2
     assert kinds[1][RankStep] == kinds[2][RankStep] > 0 and kinds[3][RankStep] > 0, "every rank has all its steps"
     (ended,) = [timed.entry for timed in recordings[0].entries if isinstance(timed.entry, MoveEnd)]
     assert ended.outcome == "moved"

@@ -16,7 +16,7 @@ from phalanx_api.summary import BalancePolicy, GroupSummary, Histogram, RouterSu
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.records import PlannedMove, StreamView
 from phalanx_router.routing.cost import RequestDemand
-from phalanx_router.routing.late_binding import DispatchInputs, UnstartedRequest, find_requeues, next_dispatch
+from phalanx_router.routing.late_binding import Dispatch, DispatchInputs, UnstartedRequest, find_requeues, next_dispatch
 from phalanx_router.routing.ledger import SentRequest
 from phalanx_router.routing.queue import QueuedRequest, RequestQueue
 from phalanx_router.routing.view import GroupView
@@ -130,6 +130,7 @@ class Ours:
             dispatch = next_dispatch(self._queue, self._dispatch_inputs(state, self._views(state)), state.now, state.rng.random())
             if dispatch is None:
                 break
+            self.decided(dispatch, state.now)
             self._queue.remove(dispatch.queued.ticket)
             del self._waiting[dispatch.queued.ticket]
             job, group = self._jobs[dispatch.queued.ticket], int(dispatch.choice.key[1:])
@@ -140,6 +141,9 @@ class Ours:
                 self._record_in_ledger(job, group, dispatch.choice.hit_tokens, state.now)
             sends.append(Send(job, group))
         return sends
+
+    def decided(self, dispatch: Dispatch, now: float) -> None:
+        """Does nothing; for records."""
 
     def requeues(self, state: RouterState) -> list[tuple[Job, int]]:
         views = self._views(state)

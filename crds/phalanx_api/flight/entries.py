@@ -130,6 +130,36 @@ class Shedding(msgspec.Struct, frozen=True, array_like=True, tag="shedding", kw_
     why: str
 
 
+class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag="request_end", kw_only=True):
+    """A request that groups computed for this router ended, with what a simulation needs to repeat it."""
+
+    at: float
+    request: str  # id
+    arrived_at: float  # on the same clock
+    first_token_at: float | None
+    prompt_tokens: int
+    output_tokens: int
+    block_tokens: int  # of each block
+    blocks: list[int]  # of the prompt's beginning: equal numbers are equal text, from the first token on; 53 bits of a hash
+    moves: int
+    replays: int
+
+
+class GroupSize(msgspec.Struct, frozen=True, array_like=True, tag="group_size", kw_only=True):
+    """Size and speed of a group, every 10 s."""
+
+    at: float
+    group: str
+    total_pages: int
+    page_size: int
+    page_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    step_model: list[float]  # coefficients of `phalanx_api.cost.StepModel`; empty: not measured yet
+    speed: float  # relative step time; more than 1 is slow
+    copy_bytes_per_s: float
+
+
 class ClockOffset(msgspec.Struct, frozen=True, array_like=True, tag="clock_offset", kw_only=True):
     """How far the Unix clock of a group's leader is ahead of the router's, with at most the delay of the link as error."""
 
@@ -149,6 +179,8 @@ Entry = (
     | MoveRefusal
     | MoveEnd
     | Shedding
+    | RequestEnd
+    | GroupSize
     | ClockOffset
 )
 ProcessKind = Literal["router", "rank"]

@@ -133,7 +133,7 @@ class BalanceLoop:
         self.decision = self.balancer.tick(views, streams_of, self._clock())
         by_name = {str(session.number): session for sessions in (by_group or {}).values() for session in sessions}
         self._decisions.decided(self.decision, lambda stream: by_name[stream].stream.journal.id)
-        self._decisions.clocks(link.group_report for link in self._links.all())
+        self._decisions.fleet((link.group_report for link in self._links.all()), views)
         for planned in self.decision.moves:
             self._start(by_name[planned.stream], planned)
         for copy in self.decision.copies:

@@ -93,6 +93,23 @@ class PromptKeys:
             keys = self._by_space[space] = PrefixKeys(root, space.page_size).extend(self._tokens)
         return keys
 
+    def blocks(self) -> list[int]:
+        """Numbers of the prompt's full blocks by keys that are known already, of the first key space; empty without one."""
+        for space, keys in self._by_space.items():
+            step = max(1, BLOCK_TOKENS // space.page_size)
+            return [_block(key) for key in keys[step - 1 :: step]]
+        return []
+
+
+BLOCK_TOKENS = 64
+"""Of `PromptKeys.blocks`."""
+_BLOCK_BITS = 53
+
+
+def _block(key: bytes) -> int:
+    """A number for a key that is exact as a float, too short to test guesses of a prompt against."""
+    return int.from_bytes(key[:8], "big") >> (64 - _BLOCK_BITS)
+
 
 def _count_cached(cached: set[bytes], keys: Sequence[bytes]) -> int:
     if not keys or keys[0] not in cached:
