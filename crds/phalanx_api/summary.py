@@ -12,7 +12,7 @@ import msgspec
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.conditions import Cause
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.wire.leader import DeviceProblem
+from phalanx_api.wire.leader import DeviceProblem, TenantUse
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
@@ -143,6 +143,8 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float = 1.0
     speculation: SpeculationCounts = SpeculationCounts()
     link_s: float = 0.0  # shortest recent time from a dispatch to a load report that covers it; 0: unknown
+
+    tenants: list[TenantUse] = []  # since the start of the group's engine
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,8 +186,9 @@ def _memory(pages: int, page_bytes: int) -> str | None:
 
 def explanation(found: Explanation) -> str:
     """Returns the state of a service and its findings, one per line."""
-    lines = [f"{found.state}.", *(f"{index}. {finding.cause}: {finding.text}" for index, finding in enumerate(found.findings, 1))]
-    return "".join(f"{line}\n" for line in lines)
+    cost = [f"{found.cost}."] if found.cost else []
+    findings = [f"{index}. {finding.cause}: {finding.text}" for index, finding in enumerate(found.findings, 1)]
+    return "".join(f"{line}\n" for line in (f"{found.state}.", *cost, *findings))
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -201,6 +201,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         speedup=view.load.speedup,
         speculation=load.speculation if load is not None else SpeculationCounts(),
         link_s=link.group_report.ledger.link.value_s,
+        tenants=load.tenants if load is not None else [],
     )
 
 

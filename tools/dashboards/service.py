@@ -281,6 +281,20 @@ _COST_ROW = Row(
             ),
         ),
         Panel(
+            "Power by tenant",
+            "Power of the service's GPUs, divided as the time of their steps; without GPUs that report energy there is no data.",
+            "follows the devices in use; idle power is divided too, so few requests have much of it.",
+            "watt",
+            (
+                Query(
+                    f"{rate('phalanx_tenant_device_seconds_total', SERVICES, 'tenant')}"
+                    f" / on () group_left () ({rate('phalanx_tenant_device_seconds_total', SERVICES)} > 0)"
+                    f" * on () group_left () {rate('phalanx_device_energy_joules_total', SERVICES)}",
+                    "{{tenant}}",
+                ),
+            ),
+        ),
+        Panel(
             "Computed tokens by tenant",
             "Prompt tokens that no cache had, and generated tokens, per second.",
             "prompts below the arrivals of the tenant times its prompt length: the prefix cache has the rest.",

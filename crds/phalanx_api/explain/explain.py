@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from phalanx_api.explain.capacity_limits import kv_findings, prefix_findings, queue_findings, surplus_findings
+from phalanx_api.explain.costs import cost
 from phalanx_api.explain.findings import Explanation, Finding, number, order
 from phalanx_api.explain.fleet_limits import cold_start_findings, network_findings, router_findings, straggler_findings
 from phalanx_api.explain.predictor import Predictor, make_predictor
@@ -28,7 +29,7 @@ def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> E
         *queue_findings(load, predictor),
         *(_with_model(predictor) if predictor is not None else ()),
     ]
-    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=_state(load, predictor, findings))
+    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=_state(load, predictor, findings), cost=cost(load))
 
 
 def _with_model(predictor: Predictor) -> list[Finding]:

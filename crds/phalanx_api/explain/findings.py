@@ -85,6 +85,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     findings: list[Finding]
     state: str
+    cost: str = ""
+    """What the output costs; empty if there was none."""
 
 
 def order(findings: list[Finding]) -> list[Finding]:

@@ -20,6 +20,7 @@ from phalanx_api.spec.inference_service import Spec
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.status import Status
 from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, RouterSummary, Traffic, bucket_index
+from phalanx_api.wire.leader import TenantUse
 from phalanx_kubectl import show
 from tests.control.summaries import group, summary
 
@@ -338,3 +339,19 @@ def test_any_record_gives_ordered_findings_about_spec_fields(summaries: list[Rou
 
 def test_field_that_the_spec_lacks_is_noticed() -> None:
     assert has_field("spec.engine.maxNumSeqs") and not has_field("spec.engine.maxNumSequences")
+
+
+def test_output_has_its_cost_and_the_shares_of_tenants() -> None:
+    uses = (
+        [TenantUse("alice", 30.0, 1, 1), TenantUse("", 10.0, 1, 1)],
+        [TenantUse("alice", 20.0, 1, 1), TenantUse("bob", 40.0, 1, 1)],
+    )
+    groups = [busy(name, tenants=tenants) for name, tenants in zip("ab", uses, strict=True)]
+    found = explained(*groups, spec=make_spec(parallelism={"tensor": 4}), traffic=arrivals(4.0, output=200.0))
+    assert found.cost == (
+        "8 devices for 800 tokens/s of output: 10 s of device time per 1,000 tokens, 9 s of it in use; "
+        "since the start of the groups alice 50%, bob 40%, requests without a tenant 10%"
+    )
+    assert f"{found.cost}.\n" in show.explanation(found)
+    assert explained(busy("a"), traffic=arrivals(4.0)).cost.endswith("of it in use"), "no tenant is named"
+    assert explained(busy("a"), traffic=[]).cost == ""

@@ -29,16 +29,18 @@ class DeviceMetrics:
         def gauge(name: str, help_text: str, *labels: str) -> Gauge:
             return Gauge(f"phalanx_device_{name}", help_text, [*LABELS, *labels], registry=registry)
 
-        def counter(name: str, help_text: str, label: str) -> Counter:
-            return Counter(f"phalanx_device_{name}", help_text, [*LABELS, label], registry=registry)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"phalanx_device_{name}", help_text, [*LABELS, *labels], registry=registry)
 
         self._gauges = {field: gauge(name, help_text) for field, (name, help_text) in _GAUGES.items()}
         self._lost = gauge("lost", "1 if the driver no longer reaches the device.")
         self._throttled = gauge("throttled", "1 while clocks are reduced for this reason.", "reason")
         self._ecc = counter("ecc_errors", "ECC errors since the monitor's start; kind is corrected or uncorrected.", "kind")
+        self._energy = counter("energy_joules", "Energy that the device used since the monitor's start.")
         self._xids = counter("xid_errors", "Xid errors that the driver reported.", "xid")
         self._uuids: dict[int, str] = {}
         self._ecc_counts: dict[tuple[int, str], int] = {}
+        self._energy_j: dict[int, float] = {}
 
     def update(self, readings: Iterable[DeviceReading]) -> None:
         """Sets gauges and increments counters."""
@@ -51,6 +53,10 @@ class DeviceMetrics:
             for field, family in self._gauges.items():
                 if (value := getattr(reading, field)) is not None:
                     family.labels(*labels).set(value)
+            if (energy_j := reading.energy_j) is not None:
+                used_j = energy_j - self._energy_j.get(reading.index, energy_j)
+                self._energy.labels(*labels).inc(used_j if used_j >= 0 else energy_j)
+                self._energy_j[reading.index] = energy_j
             for reason in get_args(ThrottleReason):
                 self._throttled.labels(*labels, reason).set(reason in reading.throttle)
             for kind, count in (("corrected", reading.ecc_corrected), ("uncorrected", reading.ecc_uncorrected)):

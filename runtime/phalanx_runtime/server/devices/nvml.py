@@ -116,6 +116,7 @@ class NvmlSource:
                 memory_total_bytes=None if memory is None else int(memory.total),
                 power_w=power,
                 power_limit_w=limit,
+                energy_j=self._optional(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3),
                 sm_clock_hz=self._optional(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * _MHZ),
                 max_sm_clock_hz=self._optional(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * _MHZ),
                 memory_clock_hz=self._optional(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * _MHZ),

@@ -20,6 +20,8 @@ class DeviceReading:
     memory_total_bytes: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    energy_j: float | None = None
+    """Since the driver was loaded."""
     sm_clock_hz: float | None = None
     max_sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None

@@ -30,6 +30,7 @@ int nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
     return SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(Device device, unsigned int *mw) { ALIVE(device); *mw = 250500; return SUCCESS; }
+int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *mj) { *mj = 1234500; return SUCCESS; }
 int nvmlDeviceGetEnforcedPowerLimit(Device device, unsigned int *mw) { return NOT_SUPPORTED; }
 int nvmlDeviceGetClockInfo(Device device, unsigned int type, unsigned int *mhz) { *mhz = type == 1 ? 1410 : 2619; return SUCCESS; }
 int nvmlDeviceGetMaxClockInfo(Device device, unsigned int type, unsigned int *mhz) { *mhz = 1980; return SUCCESS; }

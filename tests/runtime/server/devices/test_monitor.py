@@ -31,6 +31,16 @@ def test_page_lists_every_device_metric() -> None:
     assert set(re.findall(r"`(phalanx_device_\w+)", table)) == names
 
 
+def test_energy_is_counted_from_the_first_reading() -> None:
+    source = FakeSource()
+    registry = CollectorRegistry()
+    monitor = DeviceMonitor(source, DeviceMetrics(registry), 0)
+    for energy_j, counted in ((5000.0, 0.0), (5300.0, 300.0), (None, 300.0), (40.0, 340.0)):
+        source.readings = (replace(GPU, energy_j=energy_j),)
+        monitor.turn(0.0)
+        assert registry.get_sample_value("phalanx_device_energy_joules_total", LABELS) == counted
+
+
 def test_metrics_show_the_last_reading() -> None:
     source = FakeSource((GPU, replace(SECOND, power_w=None)))
     monitor, registry = make_monitor(source)

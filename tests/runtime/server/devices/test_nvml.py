@@ -50,6 +50,7 @@ def test_library_values_become_readings_and_events(library: Path) -> None:
         "memory_total_bytes": 1000,
         "power_w": 250.5,
         "power_limit_w": None,
+        "energy_j": 1234.5,
         "sm_clock_hz": 1.41e9,
         "max_sm_clock_hz": 1.98e9,
         "memory_clock_hz": 2.619e9,
