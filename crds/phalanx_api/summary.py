@@ -217,6 +217,8 @@ class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     wait: Histogram = Histogram()  # of the last minute: from the arrival of a request to its dispatch
     cpu_share: float = 0.0  # of one core, recently
 
+    drain_requests: list[str] = []  # groups that users of the console want to drain
+
 
 class Budgets(msgspec.Struct, frozen=True):
     """Limits of one router: its share of the service's."""

@@ -21,6 +21,8 @@ from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
+from phalanx_router.console.answers import ConsoleAnswers
+from phalanx_router.console.endpoint import Console, ConsoleMiddleware
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
@@ -32,6 +34,7 @@ from phalanx_router.operator_endpoint import (
     PurgeEndpoint,
     SnapshotEndpoint,
 )
+from phalanx_router.request_log import RequestLog
 from phalanx_router.responses.cache import RouterResponseCache
 from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_router.resume.peers import PeerEndpoint, Peers
@@ -107,6 +110,15 @@ def _make_lifespan(
     return lifespan
 
 
+def _make_console(
+    settings: FleetSettings, backend: RouterBackend, keys: ApiKeys, summaries: SummaryBuilder, endpoint: OperatorEndpoint
+) -> Console:
+    """Starts to record requests."""
+    backend.request_log = RequestLog(time.monotonic)
+    answers = ConsoleAnswers(backend, backend.request_log, summaries.summary, settings)
+    return Console(backend, answers, summaries.drains, keys, endpoint.notify_if_changed)
+
+
 def make_router(
     settings: FleetSettings,
     source: LeaderSource,
@@ -115,6 +127,7 @@ def make_router(
     key_file: KeyFile | None = None,
     peers: LeaderSource = NO_PEERS,
     tracer: Tracer | None = None,
+    has_console: bool = False,
 ) -> tuple[Starlette, RouterBackend]:
     """Returns the application and its backend, which follows `source`. `on_error` receives its error."""
     registry = CollectorRegistry()
@@ -150,4 +163,6 @@ def make_router(
     snapshot = SnapshotEndpoint(settings.link.token, summaries.summary)
     routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer}
     app.add_middleware(InternalRouteMiddleware, routes=routes)
+    if has_console:
+        app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

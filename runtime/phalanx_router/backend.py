@@ -27,6 +27,7 @@ from phalanx_router.metrics import RouterMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.mover import Mover
 from phalanx_router.migration.puller import Puller
+from phalanx_router.request_log import RequestLog
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
@@ -77,6 +78,7 @@ class RouterBackend:
         self.coalescing = Coalescing(self.dispatcher.quotas, metrics, lambda: self.balancing.policy.coalesce_requests)
         self.balancing.tick_listeners.append(self._apply_decision)
         self.stream_registry = StreamRegistry(self.links, settings, clock)
+        self.request_log: RequestLog | None = None  # for a console
         self._by_request: dict[int, StreamSession] = {}  # by identity: clients may repeat ids
         self._settings = settings
         self._metrics = metrics
@@ -169,6 +171,8 @@ class RouterBackend:
         trace = None if self._tracer is None else self._tracer.find(request.trace)
         if trace is not None:
             session.stream.trace = StreamTrace(trace, self._clock)
+        if self.request_log is not None:
+            session.stream.trace = self.request_log.opened(session, session.stream.trace)
         if adoption is not None:
             session.assign(adoption.link, adoption.key, adoption.handle)
             session.stream.trace.adopted(adoption.link.endpoint.group, request.epoch, adoption.num_delivered)
@@ -199,6 +203,8 @@ class RouterBackend:
         """Ends the computation of a stream."""
         error = end.error.code if isinstance(end.error, BackendError) else ""
         session.stream.trace.ended(len(session.stream.journal.delivered), error)
+        if self.request_log is not None:
+            self.request_log.closed(session, end.finish or error or ("closed" if end.is_by_client else "failed"))
         if session.meter is not None:
             session.meter.end(self._clock())
         self.decisions.request_ended(session)

@@ -107,6 +107,7 @@ async def serve(settings: Settings) -> int:
         key_file=settings.key_file,
         peers=peers,
         tracer=start_tracer(settings.tracing),
+        has_console=settings.has_console,
     )
     config = uvicorn.Config(
         ConnectionCloser(app, backend),

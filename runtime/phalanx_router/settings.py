@@ -46,6 +46,7 @@ class Settings:
     tracing: TracingSettings | None = None
     shared_services_dir: pathlib.Path | None = None  # see `links.holders`
     flight_dir: pathlib.Path | None = None  # of the flight recorder; null: none
+    has_console: bool = False
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -95,6 +96,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         tracing=tracing,
         shared_services_dir=args.shared_services_dir,
         flight_dir=flight_dir(args, environment),
+        has_console=args.console,
     )
 
 
@@ -170,6 +172,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         type=pathlib.Path,
         help="a file per service that shares cached pages: its token for pages, and leaders where none are watched",
     )
+    serve.add_argument("--console", action="store_true", help="serve the console at /ui (default: no)")
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
 
 

@@ -9,6 +9,7 @@ from phalanx_api.cache_curve import NO_CURVE, NO_USE
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.backend import RouterBackend
+from phalanx_router.drain_requests import DrainRequests
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import GroupView
@@ -31,6 +32,7 @@ class UrgentState:
     drafts_lost: frozenset[str] = frozenset()
     linked: frozenset[str] = frozenset()
     devices: frozenset[tuple[str, str]] = frozenset()
+    drain_requests: frozenset[str] = frozenset()
 
 
 class CpuMeter:
@@ -68,6 +70,7 @@ class SummaryBuilder:
         self._clock = clock
         self._started_at = clock()
         self._cpu = CpuMeter(cpu_clock, self._started_at)
+        self.drains = DrainRequests(clock)
 
     def urgent_state(self) -> UrgentState:
         """Returns the present urgent state."""
@@ -83,6 +86,7 @@ class SummaryBuilder:
             drafts_lost=frozenset(link.endpoint.group for link in links if _draft_failure(link)),
             devices=frozenset((link.endpoint.group, str(problem)) for link in links for problem in link.state.devices),
             linked=frozenset(link.endpoint.group for link in links if _is_linked(link)),
+            drain_requests=frozenset(self.drain_requests()),
         )
 
     def summary(self) -> RouterSummary:
@@ -111,7 +115,13 @@ class SummaryBuilder:
             unknown_versions=self._unknown_versions(),
             wait=traffic.wait(now),
             cpu_share=self._cpu.share(now),
+            drain_requests=self.drain_requests(),
         )
+
+    def drain_requests(self) -> list[str]:
+        """Groups that users of the console want to drain and that do not drain yet."""
+        fleet_view, links = self._backend.links.fleet_view, self._backend.links.all()
+        return self.drains.open({link.endpoint.group: fleet_view.is_leaving(link) for link in links}) if self.drains else []
 
     def _unknown_versions(self) -> list[UnknownVersion]:
         links = self._backend.links.all()

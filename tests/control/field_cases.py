@@ -200,6 +200,7 @@ _ROUTER = [
     change("router.policy", "RoundRobin"),
     change("router.failureMode", "FailClosed"),
     change("router.coalesceRequests", False),
+    change("router.console", True),
     change("router.responseCache.exact", True),
     change("router.responseCache.semantic", True),
     change("router.responseCache.similarity", 0.9, SEMANTIC),

@@ -9,6 +9,10 @@ import pytest
 from tests.runtime.tiny import save_tiny
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", action="store_true", help="write the pictures of the documentation")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)

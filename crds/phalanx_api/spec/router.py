@@ -132,4 +132,7 @@ class Router(Record):
     """Requests in flight at one router are computed once if tenant, tokens, sampling parameters and urgency are equal and the
     output is deterministic (temperature 0 or an equal seed). Each gets all tokens. Requests with logprobs are excluded."""
     response_cache: ResponseCache = Field(default_factory=ResponseCache)
+    console: bool = False
+    """Serves the console at `/ui`: playground, fleet, requests, settings. Its data needs an API key, as the API does; a key with
+    "console": "write" may drain groups and move requests. A change restarts the routers."""
     expose: Expose = Field(default_factory=Expose)

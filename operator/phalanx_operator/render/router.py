@@ -125,6 +125,8 @@ def _container(service: InferenceService, images: Images) -> Object:
     keys, tracing = service.spec.router.api_keys, service.spec.observability.tracing
     if keys:
         arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{keys.key}"]
+    if service.spec.router.console:
+        arguments.append("--console")
     if service.spec.rebalancing.share_pages:
         arguments += ["--shared-services-dir", labels.SHARED_PAGES_DIR]
     if tracing.endpoint:

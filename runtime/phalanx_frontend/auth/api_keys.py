@@ -34,6 +34,7 @@ class ApiKey:
     key: str = field(repr=False)
     priority: int | None = None  # most urgent (lowest) priority; null allows any
     quota: Quota | None = None
+    may_write_console: bool = False
 
 
 class ApiKeys:
@@ -114,11 +115,13 @@ def _parse_json(file: Path, text: str) -> list[ApiKey]:
 
 
 def _parse_entry(file: Path, entry: object) -> ApiKey:
-    if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority", *QUOTAS}:
+    if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority", "console", *QUOTAS}:
         name, key, priority = entry.get("name"), entry.get("key"), entry.get("priority")
-        if isinstance(name, str) and name and isinstance(key, str) and (priority is None or type(priority) is int):
-            return ApiKey(name, key, priority, _parse_quota(file, {limit: entry[limit] for limit in QUOTAS if limit in entry}))
-    fields = ", ".join(f'"{limit}"' for limit in QUOTAS)
+        is_named = isinstance(name, str) and name and isinstance(key, str)
+        if is_named and (priority is None or type(priority) is int) and entry.get("console", "read") in ("read", "write"):
+            quota = _parse_quota(file, {limit: entry[limit] for limit in QUOTAS if limit in entry})
+            return ApiKey(str(name), str(key), priority, quota, may_write_console=entry.get("console") == "write")
+    fields = ", ".join(f'"{limit}"' for limit in QUOTAS) + ' and "console": "read" or "write"'
     shape = f'{{"name": text, "key": text, "priority": whole number or null}}, optionally with {fields}'
     raise KeysUnreadable(f"{file}: every entry must be {shape}")
 

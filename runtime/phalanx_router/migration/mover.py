@@ -131,7 +131,7 @@ class Mover:
             bytes_per_s=bytes_per_s,
         )
         session.moves.open_move = request.move
-        session.stream.trace.move_started()
+        session.stream.trace.move_started(link.endpoint.group)
         self._moving[request.move] = session
         self._decisions.move_started(request)
         self._execute_all(self.board.start(request, session.stream.journal.replay(), self._clock()))

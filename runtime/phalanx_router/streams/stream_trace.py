@@ -127,8 +127,8 @@ class StreamTrace:
             self._lost_at = self._clock()
         self._end_group(why, num_delivered)
 
-    def move_started(self) -> None:
-        """A move of the stream began."""
+    def move_started(self, target: str) -> None:
+        """A move of the stream to group `target` began."""
         if self._trace is None:
             return
         self._move_started = self._clock()

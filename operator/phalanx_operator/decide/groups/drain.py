@@ -5,7 +5,7 @@ A group may be deleted without streams and requests, without routers, or after i
 
 from collections.abc import Iterable, Sequence
 
-from phalanx_operator.decide.state.actions import DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
+from phalanx_operator.decide.state.actions import CreateGroup, DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, with_assessment
 
@@ -66,6 +66,16 @@ def due_in_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
         return None
     age = age_s(group.draining.since, now)
     return max(timeout_s - age, 0.0) if age is not None else 0.0
+
+
+def requested(groups: Iterable[ObservedGroup], fleet: Fleet, actions: Iterable[GroupAction]) -> list[DrainGroup]:
+    """Returns the drains that users of a console request, except of groups that change anyway."""
+    changed = {action.uid for action in actions if not isinstance(action, CreateGroup)}
+    return [
+        DrainGroup(name=group.name, uid=group.uid, why="requested in the console", purpose="asked")
+        for group in groups
+        if group.name in fleet.drain_requests and group.uid not in changed and not (group.draining or group.terminating)
+    ]
 
 
 def pods_to_delete(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[DeletePod]:

@@ -130,6 +130,8 @@ class Fleet:
     """Evacuated groups without streams."""
     unknown_versions: tuple[str, ...] = ()
     """Incompatible programs, as sentences."""
+    drain_requests: frozenset[str] = frozenset()
+    """Groups that users of a console want to drain."""
 
     @property
     def has_quorum(self) -> bool:
@@ -172,6 +174,7 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fle
         hotspots=_merge_hotspots(summaries),
         saturated=any(summary.fleet_saturated for summary in summaries),
         evacuated=frozenset.intersection(*(frozenset(summary.evacuated) for summary in summaries)),
+        drain_requests=frozenset(group for summary in summaries for group in summary.drain_requests),
         unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for summary in summaries for u in summary.unknown_versions})),
     )
 

@@ -1,0 +1,212 @@
+"""HTTP of the console: the page at `/ui`, open to all, and its data below `/ui/api/`, which needs a key of the API.
+
+A key that may write can move a stream, and request the drain of a group from the operator. Keys are bearer tokens, never cookies,
+so another site cannot send them.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.auth.caller import unauthorized
+from phalanx_frontend.errors import ApiError, error_response
+from phalanx_router.backend import RouterBackend
+from phalanx_router.console.answers import Answer, ConsoleAnswers
+from phalanx_router.console.records import Viewer
+from phalanx_router.console.static_files import PATH, StaticFile, static_files
+from phalanx_router.drain_requests import DrainRequests
+from phalanx_router.request_log import RequestTimeline
+
+log = logging.getLogger(__name__)
+
+API = f"{PATH}/api/"
+REQUEST_PATH = f"{API}requests/"
+MAX_BODY_BYTES = 1 << 14
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+JSON = "application/json"
+Order = TypeVar("Order", "DrainOrder", "MoveOrder")
+
+
+class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a drain."""
+
+    group: str
+
+
+class MoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a move."""
+
+    request: int
+    """Its number."""
+    target: str
+    """Name of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Answers the requests of the page."""
+
+    backend: RouterBackend
+    answers: ConsoleAnswers
+    drains: DrainRequests
+    keys: ApiKeys
+    drain_requested: Callable[[], None]
+    """Called after a drain was requested."""
+
+    async def data(self, request: Request) -> Response:
+        """Answers a path below `/ui/api/`. Raises ApiError."""
+        authorization = request.headers.get("authorization", "").encode()
+        key = self.keys.find(authorization)
+        if self.keys and key is None:
+            raise unauthorized(bool(authorization))
+        viewer = viewer_of(key, bool(self.keys))
+        name = request.url.path.removeprefix(API)
+        writes: dict[str, Callable[[bytes], Response]] = {"drain": self._drain, "move": self._move}
+        if name in writes:
+            _check_method(request, "POST")
+            if not viewer.may_write:
+                why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
+                raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
+            response = writes[name](await _read_body(request))
+            log.info("console", extra={"action": name, "api_key": viewer.tenant})
+            return response
+        _check_method(request, "GET")
+        return self._read(request, name, viewer)
+
+    def _read(self, request: Request, name: str, viewer: Viewer) -> Response:
+        tenant = None if viewer.sees_all else viewer.tenant
+        match name:
+            case "viewer":
+                return Response(msgspec.json.encode(viewer), media_type=JSON)
+            case "fleet":
+                return _cached(request, self.answers.fleet.get())
+            case "settings":
+                return _cached(request, self.answers.settings.get())
+            case "requests":
+                return _cached(request, self.answers.requests(tenant).get())
+        if request.url.path.startswith(REQUEST_PATH):
+            found = self._find(request.url.path.removeprefix(REQUEST_PATH), tenant)
+            return Response(self.answers.details(found), media_type=JSON)
+        raise ApiError(404, f"no such path: {request.url.path}", code="not_found")
+
+    def _find(self, id: str, tenant: str | None) -> RequestTimeline:
+        """Raises ApiError 404, also for a request of another tenant."""
+        found = self.answers.find(id, tenant)
+        if found is None:
+            message = "no such request: it ended too long ago, is at another router, or belongs to another key"
+            raise ApiError(404, message, code="unknown_request")
+        return found
+
+    def _drain(self, body: bytes) -> Response:
+        group = _decode(body, DrainOrder).group
+        draining = {link.endpoint.group: self.backend.links.fleet_view.is_leaving(link) for link in self.backend.links.all()}
+        if group not in draining:
+            raise ApiError(404, f"no group {group[:100]}", "group", "unknown_group")
+        if draining[group]:
+            raise ApiError(409, f"{group} is draining already", "group", "already_draining")
+        if not self.drains.add(group):
+            raise ApiError(429, "too many drains are requested: wait until they begin", "group", "too_many_drains", 5.0)
+        self.drain_requested()
+        return Response(msgspec.json.encode({"group": group, "requested": True}), 202, media_type=JSON)
+
+    def _move(self, body: bytes) -> Response:
+        order = _decode(body, MoveOrder)
+        session = self._find(str(order.request), None).session
+        if session is None:
+            raise ApiError(409, f"request {order.request} has ended", "request", "not_moved")
+        link = next((link for link in self.backend.links.serving() if link.endpoint.group == order.target), None)
+        if link is None:
+            raise ApiError(404, f"no group {order.target[:100]} serves", "target", "unknown_group")
+        obstacle = self.backend.mover.move(session, link.key, "precopy", "manual")
+        if obstacle is not None:
+            raise ApiError(409, obstacle, "request", "not_moved")
+        return Response(msgspec.json.encode({"request": order.request, "target": order.target}), 202, media_type=JSON)
+
+
+def viewer_of(key: ApiKey | None, has_keys: bool) -> Viewer:
+    """Returns what a caller may see and do. A tenant sees its own requests; without keys all are seen and none may write."""
+    may_write = key is not None and key.may_write_console
+    return Viewer(
+        tenant=key.name if key is not None else "", has_keys=has_keys, may_write=may_write, sees_all=may_write or not has_keys
+    )
+
+
+class ConsoleMiddleware:
+    """ASGI middleware: answers `/ui` and all paths below."""
+
+    def __init__(self, app: ASGIApp, console: Console) -> None:
+        self._app = app
+        self._answer = console.data
+        self._files = static_files()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles the request."""
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path != PATH and not path.startswith(f"{PATH}/"):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        answer: Callable[[Request], Awaitable[Response]] = self._answer if path.startswith(API) else self._file
+        try:
+            response = await answer(request)
+        except ApiError as error:
+            response = error_response(error)
+        response.headers.update(HEADERS)
+        response.headers.setdefault("cache-control", "no-store")
+        await response(scope, receive, send)
+
+    async def _file(self, request: Request) -> Response:
+        file = self._files.get(request.url.path)
+        if file is None:
+            raise ApiError(404, f"no such path: {request.url.path}", code="not_found")
+        _check_method(request, "GET", "HEAD")
+        return _static(request, file)
+
+
+def _static(request: Request, file: StaticFile) -> Response:
+    headers = {"etag": file.etag, "cache-control": "no-cache"}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.media_type)
+
+
+def _cached(request: Request, answer: Answer) -> Response:
+    headers = {"etag": answer.etag, "cache-control": "private, no-cache"}
+    if request.headers.get("if-none-match") == answer.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(answer.content, headers=headers, media_type=JSON)
+
+
+def _check_method(request: Request, *methods: str) -> None:
+    if request.method not in methods:
+        raise ApiError(405, f"{request.url.path} accepts {' and '.join(methods)} only", code="method_not_allowed")
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    return bytes(body)
+
+
+def _decode(body: bytes, kind: type[Order]) -> Order:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid: {error}") from error

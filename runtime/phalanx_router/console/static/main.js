@@ -1,0 +1,77 @@
+// The page: chooses what is shown, reads it every second while it is visible, and handles keys and themes.
+
+import { read } from "./api.js";
+import { find } from "./dom.js";
+import * as fleet from "./fleet.js";
+import * as playground from "./playground.js";
+import * as requests from "./requests.js";
+import * as settings from "./settings.js";
+import { notice, setViewer } from "./shell.js";
+
+const PERIOD_MS = 1000, NAMES = ["playground", "fleet", "requests", "settings"], THEMES = ["system", "light", "dark"];
+const PAGES = { playground, fleet, requests, settings };
+let page = "playground", isReading = false, failed = false;
+
+function show(name) {
+  page = NAMES.includes(name) ? name : "playground";
+  for (const each of NAMES) find(each).hidden = each !== page;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.dataset.page === page) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${page[0].toUpperCase()}${page.slice(1)} - Phalanx console`;
+  update();
+}
+
+async function update() {
+  if (document.hidden || isReading || !PAGES[page].update) return;
+  isReading = true;
+  try {
+    if (page === "requests") await fleet.update();
+    await PAGES[page].update();
+    if (failed) notice("");
+    failed = false;
+  } catch (error) {
+    failed = true;
+    notice(`The router does not answer: ${error.message}`);
+  } finally {
+    isReading = false;
+  }
+}
+
+function setTheme(name) {
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  find("theme").textContent = `Theme: ${name}`;
+  localStorage.setItem("phalanx-theme", name);
+}
+
+const nextTheme = () => setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("phalanx-theme") ?? "system") + 1) % THEMES.length]);
+
+function isTyping(target) {
+  return target.closest("input, textarea, select, dialog") !== null;
+}
+
+addEventListener("keydown", (event) => {
+  if (isTyping(event.target) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key in { 1: 0, 2: 0, 3: 0, 4: 0 }) location.hash = NAMES[Number(event.key) - 1];
+  if (event.key === "?") find("help-dialog").showModal();
+  if (event.key === "t") nextTheme();
+});
+addEventListener("hashchange", () => show(location.hash.slice(1)));
+document.addEventListener("visibilitychange", update);
+find("theme").addEventListener("click", nextTheme);
+find("help-button").addEventListener("click", () => find("help-dialog").showModal());
+
+setTheme(THEMES.includes(localStorage.getItem("phalanx-theme")) ? localStorage.getItem("phalanx-theme") : "system");
+setViewer(await read("viewer"));
+for (const each of NAMES) {
+  try {
+    await PAGES[each].start();
+  } catch (error) {
+    notice(error.message);
+  }
+}
+show(location.hash.slice(1));
+setInterval(update, PERIOD_MS);
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,33 @@
+"""Drains that users of a console request."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_operator.decide.groups.drain import requested
+from phalanx_operator.decide.state.actions import DeleteGroup, DrainGroup, GroupAction
+from phalanx_operator.decide.state.fleet import RouterReport, merge
+from phalanx_operator.decide.state.snapshot import DrainMark
+from tests.control.builders import make_group
+from tests.control.summaries import summary
+
+DRAIN = DrainGroup(name="a", uid=make_group("a").uid, why="requested in the console", purpose="asked")
+MARK = DrainMark("2026-01-02T03:04:05Z", "3 groups, 2 wanted")
+
+
+@pytest.mark.parametrize(
+    ("fields", "actions", "expected"),
+    [
+        ({}, [], [DRAIN]),
+        ({"draining": MARK}, [], []),
+        ({"terminating": True}, [], []),
+        ({}, [DeleteGroup("a", make_group("a").uid, "surplus")], []),
+        ({}, [DeleteGroup("b", "another", "surplus")], [DRAIN]),
+    ],
+)
+def test_only_known_staying_groups_are_drained(
+    fields: dict[str, Any], actions: list[GroupAction], expected: list[DrainGroup]
+) -> None:
+    reports = [RouterReport("r", 0.0, summary(drain_requests=["a", "gone"])), RouterReport("s", 0.0, summary())]
+    groups = [make_group("a", **fields), make_group("b")]
+    assert requested(groups, merge(reports, 2, 45.0), actions) == expected

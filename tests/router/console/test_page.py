@@ -1,0 +1,68 @@
+"""The static part of the console: open to all, strict headers, small, and complete without any other server."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+
+import pytest
+
+from phalanx_router.console.static_files import static_files
+from tests.router.console.consoles import KEYS, leaders, running_console
+
+ROOT = Path(__file__).parents[3]
+STATIC = ROOT / "runtime/phalanx_router/console/static"
+FILES = sorted(STATIC.iterdir())
+MAX_BYTES = 500_000
+
+
+async def test_page_needs_no_key_and_has_strict_headers() -> None:
+    async with running_console(*leaders(None), keys=KEYS) as console:
+        for path in ("/ui", "/ui/", "/ui/index.html"):
+            page = await console.get(path)
+            assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+            assert page.headers["content-security-policy"].startswith("default-src 'self';")
+            assert page.headers["x-content-type-options"] == "nosniff"
+        again = await console.get("/ui", **{"if-none-match": page.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        absent = await console.get("/ui/absent.js")
+        assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+        assert (await console.http.post("/ui")).json()["error"]["code"] == "method_not_allowed"
+
+
+async def test_without_the_flag_there_is_no_console() -> None:
+    async with running_console(*leaders(None), has_console=False) as console:
+        for path in ("/ui", "/ui/index.html", "/ui/api/fleet"):
+            assert (await console.get(path)).status_code == 404
+        assert console.fleet.request_log is None
+        assert "data:" in await console.complete("hello")
+
+
+def test_page_is_small() -> None:
+    assert sum(file.stat().st_size for file in FILES) < MAX_BYTES
+    assert {f"/ui/{file.name}" for file in FILES} <= static_files().keys()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_file_names_no_other_server(file: Path) -> None:
+    text = file.read_text()
+    assert not re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", text.replace("http://www.w3.org/2000/svg", ""))
+    if file.suffix == ".html":
+        assert not re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son[a-z]+=", text), "the policy forbids inline code"
+
+
+def test_wheel_contains_the_page(tmp_path: Path) -> None:
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    source.mkdir()
+    wheels.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        copy(ROOT / name, source)
+    for name in ("crds", "operator", "runtime"):
+        copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(wheels)], cwd=source, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    packed = {name.rpartition("/")[2] for name in zipfile.ZipFile(wheel).namelist() if "phalanx_router/console/static/" in name}
+    assert packed == {file.name for file in FILES}
