@@ -4,7 +4,7 @@
 
 FILE has a recording per line, as `phalanx-router recording` prints them. Requests arrive as recorded, with their lengths and
 shared blocks, at groups of the recorded sizes and step times. Groups that differ, start or end are not simulated: all have the
-shape of the first, and one may be slow. The row "recorded" is what clients measured.
+shape of the first, and one may be slow. The row "recorded" is what the routers measured.
 """
 
 import argparse
@@ -37,6 +37,8 @@ from phalanx_router.routing.prefixes import BLOCK_TOKENS
 
 SLOW = 1.25
 """Relative step time above which the slowest group is simulated as slow."""
+NOT_REPLAYABLE = 3
+"""Exit status."""
 COMPARED = ("phalanx", "phalanx, no moves", "least requests", "round robin", "llm-d 2:1:1", "Dynamo cost")
 
 
@@ -67,16 +69,18 @@ def read_load(recordings: Sequence[Recording], start_s: float | None = None) -> 
             if isinstance(entry, RequestEnd) and entry.output_tokens:
                 ends.append((entry.arrived_at + shift_s, entry.request, entry))
             elif isinstance(entry, GroupSize) and entry.step_model:
-                shapes.setdefault(entry.group, entry)
+                shapes[entry.group] = entry  # the latest
     if not ends or not shapes:
         raise NotReplayable(f"{len(ends)} requests and {len(shapes)} groups with measured steps are recorded")
     ends.sort(key=lambda end: end[:2])
     first_s = ends[0][0] if start_s is None else start_s
+    block_tokens = max((entry.block_tokens for _, _, entry in ends if entry.blocks), default=BLOCK_TOKENS)
     arrivals = [Arrival(at_s - first_s, entry.prompt_tokens, entry.output_tokens, tuple(entry.blocks)) for at_s, _, entry in ends]
-    return RecordedLoad(arrivals, _setting(list(shapes.values())), [entry for _, _, entry in ends])
+    setting = _setting([shapes[group] for group in sorted(shapes)], block_tokens)
+    return RecordedLoad(arrivals, setting, [entry for _, _, entry in ends])
 
 
-def _setting(groups: Sequence[GroupSize]) -> Setting:
+def _setting(groups: Sequence[GroupSize], block_tokens: int) -> Setting:
     first = groups[0]
     slowest = max(range(len(groups)), key=lambda index: groups[index].speed)
     is_slow = len(groups) > 1 and groups[slowest].speed > SLOW
@@ -91,7 +95,7 @@ def _setting(groups: Sequence[GroupSize]) -> Setting:
         copy_bytes_per_s=first.copy_bytes_per_s,
     )
     slow = (slowest, groups[slowest].speed, 0.0) if is_slow else None
-    return Setting(len(groups), shape, slow=slow, block_tokens=BLOCK_TOKENS)
+    return Setting(len(groups), shape, slow=slow, block_tokens=block_tokens)
 
 
 def play(load: RecordedLoad, policy: Policy) -> World:
@@ -195,7 +199,7 @@ def _id(number: int) -> str:
 
 
 def measured_figures(ends: Sequence[RequestEnd]) -> dict[str, float]:
-    """Returns percentiles of what clients measured."""
+    """Returns percentiles of what the routers measured."""
     ttft = [end.first_token_at - end.arrived_at for end in ends if end.first_token_at is not None]
     tpot = [
         (end.at - end.first_token_at) / (end.output_tokens - 1)
@@ -227,7 +231,7 @@ def _row(name: str, found: Mapping[str, float], preemptions: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the figures of each policy. Returns 1 for a file that cannot be replayed."""
+    """Prints the figures of each policy. Returns 1 for an unreadable file, 3 without requests or groups."""
     parser = argparse.ArgumentParser("bench.simulate.recorded", description="Plays recordings through the simulated fleet.")
     parser.add_argument("file", type=Path, help="recordings, one JSON line each")
     parser.add_argument("--policies", nargs="+", default=list(COMPARED), choices=list(POLICIES), metavar="NAME")
@@ -236,7 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = args.file.read_text().splitlines()
         load = read_load([msgspec.json.decode(line, type=Recording) for line in lines if line])
-    except (OSError, msgspec.MsgspecError, NotReplayable) as error:
+    except NotReplayable as error:
+        print(error, file=sys.stderr)
+        return NOT_REPLAYABLE
+    except (OSError, msgspec.MsgspecError) as error:
         print(f"{args.file}: {error}", file=sys.stderr)
         return 1
     setting = load.setting

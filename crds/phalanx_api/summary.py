@@ -157,6 +157,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     missed: float  # prompt tokens not found in a prefix cache
     output: float
     scv: float = 1.0  # squared coefficient of variation of inter-arrival times
+    output_tokens: float = 0.0  # sum, of requests that ended
 
 
 def sum_traffic(window_s: float, parts: Sequence[Traffic]) -> Traffic:
@@ -175,6 +176,7 @@ def sum_traffic(window_s: float, parts: Sequence[Traffic]) -> Traffic:
         missed=mean(part.missed for part in parts),
         output=mean(part.output for part in parts),
         scv=mean(part.scv for part in parts) if total else 1.0,
+        output_tokens=sum(max(part.output_tokens, 0.0) for part in parts),
     )
 
 

@@ -97,6 +97,8 @@ class Commands:
         else:
             history = _scaling(self._service(name))
             recordings = fetch(self.kubectl, recorded_pods(self.kubectl, name), self.warn)
+        if plot is not None:
+            _write(plot, "")
         recordings = within(recordings, window.start_s, window.end_s)
         return story(recordings, history) + "\n" + simulate(recordings, plot)
 

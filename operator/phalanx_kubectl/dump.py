@@ -3,7 +3,7 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import msgspec
 from phalanx_api import labels
 from phalanx_kubectl.recordings import RecordedPod, fetch, recorded_pods
 from phalanx_kubectl.redaction import redact_object, redact_text
-from phalanx_kubectl.transport import Kubectl, KubectlFailed, read_json
+from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
 LOG_LINES = 20_000
 """Of each container."""
@@ -44,7 +44,7 @@ class Dump:
         missing: list[str] = []
 
         def note(why: str) -> None:
-            missing.append(why)
+            missing.append(redact_text(why))
             self.warn(why)
 
         files = list(self._files(service, note))
@@ -61,9 +61,12 @@ class Dump:
 
     def _files(self, service: str, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         yield _object_file("service.json", read_json(self.kubectl, "get", self.kind, service))
+        own = {service}
         for kind in _KINDS:
-            yield from self._objects(kind, f"{labels.SERVICE}={service}", note)
-        yield from self._events(service, note)
+            found = self._objects(kind, f"{labels.SERVICE}={service}", note)
+            own.update(item["metadata"]["name"] for item in found)
+            yield _object_file(f"{kind}.json", found)
+        yield from self._events(own, note)
         pods = recorded_pods(self.kubectl, service)
         for pod in pods:
             yield from self._logs(pod, note)
@@ -73,22 +76,23 @@ class Dump:
         yield DumpedFile(RECORDINGS, "".join(msgspec.json.encode(recording).decode() + "\n" for recording in recordings))
         yield from self._operator_logs(note)
 
-    def _objects(self, kind: str, selector: str, note: Callable[[str], None]) -> Iterator[DumpedFile]:
+    def _objects(self, kind: str, selector: str, note: Callable[[str], None]) -> list[Json]:
         try:
-            yield _object_file(f"{kind}.json", read_json(self.kubectl, "get", kind, "-l", selector))
+            found: list[Json] = read_json(self.kubectl, "get", kind, "-l", selector)["items"]
+            return found
         except KubectlFailed as error:
             note(f"{kind}: {error}")
+            return []
 
-    def _events(self, service: str, note: Callable[[str], None]) -> Iterator[DumpedFile]:
-        """Events of the service and of objects with its name before theirs."""
+    def _events(self, own: Collection[str], note: Callable[[str], None]) -> Iterator[DumpedFile]:
+        """Events of objects with these names."""
         try:
             events = read_json(self.kubectl, "get", "events")["items"]
         except KubectlFailed as error:
             note(f"events: {error}")
             return
-        names = [((event.get("involvedObject") or {}).get("name") or "") for event in events]
-        own = [event for event, name in zip(events, names, strict=True) if f"{name}-".startswith(f"{service}-")]
-        yield _object_file("events.json", own)
+        shown = [event for event in events if (event.get("involvedObject") or {}).get("name") in own]
+        yield _object_file("events.json", shown)
 
     def _logs(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         call = ("logs", pod.name, "-c", _CONTAINERS[pod.component], f"--tail={LOG_LINES}")
@@ -98,8 +102,9 @@ class Dump:
             note(f"logs of {pod.name}: {error}")
         try:
             yield DumpedFile(f"logs/{pod.name}.previous.log", redact_text(self.kubectl.read(*call, "--previous")))
-        except KubectlFailed:
-            pass  # the container has not restarted
+        except KubectlFailed as error:
+            if "previous terminated container" not in str(error):  # it has not restarted
+                note(f"earlier logs of {pod.name}: {error}")
 
     def _router(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         path = f"/api/v1/namespaces/{pod.namespace}/pods/http:{pod.name}:{labels.HTTP_PORT}/proxy/metrics"

@@ -49,7 +49,7 @@ class _Place:
     def slice(self, at_s: float, seconds: float, *, tid: int, name: str, args: Event) -> Event:
         """A slice that ends at `at_s`."""
         start = self.us(at_s - seconds)
-        return {"ph": "X", "pid": self.pid, "tid": tid, "ts": start, "dur": seconds * US, "name": name, "args": args}
+        return {"ph": "X", "pid": self.pid, "tid": tid, "ts": start, "dur": self.us(at_s) - start, "name": name, "args": args}
 
     def counter(self, at_s: float, name: str, values: Event) -> Event:
         return {"ph": "C", "pid": self.pid, "ts": self.us(at_s), "name": name, "args": values}
@@ -59,22 +59,34 @@ class _Place:
         base = {"cat": kind, "id": id, "pid": self.pid, "tid": BALANCE, "name": name}
         return [{"ph": "b", "ts": self.us(start_s), "args": args} | base, {"ph": "e", "ts": self.us(end_s)} | base]
 
-    def us(self, at_s: float) -> float:
-        return round((at_s - self.start_s) * US, 1)
+    def us(self, at_s: float) -> int:
+        """Whole microseconds, so that the end of a step and the start of the next are equal."""
+        return max(0, round((at_s - self.start_s) * US))
 
 
 def trace(recordings: Sequence[Recording], scaling: Sequence[ScaleChange] = ()) -> Event:
     """Returns the trace. `scaling`: changes of the number of groups; those before the first entry are left out."""
     aligned = align(recordings)
-    times = [timed.unix_s for recording in aligned for timed in recording.entries]
-    start_s, end_s = min(times, default=0.0), max(times, default=0.0)
+    entries = [timed for recording in aligned for timed in recording.entries]
+    start_s = min((timed.unix_s - getattr(timed.entry, "seconds", 0.0) for timed in entries), default=0.0)
+    end_s = max((timed.unix_s for timed in entries), default=0.0)
     pods = {pod: OPERATOR + 1 + index for index, pod in enumerate(dict.fromkeys(recording.pod for recording in aligned))}
     events = list(_names(aligned, pods))
     for recording in aligned:
-        events += _events(recording, _Place(pods[recording.pod], start_s), end_s)
+        events += _without_overlaps(_events(recording, _Place(pods[recording.pod], start_s), end_s))
     events += _scaling(scaling, _Place(OPERATOR, start_s), end_s)
     begin = datetime.fromtimestamp(start_s, UTC).isoformat()
     return {"displayTimeUnit": "ms", "otherData": {"start": begin}, "traceEvents": events}
+
+
+def _without_overlaps(events: list[Event]) -> list[Event]:
+    """Starts each slice of a thread at the end of the one before it, if that is later: Perfetto drops overlapping ones."""
+    ends: dict[int, int] = {}
+    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]):
+        end = event["ts"] + event["dur"]
+        event["ts"] = min(end, max(event["ts"], ends.get(event["tid"], 0)))
+        event["dur"], ends[event["tid"]] = end - event["ts"], max(end, ends.get(event["tid"], 0))
+    return events
 
 
 def _names(recordings: Iterable[Recording], pods: dict[str, int]) -> Iterator[Event]:

@@ -64,6 +64,7 @@ def _fetch(kubectl: Kubectl, pod: RecordedPod, seconds: float | None) -> list[Re
     limit = [] if seconds is None else ["--seconds", f"{seconds:g}"]
     text = kubectl.read(*("exec", pod.name, "-c", container, "--", program, "recording"), *limit)
     try:
-        return [msgspec.json.decode(line, type=Recording) for line in text.splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=Recording) for line in text.splitlines() if line.strip()]
+        return [msgspec.structs.replace(recording, pod=pod.name) for recording in found]
     except msgspec.MsgspecError as error:
         raise KubectlFailed(f"its recording is unreadable: {error}") from error

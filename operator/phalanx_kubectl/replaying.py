@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
@@ -19,6 +20,8 @@ from phalanx_kubectl.transport import KubectlFailed
 
 SIMULATOR = "bench.simulate.recorded"
 TIMEOUT_S = 600.0
+NOT_REPLAYABLE = 3
+"""Exit status of the simulator without requests or groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,10 @@ def window_around(text: str | None, seconds: float, now: datetime) -> Window:
 def parse_time(text: str, now: datetime) -> datetime:
     """Returns a time: RFC 3339, or HH:MM or HH:MM:SS in UTC, at most one day before `now`. Raises ValueError."""
     if ":" in text and "T" not in text and "-" not in text:
-        at = datetime.combine(now.date(), time.fromisoformat(text), UTC)
+        clock = time.fromisoformat(text)
+        if clock.tzinfo is not None:
+            raise ValueError(f"{text} has no date, so it is in UTC")
+        at = datetime.combine(now.date(), clock, UTC)
         return at if at <= now else at - timedelta(days=1)
     at = datetime.fromisoformat(text)
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
@@ -51,7 +57,7 @@ def read_file(path: Path) -> list[Recording]:
     try:
         lines = (_from_report(path) if tarfile.is_tarfile(path) else path.read_bytes()).splitlines()
         return [msgspec.json.decode(line, type=Recording) for line in lines if line]
-    except (OSError, msgspec.MsgspecError, tarfile.TarError) as error:
+    except (OSError, EOFError, msgspec.MsgspecError, tarfile.TarError, zlib.error) as error:
         raise KubectlFailed(f"{path}: {error}") from error
 
 
@@ -66,8 +72,8 @@ def _from_report(path: Path) -> bytes:
 
 def simulate(recordings: Sequence[Recording], plot: Path | None) -> str:
     """Returns the table of the simulator, which writes the chart to `plot`. Raises KubectlFailed if it fails."""
-    if importlib.util.find_spec("bench") is None:
-        return "the simulator is in the source tree: run the command there to compare policies\n"
+    if importlib.util.find_spec("bench") is None or importlib.util.find_spec(SIMULATOR) is None:
+        return "the simulator is in the source tree: there, python -m phalanx_kubectl replay compares policies\n"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / RECORDINGS
         file.write_bytes(b"".join(msgspec.json.encode(recording) + b"\n" for recording in recordings))
@@ -77,6 +83,10 @@ def simulate(recordings: Sequence[Recording], plot: Path | None) -> str:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise KubectlFailed(f"the simulation did not end within {TIMEOUT_S:.0f} s: choose a shorter --window") from error
+    if done.returncode == NOT_REPLAYABLE:
+        return f"not simulated: {done.stderr.strip()}\n"
     if done.returncode:
-        return f"not simulated: {done.stderr.strip().rpartition(': ')[2]}\n"
+        raise KubectlFailed(
+            f"the simulation failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no reason'}"
+        )
     return done.stdout + ("" if plot is None else f"{plot}: the time to first token over time\n")

@@ -8,7 +8,6 @@ import msgspec
 
 from phalanx_api.flight.clocks import align
 from phalanx_api.flight.entries import (
-    ClockOffset,
     Dispatch,
     EngineStep,
     GroupSize,
@@ -25,26 +24,29 @@ from phalanx_api.status import ScaleChange
 
 MAX_EVENTS = 200
 """Printed; the latest."""
+SIZES_S = 15.0
+"""Routers record the sizes of groups more often."""
 
 
 def within(recordings: Sequence[Recording], start_s: float, end_s: float) -> list[Recording]:
-    """Returns the recordings on one clock, with the entries of a time. Sizes and clocks of groups from before it are kept."""
+    """Returns the recordings on one clock, with the entries of a time and the sizes of the groups of a little before it."""
+
+    def is_within(timed: TimedEntry) -> bool:
+        return start_s - (SIZES_S if _is_size(timed) else 0.0) <= timed.unix_s <= end_s
+
     return [
-        msgspec.structs.replace(
-            recording,
-            entries=[timed for timed in recording.entries if start_s <= timed.unix_s <= end_s or _is_lasting(timed)],
-        )
+        msgspec.structs.replace(recording, entries=[timed for timed in recording.entries if is_within(timed)])
         for recording in align(recordings)
     ]
 
 
-def _is_lasting(timed: TimedEntry) -> bool:
-    return isinstance(timed.entry, ClockOffset | GroupSize)
+def _is_size(timed: TimedEntry) -> bool:
+    return isinstance(timed.entry, GroupSize)
 
 
 def story(recordings: Sequence[Recording], scaling: Sequence[ScaleChange] = ()) -> str:
     """Returns the text. `recordings`: on one clock. `scaling`: changes of the number of groups."""
-    times = [timed.unix_s for found in recordings for timed in found.entries if not _is_lasting(timed)]
+    times = [timed.unix_s for found in recordings for timed in found.entries if not _is_size(timed)]
     if not times:
         return "nothing is recorded in this time\n"
     start_s, end_s = min(times), max(times)

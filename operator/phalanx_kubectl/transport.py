@@ -40,7 +40,8 @@ class KubectlProgram:
                 [self.program, *self.flags, *arguments],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=TIMEOUT_S,
             )
         except OSError as error:

@@ -3,8 +3,10 @@
 A file costs nothing to read from outside: neither the event loop of a router nor the steps of a rank wait for a reader.
 """
 
+import fcntl
 import logging
 import mmap
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx_api.flight.entries import Entry, ProcessKind, Recording, TimedEntry
+from phalanx_api.flight.entries import ClockOffset, Entry, GroupSize, ProcessKind, Recording, TimedEntry
 from phalanx_api.flight.ring import MIN_BYTES, RingWriter, read_ring
 
 log = logging.getLogger(__name__)
@@ -43,18 +45,27 @@ class FileRecorder:
     """Implements FlightRecorder. One process writes a file."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
-        """Opens `path`, and continues it if it has this size. Raises OSError."""
+        """Opens `path`, and continues it if it has this size. Raises OSError, also while another process writes it."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            if file.tell() != num_bytes:
-                file.truncate(0)
-                file.truncate(num_bytes)
-            self._map = mmap.mmap(file.fileno(), num_bytes)
+        if path.exists() and path.stat().st_size != num_bytes:
+            path.unlink()  # another process may have mapped it, so it is not truncated
+        self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._file.fileno(), 0, num_bytes)  # else a full disk ends this process at a later write
+            self._map = mmap.mmap(self._file.fileno(), num_bytes)
+        except OSError:
+            self._file.close()
+            raise
         self._ring = RingWriter(memoryview(self._map), lambda: time.time() - time.monotonic())
 
     def record(self, entry: Entry) -> None:
         """See FlightRecorder."""
         self._ring.append(_encode(entry))
+
+    def close(self) -> None:
+        """Lets another process write the file."""
+        self._file.close()
 
 
 def open_recorder(folder: Path | None, name: str, num_bytes: int) -> FlightRecorder:
@@ -84,17 +95,21 @@ def read_recordings(folder: Path, *, pod: str, group: str = "", since_s: float =
 
 
 def _entries(buffer: bytes, since_s: float) -> tuple[list[TimedEntry], int]:
+    """Entries since a time, and before them the last ones about each group, which hold until the next."""
     entries, unknown = [], 0
+    groups: dict[tuple[type, str], TimedEntry] = {}
     for record in read_ring(buffer) if len(buffer) >= MIN_BYTES else ():
         try:
             entry = _decode(record.payload)
         except msgspec.DecodeError:
             unknown += 1
             continue
-        unix_s = entry.at + record.clock_offset_s
-        if unix_s >= since_s:
-            entries.append(TimedEntry(unix_s, entry))
-    return entries, unknown
+        timed = TimedEntry(entry.at + record.clock_offset_s, entry)
+        if timed.unix_s >= since_s:
+            entries.append(timed)
+        elif isinstance(entry, ClockOffset | GroupSize):
+            groups[type(entry), entry.group] = timed
+    return [*groups.values(), *entries], unknown
 
 
 def print_recordings(folder: Path | None, *, pod: str, group: str = "", seconds: float | None = None) -> Iterator[str]:

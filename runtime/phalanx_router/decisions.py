@@ -19,13 +19,12 @@ from phalanx_router.balancing.balancer import BalanceDecision
 from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
 from phalanx_router.moves.records import MoveEnded, MoveRequest
 from phalanx_router.routing.choose import Choice
-from phalanx_router.routing.prefixes import BLOCK_TOKENS
 from phalanx_router.routing.view import UNKNOWN, GroupView
 from phalanx_router.routing.view_builder import GroupReport
 from phalanx_router.session import StreamSession
 
 FLEET_INTERVAL_S = 10.0
-"""Between entries about clocks and shapes of groups."""
+"""Between entries about clocks and sizes of groups."""
 COPY = "copy"
 """`transfer` of a planned copy of a prefix."""
 
@@ -33,8 +32,12 @@ COPY = "copy"
 class DecisionRecorder:
     """Records of one router. `group_of`: name of the group with a key."""
 
-    def __init__(self, recorder: FlightRecorder, group_of: Callable[[str], str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, recorder: FlightRecorder, group_of: Callable[[str], str], clock: Callable[[], float], secret: bytes = b""
+    ) -> None:
+        """`secret`: equal at all routers of a service; it keys the hashes of prompts."""
         self._recorder = recorder
+        self._secret = secret
         self._group_of = group_of
         self._clock = clock
         self._refusals: dict[tuple[str, str], str] = {}
@@ -74,11 +77,11 @@ class DecisionRecorder:
             self.planned(move, request_of(move.stream))
         for copy in decision.copies:
             self.planned(copy, request_of(copy.stream))
-        began = {(refusal.source, refusal.rung): refusal for refusal in decision.refusals}
-        for key, refusal in began.items():
+        present = {(refusal.source, refusal.rung): refusal for refusal in decision.refusals}
+        for key, refusal in present.items():
             if self._refusals.get(key) != refusal.code:
                 self.refused(refusal)
-        self._refusals = {key: refusal.code for key, refusal in began.items()}
+        self._refusals = {key: refusal.code for key, refusal in present.items()}
 
     def planned(self, planned: PlannedMove | PlannedCopy, request: str) -> None:
         """Records a planned move or copy."""
@@ -134,6 +137,7 @@ class DecisionRecorder:
         journal, meter = session.stream.journal, session.meter
         if meter is None:
             return
+        blocks = session.keys.blocks(self._secret)
         self._recorder.record(
             RequestEnd(
                 at=self._clock(),
@@ -142,15 +146,15 @@ class DecisionRecorder:
                 first_token_at=meter.first_at,
                 prompt_tokens=meter.prompt_tokens,
                 output_tokens=meter.tokens,
-                block_tokens=BLOCK_TOKENS,
-                blocks=session.keys.blocks(),
+                block_tokens=blocks.block_tokens,
+                blocks=blocks.numbers,
                 moves=session.moves.num_completed,
                 replays=session.failures.num_departures,
             )
         )
 
     def fleet(self, reports: Iterable[GroupReport], views: Iterable[GroupView]) -> None:
-        """Records clocks and shapes of the groups when they are due."""
+        """Records clocks and sizes of the groups when they are due."""
         now = self._clock()
         if now < self._fleet_due:
             return
@@ -159,10 +163,10 @@ class DecisionRecorder:
             if report.behind.has_value:
                 self._recorder.record(ClockOffset(at=now, group=report.group, ahead_s=-report.behind.value_s))
         for view in views:
-            self._recorder.record(_shape(view, now))
+            self._recorder.record(_size(view, now))
 
 
-def _shape(view: GroupView, now: float) -> GroupSize:
+def _size(view: GroupView, now: float) -> GroupSize:
     capacity, model = view.capacity, view.step_model
     return GroupSize(
         at=now,

@@ -4,12 +4,13 @@ import logging
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from phalanx_api.flight.entries import Preemption, Recording, Shedding
+from phalanx_api.flight.entries import ClockOffset, Entry, Preemption, Recording, Shedding
 from phalanx_api.flight.ring import RingWriter
 from phalanx_frontend.flight import (
     NO_FLIGHT_RECORDER,
@@ -28,14 +29,19 @@ def shedding(why: str, at: float | None = None) -> Shedding:
     return Shedding(at=time.monotonic() if at is None else at, requests=1, why=why)
 
 
+def write(path: Path, *entries: Entry, size: int = BYTES) -> None:
+    with closing(FileRecorder(path, size)) as recorder:
+        for entry in entries:
+            recorder.record(entry)
+
+
 def reasons(recording: Recording) -> list[str]:
     return [timed.entry.why for timed in recording.entries if isinstance(timed.entry, Shedding)]
 
 
 def test_entries_have_unix_times_and_places(tmp_path: Path) -> None:
-    open_recorder(tmp_path / "flight", rank_name(3), RANK_BYTES).record(
-        Preemption(at=time.monotonic(), requests=["a"], free_pages=2)
-    )
+    preemption = Preemption(at=time.monotonic(), requests=["a"], free_pages=2)
+    write(tmp_path / "flight" / f"{rank_name(3)}.ring", preemption, size=RANK_BYTES)
     (recording,) = read_recordings(tmp_path / "flight", pod="g-0", group="g")
     assert (recording.kind, recording.pod, recording.group, recording.rank) == ("rank", "g-0", "g", 3)
     (timed,) = recording.entries
@@ -44,24 +50,23 @@ def test_entries_have_unix_times_and_places(tmp_path: Path) -> None:
 
 
 def test_entries_survive_the_process_and_the_next_one_continues(tmp_path: Path) -> None:
-    FileRecorder(tmp_path / "router.ring", BYTES).record(shedding("first"))
-    FileRecorder(tmp_path / "router.ring", BYTES).record(shedding("second"))
+    write(tmp_path / "router.ring", shedding("first"), size=BYTES)
+    write(tmp_path / "router.ring", shedding("second"), size=BYTES)
     (recording,) = read_recordings(tmp_path, pod="r")
     assert reasons(recording) == ["first", "second"]
     assert recording.kind == "router"
 
 
 def test_another_size_starts_an_empty_ring(tmp_path: Path) -> None:
-    FileRecorder(tmp_path / "router.ring", BYTES).record(shedding("first"))
-    FileRecorder(tmp_path / "router.ring", 2 * BYTES).record(shedding("second"))
+    write(tmp_path / "router.ring", shedding("first"), size=BYTES)
+    write(tmp_path / "router.ring", shedding("second"), size=2 * BYTES)
     (recording,) = read_recordings(tmp_path, pod="r")
     assert len(recording.entries) == 1
 
 
 def test_only_the_last_seconds_are_printed(tmp_path: Path) -> None:
-    recorder = FileRecorder(tmp_path / "router.ring", BYTES)
-    recorder.record(shedding("old", at=time.monotonic() - 100))
-    recorder.record(shedding("new"))
+    offsets = [ClockOffset(at=time.monotonic() - age_s, group="g", ahead_s=age_s) for age_s in (90.0, 80.0)]
+    write(tmp_path / "router.ring", shedding("old", at=time.monotonic() - 100), *offsets, shedding("new"))
     (line,) = print_recordings(tmp_path, pod="r", seconds=50)
     assert [
         timed.entry.why for timed in msgspec.json.decode(line, type=Recording).entries if isinstance(timed.entry, Shedding)
@@ -89,10 +94,22 @@ def test_an_unwritable_folder_costs_only_the_recorder(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("program", ["phalanx_router", "phalanx_runtime"])
 def test_both_programs_print_the_folder_of_their_pod(program: str, tmp_path: Path) -> None:
-    FileRecorder(tmp_path / f"{rank_name(1)}.ring", BYTES).record(shedding("why"))
+    write(tmp_path / f"{rank_name(1)}.ring", shedding("why"), size=BYTES)
     command = [sys.executable, "-m", program, "recording", "--seconds", "60", "--flight-recorder-dir", str(tmp_path)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert msgspec.json.decode(printed, type=Recording).rank == 1
     (tmp_path / "unreadable.ring").mkdir()
     failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and f"{program.replace('_', '-')} recording: " in failed.stderr
+
+
+def test_a_second_writer_and_a_full_disk_record_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(FileRecorder(tmp_path / "router.ring", BYTES)):
+        assert open_recorder(tmp_path, "router", BYTES) is NO_FLIGHT_RECORDER
+    assert open_recorder(tmp_path, "large", 1 << 60) is NO_FLIGHT_RECORDER, "no disk has so much space"
+    assert caplog.text.count("no flight recorder") == 2
+    corrupt = bytearray(BYTES)
+    corrupt[:12] = b"PLX1" + b"\xff" * 8
+    (tmp_path / "corrupt.ring").write_bytes(corrupt)
+    write(tmp_path / "corrupt.ring", shedding("after"))
+    assert reasons(next(iter(read_recordings(tmp_path, pod="r")))) == ["after"]

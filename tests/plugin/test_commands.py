@@ -287,10 +287,14 @@ def test_a_dump_has_everything_but_secrets(
 ) -> None:
     recorded(kubectl)
     secret = {"env": [{"name": "DATABASE", "value": "s3cr3t"}]}
-    kubectl.answer("get pods -l phalanx.dev/service=chat -o", {"items": [{"spec": {"containers": [secret]}}]})
-    for kind in ("deployments", "statefulsets", "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets"):
+    kubectl.answer(
+        "get pods -l phalanx.dev/service=chat -o",
+        {"items": [{"metadata": {"name": "chat-g-a-0"}, "spec": {"containers": [secret]}}]},
+    )
+    kubectl.answer("get statefulsets -l", {"items": [{"metadata": {"name": "chat-g-a"}}]})
+    for kind in ("deployments", "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets"):
         kubectl.answer(f"get {kind} -l", {"kind": kind, "items": []})
-    events = [{"involvedObject": {"name": name}, "message": f"of {name}"} for name in ("chat", "chat-g-a", "chatty")]
+    events = [{"involvedObject": {"name": name}, "message": f"of {name}"} for name in ("chat", "chat-g-a", "chat-eu")]
     kubectl.answer("get events", {"items": events})
     kubectl.answer("--previous", "ended with password=s3cr3t-of-before\n")
     kubectl.answer("logs g-a-0", "line with authorization: Bearer s3cr3t-token\n")

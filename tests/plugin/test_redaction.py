@@ -15,6 +15,12 @@ SECRETS = {
     "jwt": "eyJs3cr3tt0ken.eyJs3cr3tt0ken.s3cr3tt0ken",
     "field": '{"api_key": "s3cr3t-t0ken"}',
     "variable": "HF_TOKEN=s3cr3t-t0ken",
+    "cloud": "AWS_SECRET_ACCESS_KEY=abcd/s3cr3t+ijkl",
+    "scheme": "Authorization: Token s3cr3tabcdefghijk",
+    "azure": "blob.test/model?sv=2020&sig=s3cr3t%3D",
+    "pem": "-----BEGIN PRIVATE KEY-----\ns3cr3t\n-----END PRIVATE KEY-----",
+    "github": "github_pat_s3cr3ts3cr3ts3cr3t",
+    "user": "https://s3cr3t@hub.test",
 }
 
 
@@ -26,8 +32,12 @@ def test_secrets_in_lines_are_removed(name: str) -> None:
 
 
 def test_trace_ids_and_numbers_stay() -> None:
-    line = '{"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "tokens": 1234567, "token_file": "/var/run/x"}'
-    assert "4bf92f3577b34da6a3ce929d0e0e4736" in redact_text(line) and "1234567" in redact_text(line)
+    line = (
+        '{"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "tokens": 1234567, "token_file": "/var/run/x", "tokenizer": "spiece"}'
+    )
+    assert redact_text(line) == line
+    digest = f"registry.test/runtime@sha256:{'0123456789abcdef' * 4}"
+    assert redact_text(digest) == digest
 
 
 def test_objects_lose_foreign_variables_annotations_and_secrets() -> None:
@@ -45,15 +55,25 @@ def test_objects_lose_foreign_variables_annotations_and_secrets() -> None:
                         {"name": "PHALANX_GROUP", "value": "chat-g-a"},
                         {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
                     ],
-                    "args": ["--api-key", "--url", "https://eve:s3cr3t@hub.test"],
-                }
+                    "name": "runtime",
+                    "args": ["--api-key", "s3cr3t", "--token-file", "/var/run/x", "--url", "https://eve:s3cr3t@hub.test"],
+                },
+                {"name": "sidecar", "image": "i", "args": ["s3cr3t"], "httpHeaders": [{"name": "X-Api-Key", "value": "s3cr3t"}]},
+                {
+                    "name": "none",
+                },
             ]
         },
     }
     redacted = redact_object({"items": [pod, {"kind": "Secret", "metadata": {"name": "hub"}, "data": {"token": "s3cr3t"}}]})
     text = json.dumps(redacted)
     assert "s3cr3t" not in text
-    assert "chat-g-a" in text and '"phalanx.dev/draining": "now"' in text and '"name": "hub", "key": "token"' in text
+    assert (
+        "/var/run/x" in text
+        and "chat-g-a" in text
+        and '"phalanx.dev/draining": "now"' in text
+        and '"name": "hub", "key": "token"' in text
+    )
 
 
 LEAVES = strategies.none() | strategies.integers() | strategies.text()

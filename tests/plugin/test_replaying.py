@@ -30,7 +30,7 @@ def test_times_are_read_in_utc(text: str, expected: datetime) -> None:
     assert parse_time(text, NOW) == expected
 
 
-@pytest.mark.parametrize("text", ["noon", "25:00", "2026-13-01", ""])
+@pytest.mark.parametrize("text", ["noon", "25:00", "14:05+02:00", "2026-13-01", ""])
 def test_other_texts_are_no_times(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_time(text, NOW)

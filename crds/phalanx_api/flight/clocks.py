@@ -2,9 +2,9 @@
 
     group    its leader's clock less the offset that a router measured
     router   by the offsets of the groups that both measured
-    rank     in another pod than its leader, by the steps of both: the least delay counts as none
+    rank     in another pod than its leader, by the steps of both: their usual delay counts as none
 
-No rank starts a step before rank 0 has sent its plan.
+A rank starts a step when rank 0 has sent its plan.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from phalanx_api.flight.entries import ClockOffset, RankStep, Recording, TimedEn
 
 
 def align(recordings: Sequence[Recording]) -> list[Recording]:
-    """Returns the recordings with times of one clock. Those without a measured offset keep theirs."""
+    """Returns the recordings with times of one clock, without offsets. Those without a measured offset keep theirs."""
     routers = [recording for recording in recordings if recording.kind == "router"]
     offsets = [_group_offsets(router) for router in routers]
     reference = next((found for found in offsets if found), {})
@@ -57,19 +57,27 @@ def _merge(offsets: Sequence[dict[str, float]], ahead_of_routers: Sequence[float
 
 
 def _ahead_of_leader(recording: Recording, leader: Recording) -> float:
+    """The median: a few steps may be of another incarnation, with the same numbers."""
     starts = _starts(leader)
     delays = [start - starts[step] for step, start in _starts(recording).items() if step in starts]
-    return min(delays, default=0.0)
+    return median(delays) if delays else 0.0
 
 
 def _starts(recording: Recording) -> dict[int, float]:
-    """Start of each step; of the latest with its number, after a restart of the group."""
-    steps = ((timed.unix_s, timed.entry) for timed in recording.entries)
-    return {entry.step: unix_s - entry.seconds for unix_s, entry in steps if isinstance(entry, RankStep)}
+    """Start of each step since the last start of the group, which counts from 1 again."""
+    starts: dict[int, float] = {}
+    last = 0
+    for timed in recording.entries:
+        if isinstance(timed.entry, RankStep):
+            if timed.entry.step <= last:
+                starts = {}
+            last = timed.entry.step
+            starts[last] = timed.unix_s - timed.entry.seconds
+    return starts
 
 
 def _shifted(recording: Recording, ahead_s: float) -> Recording:
-    if not ahead_s:
-        return recording
-    entries = [TimedEntry(timed.unix_s - ahead_s, timed.entry) for timed in recording.entries]
+    entries = [
+        TimedEntry(timed.unix_s - ahead_s, timed.entry) for timed in recording.entries if not isinstance(timed.entry, ClockOffset)
+    ]
     return msgspec.structs.replace(recording, entries=entries)

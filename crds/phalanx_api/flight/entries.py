@@ -140,7 +140,7 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag="request_end"
     prompt_tokens: int
     output_tokens: int
     block_tokens: int  # of each block
-    blocks: list[int]  # of the prompt's beginning: equal numbers are equal text, from the first token on; 53 bits of a hash
+    blocks: list[int]  # of the prompt's beginning: equal numbers are equal text, from the first token on; a keyed hash
     moves: int
     replays: int
 

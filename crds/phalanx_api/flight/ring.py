@@ -16,6 +16,8 @@ from dataclasses import dataclass
 SEGMENTS = 16
 MIN_BYTES = SEGMENTS * 1024
 _MAGIC = b"PLX1"
+_MAX_SEQUENCE = 1 << 62
+"""A header beyond it is corrupt."""
 _HEADER = struct.Struct("<4sQd")
 _RECORD = struct.Struct("<II")
 
@@ -34,13 +36,11 @@ class RingWriter:
     def __init__(self, buffer: memoryview, clock_offset: Callable[[], float]) -> None:
         if len(buffer) < MIN_BYTES:
             raise ValueError(f"a ring needs {MIN_BYTES} bytes, not {len(buffer)}")
-        self.num_dropped = 0
-        """Records longer than a segment."""
         self._buffer = buffer
         self._clock_offset = clock_offset
         self._size = len(buffer) // SEGMENTS
         starts = [_HEADER.unpack_from(buffer, index * self._size) for index in range(SEGMENTS)]
-        sequences = [sequence if magic == _MAGIC else 0 for magic, sequence, _ in starts]
+        sequences = [sequence if magic == _MAGIC and sequence < _MAX_SEQUENCE else 0 for magic, sequence, _ in starts]
         self._sequence = max(sequences)
         self._segment = sequences.index(self._sequence) if self._sequence else SEGMENTS - 1
         self._at = self._end = 0
@@ -50,7 +50,6 @@ class RingWriter:
         """Writes a record, in place of the oldest segment if the present one is full. Drops one longer than a segment."""
         size = _RECORD.size + len(payload)
         if size + _RECORD.size > self._size - _HEADER.size:
-            self.num_dropped += 1
             return
         if self._at + size + _RECORD.size > self._end:
             self._begin_segment()

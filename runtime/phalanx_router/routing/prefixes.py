@@ -5,6 +5,7 @@ model have a window, the last pages before the end suffice, and any page may be 
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from phalanx_api import wire
@@ -93,22 +94,32 @@ class PromptKeys:
             keys = self._by_space[space] = PrefixKeys(root, space.page_size).extend(self._tokens)
         return keys
 
-    def blocks(self) -> list[int]:
-        """Numbers of the prompt's full blocks by keys that are known already, of the first key space; empty without one."""
+    def blocks(self, secret: bytes) -> "PromptBlocks":
+        """Numbers of the prompt's first full blocks by keys that are known already, of the first key space; empty without one.
+
+        `secret`: without it nobody can test a guess of the prompt against them.
+        """
         for space, keys in self._by_space.items():
             step = max(1, BLOCK_TOKENS // space.page_size)
-            return [_block(key) for key in keys[step - 1 :: step]]
-        return []
+            return PromptBlocks(step * space.page_size, [_block(key, secret) for key in keys[step - 1 :: step][:MAX_BLOCKS]])
+        return PromptBlocks(BLOCK_TOKENS, [])
 
 
 BLOCK_TOKENS = 64
-"""Of `PromptKeys.blocks`."""
-_BLOCK_BITS = 53
+"""Of `PromptKeys.blocks`, about: a multiple of the page size."""
+MAX_BLOCKS = 128
 
 
-def _block(key: bytes) -> int:
-    """A number for a key that is exact as a float, too short to test guesses of a prompt against."""
-    return int.from_bytes(key[:8], "big") >> (64 - _BLOCK_BITS)
+class PromptBlocks(NamedTuple):
+    """Blocks of a prompt: equal numbers are equal text, from the first token on."""
+
+    block_tokens: int
+    numbers: list[int]
+
+
+def _block(key: bytes, secret: bytes) -> int:
+    """A number for a key that is exact as a float."""
+    return int.from_bytes(blake2b(key, key=secret[:64], digest_size=8).digest(), "big") >> 11
 
 
 def _count_cached(cached: set[bytes], keys: Sequence[bytes]) -> int:

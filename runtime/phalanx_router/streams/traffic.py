@@ -114,6 +114,7 @@ class TrafficStats:
             missed=_mean(sum(second.missed for second in seconds), sum(second.started for second in seconds)),
             output=_mean(sum(second.output for second in seconds), sum(second.ended for second in seconds)),
             scv=_scv(seconds),
+            output_tokens=sum(second.output for second in seconds),
         )
 
     def ttft(self, now: float) -> Histogram:

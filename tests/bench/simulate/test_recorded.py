@@ -10,7 +10,7 @@ import pytest
 from bench.router.replay import Arrival
 from bench.simulate.engine import Shape
 from bench.simulate.machines import ANALYTIC, ITL_TARGET_S, TTFT_TARGET_S
-from bench.simulate.recorded import NotReplayable, RecordedLoad, RecordedOurs, main, play, read_load
+from bench.simulate.recorded import NOT_REPLAYABLE, NotReplayable, RecordedLoad, RecordedOurs, main, play, read_load
 from bench.simulate.world import Setting
 from phalanx_api.flight.entries import Dispatch, Entry, MovePlan, Recording, RequestEnd, TimedEntry
 from phalanx_api.summary import BalancePolicy
@@ -73,7 +73,7 @@ def test_policies_are_compared_with_what_was_recorded(tmp_path: Path, capsys: py
 
 def test_a_file_without_requests_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lines").write_bytes(msgspec.json.encode(Recording(kind="router", pod="r")) + b"\n")
-    assert main([str(tmp_path / "lines")]) == 1
+    assert main([str(tmp_path / "lines")]) == NOT_REPLAYABLE
     assert "0 requests and 0 groups with measured steps are recorded" in capsys.readouterr().err
     assert main([str(tmp_path / "absent")]) == 1
     with pytest.raises(NotReplayable):

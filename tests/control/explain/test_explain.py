@@ -52,7 +52,8 @@ def busy(name: str = "a", **fields: Any) -> GroupSummary:
 
 def arrivals(rate: float, prompt: float = 100.0, output: float = 200.0) -> list[Traffic]:
     count = round(rate * 60)
-    return [Traffic(window_s=60, arrivals=count, prompt=prompt, prompt_squared=prompt**2, missed=prompt, output=output)]
+    means = {"prompt": prompt, "prompt_squared": prompt**2, "missed": prompt, "output": output}
+    return [Traffic(window_s=60, arrivals=count, output_tokens=count * output, **means)]
 
 
 def explained(*groups: GroupSummary, spec: Spec | None = None, status: Status | None = None, **fields: Any) -> Explanation:
