@@ -164,8 +164,8 @@ class VirtualRun:
         assert refusal is None, refusal
         if self.disk is None or not is_held:
             return
-        missing, num_found = self.scheduler.sharing.missing_keys(self.scheduler.requests[number])
-        order = tier.start(number, missing, num_found, model=self.scheduler.fit.model(), now=self._now)
+        prefix = self.scheduler.sharing.find_on_disk(self.scheduler.requests[number])
+        order = tier.start(number, prefix, model=self.scheduler.fit.model(), now=self._now)
         if order is not None:
             self.disk.read(order, self._now)
         if not tier.is_waiting(number):

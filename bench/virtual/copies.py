@@ -10,6 +10,7 @@ from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     ExpectPages,
+    FetchPages,
     Forgotten,
     PageCopy,
     PagesReceived,
@@ -143,7 +144,7 @@ class VirtualCarrier:
 
     # The target
 
-    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+    def fetch(self, order: FetchPages) -> None:
         """Groups here have no disk."""
         raise AssertionError("no disk has pages")
 

@@ -20,6 +20,7 @@ from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
+from tests.properties.fake_disk import FakeDisk
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 
@@ -72,6 +73,8 @@ class Shape:
     num_parts: int = 0
     """With a window: pages have parts, because another layer reads all tokens."""
     num_host_parts: int = 0
+    has_disk: bool = False
+    """Pages and parts of host memory go to a disk, which loses some of them."""
     failures: frozenset[int] = frozenset()
     """Steps for which the ranks have no memory."""
 
@@ -137,6 +140,7 @@ SHAPES = st.builds(
     window=st.sampled_from([0, 0, 2, 3, 5, 8, 13]),
     num_parts=st.sampled_from([0, 0, 2, 3, 5, 8, 14]),
     num_host_parts=st.sampled_from([0, 2, 4, 20]),
+    has_disk=st.booleans(),
     failures=st.frozensets(st.integers(1, 40), max_size=4),
 )
 
@@ -154,6 +158,7 @@ class Workload:
             window=shape.page_window,
             num_parts=shape.parts,
             num_host_parts=shape.num_host_parts if shape.parts else 0,
+            has_disk=shape.has_disk,
             depth=shape.flights,
             runs_ahead=shape.is_async,
         )
@@ -169,6 +174,7 @@ class Workload:
             scheduling_policy=shape.policy, eviction_policy="lru", prefix_caching=shape.caching, speculation=shape.speculation
         )
         self.scheduler = make_scheduler(limits, self.runner.pool, config)
+        self.disk = FakeDisk(self.runner, self.scheduler)
         self.shape = shape
         self.todo = dict(enumerate(arrivals))
         self.requests = {handle: arrival.request(handle) for handle, arrival in self.todo.items()}
@@ -207,6 +213,7 @@ class Workload:
             self.abort(step)
             if self.shape.resizes and step % 3 == 0:
                 self.scheduler.pool.host.want(1 + step * 7 % (self.shape.num_host_pages + 1), "test")
+            self.disk.turn(step)
             assert self.scheduler.check() == []
             self.turn(step)
             self.check_report(step)
@@ -226,10 +233,11 @@ class Workload:
             arrival, request = self.todo.pop(handle), self.requests[handle]
             whole = self.expected(request) if request.prompt else []
             submitted = replace_delivered(request, whole[: arrival.delivered])
-            answer = self.scheduler.submit(handle, submitted, float(step))
+            answer = self.scheduler.submit(handle, submitted, float(step), is_held=self.disk.is_on)
             never_fits = arrival.prompt == 0 or arrival.prompt >= max_model_len
             assert (isinstance(answer, Refusal) and answer.status == 400) == never_fits
             if answer is None:
+                self.disk.start(handle, step)
                 self.output[handle] = list(submitted.delivered)
                 if arrival.abort_after is not None:
                     self.aborts[handle] = step + arrival.abort_after
@@ -238,6 +246,7 @@ class Workload:
         for handle in [handle for handle, at in self.aborts.items() if at <= step]:
             del self.aborts[handle]
             self.output.pop(handle, None)
+            self.disk.request_left(handle)
             self.scheduler.abort(handle)
 
     def check_report(self, step: int) -> None:
@@ -291,7 +300,7 @@ class Workload:
             assert self.scheduler.limits.runs_ahead or not in_flight & set(plan.rows), "plans in flight have disjoint requests"
             self.flights.append(plan)
             self.runner.start(plan)
-        elif not self.flights:
+        elif not self.flights and not self.disk.is_reading:
             assert self.scheduler.is_idle(), "no request is left without a plan"
         if plan is None or len(self.flights) == self.shape.max_flights:
             self.commit()
@@ -414,6 +423,22 @@ def test_parts_come_back_from_host_memory() -> None:
         assert load.host_total_parts == 40 and load.host_loaded_parts == run.runner.num_loaded_parts > 40
         assert load.host_stored_parts >= run.runner.num_stored_parts > 40 and run.runner.num_loaded > 20
         assert run.scheduler.sharing.hit_tokens > 1.3 * without.scheduler.sharing.hit_tokens
+
+
+@pytest.mark.parametrize("num_parts", [0, 24])
+def test_pages_and_parts_come_back_from_disk(num_parts: int) -> None:
+    """Host memory holds the prefixes of two families of seven; without a disk the others compute them again."""
+    for is_async in (False, True):
+        arrivals = [Arrival(6 * i, 34, 6, common=30, family=i % 7) for i in range(56)]
+        shape = Shape(50, 2, 4, 16, is_async=is_async, window=8 if num_parts else 0, num_parts=num_parts)
+        shape = replace(shape, num_host_pages=40, num_host_parts=20)
+        without = Workload(arrivals, shape).run()
+        run = Workload(arrivals, replace(shape, has_disk=True)).run()
+        counters, load = run.scheduler.sharing.disk.counters, run.scheduler.load()
+        assert run.disk.num_waits > 10 and counters.fetched > 40 and counters.failed > 0
+        assert load.disk_fetched_parts == counters.fetched_parts and (counters.fetched_parts > 15) == (num_parts > 0)
+        assert (load.disk_cached_parts > 15) == (num_parts > 0)
+        assert run.scheduler.sharing.hit_tokens > 1.2 * without.scheduler.sharing.hit_tokens
 
 
 def test_part_of_a_copied_page_is_not_evicted() -> None:

@@ -59,6 +59,7 @@ class FakeRunner:
         window: int = 0,
         num_parts: int = 0,
         num_host_parts: int = 0,
+        has_disk: bool = False,
     ) -> None:
         self.depth = depth
         self._runs_ahead = runs_ahead
@@ -76,6 +77,7 @@ class FakeRunner:
             page_size,
             num_host_pages,
             min_host_pages=min_host_pages,
+            has_disk=has_disk,
             window=window,
             num_parts=num_parts,
             num_host_parts=num_host_parts,
@@ -86,6 +88,13 @@ class FakeRunner:
         """Contents of slots in host memory."""
         self._host_parts: dict[int, list[int | None]] = {}
         self._late_parts: list[tuple[bool, int, int]] = []
+        self.disk: dict[bytes, list[int | None]] = {}
+        """Contents of the pages that were stored in host memory, if a disk keeps them."""
+        self.disk_parts: dict[bytes, list[int | None]] = {}
+        self._late_keys: list[bytes] = []
+        self._late_part_keys: list[bytes] = []
+        self.last_step = 0
+        """Of the plans whose copies are complete."""
         self._num_slots = self._pool.host_floor
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
@@ -163,6 +172,8 @@ class FakeRunner:
         """Updates rows, page tables and copies."""
         self._copy_late()
         self._late, self._late_parts = plan.host_copies, plan.part_host_copies
+        self._late_keys, self._late_part_keys = plan.host_keys, plan.part_host_keys
+        self.last_step = plan.step
         if plan.awaits_host_copies:
             self.num_awaited += 1
             self._copy_late()
@@ -196,6 +207,7 @@ class FakeRunner:
             self._tables[row] += pages
 
     def _copy_late(self) -> None:
+        keys, part_keys = iter(self._late_keys), iter(self._late_part_keys)
         for is_load, page, slot in self._late:
             assert slot < self._num_slots, f"host memory has {self._num_slots} slots, a plan uses {slot}"
             own = slice(page * self._pool.page_size, (page + 1) * self._pool.page_size)
@@ -204,6 +216,8 @@ class FakeRunner:
                 self._drafted_slots[own] = [None] * self._pool.page_size
             else:
                 self._host[slot] = self._slots[own]
+                if self._pool.has_disk:
+                    self.disk[next(keys)] = self._slots[own]
             self.num_loaded += is_load
             self.num_stored += not is_load
         for is_load, part, slot in self._late_parts:
@@ -213,9 +227,12 @@ class FakeRunner:
                 self._part_slots[own] = self._host_parts[slot]
             else:
                 self._host_parts[slot] = self._part_slots[own]
+                if self._pool.has_disk:
+                    self.disk_parts[next(part_keys)] = self._part_slots[own]
             self.num_loaded_parts += is_load
             self.num_stored_parts += not is_load
-        self._late, self._late_parts = [], []
+        assert next(keys, None) is None and next(part_keys, None) is None, "more keys than stores"
+        self._late, self._late_parts, self._late_keys, self._late_part_keys = [], [], [], []
         if self._late_resize is not None:
             self._resize(self._late_resize)
             self._late_resize = None
@@ -325,7 +342,13 @@ class FakeRunner:
 
     def put_host(self, slot: int, slots: list[int | None]) -> None:
         """Writes a slot of host memory, from disk."""
+        self._copy_late()
         self._host[slot] = slots
+
+    def put_host_part(self, slot: int, slots: list[int | None]) -> None:
+        """The same for a part."""
+        self._copy_late()
+        self._host_parts[slot] = slots
 
     def put(self, page: int, slots: list[int | None], drafted: list[int | None] | None = None) -> None:
         """Writes a page received from another group, with or without the draft's slots."""

@@ -131,6 +131,7 @@ class Build:
     num_parts: int = 0
     """Parts of pages, which layers with a window use; others keep all pages."""
     num_host_parts: int = 0
+    has_disk: bool = False
     device: str = "cpu"
     level: ModelImpl = "auto"
     has_parallel_experts: bool = False
@@ -188,6 +189,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         window=build.window,
         num_parts=build.num_parts,
         num_host_parts=build.num_host_parts,
+        has_disk=build.has_disk,
     )
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:

@@ -5,12 +5,14 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from bench.frame.programs import Program
 from tests.polling import wait_until
+from tests.runtime.tiny import save_tiny
 from tests.system.runtimes import incarnation, metric_of, ranks_of, readiness, runtime
 
 pytestmark = pytest.mark.system
@@ -33,10 +35,21 @@ def answer(program: Program, prompt: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_killed_runtime_starts_with_the_pages_on_disk(model: Path, tmp_path: Path, ranks: str) -> None:
-    tiers = ("--host-cache-memory", "40000000", "--disk-cache-path", str(tmp_path / "pages"), "--tensor-parallel-size", ranks)
-    with serving(model, "--tensor-parallel-size", ranks) as program:
+@pytest.fixture(scope="module")
+def mixed(model: Path) -> Path:
+    layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return save_tiny(model.parent / "mixed", "gemma3_text", max_position_embeddings=2048, **layers)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("model", "1"), ("model", "2"), ("mixed", "2")])
+def test_killed_runtime_starts_with_the_pages_on_disk(
+    tmp_path: Path, name: str, ranks: str, request: pytest.FixtureRequest
+) -> None:
+    """Pages of the mixed model have parts, for the layers with a window."""
+    model, has_parts = request.getfixturevalue(name), name == "mixed"
+    fixed = ("--tensor-parallel-size", ranks, *(("--kv-cache-memory-bytes", "1200000") if has_parts else ()))
+    tiers = ("--host-cache-memory", "40000000", "--disk-cache-path", str(tmp_path / "pages"), *fixed)
+    with serving(model, *fixed) as program:
         expected = [answer(program, prompt) for prompt in PROMPTS]
     with serving(model, *tiers) as program:
         assert [answer(program, prompt) for prompt in PROMPTS] == expected
@@ -49,5 +62,6 @@ def test_killed_runtime_starts_with_the_pages_on_disk(model: Path, tmp_path: Pat
         wait_until(lambda: incarnation(program) > 1 and readiness(program).status_code == 200, 90)
         assert [answer(program, prompt) for prompt in PROMPTS] == expected
         assert metric_of(program, "phalanx_disk_fetched_pages_total") > 0
+        assert (metric_of(program, "phalanx_disk_fetched_window_parts_total") > 0) == has_parts
         assert metric_of(program, "phalanx_disk_cached_pages") > 100
         assert metric_of(program, "phalanx_page_leaks_total") == 0

@@ -236,6 +236,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     tenants: list[TenantUse] = []  # that computed something, in the order of their first step
     unix_s: float = 0.0  # Unix time of the report; 0: unknown
 
+    # Parts of pages on disk.
+    disk_cached_parts: int = 0
+    disk_fetched_parts: int = 0  # counter of parts that were read into host memory
+
 
 class Served(msgspec.Struct, frozen=True, array_like=True):
     """Model of an incarnation."""

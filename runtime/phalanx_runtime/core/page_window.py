@@ -67,9 +67,8 @@ def choose_page_groups(windows: Collection[int | None], config: EngineConfig) ->
     if not sizes:
         return ALL_PAGES
     is_mixed = len(sizes) < len(windows)
-    if is_mixed and (config.disk_cache_path is not None or config.host_cache_adaptive):
-        tier = "disk" if config.disk_cache_path is not None else "adaptive host memory"
-        return PageGroups(0, f"some layers attend to all tokens, and the {tier} keeps pages of all layers")
+    if is_mixed and config.host_cache_adaptive:
+        return PageGroups(0, "some layers attend to all tokens, and the adaptive host memory keeps pages of all layers")
     if config.speculative_method in ("draft", "self_draft"):
         return PageGroups(0, "the draft model computes tokens again whose pages would be free")
     if config.batch_invariant:

@@ -110,6 +110,7 @@ class StepBuilder:
     host_copies: list[HostCopy] = field(default_factory=list)
     host_keys: list[bytes] = field(default_factory=list)
     part_host_copies: list[HostCopy] = field(default_factory=list)
+    part_host_keys: list[bytes] = field(default_factory=list)
     awaits_host_copies: bool = False
     host_resize: HostResize | None = None
     draws: list[tuple[int, int]] = field(default_factory=list)
@@ -153,10 +154,8 @@ class StepBuilder:
     def finish(self) -> StepPlan:
         """Returns the plan; its pages count as sent, its tokens as computed."""
         rows, starts, counts, tokens = list[int](), list[int](), list[int](), list[int]()
-        pages: list[list[int]] = []
-        paths: list[DraftPath] = []
+        pages, paths, backfills = list[list[int]](), list[DraftPath](), list[DraftBackfill]()
         truncations, relocations = list[tuple[int, int]](), list[tuple[int, list[int]]]()
-        backfills: list[DraftBackfill] = []
         for i, chunk in enumerate(self.chunks):
             request, draft = chunk.request, chunk.draft
             assert request.row is not None, "only running requests compute"
@@ -197,6 +196,7 @@ class StepBuilder:
             host_copies=self.host_copies,
             host_keys=self.host_keys,
             part_host_copies=self.part_host_copies,
+            part_host_keys=self.part_host_keys,
             awaits_host_copies=self.awaits_host_copies,
             host_resize=self.host_resize,
         )

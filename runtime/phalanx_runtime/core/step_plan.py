@@ -113,6 +113,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """Keys of the stored pages, in order, if a disk keeps them too; else empty."""
     part_host_copies: list[HostCopy] = []
     """The same for parts of pages, with slots of their own."""
+    part_host_keys: list[bytes] = []
+    """Keys of the pages of the stored parts, as `host_keys`."""
     awaits_host_copies: bool = False
     """The pass, `copies` and `part_copies` use their device pages or parts, so they wait."""
     host_resize: HostResize | None = None
@@ -178,7 +180,7 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     min_host_pages: int | None = None
     """Slots at first and at least, if their number is adaptive."""
     has_disk: bool = False
-    """Whether a disk keeps pages that were stored in host memory."""
+    """Whether a disk keeps pages, and parts, that were stored in host memory."""
     window: int = 0
     """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
     num_parts: int = 0

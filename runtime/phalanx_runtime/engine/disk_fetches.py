@@ -2,7 +2,7 @@
 
 import logging
 
-from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, PagesFetched
+from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.engine.ports import PageTransport
 
@@ -23,7 +23,7 @@ class DiskFetches:
     @property
     def is_on(self) -> bool:
         """Whether a request may have to wait."""
-        return bool(self._disk.keys)
+        return bool(self._disk.keys or self._disk.part_keys)
 
     @property
     def deadline(self) -> float | None:
@@ -38,20 +38,25 @@ class DiskFetches:
         """Reads the pages of a request that the scheduler holds, if that pays. Returns whether it waits for them."""
         if not self.is_on:
             return False
-        missing, num_found = self._scheduler.sharing.missing_keys(self._scheduler.requests[handle])
-        order = self._disk.start(handle, missing, num_found, model=self._scheduler.fit.model(), now=now)
+        prefix = self._scheduler.sharing.find_on_disk(self._scheduler.requests[handle])
+        order = self._disk.start(handle, prefix, model=self._scheduler.fit.model(), now=now)
         if order is not None:
-            self._transport.fetch(order.number, order.keys, order.slots, self._scheduler.planned_step)
+            step = self._scheduler.planned_step
+            if order.keys:
+                self._transport.fetch(FetchPages(number=order.number, keys=order.keys, slots=order.slots, step=step))
+            if order.part_keys:
+                keys, slots = order.part_keys, order.part_slots
+                self._transport.fetch(FetchPages(number=order.number, keys=keys, slots=slots, step=step, is_part=True))
         return self._disk.is_waiting(handle)
 
     def report(self, rank: int, report: DiskReport) -> None:
         """Records the report of a rank."""
         match report:
-            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes):
-                self._disk.changed(rank, added, dropped)
+            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part):
+                self._disk.changed(rank, added, dropped, is_part=is_part)
                 self._disk.compacted(compacted_bytes, reclaimed_bytes)
-            case PagesFetched(number, count, wall_s):
-                self._ready += self._disk.fetched(rank, number, count, wall_s, self._num_ranks)
+            case PagesFetched(number, count, wall_s, is_part):
+                self._ready += self._disk.fetched(rank, number, count, wall_s, self._num_ranks, is_part=is_part)
 
     def turn(self, now: float) -> list[int]:
         """Returns the requests that wait no longer."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from phalanx_api import wire
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
-from phalanx_runtime.core.migration.page_orders import ExpectPages, PageCopy, Report
+from phalanx_runtime.core.migration.page_orders import ExpectPages, FetchPages, PageCopy, Report
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 
@@ -98,8 +98,8 @@ class PageTransport(Protocol):
         """Ends sending."""
         ...
 
-    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
-        """Reads pages from disk into slots of host memory, once `step` is computed; each rank reports PagesFetched."""
+    def fetch(self, order: FetchPages) -> None:
+        """Lets every rank read pages from disk into slots of host memory, once the step is computed, and report PagesFetched."""
         ...
 
     def reports(self) -> Sequence[tuple[int, Report]]:
@@ -165,7 +165,7 @@ class _NoTransport:
     def stop(self, move: str) -> None:
         pass
 
-    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+    def fetch(self, order: FetchPages) -> None:
         pass
 
     def reports(self) -> Sequence[tuple[int, Report]]:

@@ -25,6 +25,7 @@ from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
 from phalanx_runtime.rank.step.pipeline import Pipeline
+from phalanx_runtime.rank.tiers.opening import PageBytes
 from phalanx_runtime.rank_spec import RankSpec
 
 MIN_TOKENS_WITH_DRAFT = 4096
@@ -39,6 +40,8 @@ class KvSizing:
     """Equal on all ranks."""
     page_bytes: int
     """Bytes of a page on this rank."""
+    draft_bytes: int = 0
+    """Of these, a draft model's."""
     group_page_bytes: int
     """Bytes of a page on all ranks."""
     held_bytes: int
@@ -73,6 +76,12 @@ class KvSizing:
             return whole_bytes
         return whole_bytes - self.part_bytes + -(-self.part_bytes * self.num_parts // self.num_pages)
 
+    def disk_bytes(self, whole_bytes: int) -> PageBytes:
+        """Returns the bytes of what a disk keeps; arguments as in `host_page_bytes`."""
+        if not self.num_parts:
+            return PageBytes(whole_bytes)
+        return PageBytes(whole_bytes - self.part_bytes, self.part_bytes, self.num_parts / self.num_pages)
+
     def max_model_len(self, spec: RankSpec, max_position: int) -> int:
         """Returns the tokens of the longest request. Raises ModelError if the pool is too small."""
         engine = spec.engine
@@ -105,12 +114,12 @@ def measure_kv_sizing(
     """Measures the largest step and sizes the pool; collective. No pages if a draft model leaves no memory.
 
     `reserved_bytes`: memory for captured decode steps, which is allocated after the pool.
-
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     format, page_size = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims), spec.engine.page_size
-    size = page_bytes(model.kv, page_size, dtype, format) + drafting.page_bytes(page_size)
+    draft_bytes = drafting.page_bytes(page_size)
+    size = page_bytes(model.kv, page_size, dtype, format) + draft_bytes
     usable, taken = _usable_bytes(spec, device, system), held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
@@ -118,6 +127,7 @@ def measure_kv_sizing(
     empty = KvSizing(
         num_pages=0,
         page_bytes=size,
+        draft_bytes=draft_bytes,
         group_page_bytes=group_page_bytes,
         held_bytes=held,
         needs=PeakMemory(0, 0),
@@ -133,8 +143,7 @@ def measure_kv_sizing(
     except ModelError as error:
         return _without_memory(empty, error, has_draft, pipeline)
     draft_needs, num_pages = _profile_draft(spec, drafting.model, dtype, profiler, longest), 0
-    needs = needs.max_with(draft_needs or needs)
-    usable = _usable_bytes(spec, device, system)  # again: GPU libraries keep memory after their first use
+    needs, usable = needs.max_with(draft_needs or needs), _usable_bytes(spec, device, system)  # again: libraries keep memory
     if draft_needs is not None:
         taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
@@ -148,8 +157,9 @@ def with_parts(sizing: KvSizing, groups: PageGroups, engine: EngineConfig, max_p
     collective."""
     if not groups.has_parts:
         return sizing
-    sizes = collective.all_gather_integers([sizing.page_bytes - sizing.part_bytes, sizing.part_bytes])
-    own, part = min(sizes, key=lambda pair: pair[1] / (pair[0] + pair[1]))
+    rest = sizing.page_bytes - sizing.part_bytes
+    sizes = collective.all_gather_integers([rest, sizing.part_bytes, rest - sizing.draft_bytes])
+    own, part, _ = min(sizes, key=lambda sizes: sizes[1] / (sizes[0] + sizes[1]))
     longest = engine.max_model_len or max_position
     num_whole, window = sizing.num_pages, PageWindow(groups.window, engine.page_size)
     division = PageDivision(
@@ -161,9 +171,14 @@ def with_parts(sizing: KvSizing, groups: PageGroups, engine: EngineConfig, max_p
         max_new_tokens=Limits.of(engine, longest).max_new_tokens,
     )
     num_pages, num_parts = division.divide(num_whole, window)
-    if num_parts:
+    if not part:
+        why = "a pipeline stage has full attention in all its layers"
+    elif not num_parts:
+        why = "no request is much longer than the window"
+    elif engine.disk_cache_path is not None and not all(page for _, _, page in sizes):
+        why = "a pipeline stage, which has windows in all its layers, would have no pages on disk"
+    else:
         return replace(sizing, num_pages=num_pages, num_parts=num_parts, groups=groups)
-    why = "a pipeline stage has full attention in all its layers" if not part else "no request is much longer than the window"
     return replace(sizing, groups=PageGroups(0, f"some layers attend to all tokens, and {why}"))
 
 

@@ -41,7 +41,7 @@ from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, NO_ROWS, HostCopies, HostPages
-from phalanx_runtime.rank.tiers.opening import open_disk
+from phalanx_runtime.rank.tiers.opening import NO_DISK, open_disk
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)
@@ -117,8 +117,8 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
-    host_page_bytes = sizing.host_page_bytes(page_bytes(model.kv, page_size, dtype, format))
-    host_pages = agree_on_host_pages(spec, host_page_bytes, pipeline.world)
+    whole_bytes = page_bytes(model.kv, page_size, dtype, format)
+    host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
     shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
@@ -128,7 +128,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     max_pages = 0 if limits is None else -(-max_model_len // page_size)
     kernels.load_steps(model, max_pages, has_window=window > 0, has_parts=num_parts > 0)
-    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, host_page_bytes))
+    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole_bytes)))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
@@ -276,16 +276,19 @@ def make_runner(
 
 
 def open_host_pages(
-    caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape, disk: DiskPages | None = None
+    caches: list[LayerCache],
+    windows: Sequence[int | None],
+    pool: PoolShape,
+    disks: tuple[DiskPages | None, DiskPages | None] = NO_DISK,
 ) -> tuple[HostCopies, HostCopies]:
     """Returns the host memory for these pages, and that for their parts, if the pool has any.
 
-    `windows`: of each layer. `disk`: keeps pages too.
+    `windows`: of each layer. `disks`: keep pages, and parts, too.
     """
     if not pool.num_host_pages:
         return NO_HOST_PAGES, NO_HOST_PAGES
     page_caches, part_caches = divide_caches(caches, windows, pool.num_parts)
-    pages = HostPages(page_caches, pool.host_floor, disk=disk, limit=pool.num_host_pages) if page_caches else NO_ROWS
+    pages = HostPages(page_caches, pool.host_floor, disk=disks[0], limit=pool.num_host_pages) if page_caches else NO_ROWS
     if not pool.num_host_parts:
         return pages, NO_HOST_PAGES
-    return pages, HostPages(part_caches, pool.num_host_parts) if part_caches else NO_ROWS
+    return pages, HostPages(part_caches, pool.num_host_parts, disk=disks[1]) if part_caches else NO_ROWS

@@ -3,6 +3,8 @@
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.page_window import PageWindow
+from phalanx_runtime.core.window_parts import WindowParts
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 MODEL = StepModel(fixed_s=0.0, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
@@ -16,7 +18,7 @@ def make_tier(num_slots: int = 16) -> tuple[PagePool, DiskTier]:
 
 
 def start(tier: DiskTier, handle: int, keys: list[bytes], now: float = 0.0, model: StepModel | None = None) -> FetchOrder | None:
-    return tier.start(handle, keys, 0, model=model, now=now)
+    return tier.start(handle, tier.find_after(keys, 0), model=model, now=now)
 
 
 def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
@@ -117,3 +119,50 @@ def test_used_slots_make_room_unless_a_copy_needs_them() -> None:
     assert order is not None
     assert b"a" * 16 not in pool.host
     assert pool.take_changes().changes == [(False, b"a" * 16)]
+
+
+def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:
+    """Pages of 4 tokens, of which a layer reads the last two; all pages are on disk, and the parts of some."""
+    pool = PagePool(
+        8, 4, num_host_pages=16, has_disk=True, parts=WindowParts(6, 8, PageWindow(8, 4)), num_host_parts=num_host_parts
+    )
+    tier = DiskTier(pool)
+    tier.changed(0, KEYS, [])
+    tier.changed(0, [KEYS[1], KEYS[2], KEYS[3], KEYS[5]], [], is_part=True)
+    return pool, tier
+
+
+def test_parts_of_the_last_window_are_fetched() -> None:
+    """The parts of pages 2 and 3 are the last two of a window; page 5 lacks the part before it."""
+    pool, tier = make_parts()
+    order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
+    assert order is not None
+    assert order.keys == KEYS[:4] and order.part_keys == KEYS[2:4]
+    assert tier.fetched(0, order.number, 4, 0.04, num_ranks=2) == []
+    assert tier.fetched(1, order.number, 2, 0.04, num_ranks=2, is_part=True) == []
+    assert tier.fetched(0, order.number, 1, 0.08, num_ranks=2, is_part=True) == []
+    assert tier.fetched(1, order.number, 4, 0.04, num_ranks=2) == [1], "each rank has reported pages and parts"
+    assert pool.host.keep(KEYS) == 4 and [key in pool.host_parts for key in KEYS[:4]] == [False, False, True, False]
+    assert (tier.page_s, tier.part_s) == (0.01, 0.08)
+    counters = tier.counters
+    assert (counters.fetched, counters.fetched_parts, counters.failed) == (4, 1, 1)
+    assert KEYS[3] not in tier.part_keys and KEYS[3] in tier.keys, "a rank lacks the part"
+
+
+def test_parts_alone_are_fetched_for_pages_in_memory() -> None:
+    pool, tier = make_parts()
+    pool.fill_slots(pool.reserve_slots(5), KEYS[:5])
+    slots, _ = pool.host_parts.reserve(1)
+    pool.host_parts.fill(slots, KEYS[2:3])
+    prefix = tier.find(KEYS)
+    assert (prefix.start, prefix.end, prefix.keys, prefix.part_keys) == (0, 4, [], [KEYS[3]])
+    order = tier.start(1, prefix, model=None, now=0.0)
+    assert order is not None and tier.start(2, tier.find(KEYS), model=None, now=0.0) is None
+    assert tier.is_waiting(2), "for the part that is being read"
+    assert tier.fetched(0, order.number, 1, 0.01, num_ranks=1, is_part=True) == [1, 2]
+
+
+def test_window_that_exceeds_the_slots_is_not_fetched() -> None:
+    pool, tier = make_parts(num_host_parts=3)
+    assert tier.start(1, tier.find(KEYS), model=None, now=0.0) is None, "half of the slots are one"
+    assert not tier.is_waiting(1) and pool.check([]) == []

@@ -55,8 +55,10 @@ class FakeTransport:
     def stop(self, move: str) -> None:
         self.orders.append(("stop", move))
 
-    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
-        self.orders.append(("fetch", number, len(keys), tuple(slots), step))
+    def fetch(self, order: page_orders.FetchPages) -> None:
+        self.orders.append(
+            ("fetch_parts" if order.is_part else "fetch", order.number, len(order.keys), tuple(order.slots), order.step)
+        )
 
     def reports(self) -> Sequence[tuple[int, page_orders.Report]]:
         reports, self.pending = self.pending, []

@@ -59,6 +59,23 @@ def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path) -> None:
     assert cached[0] < 0.5 * num_tokens and cached[1] > 0.8 * num_tokens, cached
 
 
+def test_restarted_ranks_read_pages_and_parts(tmp_path: Path) -> None:
+    """Host memory has a share of the prompts, and none of them after the restart."""
+    layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    folder, rounds = save_tiny(tmp_path / "model", "gemma3_text", **layers), list[list[RequestOutput]]()
+    small = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 18, "max_num_batched_tokens": 32, "max_num_seqs": 2}
+    for _ in range(2):
+        disk = {"host_cache_memory": 1 << 20, "disk_cache_path": str(tmp_path / "pages"), "disk_cache_bytes": 32 << 20}
+        with engine_of(folder, **small, **disk) as engine:
+            rounds += [engine.generate(PROMPTS, GREEDY) for _ in range(3)]
+    outputs = [[output.outputs for output in found] for found in rounds]
+    assert all(found == outputs[0] for found in outputs)
+    num_tokens = sum(len(output.prompt_token_ids) for output in rounds[0])
+    cached = [num_cached(found) for found in rounds]
+    assert cached[0] == 0 and cached[3] > 0.3 * num_tokens, (cached, num_tokens)
+    assert len(list((tmp_path / "pages").iterdir())) == 4, "each rank has a log of pages and one of parts"
+
+
 @pytest.mark.slow
 def test_adaptive_tier_of_two_ranks_grows_for_repeated_prompts(tmp_path: Path) -> None:
     """At its floor it holds a sixth of the prompts, which are used in turn."""

@@ -1,30 +1,50 @@
 """Pages on disk: the third tier of the prefix cache, below host memory.
 
-Each page that is stored in host memory is also written to disk, by each rank its own part. A new request may fetch the pages that
-neither device nor host memory has: the ranks read them into slots of host memory while it is held, and once all ranks have
+Each page that is stored in host memory is also written to disk, by each rank its own share. A new request may fetch the pages
+that neither device nor host memory has: the ranks read them into slots of host memory while it is held, and once all ranks have
 them, it starts and loads them like other pages there. The keys are those of rank 0's disk. A rank that lacks a page, or finds it
 damaged, reports fewer pages, and the request computes the rest.
+
+Parts of pages (`core.window_parts`) have a log of their own. A request fetches pages up to the last one after which it could
+start, and of the parts those of the window before it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, pays_to_load
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.window_parts import WindowParts
 
 MAX_WAIT_S = 10.0
 """A request that waits longer for its pages computes them."""
 
 
 @dataclass(frozen=True, slots=True)
+class DiskPrefix:
+    """What a held request could read from disk: pages, and parts of its pages, in chain order."""
+
+    start: int
+    """Pages after which it starts without the disk."""
+    end: int
+    """Pages after which it starts with it."""
+    keys: list[bytes]
+    part_keys: list[bytes]
+    needs_all: bool
+    """Whether a share of them is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """Pages that all ranks read from disk, in chain order."""
+    """Pages and parts that all ranks read from disk, in chain order."""
 
     number: int
     keys: list[bytes]
     slots: list[int]
+    part_keys: list[bytes]
+    part_slots: list[int]
     why: str
 
 
@@ -35,6 +55,14 @@ class _Fetch:
     handles: list[int]
     counts: dict[int, int] = field(default_factory=dict)
     """Pages that each rank has read."""
+    part_counts: dict[int, int] = field(default_factory=dict)
+    """Parts that each rank has read."""
+
+    def is_complete(self, num_ranks: int) -> bool:
+        """Returns whether each rank has reported what it read."""
+        order = self.order
+        pages, parts = (num_ranks if keys else 0 for keys in (order.keys, order.part_keys))
+        return len(self.counts) == pages and len(self.part_counts) == parts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +70,9 @@ class DiskCounters:
     """Pages since the start."""
 
     fetched: int = 0
+    fetched_parts: int = 0
     failed: int = 0
-    """Requested, and not read by all ranks."""
+    """Pages and parts that were requested, and not read by all ranks."""
     declined: int = 0
     """Found, but faster to compute than to read."""
     compacted_bytes: int = 0
@@ -58,9 +87,13 @@ class DiskTier:
     def __init__(self, pool: PagePool, pages_before: int | None = None) -> None:
         """pages_before: pages of a prefix that requests read, the last ones, if every layer has a window."""
         self.keys: set[bytes] = set()
+        self.part_keys: set[bytes] = set()
+        """Pages whose parts are on disk."""
         self.counters = DiskCounters()
         self.page_s: float | None = None
         """Measured seconds to read a page."""
+        self.part_s: float | None = None
+        """The same of a part."""
         self._pool = pool
         self._pages_before = pages_before
         self._fetches: dict[int, _Fetch] = {}
@@ -76,64 +109,81 @@ class DiskTier:
         """Returns whether a request waits for its pages."""
         return handle in self._fetch_of
 
-    def start(
-        self, handle: int, missing: Iterable[bytes], num_found: int, *, model: StepModel | None, now: float
-    ) -> FetchOrder | None:
+    def find(self, keys: Sequence[bytes]) -> DiskPrefix:
+        """Returns what a request with these full pages could read. Memory keeps for it what it has before that."""
+        pool = self._pool
+        pages = pool.match(keys)
+        num_found = len(pages) + pool.host.keep(keys[len(pages) :])
+        if pool.parts is None:
+            return self.find_after(keys, num_found)
+        return self._find_with_parts(keys, pages, num_found, pool.parts)
+
+    def find_after(self, keys: Sequence[bytes], num_found: int) -> DiskPrefix:
+        """Returns what a request could read of the pages after the first `num_found`, which are in memory."""
+        on_disk = list(takewhile(self.keys.__contains__, islice(keys, num_found, None)))
+        read = on_disk if self._pages_before is None else on_disk[-self._pages_before :]
+        return DiskPrefix(num_found, num_found + len(on_disk), read, [], needs_all=len(read) < len(on_disk))
+
+    def num_known(self, keys: Sequence[bytes], num_found: int) -> int:
+        """Returns how many leading pages the tiers have, with or without parts, given those that the device has."""
+        host = self._pool.host
+        return num_found + sum(1 for _ in takewhile(lambda key: key in host or key in self.keys, islice(keys, num_found, None)))
+
+    def start(self, handle: int, prefix: DiskPrefix, *, model: StepModel | None, now: float) -> FetchOrder | None:
         """Returns the pages to read for a held request, if that is faster than computing them; then it waits.
 
-        missing: keys of its full pages after the first `num_found`, which are in memory. It also waits, without an order, if its
-        first page is being read for another request.
+        It also waits, without an order, if the first page or part is being read for another request.
         """
-        on_disk = list(takewhile(self.keys.__contains__, missing))
-        keys = on_disk if self._pages_before is None else on_disk[-self._pages_before :]
-        if not keys:
+        keys, part_keys, size = prefix.keys, prefix.part_keys, self._pool.page_size
+        if not keys and not part_keys:
             return None
         for fetch in self._fetches.values():
-            if keys[0] in fetch.order.keys:
+            if not set(keys[:1]).isdisjoint(fetch.order.keys) or not set(part_keys[:1]).isdisjoint(fetch.order.part_keys):
                 self._wait(handle, fetch)
                 return None
-        size = self._pool.page_size
-        load_s = None if self.page_s is None else self.page_s * len(keys)
-        if not pays_to_load(len(on_disk) * size, num_found * size, model, load_s):
+        if not pays_to_load((prefix.end - prefix.start) * size, prefix.start * size, model, self._read_s(prefix)):
             self.counters.declined += len(keys)
             return None
-        slots = self._pool.reserve_slots(len(keys))
-        if len(slots) < len(keys) < len(on_disk):  # a part of a window is of no use
-            self._pool.fill_slots(slots, [])
-            return None
-        if not slots:
+        slots, part_slots = self._pool.reserve_slots(len(keys)), self._pool.host_parts.reserve(len(part_keys))[0]
+        is_short = len(slots) < len(keys) or len(part_slots) < len(part_keys)
+        if (prefix.needs_all and is_short) or not (slots or part_slots):
+            self._fill(slots, part_slots, [], [])
             return None
         self._number += 1
-        order = FetchOrder(self._number, keys[: len(slots)], slots, f"{len(slots)} pages after {num_found} are on disk")
+        why = f"{len(slots)} pages and {len(part_slots)} parts after {prefix.start} pages are on disk"
+        keys = keys[: len(slots)]
+        order = FetchOrder(self._number, keys, slots, part_keys=part_keys, part_slots=part_slots, why=why)
         fetch = self._fetches[order.number] = _Fetch(order, now + MAX_WAIT_S, [])
         self._wait(handle, fetch)
         return order
 
-    def fetched(self, rank: int, number: int, count: int, wall_s: float, num_ranks: int) -> list[int]:
+    def fetched(self, rank: int, number: int, count: int, wall_s: float, num_ranks: int, *, is_part: bool = False) -> list[int]:
         """Records what one of `num_ranks` ranks read. Returns the requests that wait no longer, once all ranks have reported."""
         fetch = self._fetches.get(number)
         if fetch is None:
             return []
-        fetch.counts[rank] = count
-        keys = fetch.order.keys
         if rank == 0 and count:
-            page_s = wall_s / count
-            self.page_s = page_s if self.page_s is None else self.page_s + LOAD_SMOOTHING * (page_s - self.page_s)
-        if len(fetch.counts) < num_ranks:
+            self._learn(wall_s / count, is_part)
+        (fetch.part_counts if is_part else fetch.counts)[rank] = count
+        if not fetch.is_complete(num_ranks):
             return []
-        num_read = min(fetch.counts.values())
-        self.counters.fetched += num_read
-        self.counters.failed += len(keys) - num_read
-        self.keys.difference_update(keys[num_read : num_read + 1])
-        self._pool.fill_slots(fetch.order.slots, keys[:num_read])
+        order, counters = fetch.order, self.counters
+        num_read, num_parts = (min(counts.values(), default=0) for counts in (fetch.counts, fetch.part_counts))
+        counters.fetched += num_read
+        counters.fetched_parts += num_parts
+        counters.failed += len(order.keys) - num_read + len(order.part_keys) - num_parts
+        self.keys.difference_update(order.keys[num_read : num_read + 1])
+        self.part_keys.difference_update(order.part_keys[num_parts : num_parts + 1])
+        self._fill(order.slots, order.part_slots, order.keys[:num_read], order.part_keys[:num_parts])
         del self._fetches[number]
         return self._end_wait(fetch)
 
-    def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes]) -> None:
+    def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
         """Records changed keys of a rank."""
+        keys = self.part_keys if is_part else self.keys
         if rank == 0:
-            self.keys.update(added)
-        self.keys.difference_update(dropped)
+            keys.update(added)
+        keys.difference_update(dropped)
 
     def compacted(self, compacted_bytes: int, reclaimed_bytes: int) -> None:
         """Records what a rank wrote in compaction, and the bytes of segments that it removed."""
@@ -150,6 +200,48 @@ class DiskTier:
         number = self._fetch_of.pop(handle, None)
         if number is not None:
             self._fetches[number].handles.remove(handle)
+
+    def _find_with_parts(self, keys: Sequence[bytes], pages: list[int], num_found: int, parts: WindowParts) -> DiskPrefix:
+        """Returns the longest prefix that fits the slots, of which the first `num_found` pages are in memory."""
+        pool, size, window = self._pool, self._pool.page_size, parts.window
+        num_slots = max(0, pool.host.num_reservable)
+        num_on_disk = sum(1 for _ in takewhile(self.keys.__contains__, islice(keys, num_found, num_found + num_slots)))
+
+        def is_in_memory(index: int) -> bool:
+            return (index < len(pages) and parts.written(pages[index]) == size) or keys[index] in pool.host_parts
+
+        start = window.longest_hit(is_in_memory, num_found)
+        end = window.longest_hit(lambda i: is_in_memory(i) or keys[i] in self.part_keys, num_found + num_on_disk)
+        wanted = range(window.first_page(end * size), end)
+        missing = [keys[i] for i in wanted if not is_in_memory(i)]
+        if end <= start or len(missing) > pool.host_parts.num_reservable:
+            return DiskPrefix(start, start, [], [], needs_all=True)
+        for i in wanted:
+            pool.host_parts.keep([keys[i]])
+        parts.want(pages, end)
+        return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True)
+
+    def _read_s(self, prefix: DiskPrefix) -> float | None:
+        """Returns the expected seconds to read pages and parts, if measured."""
+        seconds = 0.0
+        for item_s, keys in ((self.page_s, prefix.keys), (self.part_s, prefix.part_keys)):
+            if keys and item_s is None:
+                return None
+            seconds += len(keys) * (item_s or 0.0)
+        return seconds
+
+    def _learn(self, item_s: float, is_part: bool) -> None:
+        known = self.part_s if is_part else self.page_s
+        item_s = item_s if known is None else known + LOAD_SMOOTHING * (item_s - known)
+        if is_part:
+            self.part_s = item_s
+        else:
+            self.page_s = item_s
+
+    def _fill(self, slots: list[int], part_slots: list[int], keys: list[bytes], part_keys: list[bytes]) -> None:
+        """Ends the reservations: the first slots have the pages and parts of these keys."""
+        self._pool.fill_slots(slots, keys)
+        self._pool.host_parts.fill(part_slots, part_keys)
 
     def _wait(self, handle: int, fetch: _Fetch) -> None:
         fetch.handles.append(handle)

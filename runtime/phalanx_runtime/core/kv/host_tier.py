@@ -243,6 +243,11 @@ class HostTier:
             self._drop(self._entry_of[key])
         return lost
 
+    @property
+    def num_reservable(self) -> int:
+        """How many slots `reserve` returns at most."""
+        return self.num_slots // 2 - len(self._reserved)
+
     def reserve(self, count: int) -> tuple[list[int], list[bytes]]:
         """Reserves up to `count` slots that no pending copy uses, at most half of all.
 
@@ -251,7 +256,7 @@ class HostTier:
         used = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
         dropped: list[bytes] = []
-        while len(slots) < count and 2 * (len(self._reserved) + 1) <= self.num_slots:
+        while len(slots) < count and self.num_reservable > 0:
             if not self._table.num_free:
                 if self._table.slot_of(self._policy.victim()) in used:
                     break

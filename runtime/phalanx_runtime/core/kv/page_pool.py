@@ -78,7 +78,7 @@ class PagePool:
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
         self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages, rules=host_rules)
-        self.host_parts = HostTier(num_host_parts, eviction)
+        self.host_parts = HostTier(num_host_parts, eviction, has_disk=has_disk)
         """Wanted parts, by the keys of their pages."""
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))

@@ -18,7 +18,7 @@ from phalanx_api import wire
 from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
-from phalanx_runtime.core.kv.disk_tier import DiskTier
+from phalanx_runtime.core.kv.disk_tier import DiskPrefix, DiskTier
 from phalanx_runtime.core.kv.host_loads import HostLoads, Lookup
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
@@ -91,22 +91,15 @@ class PrefixSharing:
         """Returns how many pages, of those that `find` returned, a request needs not compute."""
         return len(found) if self.parts is None else self.parts.num_hit(found)
 
-    def missing_keys(self, request: Request) -> tuple[list[bytes], int]:
-        """Returns the keys of a request's full pages after those in device and host memory, and the number of these.
-
-        Host memory keeps its pages for the request: without the first ones, the others are of no use.
-        """
-        if not self._can_share(request):
-            return [], 0
-        keys = self._keys(request)[: self._num_full(request)]
-        if self.windowed is not None:
-            num_found = self.windowed.num_in_memory(keys)
-            for key in keys[self.windowed.window.first_page(num_found * self.pool.page_size) : num_found]:
-                self.pool.host.keep([key])
-            return keys[num_found:], num_found
-        num_found = len(self.pool.match(keys))
-        num_found += self.pool.host.keep(keys[num_found:])
-        return keys[num_found:], num_found
+    def find_on_disk(self, request: Request) -> DiskPrefix:
+        """Returns what a held request could read from disk. Host memory keeps for it what it has before that."""
+        keys = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
+        if self.windowed is None:
+            return self.disk.find(keys)
+        num_found = self.windowed.num_in_memory(keys)
+        for key in keys[self.windowed.window.first_page(num_found * self.pool.page_size) : num_found]:
+            self.pool.host.keep([key])
+        return self.disk.find_after(keys, num_found)
 
     def must_defer(self, request: Request, found: list[int], builder: StepBuilder) -> bool:
         """Returns whether a waiting request lacks only a tail that this step writes."""
@@ -165,6 +158,7 @@ class PrefixSharing:
         if self.parts is not None:
             request.num_computed = self.parts.num_hit(found) * pool.page_size
             self.parts.want(found, self.parts.num_full(found))
+            self.parts.want(pages.ids, self.disk.num_known(self._keys(request)[:num_full], len(found)))
         return len(found)
 
     def hold_written(self, request: Request, num_computed: int) -> list[int]:

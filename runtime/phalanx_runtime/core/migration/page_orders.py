@@ -2,7 +2,7 @@
 
     source: SendPages (per round) -> PagesSent or SendFailed; StopPages; SendEnded at the end
     target: ExpectPages -> Expecting, then PagesReceived or ReceiveFailed; ForgetMove -> Forgotten
-    disk:   FetchPages -> PagesFetched; DiskChanged whenever its keys change
+    disk:   FetchPages -> PagesFetched; DiskChanged whenever its keys change; for parts of pages the same, marked `is_part`
 
 Position i of a request is its i-th page. A rank, which may lag behind rank 0, uses pages only after it has computed `step`.
 """
@@ -71,6 +71,8 @@ class FetchPages(msgspec.Struct, frozen=True, array_like=True, tag="fetch", kw_o
     keys: list[bytes]
     slots: list[int]
     step: int
+    is_part: bool = False
+    """Whether they are parts of the pages with these keys, whose slots are others."""
 
 
 class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
@@ -79,6 +81,7 @@ class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     number: int
     count: int
     wall_s: float
+    is_part: bool = False
 
 
 class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
@@ -90,6 +93,7 @@ class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     """Written by compaction."""
     reclaimed_bytes: int = 0
     """Of segments that were removed."""
+    is_part: bool = False
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):

@@ -209,6 +209,8 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         host_total_parts=pool.host_parts.num_slots,
         host_stored_parts=pool.host_parts.counters.stored,
         host_loaded_parts=pool.host_parts.counters.loaded,
+        disk_cached_parts=len(disk.part_keys),
+        disk_fetched_parts=disk.counters.fetched_parts,
     )
 
 

@@ -102,6 +102,8 @@ class PageAccess:
     """Returns once the rank has computed this step."""
     host: HostSlots | None = None
     """Its host memory, if any."""
+    host_parts: HostSlots | None = None
+    """The same for parts of pages."""
 
 
 class CopyStream(Protocol):

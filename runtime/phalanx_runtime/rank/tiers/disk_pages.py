@@ -43,10 +43,12 @@ class _DiskRead:
 class DiskPages:
     """The log of one rank, owned by one thread."""
 
-    def __init__(self, pages: PageLog) -> None:
+    def __init__(self, pages: PageLog, *, of_parts: bool = False) -> None:
+        """of_parts: it has the parts of pages."""
         self.num_unqueued = 0
         """Pages that were not written because the disk is too slow."""
         self._log = pages
+        self._of_parts = of_parts
         self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
         self._num_queued = 0
         self._max_queued = max_queued_pages(pages.page_bytes)
@@ -91,7 +93,7 @@ class DiskPages:
             except Exception:  # a defect costs these pages; requests must not wait for them
                 log.exception("the disk tier failed")
                 if isinstance(job, _DiskRead):
-                    job.report(PagesFetched(job.order.number, 0, 0.0))
+                    job.report(PagesFetched(job.order.number, 0, 0.0, self._of_parts))
 
     def _execute(self, job: _Put | _DiskRead | None) -> None:
         """Executes a job; compacts without one."""
@@ -120,7 +122,7 @@ class DiskPages:
                 job.write(job.order.slots[place], page)
             else:
                 count = place
-        job.report(PagesFetched(job.order.number, count, time.monotonic() - started))
+        job.report(PagesFetched(job.order.number, count, time.monotonic() - started, self._of_parts))
         lost = [key for key in job.order.keys if key not in self._log]
         self._changed([], lost)
 
@@ -129,7 +131,7 @@ class DiskPages:
         compacted, reclaimed = self._take_bytes()
         for first in range(0, max(len(added), len(dropped), compacted > 0 or reclaimed > 0), MAX_REPORTED_KEYS):
             some = slice(first, first + MAX_REPORTED_KEYS)
-            self._report(DiskChanged(added[some], dropped[some], compacted, reclaimed))
+            self._report(DiskChanged(added[some], dropped[some], compacted, reclaimed, self._of_parts))
             compacted = reclaimed = 0
 
     def _take_bytes(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def make_room(own: Path, needed: int, files: Files, now_s: float) -> int:
     `now_s`: seconds since the epoch.
     """
     root = own.parent
-    os.utime(own)
+    mark_used(own)
     others = [path for path in root.iterdir() if path != own and _NAME.fullmatch(path.name) and not path.is_symlink()]
     used_s = {path: path.stat().st_mtime for path in others}
     removed = 0
@@ -78,6 +79,12 @@ def make_room(own: Path, needed: int, files: Files, now_s: float) -> int:
             break
         removed += _remove(path, files)
     return removed
+
+
+def mark_used(path: Path) -> None:
+    """Lets no other log remove this folder for an hour, if it exists."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 def _remove(path: Path, files: Files) -> bool:

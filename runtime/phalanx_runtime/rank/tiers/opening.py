@@ -1,12 +1,13 @@
-"""Opens the disk tier of a rank."""
+"""Opens the disk tier of a rank: a log of pages, and one of their parts if they have some."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx_api.wire import Served
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
-from phalanx_runtime.rank.tiers.folder import DiskUnavailable
+from phalanx_runtime.rank.tiers.folder import DiskUnavailable, identity_digest, mark_used
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from phalanx_runtime.rank_spec import RankSpec
 
@@ -15,26 +16,56 @@ log = logging.getLogger(__name__)
 DEFAULT_BYTES = 16 << 30
 
 
-def open_disk(spec: RankSpec, served: Served, page_bytes: int) -> DiskPages | None:
-    """Returns the disk tier, if configured and available. `page_bytes`: of this rank. Raises ModelError for wrong settings."""
+NO_DISK: tuple[DiskPages | None, DiskPages | None] = None, None
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Bytes on this rank."""
+
+    page: int
+    """Of a page, without its part if it has one."""
+    part: int = 0
+    """0: pages have no parts."""
+    parts_per_page: float = 0.0
+
+    @property
+    def part_share(self) -> float:
+        """Share of the disk for parts, of which it has as many per page as the pool."""
+        parts = self.part * self.parts_per_page
+        return parts / (self.page + parts)
+
+
+def open_disk(spec: RankSpec, served: Served, sizes: PageBytes) -> tuple[DiskPages | None, DiskPages | None]:
+    """Returns the disk tier of pages, and that of their parts, if configured and available.
+
+    Raises ModelError for wrong settings.
+    """
     config = spec.engine
     if config.disk_cache_path is None:
-        return None
+        return NO_DISK
     if config.host_cache_memory is None:
         raise ModelError("disk_cache_path needs host_cache_memory: pages pass through host memory")
-    identity = f"{served.page_model} {served.layout} rank {spec.rank}"
+    folder, max_bytes = Path(config.disk_cache_path), config.disk_cache_bytes or DEFAULT_BYTES
+    identity = f"{served.page_model} {served.layout} rank {spec.rank}".encode()
+    kinds = [(identity, sizes.page, max_bytes - int(max_bytes * sizes.part_share))]
+    if sizes.part:
+        kinds.append((identity + b" of parts", sizes.part, int(max_bytes * sizes.part_share)))
+    for name, page_bytes, _ in kinds:  # before a log makes room by removing folders
+        mark_used(folder / identity_digest(name, page_bytes).hex())
+    logs: list[PageLog] = []
     try:
-        pages = PageLog(
-            Path(config.disk_cache_path),
-            max_bytes=config.disk_cache_bytes or DEFAULT_BYTES,
-            page_bytes=page_bytes,
-            identity=identity.encode(),
-            eviction=config.prefix_eviction_policy,
-        )
+        for name, page_bytes, limit in kinds:
+            policy = config.prefix_eviction_policy
+            logs.append(PageLog(folder, max_bytes=limit, page_bytes=page_bytes, identity=name, eviction=policy))
     except ValueError as error:
         raise ModelError(f"disk_cache_bytes: {error}") from error
     except DiskUnavailable as error:
         log.warning("no pages on disk", extra={"why": str(error)})
-        return None
-    log.info("pages on disk", extra={"count": len(pages.keys()), "capacity": pages.capacity, "folder": config.disk_cache_path})
-    return DiskPages(pages)
+        for opened in logs:
+            opened.close()
+        return NO_DISK
+    for opened in logs:
+        count, capacity = len(opened.keys()), opened.capacity
+        log.info("pages on disk", extra={"count": count, "capacity": capacity, "folder": config.disk_cache_path})
+    return DiskPages(logs[0]), DiskPages(logs[1], of_parts=True) if sizes.part else None

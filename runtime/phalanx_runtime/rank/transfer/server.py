@@ -144,8 +144,9 @@ class KvTransferServer:
         self._receiver = PageReceiver(pages, reports.send)
         self._sender = PageSender(pages, reports.send)
         self._pages = pages
-        if pages.host is not None and pages.host.disk is not None:
-            pages.host.disk.start(reports.send)
+        for host in (pages.host, pages.host_parts):
+            if host is not None and host.disk is not None:
+                host.disk.start(reports.send)
         self._unproven_slots = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._listener = listen(0)
         threading.Thread(target=self._accept, name="pages", daemon=True).start()
@@ -180,9 +181,9 @@ class KvTransferServer:
                 self._fetch(order)
 
     def _fetch(self, order: FetchPages) -> None:
-        host = self._pages.host
+        host = self._pages.host_parts if order.is_part else self._pages.host
         if host is None or host.disk is None:
-            self._reports.send(PagesFetched(order.number, 0, 0.0))
+            self._reports.send(PagesFetched(order.number, 0, 0.0, order.is_part))
         else:
             host.disk.fetch(order, self._pages.wait_for, host.write, self._reports.send)
 

@@ -119,10 +119,10 @@ class GroupPageTransport:
         for rank in range(len(self._addresses)):
             self._order(rank, StopPages(move))
 
-    def fetch(self, number: int, keys: list[bytes], slots: list[int], step: int) -> None:
+    def fetch(self, order: FetchPages) -> None:
         """Lets every rank read pages from its disk."""
         for rank in range(len(self._addresses)):
-            self._order(rank, FetchPages(number=number, keys=keys, slots=slots, step=step))
+            self._order(rank, order)
 
     def reports(self) -> list[tuple[int, Report]]:
         """Reports since the last call, with ranks."""

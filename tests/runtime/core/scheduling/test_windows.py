@@ -201,7 +201,8 @@ def test_host_memory_keeps_the_window_of_waiting_requests() -> None:
     pool.release(pool.allocate(pool.free_pages) or [])
     pool.host.take()
     assert engine.scheduler.submit(1, make_request([*whole.prompt[:24], 7, 8, 9], 1), is_held=True) is None
-    assert sharing.missing_keys(engine.scheduler.requests[1]) == ([], 6)
+    prefix = sharing.find_on_disk(engine.scheduler.requests[1])
+    assert (prefix.start, prefix.end, prefix.keys) == (6, 6, [])
     for number in range(5):
         pool.host.store(number, bytes([number]) * 16)
     keys = sharing.make_keys(whole).extend(whole.prompt)
