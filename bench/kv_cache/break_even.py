@@ -12,7 +12,7 @@ import torch
 
 from bench.frame.figures import percentile
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.kv.host_tier import pays_to_load
+from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.tiers.host_pages import HostPages

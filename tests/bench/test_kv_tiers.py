@@ -11,7 +11,7 @@ from bench.kv_cache.conversations import generate, read
 from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
 from bench.kv_cache.virtual_run import CopyThread
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.kv.host_tier import pays_to_load
+from phalanx_runtime.core.kv.host_loads import pays_to_load
 
 MODEL = StepModel(fixed_s=0.01, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-7)
 

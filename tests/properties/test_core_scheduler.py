@@ -491,6 +491,21 @@ def test_host_tier_of_changing_size_keeps_the_tokens() -> None:
         assert run.runner.num_loaded == run.scheduler.pool.host.counters.loaded > 20
 
 
+def test_slots_for_parts_follow_those_for_pages() -> None:
+    for is_async in (False, True):
+        arrivals = [Arrival(4 * i, 34, 6, common=30, family=i % 5) for i in range(40)]
+        shape = Shape(
+            50, 2, 4, 16, is_async=is_async, window=8, num_parts=24, num_host_pages=120, num_host_parts=60, resizes=True
+        )
+        run = Workload(arrivals, shape).run()
+        host, parts = run.scheduler.pool.host, run.scheduler.pool.host_parts
+        assert run.runner.num_resized_parts > 20 and parts.counters.moved > 5
+        assert run.runner.num_loaded_parts == parts.counters.loaded > 10 and host.counters.loaded > 20
+        assert abs(parts.num_slots - max(10, host.num_slots // 2)) <= 1, (
+            "those of two windows, else as many per page as the limits"
+        )
+
+
 def test_slow_loads_are_declined() -> None:
     arrivals = [Arrival(6 * i, 17, 5, common=17, family=i % 3) for i in range(40)]
     run = Workload(arrivals, Shape(18, 2, 4, 16, num_host_pages=24, load_s=10.0)).run()

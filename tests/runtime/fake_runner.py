@@ -95,12 +95,13 @@ class FakeRunner:
         self._late_part_keys: list[bytes] = []
         self.last_step = 0
         """Of the plans whose copies are complete."""
-        self._num_slots = self._pool.host_floor
+        self._num_slots, self._num_part_slots = self._pool.host_floor, self._pool.host_part_floor
         self._late: list[tuple[bool, int, int]] = []
         """Copies of the last plan, executed as late as possible."""
         self._late_resize: HostResize | None = None
+        self._late_part_resize: HostResize | None = None
         """Executed after them."""
-        self.num_resized = self.num_moved = 0
+        self.num_resized = self.num_moved = self.num_resized_parts = 0
         """Changes of the number of slots; pages that moved to other slots."""
         self.num_loaded = self.num_stored = self.num_awaited = 0
         """Pages copied from and to host memory; plans that waited for it."""
@@ -177,7 +178,7 @@ class FakeRunner:
         if plan.awaits_host_copies:
             self.num_awaited += 1
             self._copy_late()
-        self._late_resize = plan.host_resize
+        self._late_resize, self._late_part_resize = plan.host_resize, plan.part_host_resize
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed
@@ -221,7 +222,7 @@ class FakeRunner:
             self.num_loaded += is_load
             self.num_stored += not is_load
         for is_load, part, slot in self._late_parts:
-            assert slot < self._pool.num_host_parts
+            assert slot < self._num_part_slots, f"host memory has {self._num_part_slots} slots for parts, a plan uses {slot}"
             own = slice(part * self._pool.page_size, (part + 1) * self._pool.page_size)
             if is_load:
                 self._part_slots[own] = self._host_parts[slot]
@@ -236,6 +237,9 @@ class FakeRunner:
         if self._late_resize is not None:
             self._resize(self._late_resize)
             self._late_resize = None
+        if self._late_part_resize is not None:
+            self._resize_parts(self._late_part_resize)
+            self._late_part_resize = None
 
     def _resize(self, resize: HostResize) -> None:
         for source, target in resize.moves:
@@ -245,6 +249,14 @@ class FakeRunner:
         self._host = {slot: tokens for slot, tokens in self._host.items() if slot < resize.num_slots}
         self.num_resized += 1
         self.num_moved += len(resize.moves)
+
+    def _resize_parts(self, resize: HostResize) -> None:
+        for source, target in resize.moves:
+            assert target < resize.num_slots <= source
+            self._host_parts[target] = self._host_parts.pop(source)
+        self._num_part_slots = resize.num_slots
+        self._host_parts = {slot: tokens for slot, tokens in self._host_parts.items() if slot < resize.num_slots}
+        self.num_resized_parts += 1
 
     def _verify(self, plan: StepPlan, i: int, path: DraftedPath) -> tuple[list[int], list[int]]:
         """Returns the tokens of request i up to the first that no draft token equals, and the accepted draft tokens."""

@@ -67,8 +67,6 @@ def choose_page_groups(windows: Collection[int | None], config: EngineConfig) ->
     if not sizes:
         return ALL_PAGES
     is_mixed = len(sizes) < len(windows)
-    if is_mixed and config.host_cache_adaptive:
-        return PageGroups(0, "some layers attend to all tokens, and the adaptive host memory keeps pages of all layers")
     if config.speculative_method in ("draft", "self_draft"):
         return PageGroups(0, "the draft model computes tokens again whose pages would be free")
     if config.batch_invariant:

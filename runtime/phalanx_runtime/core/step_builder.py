@@ -113,6 +113,7 @@ class StepBuilder:
     part_host_keys: list[bytes] = field(default_factory=list)
     awaits_host_copies: bool = False
     host_resize: HostResize | None = None
+    part_host_resize: HostResize | None = None
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -199,6 +200,7 @@ class StepBuilder:
             part_host_keys=self.part_host_keys,
             awaits_host_copies=self.awaits_host_copies,
             host_resize=self.host_resize,
+            part_host_resize=self.part_host_resize,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

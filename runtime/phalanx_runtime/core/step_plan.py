@@ -119,6 +119,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """The pass, `copies` and `part_copies` use their device pages or parts, so they wait."""
     host_resize: HostResize | None = None
     """After `host_copies`; complete before the next plan."""
+    part_host_resize: HostResize | None = None
+    """The same for parts of pages."""
 
     @property
     def depths(self) -> list[int]:
@@ -186,14 +188,20 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     num_parts: int = 0
     """With a window: parts of layers with a window (`core.window_parts`); requests keep the pages of the other layers."""
     num_host_parts: int = 0
-    """Slots for parts in host memory, beside `num_host_pages`."""
+    """Slots for parts in host memory, beside `num_host_pages`; their largest number if `min_host_pages` is set."""
 
     @property
     def host_floor(self) -> int:
-        """Slots at first and at least. With a window their number is fixed: the curve that decides is of whole prefixes."""
-        if self.min_host_pages is None or self.window:
+        """Slots at first and at least. If all layers have a window it is fixed: the curve that decides is of whole prefixes."""
+        if self.min_host_pages is None or (self.window and not self.num_parts):
             return self.num_host_pages
         return min(self.min_host_pages, self.num_host_pages)
+
+    @property
+    def host_part_floor(self) -> int:
+        """The same of slots for parts: as many per page as the limits, and those of two windows."""
+        share = self.num_host_parts * self.host_floor // max(1, self.num_host_pages)
+        return min(self.num_host_parts, max(share, 2 * (self.window // self.page_size + 1)))
 
 
 # Grammar compilation in a thread of a sampling rank that is not rank 0.

@@ -291,4 +291,6 @@ def open_host_pages(
     pages = HostPages(page_caches, pool.host_floor, disk=disks[0], limit=pool.num_host_pages) if page_caches else NO_ROWS
     if not pool.num_host_parts:
         return pages, NO_HOST_PAGES
-    return pages, HostPages(part_caches, pool.num_host_parts, disk=disks[1]) if part_caches else NO_ROWS
+    if not part_caches:
+        return pages, NO_ROWS
+    return pages, HostPages(part_caches, pool.host_part_floor, disk=disks[1], limit=pool.num_host_parts)

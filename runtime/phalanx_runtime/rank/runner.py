@@ -316,7 +316,9 @@ class ModelRunner:
         by_layer = plan.awaits_host_copies and not uses_whole and any(count > 1 for count in plan.counts)
         self._builder.await_pages = self._await_pages if by_layer else None
         must_wait = plan.awaits_host_copies and not by_layer
-        self._copy_wait_s += self._host_parts.start(plan.part_host_copies, plan.part_host_keys, must_wait=False)
+        self._copy_wait_s += self._host_parts.start(
+            plan.part_host_copies, plan.part_host_keys, must_wait=False, resize=plan.part_host_resize
+        )
         self._copy_wait_s += self._host_pages.start(
             plan.host_copies, plan.host_keys, must_wait=must_wait, resize=plan.host_resize
         )

@@ -3,6 +3,7 @@
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.window_parts import WindowParts
 
@@ -124,7 +125,12 @@ def test_used_slots_make_room_unless_a_copy_needs_them() -> None:
 def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:
     """Pages of 4 tokens, of which a layer reads the last two; all pages are on disk, and the parts of some."""
     pool = PagePool(
-        8, 4, num_host_pages=16, has_disk=True, parts=WindowParts(6, 8, PageWindow(8, 4)), num_host_parts=num_host_parts
+        8,
+        4,
+        num_host_pages=16,
+        has_disk=True,
+        parts=WindowParts(6, 8, PageWindow(8, 4)),
+        host_part_rules=SizingRules.fixed(num_host_parts),
     )
     tier = DiskTier(pool)
     tier.changed(0, KEYS, [])

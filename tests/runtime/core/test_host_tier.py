@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
-from phalanx_runtime.core.kv.host_tier import HostTier, pays_to_load
+from phalanx_runtime.core.kv.host_loads import pays_to_load
+from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 
 MODEL = StepModel(fixed_s=0.004, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-6)

@@ -56,7 +56,12 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
         ({1}, EngineConfig(), 2, "every layer"),
         ({4096, None}, EngineConfig(), 4096, "layers with a sliding window have pages of their own"),
         ({4096, None}, EngineConfig(host_cache_memory=1 << 30), 4096, "layers with a sliding window have pages of their own"),
-        ({4096, None}, EngineConfig(host_cache_memory=1 << 30, host_cache_adaptive=True), 0, "some layers attend to all tokens"),
+        (
+            {4096, None},
+            EngineConfig(host_cache_memory=1 << 30, host_cache_adaptive=True),
+            4096,
+            "layers with a sliding window have pages of their own",
+        ),
         ({4096, None}, EngineConfig(disk_cache_path="/kv"), 4096, "layers with a sliding window have pages of their own"),
         ({4096, None}, EngineConfig(speculative_method="draft"), 0, "the draft model computes tokens again"),
         ({4096}, EngineConfig(speculative_method="self_draft"), 0, "the draft model computes tokens again"),

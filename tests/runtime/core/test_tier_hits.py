@@ -81,7 +81,7 @@ def test_declined_pages_count_as_misses() -> None:
     keys = [number.to_bytes(16, "big") for number in range(10)]
     for key in keys:
         hits.evict(key)
-    hits.look_up(keys, 2, 8, 0, pays=False)
+    hits.look_up(keys, 2, 8, 0, is_used=False)
     assert hits.report().host == 0.2
     assert hits.hit_rates([100]) == pytest.approx([0.2])
 

@@ -132,6 +132,16 @@ def test_pages_and_parts_come_back_from_host_memory(
     assert ran.scheduler.sharing.hit_tokens > without.scheduler.sharing.hit_tokens
 
 
+@groups
+def test_slots_for_both_grow_and_shrink(model: Path, expected: dict[int, list[int]], pods: list[int], stages: int) -> None:
+    """One size decides both; pages and parts of removed slots move."""
+    run = Run(Disturbance(budget=24, lag=2, thief=5, host_sizes=(60, 35, 80, 45)), rounds=3)
+    ran = run.on(model, pods, replace(IN_HOST, stages=stages, min_host_pages=6), expected)
+    host, host_parts = ran.scheduler.pool.host.counters, ran.scheduler.pool.host_parts.counters
+    assert host.loaded > 5 and host_parts.loaded > 5
+    assert host.moved > 0 and host_parts.moved > 0 and host_parts.resized > 10
+
+
 @pytest.mark.parametrize("first", ["windows", "full"])
 def test_host_memory_of_stages_of_one_kind_of_layers(tmp_path: Path, first: str) -> None:
     """A stage has either pages or parts in its host memory."""

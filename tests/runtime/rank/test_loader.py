@@ -180,7 +180,8 @@ def test_host_memory_and_disk_are_divided_like_the_pool(tmp_path: Path, ranks: i
 
     def load(group: Collective) -> PoolShape:
         disk = {"disk_cache_path": str(tmp_path / "pages"), "disk_cache_bytes": 64 << 20}
-        settings = {"dtype": "float32", "kv_cache_memory_bytes": memory, "host_cache_memory": memory, **disk}
+        host = {"host_cache_memory": memory, "host_cache_adaptive": True, "host_cache_min_memory": memory // 2}
+        settings = {"dtype": "float32", "kv_cache_memory_bytes": memory, **host, **disk}
         spec = with_settings(
             make_spec(folder, group.rank, ranks), **settings, page_size=page_size, max_num_batched_tokens=16, max_num_seqs=4
         )
@@ -191,6 +192,9 @@ def test_host_memory_and_disk_are_divided_like_the_pool(tmp_path: Path, ranks: i
     for pool in with_group([ranks], load):
         assert (pool.num_pages, pool.num_parts) == (33, 7)
         assert (pool.num_host_pages, pool.num_host_parts) == (32, 6)
+        assert (pool.host_floor, pool.host_part_floor) == (16, 6), (
+            "half of the slots, but those for parts of two windows at least"
+        )
         assert (32 + 6) * (2 // stages) * layer_bytes <= memory
         assert pool.has_disk
     assert len(list((tmp_path / "pages").iterdir())) == 2 * ranks, "each rank has a log of pages and one of parts"

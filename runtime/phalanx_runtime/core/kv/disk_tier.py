@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, pays_to_load
+from phalanx_runtime.core.kv.host_loads import pays_to_load
+from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.window_parts import WindowParts
 

@@ -8,8 +8,7 @@ with parts       pages and parts up to the last page after which a request could
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx_api.cost import StepModel
-from phalanx_runtime.core.kv.host_tier import pays_to_load
+from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.request import Request
@@ -44,6 +43,18 @@ class _Loads:
     parts: list[int]
 
 
+def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: float | None) -> bool:
+    """Returns whether loading the KV of `num_tokens` tokens after the first `start` takes at most the time of computing it.
+
+    True without a measurement of both: loads are measured only if there are some.
+    """
+    if model is None or load_s is None:
+        return True
+    attention = attention_work(start + num_tokens, start)
+    empty = model.predict(StepWork(0, 0, 0))
+    return load_s <= model.predict(StepWork(num_tokens, 0, start + num_tokens, attention)) - empty
+
+
 class HostLoads:
     """The lookups in the host tier of one pool."""
 
@@ -51,12 +62,10 @@ class HostLoads:
         self._pool = pool
         self._miss_ratio = miss_ratio
 
-    def count(self, keys: Sequence[bytes], num_found: int, slots: Sequence[int] = (), *, pays: bool = True) -> None:
-        """Counts the lookups of a prompt's full pages, of which the first `num_found` are on the device, the next in `slots`."""
+    def count(self, keys: Sequence[bytes], num_found: int, num_own: int = 0, num_disk: int = 0, *, is_used: bool = True) -> None:
+        """Counts the lookups of a prompt's full pages: those on the device, then those of the tiers, unless it computes these."""
         self._miss_ratio.look_up(keys, num_found)
-        host = self._pool.host
-        num_own = host.num_own(slots)
-        host.hits.look_up(keys, num_found, num_own, len(slots) - num_own, pays=pays)
+        self._pool.host.hits.look_up(keys, num_found, num_own, num_disk, is_used=is_used)
 
     def start(self, request: Request, lookup: Lookup, builder: StepBuilder, model: StepModel | None) -> None:
         """Loads pages and parts if that is faster than computing them, and lets the request hold parts if pages have some."""
@@ -65,17 +74,10 @@ class HostLoads:
         loads = _Loads(num_found, num_found + len(slots), slots, [])
         if parts is not None:
             loads = self._with_parts(request, lookup, loads, parts, builder)
-        pays = self._pays(loads, model)
+        num_own = self._pool.host.num_own(loads.slots)
+        is_loaded = self._load(request, lookup, loads, builder, model=model)
         if lookup.is_counted:
-            self.count(lookup.keys, num_found, loads.slots, pays=pays)
-        if not pays:
-            self._pool.host.decline(len(loads.slots))
-            self._pool.host_parts.decline(len(loads.parts))
-        elif (loads.slots or loads.parts) and self._may_load(request, num_found, loads, builder):
-            if parts is None:
-                self._load_pages(request, num_found, loads)
-            else:
-                self._load_with_parts(request, lookup, loads, parts)
+            self.count(lookup.keys, num_found, num_own, len(loads.slots) - num_own, is_used=is_loaded or not loads.slots)
         if parts is not None and not request.pages.part_end:
             parts.start(request.pages, request.num_computed // self._pool.page_size)
 
@@ -99,6 +101,20 @@ class HostLoads:
         window = range(parts.window.first_page(end * size), end)
         missing = [i for i in window if parts.written(ids[i]) < size]
         return _Loads(start, end, loads.slots[: max(0, end - num_found)], missing)
+
+    def _load(self, request: Request, lookup: Lookup, loads: _Loads, builder: StepBuilder, *, model: StepModel | None) -> bool:
+        """Returns whether it loads pages and parts, if there are any."""
+        parts = self._pool.parts
+        if not self._pays(loads, model):
+            self._pool.host.decline(len(loads.slots))
+            self._pool.host_parts.decline(len(loads.parts))
+            return False
+        if not (loads.slots or loads.parts) or not self._may_load(request, lookup.num_found, loads, builder):
+            return False
+        if parts is not None:
+            return self._load_with_parts(request, lookup, loads, parts)
+        self._load_pages(request, lookup.num_found, loads)
+        return True
 
     def _pays(self, loads: _Loads, model: StepModel | None) -> bool:
         size, seconds = self._pool.page_size, 0.0
@@ -128,8 +144,8 @@ class HostLoads:
         for page in pages:
             self._pool.mark_written(page, self._pool.page_size)
 
-    def _load_with_parts(self, request: Request, lookup: Lookup, loads: _Loads, parts: WindowParts) -> None:
-        """Loads pages and parts, and lets the request start after them; loads nothing if too few parts are free."""
+    def _load_with_parts(self, request: Request, lookup: Lookup, loads: _Loads, parts: WindowParts) -> bool:
+        """Loads pages and parts, and lets the request start after them; returns false if too few parts are free."""
         host, ids = self._pool.host_parts, request.pages.ids
         slots = host.pin([lookup.keys[i] for i in loads.parts], MAX_PINNED_SHARE)
         can_start = len(slots) == len(loads.parts) and parts.fits(request.pages, loads.end, lookup.num_running)
@@ -142,3 +158,4 @@ class HostLoads:
             host.load(slots, [parts.part_of(ids[i]) for i in loads.parts])
             for i in loads.parts:
                 parts.mark_written(ids[i], self._pool.page_size)
+        return can_start

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
-from phalanx_api.cost import StepModel, StepWork, attention_work
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
 from phalanx_runtime.core.kv.slot_table import SlotTable
@@ -54,18 +53,6 @@ class HostCounters:
     """Sent to other groups."""
 
 
-def pays_to_load(num_tokens: int, start: int, model: StepModel | None, load_s: float | None) -> bool:
-    """Returns whether loading the KV of `num_tokens` tokens after the first `start` takes at most the time of computing it.
-
-    True without a measurement of both: loads are measured only if there are some.
-    """
-    if model is None or load_s is None:
-        return True
-    attention = attention_work(start + num_tokens, start)
-    empty = model.predict(StepWork(0, 0, 0))
-    return load_s <= model.predict(StepWork(num_tokens, 0, start + num_tokens, attention)) - empty
-
-
 class HostTier:
     """Slots, each free or found by a key; without any every call finds nothing."""
 
@@ -77,12 +64,18 @@ class HostTier:
         has_disk: bool = False,
         num_device_pages: int = 1,
         rules: SizingRules | None = None,
+        follows: "HostTier | None" = None,
     ) -> None:
-        """has_disk: the ranks also write stored pages to disk, by key. rules: of an adaptive number of slots."""
+        """has_disk: the ranks also write stored pages to disk, by key. rules: of an adaptive number of slots.
+
+        follows: the tier of the pages whose parts this one has, in proportion to its size.
+        """
         self.rules = rules or SizingRules.fixed(num_slots)
         limit, self._wanted_slots = self.rules.limit, self.rules.floor
         self._table = SlotTable(self.rules.floor, limit)
-        self.hits = TierHits(limit or num_device_pages, has_host=limit > 0, has_disk=has_disk)
+        self._follows, num_pages = follows, limit or num_device_pages
+        self.hits: TierHits = follows.hits if follows else TierHits(num_pages, has_host=limit > 0, has_disk=has_disk)
+        """Of pages."""
         self._has_disk = has_disk
         self.counters = HostCounters()
         self.page_s: float | None = None
@@ -131,7 +124,8 @@ class HostTier:
 
     def store(self, page: int, key: bytes) -> bytes | None:
         """Copies a device page, which nothing writes before the next plan, to a slot. Returns the key that loses its slot."""
-        self.hits.evict(key)
+        if self._follows is None:
+            self.hits.evict(key)
         if not self.num_slots:
             return None
         if key in self._entry_of:
@@ -322,6 +316,10 @@ class HostTier:
         return errors + self._table.errors(list(self._entry_of.values()), len(self._reserved))
 
     def _decide(self) -> None:
+        if self._follows is not None:
+            pages = self._follows
+            self.want(self.rules.limit * pages.num_slots // max(1, pages.rules.limit), pages.sized_why)
+            return
         if not self.rules.is_adaptive or self.hits.total_lookups - self._decided_at < self.rules.period:
             return
         self._decided_at = self.hits.total_lookups

@@ -60,11 +60,11 @@ class PagePool:
         host_rules: SizingRules | None = None,
         has_disk: bool = False,
         parts: WindowParts | None = None,
-        num_host_parts: int = 0,
+        host_part_rules: SizingRules | None = None,
     ) -> None:
         """`parts`: of the pages, if some layers have a window and others have not.
 
-        `num_host_parts`: slots for parts in host memory.
+        `host_part_rules`: of the slots for parts in host memory.
         """
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a pool needs pages and slots, got num_pages={num_pages} page_size={page_size}")
@@ -78,7 +78,7 @@ class PagePool:
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
         self.events = PageEvents(event_log)
         self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages, rules=host_rules)
-        self.host_parts = HostTier(num_host_parts, eviction, has_disk=has_disk)
+        self.host_parts = HostTier(0, eviction, has_disk=has_disk, rules=host_part_rules, follows=self.host)
         """Wanted parts, by the keys of their pages."""
         self._free = array("q", range(num_pages - 1, -1, -1))
         self._refs = array("q", bytes(8 * num_pages))
@@ -366,11 +366,11 @@ class PagePool:
             if key not in self._page_of:
                 self.events.append(True, key)
 
-    def resize_host(self) -> HostResize | None:
-        """Returns the next step to another size of the host tier, for a plan that has all copies so far."""
+    def resize_host(self) -> tuple[HostResize | None, HostResize | None]:
+        """Returns the next step to another size of the host tier, for a plan that has all copies so far: of pages, of parts."""
         resize, dropped = self.host.resize()
         self._forget(dropped)
-        return resize
+        return resize, self.host_parts.resize()[0]
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Logs keys that the host tier lost and no device page has."""

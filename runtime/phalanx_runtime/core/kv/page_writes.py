@@ -62,7 +62,7 @@ class PageWrites:
             read = (part for chunk in builder.chunks for part in self._parts.held(chunk.request.pages))
             builder.awaits_host_copies |= self._pool.host_parts.is_copying(chain(read, *builder.part_copies))
             builder.part_host_copies, builder.part_host_keys = self._pool.host_parts.take()
-        builder.host_resize = self._pool.resize_host()
+        builder.host_resize, builder.part_host_resize = self._pool.resize_host()
 
     def has_loads(self) -> bool:
         """Returns whether the next plan loads anything from host memory: it must follow at once."""

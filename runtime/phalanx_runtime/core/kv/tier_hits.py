@@ -39,16 +39,16 @@ class TierHits:
         """Lookups that are counted."""
         return self._lookups
 
-    def look_up(self, keys: Sequence[bytes], num_device: int, num_host: int, num_disk: int, *, pays: bool = True) -> None:
+    def look_up(self, keys: Sequence[bytes], num_device: int, num_host: int, num_disk: int, *, is_used: bool = True) -> None:
         """Counts the lookups of a prompt's full pages, in chain order: those found on the device, then in host memory.
 
-        num_disk: pages after these that were read from disk for a prompt. pays: False if it computes them instead.
+        num_disk: pages after these that were read from disk for a prompt. is_used: False if it computes them instead.
         """
         self.total_lookups += len(keys)
         self._lookups += len(keys)
         self._device += num_device
         beneath = keys[num_device:]
-        if pays:
+        if is_used:
             self._host += num_host
             self._disk += num_disk
             self.curve.look_up(beneath, num_host, uses_missed=False)

@@ -10,7 +10,7 @@ Pages are published without the page before them, so that each is evicted alone.
 from collections.abc import Sequence
 
 from phalanx_api.cost import StepModel
-from phalanx_runtime.core.kv.host_tier import pays_to_load
+from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.page_window import NULL_PAGE, PageWindow
 from phalanx_runtime.core.request import RequestPages

@@ -1,6 +1,6 @@
 """Builds the scheduler from its configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from phalanx_api.engine_config import EngineConfig, EvictionPolicy, SchedulingPolicy
@@ -75,7 +75,7 @@ def make_scheduler(
         host_rules=rules,
         has_disk=pool.has_disk,
         parts=parts,
-        num_host_parts=pool.num_host_parts,
+        host_part_rules=replace(rules, floor=pool.host_part_floor, limit=pool.num_host_parts),
     )
     has_window = pool.window > 0 and parts is None
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None

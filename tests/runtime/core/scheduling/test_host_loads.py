@@ -67,6 +67,7 @@ def test_loaded_pages_follow_pages_written_before() -> None:
     keys = engine.scheduler.sharing.make_keys(first).extend(prompt(0, 17))
     assert len(engine.scheduler.pool.host.match(keys)) == 4
     engine.scheduler.schedule()
+    assert engine.scheduler.pool.host.hits.report().host == pytest.approx(2 / 19), "pages that it does not load are not found"
     engine.scheduler.take_back()
     engine.scheduler.preempt_newest()
     engine.scheduler.abort(second)
