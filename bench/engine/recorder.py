@@ -38,7 +38,7 @@ def decode_plan() -> StepPlan:
 def record(recorder: FlightRecorder, plan: StepPlan, result: StepResult) -> None:
     """Records a step, as rank 0 does."""
     at = time.monotonic()
-    recorder.record(rank_step(plan, at=at, seconds=0.005, waited_s=0.0))
+    recorder.record(rank_step(plan, at - 0.005, at, waited_s=0.0))
     recorder.record(
         engine_step(
             plan,

@@ -49,7 +49,7 @@ def test_entries_have_unix_times_and_places(tmp_path: Path) -> None:
     assert (tmp_path / "flight" / "rank-3.ring").stat().st_size == RANK_BYTES, "the size is the bound"
 
 
-def test_entries_survive_the_process_and_the_next_one_continues(tmp_path: Path) -> None:
+def test_entries_survive_the_process(tmp_path: Path) -> None:
     write(tmp_path / "router.ring", shedding("first"), size=BYTES)
     write(tmp_path / "router.ring", shedding("second"), size=BYTES)
     (recording,) = read_recordings(tmp_path, pod="r")
@@ -103,7 +103,7 @@ def test_both_programs_print_the_folder_of_their_pod(program: str, tmp_path: Pat
     assert failed.returncode == 1 and f"{program.replace('_', '-')} recording: " in failed.stderr
 
 
-def test_a_second_writer_and_a_full_disk_record_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_writer_or_full_disk_records_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with closing(FileRecorder(tmp_path / "router.ring", BYTES)):
         assert open_recorder(tmp_path, "router", BYTES) is NO_FLIGHT_RECORDER
     assert open_recorder(tmp_path, "large", 1 << 60) is NO_FLIGHT_RECORDER, "no disk has so much space"

@@ -16,13 +16,13 @@ class Occupancy:
     total_pages: int
 
 
-def rank_step(plan: StepPlan, *, at: float, seconds: float, waited_s: float) -> RankStep:
-    """Returns the entry of a rank. `waited_s`: waits for copies, part of `seconds`."""
+def rank_step(plan: StepPlan, started: float, at: float, *, waited_s: float) -> RankStep:
+    """Returns the entry of a rank. `at`: end; `waited_s`: waits for copies, part of the time."""
     loads = [is_load for copies in (plan.host_copies, plan.part_host_copies) for is_load, _, _ in copies]
     return RankStep(
         at=at,
         step=plan.step,
-        seconds=seconds,
+        seconds=at - started,
         tokens=len(plan.tokens),
         requests=len(plan.rows),
         loads=sum(loads),

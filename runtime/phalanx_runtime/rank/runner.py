@@ -26,7 +26,7 @@ from phalanx_runtime.rank.memory.kv_cache import divide_caches
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, no_parts, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
-from phalanx_runtime.rank.sampling.logprobs import rows_per_chunk, token_details
+from phalanx_runtime.rank.sampling.logprobs import PromptDetails, rows_per_chunk, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder, PromptLogprobRange, prompt_logprob_ranges
@@ -48,9 +48,7 @@ from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
 POLL_S = 0.001
 """Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
 
-PromptDetails = list[tuple[int, int, list[wire.TokenDetail]]]
-Result = Callable[[], StepResult]
-"""Waits for the result of a step."""
+Result = Callable[[], StepResult]  # waits for the result of a step
 
 
 def _ready(result: StepResult | None) -> Result | None:
@@ -235,8 +233,7 @@ class ModelRunner:
         """Runs and records a step. Returns the result to come, on the sampling rank."""
         started, waited_s = time.monotonic(), self._copy_wait_s
         result = self._run_step(plan)
-        at = time.monotonic()
-        self.recorder.record(rank_step(plan, at=at, seconds=at - started, waited_s=self._copy_wait_s - waited_s))
+        self.recorder.record(rank_step(plan, started, time.monotonic(), waited_s=self._copy_wait_s - waited_s))
         return result
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ def test_aligned_recordings_are_not_shifted_again() -> None:
     assert align(once) == once
 
 
-def test_steps_of_an_earlier_start_do_not_shift_a_rank() -> None:
+def test_steps_of_an_earlier_start_shift_no_rank() -> None:
     leader, worker = fleet()[2], fleet()[3]
     again = [TimedEntry(timed.unix_s + 600, timed.entry) for timed in leader.entries if isinstance(timed.entry, RankStep)]
     first = [timed for timed in worker.entries if isinstance(timed.entry, RankStep)]

@@ -12,6 +12,8 @@ from phalanx_runtime.rank.sampling.gumbel import gumbel, noise_key
 
 MAX_CHUNK_LOGITS = 1 << 22
 """Normalised at once: 16 MiB of float32. Fewer cost more calls."""
+PromptDetails = list[tuple[int, int, list[TokenDetail]]]
+"""(i, start, details of prompt tokens from `start` on) of request i of a plan."""
 
 
 def rows_per_chunk(vocab_size: int) -> int:
