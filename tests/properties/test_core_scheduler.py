@@ -80,8 +80,8 @@ class Shape:
 
     @property
     def page_window(self) -> int:
-        """The window by which pages are dropped: a draft model computes tokens again, so its requests keep all pages."""
-        return 0 if self.speculation.method in DRAFTS else self.window
+        """The window by which pages or parts are dropped: a draft model computes tokens again, in pages, which parts leave."""
+        return 0 if self.speculation.method in DRAFTS and not self.num_parts else self.window
 
     @property
     def parts(self) -> int:

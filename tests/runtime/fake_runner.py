@@ -338,8 +338,13 @@ class FakeRunner:
         for node, (parent, place) in enumerate(zip(parents, sibling_ranks(tuple(parents)), strict=True)):
             before = branches[parent]
             is_right = place == (0 if (len(before)) % 3 else 1)
-            branches[node] = [*before, (next_token(before, seed) + (0 if is_right else 1 + place)) % VOCAB]
+            branches[node] = [*before, (self._right_token(before, seed) + (0 if is_right else 1 + place)) % VOCAB]
         return [branches[node][-1] for node in range(len(parents))]
+
+    def _right_token(self, context: list[int], seed: int) -> int:
+        if not self._pool.num_parts:
+            return next_token(context, seed)
+        return next_mixed_token(context, seed, self._window, context[-self._window :])
 
     def page(self, page: int) -> list[int | None]:
         """Returns the contents of a page."""

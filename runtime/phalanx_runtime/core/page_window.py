@@ -67,7 +67,7 @@ def choose_page_groups(windows: Collection[int | None], config: EngineConfig) ->
     if not sizes:
         return ALL_PAGES
     is_mixed = len(sizes) < len(windows)
-    if config.speculative_method in ("draft", "self_draft"):
+    if config.speculative_method in ("draft", "self_draft") and not is_mixed:
         return PageGroups(0, "the draft model computes tokens again whose pages would be free")
     if config.batch_invariant:
         return PageGroups(0, "batch-invariant attention splits a context from its first page on")

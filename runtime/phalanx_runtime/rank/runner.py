@@ -87,8 +87,8 @@ class ModelRunner:
         self._pipeline = pipeline
         self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
-        self._all_caches = [*caches, *proposer.caches]
         self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
+        self._all_caches = [*self._page_caches, *proposer.caches]
         self._latest = DraftOutcome()
         self._drafts: deque[DraftOutcome] = deque()
         """Of plans in flight."""

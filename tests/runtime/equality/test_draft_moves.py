@@ -18,6 +18,7 @@ from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.moving_engines import RULES, Group, running_group
 from tests.runtime.moving_requests import KINDS, make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import Build
+from tests.runtime.tiny import WINDOW
 
 MODES: tuple[moves.MoveMode, ...] = ("precopy", "stop", "precopy")
 
@@ -53,7 +54,12 @@ def counts(groups: Sequence[Group]) -> tuple[int, int, int]:
 
 
 def run(
-    folder: Path, settings: Sequence[dict[str, Any]], requests: list[wire.Request], pods: int = 1, tree: Tree = CHAIN
+    folder: Path,
+    settings: Sequence[dict[str, Any]],
+    requests: list[wire.Request],
+    pods: int = 1,
+    tree: Tree = CHAIN,
+    **parts: int,
 ) -> tuple[int, int, int]:
     """Moves all requests back and forth between two groups, compares their tokens, and returns `counts`."""
     with ExitStack() as stack:
@@ -67,7 +73,7 @@ def run(
                     method=method, num_tokens=6 if tree.widths else 3, is_adaptive=False, draft_methods=methods, tree=tree
                 ),
             )
-            build = Build(torch.float64, num_pages=120, speculative=fields)
+            build = Build(torch.float64, num_pages=120, speculative=fields, **parts)  # type: ignore[arg-type]
             groups.append(stack.enter_context(running_group(folder, [pods], build, rules=rules)))
         router = Mover([group.channel for group in groups])
         plain = undisturbed(router, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
@@ -81,6 +87,17 @@ def test_pages_of_the_same_draft_are_moved(folder: Path, drafts: dict[str, Any],
     requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
     proposed, accepted, _ = run(folder, [drafts["twin"], drafts["twin"]], requests, pods)
     assert proposed == accepted > 30
+
+
+@pytest.mark.parametrize("method", ["draft", "self_draft"])
+def test_parts_of_pages_move_beside_those_of_drafts(tmp_path: Path, method: str) -> None:
+    """Pages of a twin have its layers, and parts have none."""
+    mixed = save_target(tmp_path / "model", family="gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
+    twin = {"draft_dir": str(save_draft(mixed, tmp_path / "twin", noise=0.0))} if method == "draft" else {}
+    requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
+    fields = {"speculative_method": method, **twin}
+    proposed, accepted, _ = run(mixed, [fields, fields], requests, window=WINDOW, num_parts=60)
+    assert proposed == accepted > 30 if method == "draft" else 0 < accepted < proposed
 
 
 @pytest.mark.parametrize("other", ["noisy", "nothing", "layers"])

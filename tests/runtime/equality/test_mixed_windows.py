@@ -21,8 +21,10 @@ from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.drafts import save_draft, save_target
 from tests.runtime.equality.groups import groups
 from tests.runtime.equality.schedules import PLAIN, Disturbance, serve
+from tests.runtime.equality.trees import make_config
 from tests.runtime.equality.windows import FULL, LIMITS, Ran, Run, generate, make_requests, reference, with_few_tokens
 from tests.runtime.lag import lagged
 from tests.runtime.ranks import on_ranks
@@ -197,6 +199,21 @@ def test_draft_tokens_change_no_token(model: Path, tree: str) -> None:
     ran = run.on(model, [1], MIXED, reference(model, requests))
     assert ran.counter.num_accepted > 0 and ran.counter.num_accepted < ran.counter.num_proposed
     assert num_dropped(ran) > 20
+
+
+@pytest.mark.parametrize("method", ["draft", "self_draft"])
+@pytest.mark.parametrize("thief", [None, 5], ids=["roomy", "preempted"])
+def test_drafts_of_models_change_no_token(tmp_path: Path, method: Any, thief: int | None) -> None:
+    """A draft model has pages of its own for all tokens, and a self-draft uses the first layers, which are of both kinds."""
+    folder = save_target(tmp_path / "model", family="gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
+    settings = {"speculative_method": method}
+    if method == "draft":
+        settings["draft_dir"] = str(save_draft(folder, tmp_path / "draft", noise=0.03))
+    build, requests = replace(IN_HOST, speculative=settings), make_requests()
+    run = Run(Disturbance(budget=30, lag=2, thief=thief), make_config(method), rounds=2)
+    ran = run.on(folder, [1], build, reference(folder, requests))
+    assert 0 < ran.counter.num_accepted < ran.counter.num_proposed
+    assert num_dropped(ran) > 40 and ran.scheduler.sharing.hit_tokens > 0
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
