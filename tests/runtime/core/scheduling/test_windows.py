@@ -7,7 +7,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits, Refusal
-from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
@@ -223,3 +223,20 @@ def test_parts_that_no_move_brought_are_not_found() -> None:
     parts = scheduler.sharing.parts
     assert parts is not None
     assert [parts.written(page) for page in reservation.pages[9:13]] == [0, 0, size, size]
+
+
+def test_tokens_of_dropped_pages_count_as_cached() -> None:
+    """A hit needs the pages of the window before its end; the request never holds those before, whether or not they exist."""
+    runner = FakeRunner(20, 2, window=8)
+    scheduler = make_scheduler(
+        Limits(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=16), runner.pool, SchedulerConfig(eviction_policy="lru")
+    )
+    cached: list[int] = []
+    for handle in range(2):
+        scheduler.pool.release(scheduler.pool.allocate(8) or [])
+        assert scheduler.submit(handle, make_request(list(range(31)), 4)) is None
+        while (plan := scheduler.schedule()) is not None:
+            cached += [end.cached_tokens for end in scheduler.commit(runner.run(plan)).finished]
+    keys = scheduler.sharing.make_keys(make_request(4)).extend(list(range(31)))
+    assert scheduler.pool.find(keys[0]) is None, "the first page is lost"
+    assert cached == [0, 22] and scheduler.sharing.hit_tokens == 22 and scheduler.pool.counters.hits == 11
