@@ -46,6 +46,8 @@ class LoadReports:
         self._was_preemption_near = False
         self._idle_refused: int | None = None
         """Refused KV transfer connections in the latest idle report; absent after a later message."""
+        self._idle_disk = 0
+        """Changes of the disk in that report."""
         self._check_due = -math.inf
         self._sized_why = ""
         """Reason of the latest size of the host tier that was logged."""
@@ -79,15 +81,25 @@ class LoadReports:
         if now >= (self._urgent_due if self._is_urgent else self._load_due):
             self._report(now)
 
+    @property
+    def deadline(self) -> float | None:
+        """Time of the report of an idle engine whose disk has changed since the latest one, if any: pages are written later."""
+        has_changed = self._idle_refused is not None and self._idle_disk != self._scheduler.sharing.disk.num_changes
+        return self._load_due if has_changed else None
+
     def report_before_blocking(self) -> None:
-        """Reports at each call, or once while idle and no connection is refused. Checks the page pool on becoming idle."""
-        if not self._scheduler.is_idle():
-            self._report(self._clock())
-            return
-        if self._idle_refused == self._moves.num_refused:
-            return
-        self._idle_refused = self._moves.num_refused
+        """Reports at each call, or once while idle, no connection is refused and the disk does not change.
+
+        Checks the page pool on becoming idle.
+        """
         now = self._clock()
+        if not self._scheduler.is_idle():
+            self._report(now)
+            return
+        is_due = self.deadline is not None and now >= self._load_due
+        if self._idle_refused == self._moves.num_refused and not is_due:
+            return
+        self._idle_refused, self._idle_disk = self._moves.num_refused, self._scheduler.sharing.disk.num_changes
         errors = self._check(now)
         self._report(now)
         for error in errors:

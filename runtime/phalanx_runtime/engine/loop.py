@@ -182,13 +182,14 @@ class EngineLoop:
         return True
 
     def _receive_messages(self, must_wait: bool) -> list[bytes] | None:
-        """Blocks without work, at most until a move's deadline.
+        """Blocks without work, at most until the deadline of a move, a fetch or a report.
 
         Frozen or reserved pages may block even the first request in the queue; then load reports continue.
         """
         if self._flights or not (must_wait or self._is_stalled):
             return self._channel.receive(block=False)
-        deadline = min((at for at in (self._moves.deadline, self._fetches.deadline) if at is not None), default=None)
+        deadlines = self._moves.deadline, self._fetches.deadline, self._reports.deadline if must_wait else None
+        deadline = min((at for at in deadlines if at is not None), default=None)
         if deadline is None and must_wait:
             return self._channel.receive(block=True)
         timeout_s = math.inf if deadline is None else max(0.0, deadline - self._clock())

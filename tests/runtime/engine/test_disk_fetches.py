@@ -5,6 +5,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S
 from phalanx_runtime.core.migration.page_orders import DiskChanged, PagesFetched
+from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S
 from tests.runtime.engine.slow_grammars import LARGE, SlowCompiler, with_grammar
 from tests.runtime.engine.stepped_engine import SteppedEngine
 from tests.runtime.fake_runner import expected_output, make_request
@@ -27,6 +28,21 @@ def test_bytes_of_all_ranks_are_summed() -> None:
     load = engine.load
     assert (load.disk_compacted_bytes, load.disk_reclaimed_bytes) == (120, 4000)
     assert (load.cache_use.compacted_bytes, load.cache_use.reclaimed_bytes) == (120, 4000)
+
+
+def test_idle_engine_reports_a_changed_disk() -> None:
+    """Once per interval: pages are written after the last step of a burst."""
+    engine = make_engine()
+    engine.turn(wire.Submit(2, make_request(5, 4, seed=9)), times=8)
+    before = len(engine.of(wire.Load))
+    for number in range(20):
+        engine.turn(reports=[(0, DiskChanged([bytes([number]) * 16], []))])
+    assert any(timeout is not None for timeout in engine.inbox.timeouts[-20:]), "it wakes for the last one"
+    engine.now += LOAD_INTERVAL_S
+    engine.turn(times=2)
+    loads = engine.of(wire.Load)[before:]
+    assert loads[-1].disk_cached_pages == 23 and 1 < len(loads) <= 7
+    assert engine.inbox.timeouts[-1] is None
 
 
 def fetch_order(engine: SteppedEngine) -> tuple[int, tuple[int, ...]]:

@@ -95,6 +95,8 @@ class DiskTier:
         """Measured seconds to read a page."""
         self.part_s: float | None = None
         """The same of a part."""
+        self.num_changes = 0
+        """Reports of changed keys, of all ranks."""
         self._pool = pool
         self._pages_before = pages_before
         self._fetches: dict[int, _Fetch] = {}
@@ -181,6 +183,7 @@ class DiskTier:
 
     def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
         """Records changed keys of a rank."""
+        self.num_changes += 1
         keys = self.part_keys if is_part else self.keys
         if rank == 0:
             keys.update(added)
