@@ -187,6 +187,13 @@ class UnknownVersion(msgspec.Struct, frozen=True):
     why: str
 
 
+class DrainRequest(msgspec.Struct, frozen=True):
+    """A group that a user of the console wants to drain."""
+
+    group: str
+    age_s: float  # a group that is younger has only the name of the requested one
+
+
 class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One router; counters since its start."""
 
@@ -219,7 +226,7 @@ class RouterSummary(msgspec.Struct, frozen=True, kw_only=True):
     wait: Histogram = Histogram()  # of the last minute: from the arrival of a request to its dispatch
     cpu_share: float = 0.0  # of one core, recently
 
-    drain_requests: list[str] = []  # groups that users of the console want to drain
+    drain_requests: list[DrainRequest] = []  # of users of the console
 
 
 class Budgets(msgspec.Struct, frozen=True):

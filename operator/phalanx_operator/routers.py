@@ -276,7 +276,9 @@ def _urgent_state(summary: RouterSummary) -> object:
     hotspots = tuple(sorted((hotspot.group, hotspot.cause, hotspot.action) for hotspot in summary.hotspots))
     unknown = tuple(sorted(version.group for version in summary.unknown_versions))
     groups = ((g.group, g.state == "dead", g.deaths, g.excused, g.draft_lost, tuple(map(str, g.devices))) for g in summary.groups)
-    return hotspots, summary.fleet_saturated, tuple(sorted(summary.evacuated)), summary.held > 0, unknown, tuple(sorted(groups))
+    drains = tuple(sorted(request.group for request in summary.drain_requests))
+    evacuated = tuple(sorted(summary.evacuated))
+    return hotspots, summary.fleet_saturated, evacuated, summary.held > 0, unknown, tuple(sorted(groups)), drains
 
 
 def address_of(ip: str) -> str:

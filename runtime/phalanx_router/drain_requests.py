@@ -1,6 +1,11 @@
 """Groups whose drain the console has requested: the operator reads them from the summary and drains the groups."""
 
+import logging
 from collections.abc import Callable, Mapping
+
+from phalanx_api.summary import DrainRequest
+
+log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 16
 LIFETIME_S = 60.0
@@ -24,10 +29,11 @@ class DrainRequests:
         self._requested_at[group] = self._clock()
         return True
 
-    def open(self, draining: Mapping[str, bool]) -> list[str]:
+    def open(self, draining: Mapping[str, bool]) -> list[DrainRequest]:
         """Returns the groups to drain. `draining`: whether it drains, by known group."""
         now = self._clock()
-        self._requested_at = {
-            group: at for group, at in self._requested_at.items() if draining.get(group) is False and now - at < LIFETIME_S
-        }
-        return sorted(self._requested_at)
+        for group in [group for group, at in self._requested_at.items() if now - at >= LIFETIME_S]:
+            log.warning("the operator has not begun a drain that the console requested", extra={"group": group})
+            del self._requested_at[group]
+        self._requested_at = {group: at for group, at in self._requested_at.items() if draining.get(group) is False}
+        return [DrainRequest(group, now - at) for group, at in sorted(self._requested_at.items())]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx_api.cache_curve import NO_CURVE, NO_USE
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.summary import Freshness, GroupSummary, RouterSummary, UnknownVersion
+from phalanx_api.summary import DrainRequest, Freshness, GroupSummary, RouterSummary, UnknownVersion
 from phalanx_router.backend import RouterBackend
 from phalanx_router.drain_requests import DrainRequests
 from phalanx_router.links.leader_link import LeaderLink
@@ -86,7 +86,7 @@ class SummaryBuilder:
             drafts_lost=frozenset(link.endpoint.group for link in links if _draft_failure(link)),
             devices=frozenset((link.endpoint.group, str(problem)) for link in links for problem in link.state.devices),
             linked=frozenset(link.endpoint.group for link in links if _is_linked(link)),
-            drain_requests=frozenset(self.drain_requests()),
+            drain_requests=frozenset(request.group for request in self.drain_requests()),
         )
 
     def summary(self) -> RouterSummary:
@@ -118,7 +118,7 @@ class SummaryBuilder:
             drain_requests=self.drain_requests(),
         )
 
-    def drain_requests(self) -> list[str]:
+    def drain_requests(self) -> list[DrainRequest]:
         """Groups that users of the console want to drain and that do not drain yet."""
         fleet_view, links = self._backend.links.fleet_view, self._backend.links.all()
         return self.drains.open({link.endpoint.group: fleet_view.is_leaving(link) for link in links}) if self.drains else []

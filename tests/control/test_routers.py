@@ -5,7 +5,7 @@ import base64
 
 import pytest
 
-from phalanx_api.summary import BalancePolicy, RouterSummary
+from phalanx_api.summary import BalancePolicy, DrainRequest, RouterSummary
 from phalanx_operator.decide import plan
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.routers import PollTiming, RouterTarget, address_of
@@ -48,11 +48,13 @@ async def test_only_starts_and_ends_wake(scene: Scene) -> None:
         summary(evacuated=["a"]),
         summary(evacuated=["a"]),
         summary(held=1),
+        summary(held=1, drain_requests=[DrainRequest("a", 0.1)]),
+        summary(held=1, drain_requests=[DrainRequest("a", 0.2)]),
     ]
     for answer in summaries:
         scene.routers[0].answers.put_nowait(answer)
     await until(lambda: len(scene.routers[0].requests) == len(summaries) + 1)
-    assert len(scene.woken) == 3
+    assert len(scene.woken) == 4
 
 
 async def test_router_without_summary_endpoint_does_not_count(scene: Scene) -> None:

@@ -50,6 +50,9 @@ async def scene(folder: Path, held_at: int | None = None, keys: Sequence[ApiKey]
         if key:
             await page.call("Page.navigate", url=url)
             await page.until("document.getElementById('key-dialog')?.open")
+            await page.run("document.getElementById('key').value = 'wrong'")
+            await page.press("Enter")
+            await page.until("document.getElementById('key-problem').innerText !== ''")
             await page.run(f"document.getElementById('key').value = '{key}'")
             await page.press("Enter")
             await page.until("document.documentElement.dataset.ready === 'true'")
@@ -76,9 +79,21 @@ async def test_an_answer_streams_with_probabilities_and_groups(tmp_path: Path, r
         assert (shaded, placed) == (40, 40)
         assert await page.text("#legend") in ("a", "b")
         await page.run("document.getElementById('token-details').open = true")
-        await shown.ask(5)
-        await page.until("document.querySelectorAll('#token-rows tr').length === 5")
+        await page.until("document.querySelectorAll('#token-rows tr').length === 40")
         await picture(request, page, "playground")
+
+
+async def test_a_new_conversation_forgets_the_answer(tmp_path: Path) -> None:
+    async with scene(tmp_path, HELD_AT) as shown:
+        page = shown.page
+        for _ in range(2):  # one of two groups holds its streams
+            await shown.ask(60)
+            await page.until("document.querySelectorAll('.token').length > 0")
+            await page.run("document.getElementById('clear').click()")
+            await page.until("!document.getElementById('send').disabled")
+        for element in ("conversation", "legend", "timing"):
+            assert await page.text(f"#{element}") == ""
+        await until(lambda: not shown.console.fleet.sessions)
 
 
 async def test_a_move_by_key_is_seen_on_all_pages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -98,6 +113,7 @@ async def test_a_move_by_key_is_seen_on_all_pages(tmp_path: Path, request: pytes
         await page.press("m")
         await page.until("document.getElementById('confirm-dialog').open")
         assert await page.text("#target") == "b"
+        await page.run("document.getElementById('confirm-yes').focus()")
         await page.press("Enter")
         await page.until("document.getElementById('request-details').innerText.includes('b: tokens')")
         await picture(request, page, "requests")
@@ -110,13 +126,14 @@ async def test_a_move_by_key_is_seen_on_all_pages(tmp_path: Path, request: pytes
         await picture(request, page, "move")
 
 
-async def test_a_drain_by_key_reaches_the_operator(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+async def test_a_drain_by_key_is_requested(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     async with scene(tmp_path, keys=KEYS, key="sk-root") as shown:
         page, console = shown.page, shown.console
         await shown.show("fleet")
         await shown.focus('#group-rows tr[data-key="b"]')
         await page.press("d")
         await page.until("document.getElementById('confirm-dialog').open")
+        await page.run("document.getElementById('confirm-yes').focus()")
         await page.press("Enter")
         await page.until("document.getElementById('group-rows').innerText.includes('drain requested')")
         assert (await console.data("fleet", "sk-root"))["groups"][1]["drain_requested"]

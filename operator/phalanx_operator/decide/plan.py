@@ -164,7 +164,7 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     group_actions = _admitted(step, inputs, turn, status)
     if len(group_actions) == len(step) and not outdated_groups(snapshot.groups, desired):
         turn = FREE  # no group of this service has to wait
-    group_actions += tuple(drain.requested(snapshot.groups, inputs.fleet, group_actions))
+    group_actions += tuple(drain.requested(snapshot.groups, inputs.fleet, group_actions, now))
     group_actions += _restarts(service, inputs, group_actions, now)
     actions: list[Action] = []
     if not snapshot.has_replicas:

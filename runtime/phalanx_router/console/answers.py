@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import msgspec
 
@@ -30,11 +31,9 @@ class Answer:
 class CachedAnswer:
     """An answer that is built again when it is requested and `PERIOD_S` old."""
 
-    def __init__(self, build: Callable[[], object], clock: Callable[[], float], instance: str) -> None:
+    def __init__(self, build: Callable[[], object], clock: Callable[[], float]) -> None:
         self._build = build
         self._clock = clock
-        self._instance = instance
-        self._number = 0
         self._answer: Answer | None = None
 
     def get(self) -> Answer:
@@ -43,8 +42,7 @@ class CachedAnswer:
         if before is not None and now - before.made_at < PERIOD_S:
             return before
         content = msgspec.json.encode(self._build())
-        self._number += before is None or before.content != content
-        self._answer = Answer(content, f'"{self._instance}-{self._number}"', now)
+        self._answer = Answer(content, f'"{blake2b(content, digest_size=12).hexdigest()}"', now)
         return self._answer
 
 
@@ -66,9 +64,10 @@ class ConsoleAnswers:
         self._settings = settings
         self._clock = clock
         self._wall_clock = wall_clock
-        self._instance = secrets.token_hex(4)
-        self.fleet = CachedAnswer(self._fleet, clock, self._instance)
-        self.settings = CachedAnswer(self._settings_state, clock, self._instance)
+        self.instance = secrets.token_hex(4)
+        """Differs with each process: numbers of requests are those of one."""
+        self.fleet = CachedAnswer(self._fleet, clock)
+        self.settings = CachedAnswer(self._settings_state, clock)
         self._requests: dict[str | None, CachedAnswer] = {}
 
     def requests(self, tenant: str | None) -> CachedAnswer:
@@ -76,7 +75,7 @@ class ConsoleAnswers:
         if len(self._requests) > MAX_TENANTS:
             self._requests.clear()
         if tenant not in self._requests:
-            self._requests[tenant] = CachedAnswer(lambda: self._request_list(tenant), self._clock, self._instance)
+            self._requests[tenant] = CachedAnswer(lambda: self._request_list(tenant), self._clock)
         return self._requests[tenant]
 
     def find(self, id: str, tenant: str | None) -> RequestTimeline | None:
@@ -90,7 +89,7 @@ class ConsoleAnswers:
         return msgspec.json.encode(snapshot.request_details(line, self._clock(), self._wall_clock()))
 
     def _request_list(self, tenant: str | None) -> object:
-        return snapshot.request_list(self._log.newest(), tenant, self._clock(), self._wall_clock())
+        return snapshot.request_list(self._log.newest(), tenant, self._clock(), self._wall_clock(), self.instance)
 
     def _fleet(self) -> object:
         summary = self._summary()
@@ -100,9 +99,10 @@ class ConsoleAnswers:
             loads={link.endpoint.group: link.group_report.load for link in links},
             timelines=self._log.open(),
             moves=self._log.moves,
-            drain_requests=summary.drain_requests,
+            drain_requests=[request.group for request in summary.drain_requests],
             policy=self._backend.balancing.policy,
             now=self._clock(),
+            instance=self.instance,
         )
 
     def _settings_state(self) -> object:

@@ -50,6 +50,8 @@ class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a move."""
 
+    instance: str
+    """That of the list with the request."""
     request: int
     """Its number."""
     target: str
@@ -81,8 +83,9 @@ class Console:
             if not viewer.may_write:
                 why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
                 raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
-            response = writes[name](await _read_body(request))
-            log.info("console", extra={"action": name, "api_key": viewer.tenant})
+            body = await _read_body(request)
+            response = writes[name](body)
+            log.info("console", extra={"action": name, "api_key": viewer.tenant, "order": body.decode()})
             return response
         _check_method(request, "GET")
         return self._read(request, name, viewer)
@@ -125,6 +128,8 @@ class Console:
 
     def _move(self, body: bytes) -> Response:
         order = _decode(body, MoveOrder)
+        if order.instance != self.answers.instance:
+            raise ApiError(409, "another router answers now, whose requests have other numbers", "instance", "another_router")
         session = self._find(str(order.request), None).session
         if session is None:
             raise ApiError(409, f"request {order.request} has ended", "request", "not_moved")
@@ -208,5 +213,5 @@ async def _read_body(request: Request) -> bytes:
 def _decode(body: bytes, kind: type[Order]) -> Order:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid: {error}") from error

@@ -69,6 +69,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of the service, and the streams of this router."""
 
     router: str
+    instance: str  # of the router's process, whose numbers of streams these are
     groups: list[GroupState]
     streams: list[tuple[int, int, int, int, bool]]
     """Number, index of its group or -1, context tokens, completed moves, whether it moves."""
@@ -135,6 +136,7 @@ class RequestDetails(msgspec.Struct, frozen=True, kw_only=True):
 class RequestList(msgspec.Struct, frozen=True, kw_only=True):
     """Open requests, then ended ones, the newest first."""
 
+    instance: str
     requests: list[RequestState]
     open: int  # in all, of this viewer
     truncated: bool

@@ -30,6 +30,7 @@ MAX_REQUESTS = 200
 """Requests in a list."""
 NOW = SIZES.index(1.0)
 """Position of the present size in the curve of a cache."""
+MIN_SPEEDUP = 0.5
 LOAD_POINTS = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
 """Loads of a curve, as shares of the largest batch."""
 
@@ -42,8 +43,9 @@ def fleet_state(
     drain_requests: Collection[str],
     policy: BalancePolicy,
     now: float,
+    instance: str = "",
 ) -> FleetState:
-    """Returns the fleet. `loads`: last load report by group."""
+    """Returns the fleet. `loads`: last load report by group; `instance`: id of the process."""
     hotspots = {hotspot.group: hotspot for hotspot in summary.hotspots}
     groups = sorted(summary.groups, key=lambda group: group.group)
     positions = {group.group: position for position, group in enumerate(groups)}
@@ -53,6 +55,7 @@ def fleet_state(
     ]
     return FleetState(
         router=summary.router,
+        instance=instance,
         groups=[
             _group(group, loads.get(group.group), hotspots.get(group.group), group.group in drain_requests) for group in groups
         ],
@@ -91,7 +94,7 @@ def _group(group: GroupSummary, load: Load | None, hotspot: Hotspot | None, is_r
         waiting=group.waiting,
         pressure=group.pressure,
         backlog_s=group.backlog_s,
-        itl_s=group.itl_s,
+        itl_s=group.itl_s / max(group.speedup, MIN_SPEEDUP),
         speed=group.speed,
         device_busy=group.device_busy,
         preemptions=group.preemptions,
@@ -123,7 +126,9 @@ def _move(move: StreamMove, at_s: float) -> ConsoleMove:
     )
 
 
-def request_list(timelines: Iterable[RequestTimeline], tenant: str | None, now: float, wall_s: float) -> RequestList:
+def request_list(
+    timelines: Iterable[RequestTimeline], tenant: str | None, now: float, wall_s: float, instance: str = ""
+) -> RequestList:
     """Returns the newest requests of a tenant, or of all. `timelines`: the newest first; `wall_s`: Unix time of `now`."""
     shown: list[RequestState] = []
     num_open, is_truncated = 0, False
@@ -135,7 +140,7 @@ def request_list(timelines: Iterable[RequestTimeline], tenant: str | None, now: 
             shown.append(request_state(line, now, wall_s))
         else:
             is_truncated = True
-    return RequestList(requests=shown, open=num_open, truncated=is_truncated)
+    return RequestList(instance=instance, requests=shown, open=num_open, truncated=is_truncated)
 
 
 def request_state(line: RequestTimeline, now: float, wall_s: float) -> RequestState:
@@ -146,7 +151,7 @@ def request_state(line: RequestTimeline, now: float, wall_s: float) -> RequestSt
         name=line.name,
         tenant=line.tenant,
         group=line.group,
-        arrived_unix_s=wall_s - (now - line.arrived_at),
+        arrived_unix_s=round(wall_s - (now - line.arrived_at), 1),
         prompt_tokens=line.prompt_tokens,
         tokens=line.tokens,
         first_token_s=first - line.arrived_at if first is not None else None,
@@ -241,8 +246,7 @@ def load_curves(groups: Sequence[GroupSummary]) -> list[LoadCurve]:
         context = group.live_tokens / group.running if group.running else 512.0
         counts = sorted({1, *(max(1, round(most * share)) for share in LOAD_POINTS)})
         points = [
-            (count, group.speed * model.predict(StepWork(0, count, int(count * context))) / max(group.speedup, 0.5))
-            for count in counts
+            (count, model.predict(StepWork(0, count, int(count * context))) / max(group.speedup, MIN_SPEEDUP)) for count in counts
         ]
         curves.append(LoadCurve(group=group.group, running=group.running, points=points))
     return curves

@@ -163,7 +163,6 @@ class RequestMeter:
         else:
             self.first_at = now
             self.stats.record_first_tokens(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
-            self.first_at = now
         self.tokens += tokens
         self.last = now
 

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx_api.cache_curve import CacheCurve
-from phalanx_api.summary import Hotspot
+from phalanx_api.summary import DrainRequest, Hotspot
 from phalanx_api.wire.leader import Load
 from phalanx_router.console.answers import PERIOD_S, CachedAnswer
 from phalanx_router.console.snapshot import MAX_REQUESTS, fleet_state, load_curves, request_details, request_list, settings_state
@@ -44,7 +44,7 @@ def test_answer_is_built_once_per_period() -> None:
         built[0] += 1
         return built[0] // 3
 
-    answer = CachedAnswer(build, clock, "x")
+    answer = CachedAnswer(build, clock)
     first = answer.get()
     assert answer.get() is first and built == [1]
     clock.now += PERIOD_S
@@ -162,6 +162,7 @@ def test_requested_drains_end_with_their_reason() -> None:
     assert all(drains.add(name) for name in list(known)[:MAX_DRAINS])
     assert drains.add("group-0") and not drains.add(f"group-{MAX_DRAINS}")
     assert len(drains.open(known)) == MAX_DRAINS
-    assert drains.open({"group-0": False, "group-1": True}) == ["group-0"]
+    clock.now += 5.0
+    assert drains.open({"group-0": False, "group-1": True}) == [DrainRequest("group-0", 5.0)]
     clock.now += LIFETIME_S
     assert drains.open(known) == [] and not drains

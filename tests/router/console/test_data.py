@@ -64,21 +64,28 @@ async def test_writes_need_a_key_that_may_write() -> None:
 
 
 async def test_moved_request_shows_which_group_computed_what() -> None:
-    async with running_console(*leaders(5, None), keys=KEYS) as console:
+    async with running_console(*leaders(5, 5), keys=KEYS) as console:
         reading = asyncio.create_task(console.complete("hello", "sk-alice", "moved"))
         number = await console.until_delivered(5)
-        unknown = await console.post("move", {"request": number, "target": "z"}, "sk-root")
+        found = await console.data("requests", "sk-root")
+        source = found["requests"][0]["group"]
+        target = "b" if source == "a" else "a"
+        console.leaders["ab".index(target)].release()
+        order = {"instance": found["instance"], "request": number}
+        elsewhere = await console.post("move", order | {"instance": "x", "target": target}, "sk-root")
+        assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (409, "another_router")
+        unknown = await console.post("move", order | {"target": "z"}, "sk-root")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_group")
-        same = await console.post("move", {"request": number, "target": "a"}, "sk-root")
+        same = await console.post("move", order | {"target": source}, "sk-root")
         assert (same.status_code, same.json()["error"]["code"]) == (409, "not_moved")
-        assert (await console.post("move", {"request": number, "target": "b"}, "sk-root")).status_code == 202
+        assert (await console.post("move", order | {"target": target}, "sk-root")).status_code == 202
         await reading
         details = await console.data("requests/cmpl-moved", "sk-alice")
-        ended = await console.post("move", {"request": number, "target": "b"}, "sk-root")
+        ended = await console.post("move", order | {"target": target}, "sk-root")
         assert ended.json()["error"]["code"] == "not_moved"
-    assert [(part["group"], part["start"], part["end"]) for part in details["segments"]] == [("a", 0, 5), ("b", 5, 12)]
+    assert [(part["group"], part["start"], part["end"]) for part in details["segments"]] == [(source, 0, 5), (target, 5, 12)]
     (move,) = details["moves"]
-    assert (move["source"], move["target"], move["outcome"], move["reason"]) == ("a", "b", "moved", "manual")
+    assert (move["source"], move["target"], move["outcome"], move["reason"]) == (source, target, "moved", "manual")
     assert (move["pages"], move["index"], move["transfer"]) == (2, 5, "precopy")
     kinds = [event["kind"] for event in details["events"]]
     assert kinds == ["arrived", "queued", "chosen", "sent", "first token", "move started", "moved", "ended"]
@@ -99,9 +106,12 @@ async def test_fleet_has_streams_where_they_are() -> None:
         assert (stream, moves, is_moving) == (number, 0, False)
         assert fleet["groups"][group]["streams"] == 1 and context > 5
         assert fleet["groups"][group]["pages"] == 10
-        again = await console.get("/ui/api/fleet")
-        unchanged = await console.get("/ui/api/fleet", **{"if-none-match": again.headers["etag"]})
-        assert unchanged.status_code == 304
+
+        async def is_unchanged() -> bool:  # within a period
+            known = (await console.get("/ui/api/fleet")).headers["etag"]
+            return (await console.get("/ui/api/fleet", **{"if-none-match": known})).status_code == 304
+
+        await until(is_unchanged)
         for leader in (first, second):
             leader.release()
         await reading
@@ -121,7 +131,7 @@ async def test_requested_drain_ends_the_operator_s_poll() -> None:
         assert (await poll(0.0)).drain_requests == []
         polling = asyncio.create_task(poll(60.0))
         assert (await console.post("drain", {"group": "b"}, "sk-root")).status_code == 202
-        assert (await polling).drain_requests == ["b"]
+        assert [request.group for request in (await polling).drain_requests] == ["b"]
         await second.send(wire.State(serving=False, draining=True, incarnation=1, served=second.state.served))
         await until(lambda: any(link.state.draining for link in console.fleet.links.all()))
         assert (await poll(0.0)).drain_requests == []

@@ -68,13 +68,19 @@ def due_in_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
     return max(timeout_s - age, 0.0) if age is not None else 0.0
 
 
-def requested(groups: Iterable[ObservedGroup], fleet: Fleet, actions: Iterable[GroupAction]) -> list[DrainGroup]:
-    """Returns the drains that users of a console request, except of groups that change anyway."""
+def requested(groups: Iterable[ObservedGroup], fleet: Fleet, actions: Iterable[GroupAction], now: str) -> list[DrainGroup]:
+    """Returns the drains that users of a console request, except of groups that change anyway or were created since.
+
+    A successor may have the name of the group that was drained.
+    """
     changed = {action.uid for action in actions if not isinstance(action, CreateGroup)}
     return [
         DrainGroup(name=group.name, uid=group.uid, why="requested in the console", purpose="asked")
         for group in groups
-        if group.name in fleet.drain_requests and group.uid not in changed and not (group.draining or group.terminating)
+        if group.name in fleet.drain_requests
+        and (age_s(group.created, now) or 0.0) > fleet.drain_requests[group.name]
+        and group.uid not in changed
+        and not (group.draining or group.terminating)
     ]
 
 

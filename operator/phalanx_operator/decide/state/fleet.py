@@ -130,8 +130,8 @@ class Fleet:
     """Evacuated groups without streams."""
     unknown_versions: tuple[str, ...] = ()
     """Incompatible programs, as sentences."""
-    drain_requests: frozenset[str] = frozenset()
-    """Groups that users of a console want to drain."""
+    drain_requests: Mapping[str, float] = field(default_factory=dict)
+    """Age in seconds of the latest request of users of a console to drain a group, by its name."""
 
     @property
     def has_quorum(self) -> bool:
@@ -174,9 +174,18 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fle
         hotspots=_merge_hotspots(summaries),
         saturated=any(summary.fleet_saturated for summary in summaries),
         evacuated=frozenset.intersection(*(frozenset(summary.evacuated) for summary in summaries)),
-        drain_requests=frozenset(group for summary in summaries for group in summary.drain_requests),
+        drain_requests=MappingProxyType(_merge_drain_requests(recent)),
         unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for summary in summaries for u in summary.unknown_versions})),
     )
+
+
+def _merge_drain_requests(reports: Sequence[RouterReport]) -> dict[str, float]:
+    ages: dict[str, float] = {}
+    for report in reports:
+        for request in report.summary.drain_requests:
+            age_s = max(request.age_s, 0.0) + report.age_s
+            ages[request.group] = min(age_s, ages.get(request.group, age_s))
+    return ages
 
 
 def _merge_hotspots(summaries: Sequence[RouterSummary]) -> tuple[Hotspot, ...]:

@@ -2,7 +2,7 @@
 
 import { find } from "./dom.js";
 
-const KEY = "phalanx-key";
+const KEY = "phalanx-key", TIMEOUT_MS = 10_000;
 let asking = null;
 const tags = new Map();
 
@@ -21,19 +21,26 @@ export async function send(path, options = {}) {
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
     const response = await fetch(path, { ...options, headers });
     if (response.status !== 401) return response;
+    if (sessionStorage.getItem(KEY) !== key) continue; // another call has got a new key
     sessionStorage.removeItem(KEY);
-    await (asking ??= askForKey());
+    await (asking ??= askForKey(Boolean(key)));
   }
 }
 
-function askForKey() {
+function askForKey(wasRefused) {
   const dialog = find("key-dialog"), input = find("key");
   input.value = "";
+  find("key-problem").textContent = wasRefused ? "The router does not know this key." : "";
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
       asking = null;
-      if (input.value) sessionStorage.setItem(KEY, input.value);
+      const key = input.value.trim();
+      if (dialog.returnValue === "use" && /^[!-~]+$/.test(key)) {
+        sessionStorage.setItem(KEY, key);
+        tags.clear();
+        dispatchEvent(new Event("phalanx-key"));
+      }
       resolve();
     }, { once: true });
   });
@@ -48,7 +55,8 @@ async function check(response) {
 // Returns data of the console, or null if it is as it was at the last call.
 export async function read(name) {
   const tag = tags.get(name);
-  const response = await send(`/ui/api/${name}`, { headers: tag ? { "if-none-match": tag } : {}, cache: "no-store" });
+  const headers = tag ? { "if-none-match": tag } : {};
+  const response = await send(`/ui/api/${name}`, { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (response.status === 304) return null;
   await check(response);
   if (response.headers.get("etag")) tags.set(name, response.headers.get("etag"));
@@ -61,7 +69,8 @@ export function forget(name) {
 
 export async function write(name, body) {
   const headers = { "content-type": "application/json" };
-  return (await check(await send(`/ui/api/${name}`, { method: "POST", headers, body: JSON.stringify(body) }))).json();
+  const request = { method: "POST", headers, body: JSON.stringify(body), signal: AbortSignal.timeout(TIMEOUT_MS) };
+  return (await check(await send(`/ui/api/${name}`, request))).json();
 }
 
 export async function models() {
@@ -75,17 +84,21 @@ export async function* chat(body, id, signal) {
   const response = await check(await send("/v1/chat/completions", request));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    rest += value;
-    let end;
-    while ((end = rest.indexOf("\n\n")) >= 0) {
-      const lines = rest.slice(0, end).split("\n");
-      rest = rest.slice(end + 2);
-      const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
-      if (data === "[DONE]") return;
-      if (data) yield JSON.parse(data);
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("the stream ended early");
+      rest += value;
+      let end;
+      while ((end = rest.indexOf("\n\n")) >= 0) {
+        const lines = rest.slice(0, end).split("\n");
+        rest = rest.slice(end + 2);
+        const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+        if (data === "[DONE]") return;
+        if (data) yield JSON.parse(data);
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // the router ends a request whose client leaves
   }
 }

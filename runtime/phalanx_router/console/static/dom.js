@@ -20,12 +20,19 @@ export function makeSvg(name, attributes = {}, ...children) {
   return element;
 }
 
-// Shows rows of texts in a table body. Rows keep their elements, so focus stays and only changed cells are written.
+// Shows rows of texts in a table body. A row keeps its element while its key is shown, so focus stays on what it was on.
 export function showRows(body, rows, { focusable = false } = {}) {
-  while (body.rows.length > rows.length) body.deleteRow(-1);
+  const present = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const keys = new Set(rows.map(({ key }) => key));
+  for (const [key, row] of present) if (!keys.has(key)) row.remove();
   rows.forEach(({ key, cells, marks = {}, selected = false }, number) => {
-    const row = body.rows[number] ?? body.insertRow();
-    if (row.dataset.key !== key) row.dataset.key = key;
+    const row = present.get(key) ?? make("tr");
+    row.dataset.key = key;
+    if (body.rows[number] !== row) {
+      const hasFocus = row === document.activeElement;
+      body.insertBefore(row, body.rows[number] ?? null);
+      if (hasFocus) row.focus();
+    }
     if (focusable && row.tabIndex !== 0) row.tabIndex = 0;
     if (focusable) row.setAttribute("aria-selected", String(selected));
     cells.forEach((text, column) => {
@@ -52,3 +59,9 @@ export function colourOf(group) {
 }
 
 export const prefersLessMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+export function legendEntry(group, text = group) {
+  const swatch = make("span", { className: "swatch" });
+  swatch.style.backgroundColor = colourOf(group);
+  return make("li", {}, swatch, text);
+}

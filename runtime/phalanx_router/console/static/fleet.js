@@ -5,7 +5,7 @@ import { count, find, milliseconds, percent, prefersLessMotion, seconds, showRow
 import { confirm, notice, viewer } from "./shell.js";
 
 const CELLS = 120, ROWS = 5, TILE = 176, HEIGHT = 104, GAP = 12, JUMP_MS = 1500;
-let fleet = null, before = new Map(), jumps = [], frame = 0;
+let fleet = null, before = new Map(), jumps = [], frame = 0, timer = 0;
 
 export function start() {
   find("group-rows").addEventListener("keydown", (event) => {
@@ -19,7 +19,7 @@ export const groups = () => fleet?.groups.map((group) => group.name) ?? [];
 
 async function drain(group) {
   if (!group || !viewer().may_write) return;
-  const answer = await confirm(`Drain ${group}?`, "Its streams move or end, and a new group replaces it.");
+  const answer = await confirm(`Drain ${group}?`, "Its streams move or end. A new group replaces it if as many groups are wanted.");
   if (!answer) return;
   try {
     await write("drain", { group });
@@ -31,7 +31,8 @@ async function drain(group) {
 
 export async function update() {
   const next = await read("fleet");
-  if (!next) return;
+  if (!next) return draw();
+  if (next.instance !== fleet?.instance) [before, jumps] = [new Map(), []]; // another router, with other numbers
   const started = performance.now();
   findJumps(next);
   fleet = next;
@@ -86,6 +87,7 @@ function showTables() {
 // Draws all tiles; again while moves are shown.
 function draw() {
   cancelAnimationFrame(frame);
+  clearTimeout(timer);
   if (!fleet || find("fleet").hidden) return;
   const canvas = find("map"), width = canvas.clientWidth || 800;
   const columns = Math.max(1, Math.floor((width - GAP) / (TILE + GAP)));
@@ -108,7 +110,7 @@ function draw() {
   jumps = jumps.filter((jump) => now - jump.at < JUMP_MS);
   for (const jump of jumps) drawJump(pen, places.get(jump.from), places.get(jump.to), (now - jump.at) / JUMP_MS, colours);
   if (jumps.length && !prefersLessMotion()) frame = requestAnimationFrame(draw);
-  else if (jumps.length) frame = setTimeout(draw, JUMP_MS);
+  else if (jumps.length) timer = setTimeout(draw, JUMP_MS);
 }
 
 function drawGroup(pen, { x, y }, group, streams, colours) {

@@ -24,11 +24,12 @@ function show(name) {
 }
 
 async function update() {
-  if (document.hidden || isReading || !PAGES[page].update) return;
+  const shown = PAGES[page];
+  if (document.hidden || isReading || !shown.update) return;
   isReading = true;
   try {
-    if (page === "requests") await fleet.update();
-    await PAGES[page].update();
+    if (shown === requests) await fleet.update();
+    await shown.update();
     if (failed) notice("");
     failed = false;
   } catch (error) {
@@ -64,7 +65,21 @@ find("theme").addEventListener("click", nextTheme);
 find("help-button").addEventListener("click", () => find("help-dialog").showModal());
 
 setTheme(THEMES.includes(localStorage.getItem("phalanx-theme")) ? localStorage.getItem("phalanx-theme") : "system");
-setViewer(await read("viewer"));
+// Reads until the router answers, so that a page that was opened too early recovers.
+async function readViewer() {
+  for (;;) {
+    try {
+      setViewer(await read("viewer"));
+      return notice("");
+    } catch (error) {
+      notice(`The router does not answer: ${error.message}`);
+      await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+    }
+  }
+}
+
+await readViewer();
+addEventListener("phalanx-key", readViewer);
 for (const each of NAMES) {
   try {
     await PAGES[each].start();

@@ -2,10 +2,10 @@
 // the group that computed them.
 
 import { chat, models, read } from "./api.js";
-import { colourOf, find, make, milliseconds, seconds, showRows } from "./dom.js";
+import { colourOf, find, legendEntry, make, milliseconds, seconds, showRows } from "./dom.js";
 
 const PERIOD_MS = 500;
-let messages = [], current = null;
+let messages = [], current = null, last = null;
 
 export async function start() {
   find("chat-form").addEventListener("submit", (event) => {
@@ -17,24 +17,34 @@ export async function start() {
   });
   find("stop").addEventListener("click", () => current?.controller.abort());
   find("clear").addEventListener("click", clear);
+  find("token-details").addEventListener("toggle", () => last && showTokens(last));
   find("model").replaceChildren(...(await models()).map((name) => make("option", {}, name)));
 }
 
 function clear() {
   current?.controller.abort();
-  messages = [];
+  [messages, last] = [[], null];
   for (const id of ["conversation", "legend", "timing", "token-rows"]) find(id).replaceChildren();
+}
+
+function readTools() {
+  const text = find("tools").value.trim();
+  if (!text) return {};
+  try {
+    return { tools: JSON.parse(text) };
+  } catch (error) {
+    throw new Error(`Tools: ${error.message}`);
+  }
 }
 
 function parameters() {
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
-  const system = find("system").value.trim(), tools = find("tools").value.trim(), stop = find("stop-text").value;
+  const system = find("system").value.trim(), stop = find("stop-text").value;
   return {
     model: find("model").value, stream: true, stream_options: { include_usage: true },
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     temperature: number("temperature"), top_p: number("top-p"), max_tokens: number("max-tokens"), seed: number("seed"),
-    ...(stop ? { stop } : {}), ...(tools ? { tools: JSON.parse(tools) } : {}),
-    ...(find("logprobs").checked ? { logprobs: true, top_logprobs: 3 } : {}),
+    ...(stop ? { stop } : {}), ...readTools(), logprobs: true, top_logprobs: 3, // they number the tokens
   };
 }
 
@@ -53,23 +63,24 @@ function randomId() {
 async function run() {
   const question = find("message").value.trim();
   if (!question) return;
-  messages.push({ role: "user", content: question });
+  const conversation = messages;
+  conversation.push({ role: "user", content: question });
   turn("You").textContent = question;
-  const answer = { controller: new AbortController(), text: turn("Model"), tokens: [], content: "", tools: [], id: "", started: performance.now(), first: null };
-  current = answer;
+  const answer = { controller: new AbortController(), text: turn("Model"), tokens: [], content: "", tools: [], id: "", started: performance.now(), first: null, decoder: new TextDecoder(), isShaded: find("logprobs").checked };
+  current = last = answer;
   showState();
   const timer = setInterval(() => place(answer), PERIOD_MS);
   try {
     for await (const event of chat(parameters(), randomId(), answer.controller.signal)) receive(answer, event);
-    messages.push({ role: "assistant", content: answer.content, ...(answer.tools.length ? { tool_calls: answer.tools } : {}) });
+    conversation.push({ role: "assistant", content: answer.content, ...(answer.tools.length ? { tool_calls: answer.tools } : {}) });
   } catch (error) {
     const text = error.name === "AbortError" ? "stopped" : [error.code, error.message].filter(Boolean).join(": ");
     answer.text.append(make("span", { className: "error" }, ` ${text}`));
-    if (answer.content) messages.push({ role: "assistant", content: answer.content });
-    else messages.pop();
+    if (answer.content) conversation.push({ role: "assistant", content: answer.content });
+    else conversation.pop();
   } finally {
     clearInterval(timer);
-    current = null;
+    if (current === answer) current = null;
     showState();
     await place(answer);
   }
@@ -78,6 +89,7 @@ async function run() {
 function showState() {
   find("send").disabled = Boolean(current);
   find("stop").disabled = !current;
+  find("conversation").setAttribute("aria-busy", String(Boolean(current)));
 }
 
 function receive(answer, event) {
@@ -87,24 +99,31 @@ function receive(answer, event) {
   if (event.usage) answer.usage = event.usage;
   if (!choice) return;
   for (const call of choice.delta?.tool_calls ?? []) addTool(answer, call);
-  const text = choice.delta?.content ?? "", details = choice.logprobs?.content ?? [];
-  if (!text && !details.length) return;
+  const text = choice.delta?.content ?? "", thought = choice.delta?.reasoning_content ?? "", details = choice.logprobs?.content ?? [];
+  if (!text && !thought && !details.length) return;
   answer.first ??= performance.now();
   answer.content += text;
-  if (details.length) for (const detail of details) addToken(answer, detail.token, detail);
-  else addToken(answer, text, null);
-  find("conversation").scrollTop = find("conversation").scrollHeight;
+  const box = find("conversation"), isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  addTokens(answer, text || thought, details, Boolean(thought));
+  if (isAtEnd) box.scrollTop = box.scrollHeight;
 }
 
-function addToken(answer, text, detail) {
-  const element = make("span", { className: "token" }, text);
-  if (detail) {
-    const probability = Math.exp(detail.logprob);
-    element.title = `${(probability * 100).toFixed(1)} %`;
-    element.style.backgroundColor = `rgb(200 120 20 / ${((1 - probability) * 0.45).toFixed(2)})`;
-  }
-  answer.tokens.push({ text, detail, element, group: "" });
-  answer.text.append(element);
+// Shows the text of an event, token by token if the tokens are just this text. Special tokens, stop texts and those of tool
+// calls are in no text: they are only in the table.
+function addTokens(answer, text, details, isThought) {
+  const pieces = details.map((detail) => answer.decoder.decode(new Uint8Array(detail.bytes ?? []), { stream: true }));
+  const isWhole = pieces.join("") === text;
+  const block = isWhole || !text ? null : answer.text.appendChild(make("span", { className: isThought ? "token thought" : "token" }, text));
+  details.forEach((detail, index) => {
+    const element = isWhole ? answer.text.appendChild(make("span", { className: isThought ? "token thought" : "token" }, pieces[index])) : block;
+    if (isWhole && answer.isShaded) shade(element, Math.exp(detail.logprob));
+    answer.tokens.push({ text: detail.token, detail, element, group: "" });
+  });
+}
+
+function shade(element, probability) {
+  element.title = `${(probability * 100).toFixed(1)} %`;
+  element.style.backgroundColor = `rgb(200 120 20 / ${((1 - probability) * 0.45).toFixed(2)})`;
 }
 
 function addTool(answer, call) {
@@ -117,39 +136,39 @@ function addTool(answer, call) {
 
 // Reads which group computed which tokens, and shows it.
 async function place(answer) {
-  if (!answer.id) return;
+  if (!answer.id || answer !== last) return;
   let details;
   try {
     details = await read(`requests/${encodeURIComponent(answer.id)}`);
   } catch {
-    return; // the request is not known yet, or any more
+    showTiming(answer, null); // the request is not known yet, or any more
+    return;
   }
   for (const { group, start, end } of details.segments) {
     for (const token of answer.tokens.slice(start, end)) {
       if (token.group === group) continue;
       token.group = group;
-      token.element.style.borderBottomColor = colourOf(group);
+      if (token.element) token.element.style.borderBottomColor = colourOf(group);
     }
   }
   markMoves(answer, details);
   const groups = [...new Set(details.segments.map((segment) => segment.group))];
   find("legend").replaceChildren(...groups.map((group) => legendEntry(group)));
-  const ttft = answer.first === null ? "-" : milliseconds((answer.first - answer.started) / 1000);
-  const usage = answer.usage ? `${answer.usage.prompt_tokens} prompt tokens, ${answer.usage.completion_tokens} tokens, ` : "";
-  find("timing").textContent = `${usage}first token after ${ttft}, ${details.request.moves} moves, ${seconds(details.request.duration_s)} in all`;
+  showTiming(answer, details.request);
   showTokens(answer);
 }
 
-function legendEntry(group) {
-  const swatch = make("span", { className: "swatch" });
-  swatch.style.backgroundColor = colourOf(group);
-  return make("li", {}, swatch, group);
+function showTiming(answer, request) {
+  const ttft = answer.first === null ? "-" : milliseconds((answer.first - answer.started) / 1000);
+  const usage = answer.usage ? `${answer.usage.prompt_tokens} prompt tokens, ${answer.usage.completion_tokens} tokens, ` : "";
+  const facts = request ? `, ${request.moves} moves, ${seconds(request.duration_s)} in all` : "";
+  find("timing").textContent = `${usage}first token after ${ttft}${facts}`;
 }
 
 function markMoves(answer, details) {
   answer.marked ??= new Set();
   details.segments.slice(1).forEach((segment, number) => {
-    const token = answer.tokens[segment.start];
+    const token = answer.tokens.slice(segment.start).find((each) => each.element);
     if (!token || answer.marked.has(segment.epoch)) return;
     answer.marked.add(segment.epoch);
     const from = details.segments[number].group;

@@ -1,11 +1,11 @@
 // Requests, and the time line of one of them.
 
 import { forget, read, write } from "./api.js";
-import { colourOf, count, find, make, makeSvg, milliseconds, seconds, showRows } from "./dom.js";
+import { colourOf, count, find, legendEntry, make, makeSvg, milliseconds, seconds, showRows } from "./dom.js";
 import { groups } from "./fleet.js";
 import { confirm, notice, viewer } from "./shell.js";
 
-let list = null, chosen = "";
+let list = null, chosen = "", shown = "", hasEnded = false;
 
 export function start() {
   const body = find("request-rows");
@@ -21,10 +21,11 @@ export function start() {
 export async function update() {
   const next = await read("requests");
   if (next) {
+    if (next.instance !== list?.instance) chosen = ""; // another router, with other numbers
     list = next;
     show();
   }
-  if (chosen) await showDetails();
+  if (chosen && !hasEnded) await showDetails();
 }
 
 function show() {
@@ -41,7 +42,7 @@ function show() {
 
 async function choose(key) {
   if (!key) return;
-  chosen = key;
+  [chosen, shown, hasEnded] = [key, "", false];
   if (list) show();
   await showDetails();
 }
@@ -52,7 +53,7 @@ async function move(key) {
   const target = await confirm(`Move request ${key}?`, "Its pages are copied; the client receives each token once.", groups().filter((group) => group !== current));
   if (!target) return;
   try {
-    await write("move", { request: Number(key), target });
+    await write("move", { instance: list.instance, request: Number(key), target });
     notice(`Request ${key} moves to ${target}.`);
   } catch (error) {
     notice(error.message);
@@ -68,6 +69,9 @@ async function showDetails() {
     find("request-details").replaceChildren(make("p", { className: "error" }, error.message));
     return;
   }
+  const text = JSON.stringify({ ...details, request: { ...details.request, duration_s: 0, arrived_unix_s: 0 } });
+  if (text === shown) return;
+  [shown, hasEnded] = [text, Boolean(details.request.end)];
   const { request, events, segments } = details;
   const rows = events.map((event) => make("tr", {}, make("th", { scope: "row" }, seconds(event.at_s)), make("td", {}, event.kind), make("td", {}, event.group || "-"), make("td", {}, String(event.index)), make("td", {}, event.note || "")));
   const heads = ["After", "Event", "Group", "Token", "Note"].map((text) => make("th", { scope: "col" }, text));
@@ -81,11 +85,7 @@ async function showDetails() {
   );
 }
 
-function legend({ group, start, end }) {
-  const swatch = make("span", { className: "swatch" });
-  swatch.style.backgroundColor = colourOf(group);
-  return make("li", {}, swatch, `${group}: tokens ${start} to ${end - 1}`);
-}
+const legend = ({ group, start, end }) => legendEntry(group, `${group}: tokens ${start} to ${end - 1}`);
 
 function bar(request, segments) {
   const total = Math.max(1, request.tokens);

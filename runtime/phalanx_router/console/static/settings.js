@@ -1,7 +1,7 @@
 // Settings of the router, its policy, traffic and latencies, and the curves of caches and load.
 
 import { read } from "./api.js";
-import { colourOf, count, find, make, makeSvg, milliseconds, percent } from "./dom.js";
+import { colourOf, count, find, legendEntry, make, makeSvg, milliseconds, percent } from "./dom.js";
 
 export function start() {}
 
@@ -9,8 +9,8 @@ export async function update() {
   const found = await read("settings");
   if (!found) return;
   const quantiles = ["ttft", "itl", "wait"].map((name) => [{ ttft: "TTFT", itl: "ITL", wait: "Wait for a group" }[name], ...["p50", "p90", "p99"].map((p) => milliseconds(found[name][p]))]);
-  fill("latencies", ["", "P50", "P90", "P99"], quantiles);
-  fill("traffic", ["Window", "Requests/s", "Prompt", "Not cached", "Output"], found.traffic.map((window) => [
+  fill("latencies", ["At most", "P50", "P90", "P99"], quantiles);
+  fill("traffic", ["Window", "Requests/s", "Mean prompt", "Not cached", "Mean output"], found.traffic.map((window) => [
     `${window.window_s} s`, (window.arrivals / window.window_s).toFixed(2), count(Math.round(window.prompt)), count(Math.round(window.missed)), count(Math.round(window.output)),
   ]));
   fill("router-settings", ["Setting", "Value"], Object.entries(found.settings).map(([name, value]) => [name, text(value)]));
@@ -48,10 +48,15 @@ function show(id, lines, { x, y, empty }) {
   const drawing = makeSvg("svg", { viewBox: `0 0 ${left + width + 16} ${top + height + 40}`, class: "chart", role: "img", "aria-label": "The table below has the numbers" },
     makeSvg("path", { class: "axis", d: `M${left} ${top}V${top + height}H${left + width}` }), ...paths,
     label(4, top + 10, y(maxY)), label(4, top + height, y(0)), label(left, top + height + 30, x), label(left + width - 24, top + height + 16, String(maxX)));
-  const columns = lines[0].points.map(([at]) => String(at));
-  const rows = lines.map(({ name, points }) => make("tr", {}, make("th", { scope: "row" }, name), ...points.map(([, value]) => make("td", {}, y(value)))));
-  const table = make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Group"), ...columns.map((at) => make("th", { scope: "col" }, at)))), make("tbody", {}, ...rows));
+  const columns = [...new Set(xs)].sort((one, other) => one - other);
+  const rows = lines.map(({ name, points }) => {
+    const values = new Map(points);
+    return make("tr", {}, make("th", { scope: "row" }, name), ...columns.map((at) => make("td", {}, values.has(at) ? y(values.get(at)) : "-")));
+  });
+  const heads = columns.map((at) => make("th", { scope: "col" }, String(at)));
+  const table = make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Group"), ...heads)), make("tbody", {}, ...rows));
+  const legend = make("ul", { className: "legend" }, ...lines.map(({ name }) => legendEntry(name)));
   const region = make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: x }, table);
   const details = make("details", { open: place.querySelector("details")?.open ?? false }, make("summary", {}, "Numbers"), region);
-  place.replaceChildren(drawing, details);
+  place.replaceChildren(drawing, legend, details);
 }

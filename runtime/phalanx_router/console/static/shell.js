@@ -24,7 +24,10 @@ export function confirm(title, text, targets = null) {
   find("target-line").hidden = !targets;
   find("target").replaceChildren(...(targets ?? []).map((name) => make("option", {}, name)));
   dialog.returnValue = "no";
+  find("confirm-yes").hidden = targets !== null && !targets.length;
+  if (targets !== null && !targets.length) find("confirm-text").textContent = "There is no other group.";
   dialog.showModal();
+  (targets === null ? find("confirm-no") : find("target")).focus();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
       const isYes = dialog.returnValue === "yes";
