@@ -140,6 +140,8 @@ class SummaryBuilder:
         return num_held + sum(session.is_waiting and not session.wait.is_held for session in self._backend.sessions)
 
     def _evacuated(self) -> set[str]:
+        if not self._backend.balancing.policy.evacuate:
+            return set()
         streams = self._streams()
         filled = {link.endpoint.group for link in self._backend.links.all() if streams[link.endpoint.group]}
         return set(self._backend.balancing.policy.evacuate) - filled
