@@ -160,15 +160,17 @@ class HostTier:
     def pin(self, keys: Iterable[bytes], max_share: float = 0.25) -> list[int]:
         """Keeps the slots of the longest found prefix of `keys` until `unpin`. Returns them.
 
-        At most `max_share` of all slots, and none that the next plan stores: ranks may read them after the plans so far.
+        At most `max_share` of all slots, one less than no fetch reserves, and none that the next plan stores: ranks may read
+        them after the plans so far.
         """
+        most = min(max_share * self.num_slots, self.num_slots - len(self._reserved) - 1)
         pending = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
         for key in keys:
             entry = self._entry_of.get(key)
             if entry is None or self._table.slot_of(entry) in pending:
                 break
-            if entry not in self._pins and len(self._pins) + 1 > max_share * self.num_slots:
+            if entry not in self._pins and len(self._pins) + 1 > most:
                 break
             self._pins[entry] += 1
             self._hit(entry)

@@ -171,7 +171,8 @@ class HostPages:
         """See `HostCopies`."""
         waited_s = self._wait_timed()
         if copies:
-            self._start(copy_runs(copies, keys), self._computed_event(), None)
+            # A rank whose folder cannot be used stores in memory only.
+            self._start(copy_runs(copies, keys if self.disk is not None else ()), self._computed_event(), None)
         if must_wait:
             waited_s += self._wait_timed()
         if resize is not None:
