@@ -100,7 +100,10 @@ class Commands:
         if plot is not None:
             _write(plot, "")
         recordings = within(recordings, window.start_s, window.end_s)
-        return story(recordings, history) + "\n" + simulate(recordings, plot)
+        text = story(recordings, history) + "\n" + simulate(recordings, plot)
+        if plot is not None and not plot.stat().st_size:
+            plot.unlink()
+        return text
 
     def dump(self, name: str, path: Path) -> str:
         """Writes a bug report to `path`, without secrets, prompts and answers."""

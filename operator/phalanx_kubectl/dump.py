@@ -51,6 +51,7 @@ class Dump:
         about = {"service": service, "made": made_at, "missing": missing}
         files.append(DumpedFile("about.json", json.dumps(about, indent=2)))
         folder = f"{service}-dump"
+        path.touch(_MODE)
         with tarfile.open(path, "w:gz") as archive:
             for file in files:
                 content = file.text.encode()

@@ -24,10 +24,12 @@ _TEXT_RULES = (
     (re.compile(r"(?i)([?&](?:[a-z-]*(?:signature|token|credential|key)[a-z-]*|sig)=)[^\s&\"']+"), rf"\1{REDACTED}"),
     (re.compile(r"\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[a-z]|nvapi|AKIA|ASIA|AIza)[-_]?[A-Za-z0-9_-]{16,}"), REDACTED),
     (re.compile(r"\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"), REDACTED),
+    (re.compile(r"((?:[a-z]-|~)[0-9a-f]{8})[0-9a-f]{24}\b"), r"\1"),
     (re.compile(r"(?<!sha256:)\b[0-9a-fA-F]{41,}\b"), REDACTED),
     (re.compile(rf"(?i)(\b\w*{_SECRET}[\"']?\s*[:=]\s*[\"']?)[^\s\"',}}]{{6,}}"), rf"\1{REDACTED}"),
 )
-"""Digests of images and the 40 digits of a commit stay; the tokens of services have 64 digits."""
+"""Digests of images, the 40 digits of a commit and trace ids stay; the tokens of services have 64 digits, and ids that permit to
+resume a stream 32."""
 
 
 def redact_text(text: str) -> str:

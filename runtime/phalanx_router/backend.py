@@ -203,13 +203,13 @@ class RouterBackend:
         """Ends the computation of a stream."""
         error = end.error.code if isinstance(end.error, BackendError) else ""
         session.stream.trace.ended(len(session.stream.journal.delivered), error)
-        if self.request_log is not None:
-            self.request_log.closed(session, end.finish or error or ("closed" if end.is_by_client else "failed"))
         if session.meter is not None:
             session.meter.end(self._clock())
         self.decisions.request_ended(session)
         self.sessions.discard(session)
         self.mover.stream_ended(session, "the stream ended")
+        if self.request_log is not None:
+            self.request_log.closed(session, end.finish or error or ("closed" if end.is_by_client else "failed"))
         if self._is_closing:
             session.detach()
         session.abort()

@@ -13,8 +13,9 @@ from phalanx_api.flight.entries import (
     MoveRefusal,
     RequestEnd,
     Shedding,
+    shown_id,
 )
-from phalanx_frontend.flight import FlightRecorder
+from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_router.balancing.balancer import BalanceDecision
 from phalanx_router.balancing.records import NoMove, PlannedCopy, PlannedMove
 from phalanx_router.moves.records import MoveEnded, MoveRequest
@@ -52,7 +53,7 @@ class DecisionRecorder:
         self._recorder.record(
             Dispatch(
                 at=self._clock(),
-                request=request,
+                request=shown_id(request),
                 group=self._group_of(choice.key),
                 reason=choice.reason,
                 cost_s=choice.cost_s,
@@ -89,7 +90,7 @@ class DecisionRecorder:
         self._recorder.record(
             MovePlan(
                 at=self._clock(),
-                request=request,
+                request=shown_id(request),
                 source=self._group_of(planned.source),
                 target=self._group_of(planned.target),
                 rung=rung,
@@ -119,7 +120,7 @@ class DecisionRecorder:
             MoveEnd(
                 at=now,
                 move=request.move,
-                request=id,
+                request=shown_id(id),
                 source=self._group_of(request.position.key),
                 target=self._group_of(request.target),
                 reason=request.reason,
@@ -135,13 +136,13 @@ class DecisionRecorder:
     def request_ended(self, session: StreamSession) -> None:
         """Records a request that groups computed."""
         journal, meter = session.stream.journal, session.meter
-        if meter is None:
+        if meter is None or self._recorder is NO_FLIGHT_RECORDER:  # the hashes of a prompt cost time
             return
         blocks = session.keys.blocks(self._secret)
         self._recorder.record(
             RequestEnd(
                 at=self._clock(),
-                request=journal.id,
+                request=shown_id(journal.id),
                 arrived_at=session.arrived_at,
                 first_token_at=meter.first_at,
                 prompt_tokens=meter.prompt_tokens,

@@ -33,7 +33,7 @@ class DrainRequests:
         """Returns the groups to drain. `draining`: whether it drains, by known group."""
         now = self._clock()
         for group in [group for group, at in self._requested_at.items() if now - at >= LIFETIME_S]:
-            log.warning("the operator has not begun a drain that the console requested", extra={"group": group})
+            log.warning("the operator did not start a drain that the console requested", extra={"group": group})
             del self._requested_at[group]
         self._requested_at = {group: at for group, at in self._requested_at.items() if draining.get(group) is False}
         return [DrainRequest(group, now - at) for group, at in sorted(self._requested_at.items())]

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.summary import UrgentState
 
@@ -108,15 +109,7 @@ def check_internal(request: Request, token: str) -> None:
 
 
 async def _read(request: Request) -> SummaryRequest:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
-    try:
-        return _decode(bytes(body))
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not a valid poll: {error}") from error
+    return decode_body(_decode, await read_body(request, MAX_BODY_BYTES), "a valid poll")
 
 
 class InternalRouteMiddleware:

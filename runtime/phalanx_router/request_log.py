@@ -84,7 +84,7 @@ class RequestTimeline:
     events: list[TimelineEvent] = field(default_factory=list)
     segments: list[GroupSegment] = field(default_factory=list)
     moves: list[StreamMove] = field(default_factory=list)
-    num_dropped: int = 0  # events and moves beyond the bound
+    num_dropped: int = 0  # events and segments beyond the bound
     end: TimelineEnd | None = None
 
     @property

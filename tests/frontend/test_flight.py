@@ -1,11 +1,13 @@
 """The flight recorder of a process, and its reader."""
 
 import logging
+import re
 import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -113,3 +115,9 @@ def test_a_second_writer_or_full_disk_records_nothing(tmp_path: Path, caplog: py
     (tmp_path / "corrupt.ring").write_bytes(corrupt)
     write(tmp_path / "corrupt.ring", shedding("after"))
     assert reasons(next(iter(read_recordings(tmp_path, pod="r")))) == ["after"]
+
+
+def test_the_page_lists_every_entry() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "flight-recorder.md").read_text().split("| entry |")[1].split("\n\n")[0]
+    named = [name for row in page.splitlines()[2:] for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(kind.__struct_config__.tag for kind in get_args(Entry))

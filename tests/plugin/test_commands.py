@@ -328,5 +328,9 @@ def test_replay_tells_what_happened_and_compares(
     (tmp_path / "lines").write_bytes(b"".join(msgspec.json.encode(found) + b"\n" for found in fleet()))
     assert plugin("replay", "chat", "--file", str(tmp_path / "lines"), "--at", "2020-01-01T00:00Z") == 0
     assert capsys.readouterr().out.startswith("nothing is recorded in this time\n")
+    assert plugin("replay", "chat", "--file", str(tmp_path / "lines"), "--plot", str(tmp_path / "chart.svg")) == 0
+    assert not (tmp_path / "chart.svg").exists(), "nothing was simulated"
+    assert plugin("replay", "chat", "--file", str(tmp_path / "lines"), "--plot", str(tmp_path)) == 1
+    assert "cannot be written" in capsys.readouterr().err
     assert plugin("replay", "chat", "--at", "noon") == 1
     assert "--at noon is not a time such as 14:05" in capsys.readouterr().err

@@ -36,6 +36,10 @@ def test_trace_ids_and_numbers_stay() -> None:
         '{"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "tokens": 1234567, "token_file": "/var/run/x", "tokenizer": "spiece"}'
     )
     assert redact_text(line) == line
+    random = "0123456789abcdef" * 2
+    for name in ("cmpl-", "chatcmpl-mine~"):
+        assert redact_text(f"stream {name}{random} replayed") == f"stream {name}01234567 replayed"
+    assert redact_text(f"00-{random}-0123456789abcdef-01") == f"00-{random}-0123456789abcdef-01"
     digest = f"registry.test/runtime@sha256:{'0123456789abcdef' * 4}"
     assert redact_text(digest) == digest
 

@@ -29,7 +29,7 @@ class Scene:
         self.decisions = DecisionRecorder(self.recorded, lambda key: f"group {key[0]}", lambda: self.now)
 
     def decide(self, decision: BalanceDecision) -> None:
-        self.decisions.decided(decision, lambda stream: f"request {stream}")
+        self.decisions.decided(decision, lambda stream: f"cmpl-{stream}~{'0123456789abcdef' * 2}")
 
 
 def test_a_tick_is_recorded_with_its_reasons() -> None:
@@ -38,7 +38,7 @@ def test_a_tick_is_recorded_with_its_reasons() -> None:
     scene.decide(BalanceDecision(moves=[MOVE], copies=[COPY], transitions=[hot]))
     assert scene.recorded.of(HotspotChange) == [HotspotChange(at=100.0, group="group a", cause="kv", why="pages are full")]
     move, copy = scene.recorded.of(MovePlan)
-    assert (move.request, move.source, move.target) == ("request 7", "group a", "group b")
+    assert (move.request, move.source, move.target) == ("cmpl-7~01234567", "group a", "group b")
     assert (move.rung, move.transfer, move.why) == ("migrate", "precopy", "hot")
     assert (copy.rung, copy.transfer, copy.why) == ("replicate", "copy", "prefix")
 

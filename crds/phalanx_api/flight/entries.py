@@ -1,11 +1,19 @@
 """Records of the flight recorder. `at`: seconds of the writer's clock, at the end of what the record describes.
 
-They hold counts, times, names of groups and ids of requests; no prompt and no output.
+They hold counts, times, names of groups and ids of requests (`shown_id`); no prompt and no output.
 """
 
+import re
 from typing import Literal
 
 import msgspec
+
+_RANDOM_BITS = re.compile(r"(?<=[-~])([0-9a-f]{8})[0-9a-f]{24}$")
+
+
+def shown_id(request: str) -> str:
+    """Returns the id of a request without most of its random digits, of which all permit to resume its stream."""
+    return _RANDOM_BITS.sub(r"\1", request)
 
 
 class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="rank_step", kw_only=True):

@@ -7,7 +7,6 @@ so another site cannot send them.
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.caller import unauthorized
+from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.backend import RouterBackend
 from phalanx_router.console.answers import Answer, ConsoleAnswers
@@ -38,7 +38,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 JSON = "application/json"
-Order = TypeVar("Order", "DrainOrder", "MoveOrder")
 
 
 class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +55,10 @@ class MoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Its number."""
     target: str
     """Name of a group."""
+
+
+_decode_drain = msgspec.json.Decoder(DrainOrder).decode
+_decode_move = msgspec.json.Decoder(MoveOrder).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Console:
             if not viewer.may_write:
                 why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
                 raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
-            body = await _read_body(request)
+            body = await read_body(request, MAX_BODY_BYTES)
             response = writes[name](body)
             log.info("console", extra={"action": name, "api_key": viewer.tenant, "order": body.decode()})
             return response
@@ -115,7 +118,7 @@ class Console:
         return found
 
     def _drain(self, body: bytes) -> Response:
-        group = _decode(body, DrainOrder).group
+        group = decode_body(_decode_drain, body, "a valid drain").group
         draining = {link.endpoint.group: self.backend.links.fleet_view.is_leaving(link) for link in self.backend.links.all()}
         if group not in draining:
             raise ApiError(404, f"no group {group[:100]}", "group", "unknown_group")
@@ -127,7 +130,7 @@ class Console:
         return Response(msgspec.json.encode({"group": group, "requested": True}), 202, media_type=JSON)
 
     def _move(self, body: bytes) -> Response:
-        order = _decode(body, MoveOrder)
+        order = decode_body(_decode_move, body, "a valid move")
         if order.instance != self.answers.instance:
             raise ApiError(409, "another router answers now, whose requests have other numbers", "instance", "another_router")
         session = self._find(str(order.request), None).session
@@ -199,19 +202,3 @@ def _cached(request: Request, answer: Answer) -> Response:
 def _check_method(request: Request, *methods: str) -> None:
     if request.method not in methods:
         raise ApiError(405, f"{request.url.path} accepts {' and '.join(methods)} only", code="method_not_allowed")
-
-
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
-    return bytes(body)
-
-
-def _decode(body: bytes, kind: type[Order]) -> Order:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid: {error}") from error

@@ -27,7 +27,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     state: Freshness
     draining: bool
-    drain_requested: bool  # by this console, not yet begun
+    drain_requested: bool  # by a user of this console, and the group does not drain yet
     streams: int  # of this router
     running: int
     max_num_seqs: int  # 0: unknown

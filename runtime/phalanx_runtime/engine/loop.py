@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx_api import wire
-from phalanx_api.flight.entries import PageTransfer, Preemption
+from phalanx_api.flight.entries import PageTransfer, Preemption, shown_id
 from phalanx_api.moves import Arrived, Frozen, MoveFailed, Prepared, TransferFrame
 from phalanx_api.roofline import Roofline
 from phalanx_api.speculation import SpeculationCounts
@@ -204,7 +204,7 @@ class EngineLoop:
             return None
         plan = self._scheduler.schedule(now)
         self._reports.plan_composed()
-        if preempted := self._scheduler.take_preempted():
+        if preempted := [shown_id(request) for request in self._scheduler.take_preempted()]:
             self._recorder.record(Preemption(at=now, requests=preempted, free_pages=self._scheduler.pool.free_pages))
         if plan is None:
             return None

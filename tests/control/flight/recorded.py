@@ -1,5 +1,7 @@
 """Recordings of two routers and two groups whose clocks differ."""
 
+from typing import Any
+
 from phalanx_api.flight.entries import (
     ClockOffset,
     Dispatch,
@@ -38,27 +40,20 @@ def dispatch(at: float, group: str) -> Dispatch:
     )
 
 
+def move_end(**changes: Any) -> MoveEnd:
+    """A move of req-1 from g-a to g-b."""
+    fields: dict[str, Any] = {
+        "at": 3.0, "move": "m:1", "request": "req-1", "source": "g-a", "target": "g-b", "reason": "hotspot",
+        "transfer": "precopy", "outcome": "moved", "why": "", "seconds": 1.0, "bytes": 4096, "stall_s": 0.02,
+    }  # fmt: skip
+    return MoveEnd(**fields | changes)
+
+
 def router(pod: str, ahead_s: float) -> Recording:
     """A router whose clock is ahead."""
-    entries = [ClockOffset(at=0.0, group=group, ahead_s=offset - ahead_s) for group, offset in GROUP_AHEAD_S.items()]
-    entries += [dispatch(1.0, "g-a")]  # type: ignore[list-item]
-    entries += [HotspotChange(at=1.5, group="g-a", cause="kv", why="pages")]  # type: ignore[list-item]
-    entries += [
-        MoveEnd(  # type: ignore[list-item]
-            at=3.0,
-            move="m:1",
-            request="req-1",
-            source="g-a",
-            target="g-b",
-            reason="hotspot",
-            transfer="precopy",
-            outcome="moved",
-            why="",
-            seconds=1.0,
-            bytes=4096,
-            stall_s=0.02,
-        )
-    ]
+    offsets = [ClockOffset(at=0.0, group=group, ahead_s=offset - ahead_s) for group, offset in GROUP_AHEAD_S.items()]
+    hotspot = HotspotChange(at=1.5, group="g-a", cause="kv", why="pages")
+    entries: list[ClockOffset | Dispatch | HotspotChange | MoveEnd] = [*offsets, dispatch(1.0, "g-a"), hotspot, move_end()]
     return Recording(kind="router", pod=pod, entries=[TimedEntry(START_S + ahead_s + entry.at, entry) for entry in entries])
 
 

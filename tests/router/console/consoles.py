@@ -70,7 +70,7 @@ class RunningConsole:
         return response.text
 
     async def until_delivered(self, count: int) -> int:
-        """Waits until a stream has so many tokens; returns its number."""
+        """Waits until a stream has `count` tokens. Returns its number."""
 
         def delivered() -> list[int]:
             return [s.number for s in self.fleet.sessions if len(s.stream.journal.delivered) >= count]

@@ -175,3 +175,26 @@ def test_pages_that_a_request_waits_for_are_evicted_late(policy: EvictionPolicy)
         host.store(page, old(100 + page))
         host.take()
     assert len(host.match(chain)) == 4
+
+
+def test_a_found_prefix_loses_its_end_first() -> None:
+    host = HostTier(4, "lru")
+    chain = [old(number) for number in range(4)]
+    for page, key in enumerate(chain):
+        host.store(page, key)
+    host.take()
+    assert host.keep(chain) == 4
+    host.store(4, A)
+    assert len(host.match(chain)) == 3
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_pins_and_reservations_leave_a_slot_for_evicted_pages(policy: EvictionPolicy) -> None:
+    host = HostTier(4, policy, has_disk=True)
+    host.store(0, A)
+    host.store(1, B)
+    host.take()
+    assert len(host.reserve(2)[0]) == 2
+    assert len(host.pin([A, B], max_share=0.9)) == 1, "the other one stays"
+    host.store(2, old(0))
+    assert len(host.match([A])) == 1

@@ -151,17 +151,17 @@ class HostTier:
         return slots
 
     def keep(self, keys: Iterable[bytes]) -> int:
-        """Counts a hit of the longest found prefix, so that these slots are evicted late. Returns its length."""
+        """Counts a hit of the longest found prefix, so that these slots are evicted late, the first last. Returns its length."""
         found = list(takewhile(self._entry_of.__contains__, keys))
-        for key in found:
+        for key in reversed(found):
             self._hit(self._entry_of[key])
         return len(found)
 
     def pin(self, keys: Iterable[bytes], max_share: float = 0.25) -> list[int]:
         """Keeps the slots of the longest found prefix of `keys` until `unpin`. Returns them.
 
-        At most `max_share` of all slots, one less than no fetch reserves, and none that the next plan stores: ranks may read
-        them after the plans so far.
+        At most `max_share` of all slots, and none that the next plan stores: ranks may read them after the plans so far. One
+        slot stays that is neither pinned nor reserved, for what the next plan evicts from the device.
         """
         most = min(max_share * self.num_slots, self.num_slots - len(self._reserved) - 1)
         pending = {slot for (_, _, slot), _ in self._pending}

@@ -107,9 +107,9 @@ class DiskPages:
                 self._fetch(job)
 
     def _put(self, job: _Put) -> None:
-        is_new = job.key not in self._log
         dropped = self._log.put(job.key, [memoryview(job.content)])
-        self._changed([job.key] if is_new and job.key not in dropped else [], dropped)
+        # Also a key that this rank had: rank 0 forgets one that another rank lost, until it is stored again.
+        self._changed([job.key] if job.key in self._log else [], dropped)
 
     def _fetch(self, job: _DiskRead) -> None:
         """Reads the last page first: of a chain, the first page is used last, so that it is dropped last."""

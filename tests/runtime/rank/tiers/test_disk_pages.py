@@ -46,6 +46,16 @@ def test_pages_are_written_and_read_with_reports(tmp_path: Path) -> None:
     wait_until(lambda: reports[-1] == DiskChanged([], [b"?" * 16]))
 
 
+def test_a_page_that_is_stored_again_is_reported_again(tmp_path: Path) -> None:
+    """Another rank may have lost it: then rank 0 forgets the key until all ranks have it again."""
+    disk, reports = DiskPages(make_log(tmp_path)), list[DiskReport]()
+    put_all(disk)
+    put_all(disk)
+    disk.start(reports.append)
+    expected = [DiskChanged([key], []) for key in [*KEYS, *KEYS]]
+    wait_until(lambda: [report for report in reports if report != DiskChanged([], [])] == expected)
+
+
 def test_a_restart_reports_the_pages_on_disk(tmp_path: Path) -> None:
     pages = make_log(tmp_path)
     for number, key in enumerate(KEYS):

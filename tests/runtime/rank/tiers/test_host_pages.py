@@ -82,3 +82,14 @@ def test_no_host_memory_has_no_copies() -> None:
     NO_HOST_PAGES.start([], [], must_wait=False)
     NO_HOST_PAGES.wait()
     assert NO_HOST_PAGES.take_loads() == (0, 0.0)
+
+
+def test_a_rank_without_a_disk_stores_in_memory() -> None:
+    """Plans have keys if a disk is configured, also where its folder cannot be used."""
+    caches = make_pages()
+    stored = caches[0].tensors[0][1].clone()
+    host = HostPages(caches, 4)
+    host.start([(False, 1, 2)], [b"k" * 16], must_wait=True)
+    caches[0].tensors[0][1].zero_()
+    host.start([(True, 1, 2)], must_wait=True)
+    assert torch.equal(caches[0].tensors[0][1], stored)
