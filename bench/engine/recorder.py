@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 from bench.frame.figures import table
@@ -54,8 +55,7 @@ def record(recorder: FlightRecorder, plan: StepPlan, result: StepResult) -> None
 def measure(num_steps: int) -> float:
     """Returns the mean seconds of a step's entries."""
     plan, result = decode_plan(), StepResult(step=1, tokens=[0] * REQUESTS)
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = FileRecorder(Path(folder) / "rank-0.ring", RANK_BYTES)
+    with tempfile.TemporaryDirectory() as folder, closing(FileRecorder(Path(folder) / "rank-0.ring", RANK_BYTES)) as recorder:
         started = time.perf_counter()
         for _ in range(num_steps):
             record(recorder, plan, result)

@@ -1,6 +1,7 @@
 """Recordings that are played through the simulated fleet."""
 
 import random
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,9 +41,9 @@ def decisions(entries: list[Entry]) -> list[Entry]:
 
 @pytest.mark.parametrize("seconds", [300.0, pytest.param(3600.0, marks=pytest.mark.slow)])
 def test_a_recorded_load_repeats_its_decisions(seconds: float, tmp_path: Path) -> None:
-    recorder = FileRecorder(tmp_path / "router.ring", 1 << 24)
     setting = Setting(GROUPS, SHAPE, block_tokens=BLOCK_TOKENS)
-    first = play(RecordedLoad(hour(seconds), setting, []), RecordedOurs(SHAPE, GROUPS, POLICY, recorder))
+    with closing(FileRecorder(tmp_path / "router.ring", 1 << 24)) as recorder:
+        first = play(RecordedLoad(hour(seconds), setting, []), RecordedOurs(SHAPE, GROUPS, POLICY, recorder))
     (recording,) = read_recordings(tmp_path, pod="r")
     recorded = [timed.entry for timed in recording.entries]
     assert sum(isinstance(entry, RequestEnd) for entry in recorded) == len(first.jobs) > seconds
