@@ -18,7 +18,10 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 demo:  ## a real cluster, two groups of TP 2, a chat answer that survives a deleted pod
-	@python3 -m demo.setup
+	@python3 -m demo.setup answer
+
+show:  ## the demo with traffic, console, dashboards and two minutes of faults (PROBLEM=1..3: a planted problem instead)
+	@python3 -m demo.setup show $(if $(PROBLEM),--problem $(PROBLEM)) $(if $(MINUTES),--minutes $(MINUTES))
 
 test:  ## what CI runs: check, whole programs, then the tests in a real cluster
 	@python3 -m tests.run
@@ -66,4 +69,4 @@ cluster-down:  ## stops the cluster and removes all of it except the cache
 clean: cluster-down  ## cluster-down, and removes build output of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo test test-all check format-check lint types imports unit house api-check golden requirements cluster-up cluster-down clean
+.PHONY: help demo show test test-all check format-check lint types imports unit house api-check golden requirements cluster-up cluster-down clean

@@ -1,12 +1,19 @@
-"""`make demo`: sets up environment, cluster, images and operator, then runs `demo.show`. Standard library only."""
+"""`make demo` and `make show`: set up environment, cluster, images and operator, then run `demo.answer` or `demo.show`.
+
+    python3 -m demo.setup {answer,show} [arguments of demo.show]
+
+Standard library only.
+"""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from demo.ports import listen
 from tests.cluster import access, operator
 from tests.cluster.__main__ import ALTERNATIVES, EXIT_MISSING
 from tests.cluster.__main__ import main as cluster_command
@@ -15,6 +22,8 @@ from tools.errors import Failed, Missing
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "demo"
+SHOW_PORTS = (8080, 8081)
+"""Of the console and of the dashboards, if they are free."""
 MODEL = "SmolLM2-135M-Instruct"
 HUB_MODEL = f"hf://HuggingFaceTB/{MODEL}"
 
@@ -52,26 +61,59 @@ def make_namespace(cluster: access.Cluster) -> None:
     cluster.claim_site_packages(NAMESPACE)
 
 
-def manifest(cluster: access.Cluster, venv: Path, folder: Path) -> Path:
-    """Writes the service of `demo/service.yaml` for this cluster and returns the file."""
+def manifest(cluster: access.Cluster, venv: Path, name: str) -> Path:
+    """Writes the service of a file of this folder for this cluster, and returns the new file."""
     text = cluster.run(
         *(str(venv / "bin" / "python"), "-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(sys.stdin)))"),
-        stdin=(ROOT / "demo" / "service.yaml").read_text(),
+        stdin=(ROOT / "demo" / name).read_text(),
     )
     service = cluster.with_site_packages(json.loads(text))
     if cluster.site_packages is None:  # a cluster elsewhere cannot mount this machine's folders
         service["spec"]["model"]["uri"] = os.environ.get("MODEL", HUB_MODEL)
-    path = folder / "demo-service.json"
+    path = cache_root() / f"demo-{Path(name).stem}.json"
     path.write_text(json.dumps(service))
     return path
 
 
+def _claim_model(cluster: access.Cluster, venv: Path) -> None:
+    if cluster.site_packages is None:
+        return
+    python = str(venv / "bin" / "python")
+    models = subprocess.run([python, "-m", "tests.cluster.real_model"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    cluster.claim(NAMESPACE, "models", Path(models.stdout.strip()))
+
+
+def run_answer(cluster: access.Cluster, venv: Path, kubectl: str, stop: str) -> int:
+    """Runs the demo. Returns its exit status."""
+    words = [str(venv / "bin" / "python"), "-m", "demo.answer", NAMESPACE, kubectl, stop]
+    words.append(str(manifest(cluster, venv, "service.yaml")))
+    return subprocess.run(cluster.command(*words), cwd=ROOT, env=cluster.environment(), check=False).returncode
+
+
+def run_show(cluster: access.Cluster, venv: Path, kubectl: str, arguments: Sequence[str]) -> int:
+    """Runs the show with its two ports of this machine. Returns its exit status."""
+    ports = [listen(port) for port in SHOW_PORTS]
+    numbers = [str(port.fileno()) for port in ports]
+    words = [str(venv / "bin" / "python"), "-m", "demo.show", *arguments, "--namespace", NAMESPACE, "--kubectl", kubectl]
+    words += ["--manifest", str(manifest(cluster, venv, "show.yaml")), "--listeners", *numbers]
+    shown = subprocess.Popen(
+        cluster.command(*words), cwd=ROOT, env=cluster.environment(), pass_fds=[port.fileno() for port in ports]
+    )
+    while True:
+        try:
+            return shown.wait()
+        except KeyboardInterrupt:
+            continue  # the show has received it too, and ends
+
+
 def main() -> int:
-    """Returns the exit status of the demo."""
+    """Returns the exit status."""
     began = time.monotonic()
     mode = os.environ.get("CLUSTER", "")
     if mode not in ("", "current"):
         raise Failed(f"CLUSTER={mode!r}: expected current, or empty for a cluster on this machine")
+    if sys.argv[1:2] not in (["answer"], ["show"]):
+        raise Failed(str(__doc__))
     say("environment, cluster, images (the first run builds Kubernetes from source)")
     if mode != "current":
         cluster_command(["tools"])
@@ -80,19 +122,13 @@ def main() -> int:
     say("operator and namespace")
     operator.install(cluster)
     make_namespace(cluster)
-    if cluster.site_packages is not None:
-        models = subprocess.run(
-            [str(venv / "bin" / "python"), "-m", "tests.cluster.real_model"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        cluster.claim(NAMESPACE, "models", Path(models.stdout.strip()))
-    service = manifest(cluster, venv, cache_root())
+    _claim_model(cluster, venv)
     say(f"set up after {time.monotonic() - began:.0f} s")
-    show = cluster.command(str(venv / "bin" / "python"), "-m", "demo.show", NAMESPACE, kubectl, stop, str(service))
-    status = subprocess.run(show, cwd=ROOT, env=cluster.environment(), check=False).returncode
+    if sys.argv[1] == "show":
+        status = run_show(cluster, venv, kubectl, sys.argv[2:])
+        say(f"stop everything: {stop}")
+    else:
+        status = run_answer(cluster, venv, kubectl, stop)
     say(f"{time.monotonic() - began:.0f} s in all")
     return status
 

@@ -1,128 +1,184 @@
-"""The demo: applies a service, waits, sends a request, deletes a pod, and shows the whole answer. Needs the cluster's network."""
+"""The show: a service with traffic, its console, its dashboards, and two minutes of faults. Runs in the cluster's network.
 
+It ends after `--minutes`, or with Ctrl-C. `--problem` causes one of `demo.problems` instead of the faults.
+"""
+
+import argparse
+import asyncio
 import json
-import subprocess
+import os
+import secrets
+import signal
+import socket
 import sys
-import time
+import tempfile
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+import uvicorn
 
-QUESTION = "Tell me a story about a lighthouse keeper who finds a small boat after a storm."
-READY_LIMIT_S = 240
-DELETE_AFTER_CHUNKS = 10
+from bench.frame.prometheus import Prometheus
+from demo import faults, problems
+from demo.dashboards import make_app
+from demo.faults import Stage
+from demo.kube import address, kubectl, wait_ready
+from demo.ports import forward
+from demo.traffic import Outcome, Tenant, converse, streamed
+from phalanx_api.spec.inference_service import InferenceService, parse
+from tests.cluster.access import Cluster, current_cluster, local_cluster
+from tests.cluster.scraping import rules, scraped_namespace
+
+NAME, MODEL = "chat", "smollm2"
+USERS_PER_TENANT = 2
+REPORT_S = 20.0
 
 
-def kubectl(*args: str, check: bool = True) -> str:
-    """Returns the standard output of kubectl."""
-    return subprocess.run(["kubectl", *args], check=check, stdout=subprocess.PIPE, text=True).stdout
+def tenants() -> tuple[Tenant, ...]:
+    """Returns the tenants with new keys."""
+    return (
+        Tenant("support", secrets.token_hex(8), "You answer questions of customers. Be polite and short.", 120),
+        Tenant("stories", secrets.token_hex(8), "You write stories for children, with animals that talk.", 240),
+    )
 
 
-def wait_ready(namespace: str) -> float:
-    """Returns the seconds until the service is Ready; prints each new reason. Exits after READY_LIMIT_S."""
-    began, said = time.monotonic(), ""
-    while time.monotonic() - began < READY_LIMIT_S:
-        service = json.loads(kubectl("get", "infsvc", "chat", "-n", namespace, "-o", "json"))
-        conditions: list[dict[str, str]] = service.get("status", {}).get("conditions", [])
-        ready = next(
-            (c for c in conditions if c["type"] == "Ready"), {"status": "Unknown", "reason": "NotObserved", "message": ""}
+def keys_file(users: Sequence[Tenant], admin_key: str) -> str:
+    """Returns the keys of the routers: one per tenant, and one that may move and drain in the console."""
+    rows = [{"name": user.name, "key": user.key} for user in users]
+    return json.dumps([*rows, {"name": "admin", "key": admin_key, "console": "write"}])
+
+
+def apply(namespace: str, manifest: dict[str, Any], keys: str) -> InferenceService:
+    """Applies the Secret of the keys and the service, waits until it is Ready, and returns it."""
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "show-keys"}, "stringData": {"keys": keys}}
+    for each in (secret, manifest):
+        path = Path(tempfile.gettempdir(), f"phalanx-show-{os.getpid()}.json")
+        path.write_text(json.dumps(each))
+        kubectl("apply", "-n", namespace, "-f", str(path))
+        path.unlink()
+    print(f"   Ready after {wait_ready(namespace, NAME):.0f} s", flush=True)
+    found = parse(json.loads(kubectl("get", "infsvc", NAME, "-n", namespace, "-o", "json")))
+    assert isinstance(found, InferenceService), found
+    return found
+
+
+async def burst(url: str, tenant: Tenant, count: int) -> None:
+    """Sends long prompts at once, and waits for their answers."""
+    prompt = "Write a summary of this. " + "The ship left the harbour at dawn and came back at night. " * 40
+    body = {"model": MODEL, "stream": True, "max_tokens": 32, "messages": [{"role": "user", "content": prompt}]}
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {tenant.key}"}, timeout=120) as client:
+        await asyncio.gather(
+            *(streamed(client, body | {"seed": seed}, Outcome()) for seed in range(count)), return_exceptions=True
         )
-        if ready["status"] == "True" and service["status"].get("observedGeneration") == service["metadata"]["generation"]:
-            return time.monotonic() - began
-        line = f"{ready['reason']}: {ready.get('message', '')}"
-        if line != said:
-            print(f"   {time.monotonic() - began:4.0f} s  {line}", flush=True)
-            said = line
-        time.sleep(0.5)
-    print(kubectl("get", "infsvc,pods", "-n", namespace, "-o", "wide"))
-    print(kubectl("logs", "-n", namespace, "-l", "phalanx.dev/component=group", "--tail=20", check=False))
-    sys.exit(f"not Ready within {READY_LIMIT_S} s")
 
 
-def samples(url: str, name: str) -> list[float]:
-    """Returns the values of a metric at a /metrics endpoint."""
-    text = httpx.get(f"{url}/metrics", timeout=5).text
-    return [s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+async def report(outcome: Outcome) -> None:
+    """Prints what the users got, again and again."""
+    while True:
+        await asyncio.sleep(REPORT_S)
+        ends = ", ".join(f"{count} {end}" for end, count in sorted(outcome.ends.items())) or "none yet"
+        print(f"   users: answers {ends}; {outcome.resumed} streams resumed", flush=True)
 
 
-def taken_over(url: str) -> float:
-    """Returns how many streams another group has continued so far: replays and moves."""
-    return sum(samples(url, "phalanx_router_replays_total") + samples(url, "phalanx_router_moves_total"))
+class Show:
+    """The running parts of the show."""
+
+    def __init__(self, options: argparse.Namespace, prometheus: Prometheus, users: Sequence[Tenant]) -> None:
+        self._options = options
+        self._prometheus = prometheus
+        self._users = users
+        self._url = f"http://{address(options.namespace, NAME)}"
+        self._outcome = Outcome()
+
+    async def run(self) -> None:
+        """Runs everything until the time is over."""
+        console, dashboards = (socket.socket(fileno=number) for number in self._options.listeners)
+        config = uvicorn.Config(make_app(self._prometheus, self._options.namespace), log_level="warning", lifespan="off")
+        parts: list[Coroutine[Any, Any, Any]] = [
+            forward(console, self._url.removeprefix("http://"), 80),
+            uvicorn.Server(config).serve(sockets=[dashboards]),
+            report(self._outcome),
+        ]
+        for number in range(USERS_PER_TENANT * len(self._users)):
+            tenant = self._users[number % len(self._users)]
+            parts.append(converse(self._url, MODEL, tenant, number, self._outcome))
+        tasks = [asyncio.create_task(part) for part in parts]
+        loop = asyncio.get_running_loop()
+
+        def send(count: int) -> None:
+            asyncio.run_coroutine_threadsafe(burst(self._url, self._users[0], count), loop)
+
+        tasks.append(asyncio.create_task(asyncio.to_thread(self._disturb, Stage(self._options.namespace, send))))
+        over = asyncio.create_task(asyncio.sleep(60 * self._options.minutes))
+        done, rest = await asyncio.wait({over, *tasks[:-1]}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*rest, tasks[-1]):
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    def _disturb(self, stage: Stage) -> None:
+        if self._options.problem is not None:
+            problems.PROBLEMS[self._options.problem].action(stage, 60 * self._options.minutes)
+            return
+        faults.play(stage, lambda line: print(f"** {line}", flush=True))
+        print("** the script is over; the traffic goes on", flush=True)
 
 
-def answering_pod(namespace: str) -> str | None:
-    """Returns the name of a worker pod of the group that runs a request, by its leader's metrics; `None` without one."""
-    pods = json.loads(kubectl("get", "pods", "-n", namespace, "-l", "phalanx.dev/component=group", "-o", "json"))["items"]
-    for pod in pods:
-        if pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"] != "0":
-            continue
-        if any(samples(f"http://{pod['status']['podIP']}:8000", "vllm:num_requests_running")):
-            return str(pod["metadata"]["name"]).removesuffix("-0") + "-1"
-    return None
+def guide(options: argparse.Namespace, admin_key: str) -> str:
+    """Returns what the user can look at."""
+    console, dashboards = (socket.socket(fileno=os.dup(number)).getsockname()[1] for number in options.listeners)
+    plugin = f"{options.kubectl} phalanx"
+    task = (
+        "one problem is planted. What is its cause? The console and these commands show it."
+        if options.problem is not None
+        else f"in the next {faults.SCRIPT_S:.0f} s: {'; '.join(fault.what for fault in faults.SCRIPT)}."
+    )
+    return f"""
+== console      http://127.0.0.1:{console}/ui     API key: {admin_key}
+== dashboards   http://127.0.0.1:{dashboards}/
+== terminal     {plugin} watch {NAME} -n {options.namespace}
+                {plugin} explain {NAME} -n {options.namespace}
+== {task}
+   The show ends after {options.minutes:g} minutes, or with Ctrl-C.
+"""
 
 
-def stream_answer(url: str, namespace: str) -> None:
-    """Prints the streamed answer; deletes a pod of the answering group after DELETE_AFTER_CHUNKS."""
-    body: dict[str, Any] = {
-        "model": "smollm2",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "stream": True,
-        "max_tokens": 320,
-        "temperature": 0,
-    }
-    chunks, finish, before = 0, None, taken_over(url)
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                sys.exit(f"\nthe stream ended with an error: {event['error']}")
-            for choice in event["choices"]:
-                print(choice["delta"].get("content") or "", end="", flush=True)
-                finish = choice["finish_reason"] or finish
-            chunks += 1
-            if chunks == DELETE_AFTER_CHUNKS:
-                pod = answering_pod(namespace)
-                if pod is None:
-                    sys.exit("\nno group reports the request as running")
-                # As an eviction may: with the full grace period the group would finish the answer itself.
-                kubectl("delete", "pod", pod, "-n", namespace, "--wait=false", "--grace-period=1")
-                print(f"\n   [deleted pod {pod} of the answering group]\n", flush=True)
-    if finish is None:
-        sys.exit("\nthe answer did not complete")
-    if taken_over(url) == before:
-        sys.exit("\nthe answer was complete before the group ended: run the demo again")
-    print(f"\n\n   [complete: another group continued it; finish_reason {finish}, {chunks} chunks]", flush=True)
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser. `demo.setup` fills in all but `--minutes` and `--problem`."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--minutes", type=float, default=15.0)
+    found.add_argument("--problem", choices=sorted(problems.PROBLEMS))
+    found.add_argument("--namespace", required=True)
+    found.add_argument("--manifest", type=Path, required=True)
+    found.add_argument("--kubectl", required=True, help="the command that the guide prints")
+    found.add_argument("--listeners", type=int, nargs=2, required=True, help="file descriptors: console, dashboards")
+    return found
 
 
 def main() -> None:
-    """Runs the demo and prints further commands. Arguments: namespace, kubectl command, stop command, manifest."""
-    namespace, kubectl_command, stop_command = sys.argv[1:4]
+    """Runs the show."""
+    options = parser().parse_args()
+    cluster: Cluster = current_cluster() if os.environ.get("CLUSTER") == "current" else local_cluster()
+    manifest, users, admin_key = json.loads(options.manifest.read_text()), tenants(), secrets.token_hex(8)
+    if options.problem is not None:
+        manifest["spec"]["engine"] |= problems.PROBLEMS[options.problem].engine
     print("== applying the service", flush=True)
-    kubectl("apply", "-n", namespace, "-f", sys.argv[4])
-    print(f"   Ready after {wait_ready(namespace):.0f} s", flush=True)
-    print(kubectl("get", "infsvc", "-n", namespace))
-    columns = (
-        "POD:.metadata.name,GROUP:.metadata.labels.phalanx\\.dev/group,NODE:.spec.nodeName,PHASE:.status.phase,IP:.status.podIP"
-    )
-    print(kubectl("get", "pods", "-n", namespace, "-o", f"custom-columns={columns}"))
-    address = kubectl("get", "service", "chat", "-n", namespace, "-o", "jsonpath={.spec.clusterIP}")
-    print(f"== sending a request through the router's Service, http://{address}\n\n{QUESTION}\n", flush=True)
-    stream_answer(f"http://{address}", namespace)
-    print(
-        f"""
-== try next
-{kubectl_command} get infsvc,pods -n {namespace}
-{kubectl_command} scale infsvc chat -n {namespace} --replicas 3
-{kubectl_command} describe infsvc chat -n {namespace}
-{kubectl_command} delete infsvc chat -n {namespace}
-== stop
-{stop_command}"""
-    )
+    service = apply(options.namespace, manifest, keys_file(users, admin_key))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        scraped_namespace(cluster, options.namespace, Path(folder), rules(service)) as prometheus,
+    ):
+        show = Show(options, prometheus, users)
+        print(guide(options, admin_key), flush=True)
+        asyncio.run(show.run())
+    print("== the show is over; the service stays until you delete it", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\n== stopped")

@@ -8,6 +8,9 @@ replicas. Each kind of strike comes once, then random ones until the time is ove
 object of every kind that the operator makes must have its owner and exist once. Between, groups are checked twice a second; a
 duplicate may exist for 5 s (`watch.DUPLICATE_S`).
 
+With `--alerts` a Prometheus scrapes the service and the operator. In the quiet parts, between the recovery and the next strike,
+no alert may fire; the alerts that fired during strikes are printed.
+
 With `--rungs` the service has every memory tier (`bench.chaos.rungs`), clients repeat questions with common prefixes, and each
 answer must equal that of an undisturbed engine without tiers.
 
@@ -22,11 +25,13 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.chaos import rungs as tiers
+from bench.chaos.alerts import ignore, quiet_alerts
 from bench.chaos.checks import false_ready_periods, unsettled
 from bench.chaos.questions import Question, answered
 from bench.chaos.strikes import NOT_DONE, Striker, StrikeRecord, missing_strikes, next_strike
@@ -57,13 +62,15 @@ class Result:
     probes: tuple[int, int]
     rungs: dict[str, int]
     """What each memory tier did."""
+    alerts: list[str] = field(default_factory=list)
+    """Alerts that fired in quiet parts."""
 
     @property
     def holds(self) -> bool:
         settled = all(seconds is not None for _, _, seconds in self.strikes)
         return (
             settled
-            and not (self.violations or self.false_ready_s or self.duplicates)
+            and not (self.violations or self.false_ready_s or self.duplicates or self.alerts)
             and OTHER_TOKENS not in self.streams
             and self.streams.get("completed", 0) > 0
             and bool(self.strikes)
@@ -82,6 +89,7 @@ def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None) -> dict[str, An
     body["spec"]["placement"] = {"topology": one_node, "spreadGroups": "Preferred"}
     body["spec"]["engine"] |= {"kvCacheMemory": "64Mi", "maxModelLen": 2048}
     body["spec"]["router"] = {"replicas": ROUTERS}
+    body["spec"]["slo"] = {"ttftP95Ms": 10_000, "itlP95Ms": 2_000, "availability": 99}
     body["spec"]["restartPolicy"] = {"nodeLostSeconds": 30}
     return cluster.with_site_packages(tiers.with_rungs(body, sizes) if sizes else body)
 
@@ -106,6 +114,7 @@ def run(
     first: Sequence[str] = (),
     max_outage_s: float = 45.0,
     has_rungs: bool = False,
+    has_alerts: bool = False,
 ) -> Result:
     """Strikes for `minutes`: first the kinds of `first` in order (default: each once, shuffled), then random ones."""
     print(f"seed {seed}", flush=True)
@@ -127,8 +136,13 @@ def run(
     started = time.monotonic()
     striker = Striker(cluster, namespace, rng, max_outage_s)
     first = first or rng.sample(sorted(striker.kinds()), len(striker.kinds()))
+    alerts: list[str] = []
     try:
-        strikes += _strike_until(striker, first, watcher, minutes, limit_s, violations)
+        with quiet_alerts(cluster, namespace, manifest(cluster), alerts) if has_alerts else nullcontext(ignore) as recovered:
+            end = started + 60 * minutes
+            strikes += _strike_until(
+                striker, first, watcher, end=end, limit_s=limit_s, violations=violations, recovered=recovered
+            )
         violations += missing_strikes(first, strikes)
         if has_rungs:
             counts.wait_for_all(limit_s)
@@ -141,7 +155,7 @@ def run(
         span = f"from {period.from_s - started:.0f} s to {period.to_s - started:.0f} s"
         print(f"Ready for {period.seen_s:.1f} s observed while nothing was served, {span}", flush=True)
     probes = observed.probes_answered, observed.probes
-    return Result(seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), probes, done)
+    return Result(seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), probes, done, alerts)
 
 
 def _service_ip(cluster: Cluster, namespace: str) -> str | None:
@@ -150,12 +164,18 @@ def _service_ip(cluster: Cluster, namespace: str) -> str | None:
 
 
 def _strike_until(
-    striker: Striker, first: Sequence[str], watcher: Watcher, minutes: float, limit_s: float, violations: list[str]
+    striker: Striker,
+    first: Sequence[str],
+    watcher: Watcher,
+    *,
+    end: float,
+    limit_s: float,
+    violations: list[str],
+    recovered: Callable[[str], None],
 ) -> list[StrikeRecord]:
     kinds = striker.kinds()
     done: list[StrikeRecord] = []
     started = time.monotonic()
-    end = started + 60 * minutes
     while kind := next_strike(first, sorted(kinds), done, striker.rng, is_over=time.monotonic() >= end):
         try:
             outcome = kinds[kind]()
@@ -167,6 +187,7 @@ def _strike_until(
         print(f"{time.monotonic() - started:.0f} s, {kind}: {outcome}; {recovery}", flush=True)
         if recovery_s is None:
             break
+        recovered(kind)
         time.sleep(striker.rng.uniform(0.5, 5))
     return done
 
@@ -200,8 +221,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     parser.add_argument("--limit", type=float, default=300.0, help="maximum recovery time in seconds")
     parser.add_argument("--rungs", action="store_true", help="a service with every memory tier")
+    parser.add_argument("--alerts", action="store_true", help="no alert may fire in the quiet parts")
     args = parser.parse_args()
-    result = run(local_cluster(), minutes=args.minutes, seed=args.seed, limit_s=args.limit, has_rungs=args.rungs)
+    result = run(
+        local_cluster(),
+        minutes=args.minutes,
+        seed=args.seed,
+        limit_s=args.limit,
+        has_rungs=args.rungs,
+        has_alerts=args.alerts,
+    )
     times = [seconds for _, _, seconds in result.strikes if seconds is not None]
     report = {name: getattr(result, name) for name in result.__dataclass_fields__} | {
         "converged_s": {"max": max(times, default=None), "mean": sum(times) / len(times) if times else None},

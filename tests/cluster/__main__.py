@@ -55,8 +55,8 @@ def _images(files: ClusterFiles) -> int:
 
 
 def environment(files: ClusterFiles, programs: Programs) -> dict[str, str]:
-    """Returns the environment of a program in the cluster."""
-    path = f"{programs.kubernetes}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+    """Returns the environment of a program in the cluster, with `kubectl` and our plugin on its PATH."""
+    path = f"{programs.kubernetes}:{Path(__file__).parent / 'bin'}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     return {**os.environ, "KUBECONFIG": str(files.kubeconfig), "PATH": path}
 
 

@@ -30,7 +30,7 @@ def test_state_converges_after_every_failure(cluster: Cluster, capsys: pytest.Ca
     if cluster.files is None:
         pytest.skip("kills nodes: only in the cluster of this machine")
     with capsys.disabled():
-        result = run(cluster, minutes=minutes, seed=chosen_seed(), first=KINDS, max_outage_s=AWAY_S)
+        result = run(cluster, minutes=minutes, seed=chosen_seed(), first=KINDS, max_outage_s=AWAY_S, has_alerts=minutes > 0)
     assert result.holds, result
     assert set(KINDS) <= struck(result.strikes)
 

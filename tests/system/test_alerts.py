@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from bench.frame.programs import Program
+from bench.frame.prometheus import Prometheus
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, LatencyObjectives, ResponseCachePolicy
 from tests.polling import until
-from tests.prometheus import Prometheus, prometheus_folder, running_prometheus
+from tests.prometheus import prometheus_folder, scraped
 from tests.runtime.drafts import save_draft
 from tests.system.runtimes import metric_of
 from tests.system.scraped_fleet import ALERTS, ExercisedOperator, fleet, rule_file, served_metrics, targets
@@ -90,7 +91,7 @@ async def test_faults_of_a_fleet_fire_their_alerts(tmp_path: Path, model: Path, 
     with (
         served_metrics(operator) as port,
         fleet(tmp_path, model, groups_flags, ["--policy-file", str(policy), "--max-queued", "4"]) as (groups, router),
-        running_prometheus(tmp_path, targets(groups, router, port), rule_file("1s")) as prometheus,
+        scraped(tmp_path, targets(groups, router, port), rule_file("1s")) as prometheus,
     ):
         await until(lambda: metric_of(router, "phalanx_router_groups_ready") == 2)
         async with load(router):

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from bench.frame.programs import Program
+from bench.frame.prometheus import Prometheus
 from phalanx_api.summary import BalancePolicy, LatencyObjectives
 from tests.control.monitoring.registered import used_series
 from tests.polling import until
-from tests.prometheus import Prometheus, prometheus_folder, running_prometheus
+from tests.prometheus import prometheus_folder, scraped
 from tests.system.runtimes import metric_of
 from tests.system.scraped_fleet import RULES, ExercisedOperator, fleet, rule_file, served_metrics, targets
 from tools.dashboards.build import DASHBOARDS
@@ -80,7 +81,7 @@ async def test_every_expression_returns_data_and_no_alert_fires(tmp_path: Path, 
     with (
         served_metrics(operator) as port,
         fleet(tmp_path, model, [FLAGS, FLAGS], ["--policy-file", str(policy)]) as (groups, router),
-        running_prometheus(tmp_path, targets(groups, router, port), rule_file("1s")) as prometheus,
+        scraped(tmp_path, targets(groups, router, port), rule_file("1s")) as prometheus,
     ):
         await until(lambda: metric_of(router, "phalanx_router_groups_ready") == 2)
         expected = [expression for expression in expressions() if not is_empty_here(expression)]
