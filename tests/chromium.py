@@ -24,6 +24,7 @@ from tools.errors import Failed, Missing
 
 PACKAGES = ("chromium-headless-shell", "fonts-dejavu-core")
 AXE, AXE_SHA256 = "axe-core@4.11.0", "39bed7d72308f6d620789c169d699bfd7e8da80f65b545821a6b2215c3e83107"
+PICTURES = Path(__file__).parents[1] / "docs" / "console"
 WIDTH, HEIGHT = 1280, 860
 _KEY_CODES = {"Enter": 13, "Escape": 27, "Tab": 9}
 
@@ -192,3 +193,9 @@ async def opened_page(folder: Path) -> AsyncIterator[Page]:
     finally:
         process.terminate()
         process.wait(30)
+
+
+async def picture(request: pytest.FixtureRequest, page: Page, name: str) -> None:
+    """Writes a picture of the documentation, if asked by `--pictures`."""
+    if request.config.getoption("--pictures", default=False):
+        await page.screenshot(PICTURES / f"{name}.png")

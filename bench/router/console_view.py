@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 from bench.router.made_up import PAGES, group_summary, print_costs
 from phalanx_api import wire
+from phalanx_api.pages.static_files import PATH, static_files
 from phalanx_api.summary import BalancePolicy, Histogram, RouterSummary
 from phalanx_router.console.records import Viewer
 from phalanx_router.console.snapshot import fleet_state
-from phalanx_router.console.static_files import PATH, static_files
 from phalanx_router.request_log import GroupSegment, RequestTimeline, StreamMove
 from tests.chromium import opened_page
 from tests.router.api_servers import http_server
@@ -103,7 +103,7 @@ class ChangingFleet:
 
 def make_app(fleet: ChangingFleet) -> Starlette:
     """Returns a server of the page and of what its fleet reads."""
-    files = static_files()
+    files = static_files("phalanx_router.console")
 
     async def serve(request: Request) -> Response:
         file = files.get(request.url.path)

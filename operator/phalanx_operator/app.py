@@ -12,9 +12,10 @@ import aiohttp
 import kopf
 
 from phalanx_operator.apply.executor import ActionExecutor
+from phalanx_operator.console.endpoint import ServicesConsole, add_console
 from phalanx_operator.decide.pacing import DEFER_S
 from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
-from phalanx_operator.kube.http import SILENCE_S, HttpKube, connect
+from phalanx_operator.kube.http import SILENCE_S, HttpKube, connect, without_credentials
 from phalanx_operator.kube.informer import Informer, read_event, watch_age_s
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import handlers
@@ -30,6 +31,7 @@ from phalanx_operator.observe.service_cache import ServiceCache
 from phalanx_operator.render.network import PeerNamespaces
 from phalanx_operator.render.objects import Images
 from phalanx_operator.routers import RouterPoller
+from phalanx_operator.scaling_history import ScalingHistory
 from phalanx_operator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -43,13 +45,20 @@ async def run(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT."""
     metrics, health = Metrics(), Health()
     client = await connect()
-    endpoint = await serve(make_app(health, metrics), settings.port)
+    history = ScalingHistory() if settings.console else None
+    app, bare = make_app(health, metrics), without_credentials(client)
+    if history is not None:
+        add_console(app, ServicesConsole(lambda token: HttpKube(bare, token=token), history, lambda: health.leads))
+    endpoint = await serve(app, settings.port)
     kube = CountingKube(HttpKube(client, read_event=read_event), metrics)
     http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
     services = ServiceCache()
-    loop, informers, poller = _assemble(settings, kube, http=http, identity=identity, metrics=metrics, services=services)
+    reporter = StatusReporter(
+        client=kube, services=services, events=EventRecorder(kube, identity), metrics=metrics, history=history
+    )
+    loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter)
     stop = asyncio.Event()
     _set_on_signals(stop)
     try:
@@ -64,6 +73,7 @@ async def run(settings: Settings) -> None:
             health.ready = True  # a standby can lead at once
             await lease.acquire()
             metrics.is_leader.set(1)
+            health.leads = True
             leading += [tasks.create_task(lease.keep()), tasks.create_task(loop.work(settings.workers))]
             tasks.create_task(_watch_services(settings, loop, services, stop))
     except* StopRequested:
@@ -73,6 +83,7 @@ async def run(settings: Settings) -> None:
         await poller.close()
         await http.close()
         await endpoint.cleanup()
+        await bare.close()
         await client.close()
 
 
@@ -91,7 +102,7 @@ async def _stop_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], l
 
 
 def _assemble(
-    settings: Settings, kube: KubeClient, http: aiohttp.ClientSession, identity: str, metrics: Metrics, services: ServiceCache
+    settings: Settings, kube: KubeClient, *, http: aiohttp.ClientSession, reporter: StatusReporter
 ) -> tuple[Loop, list[Informer], RouterPoller]:
     """Returns the loop for a leader, the informers for every replica, and the poller."""
     children = Children()
@@ -100,12 +111,12 @@ def _assemble(
     poller = RouterPoller(kube, http, lambda key: loop.wake(key))
     reconciler = Reconciler(
         client=kube,
-        sources=Sources(children=children, rejections=PodRejections(kube), routers=poller, services=services),
+        sources=Sources(children=children, rejections=PodRejections(kube), routers=poller, services=reporter.services),
         placement=PlacementGate(schedulers=SchedulerDiscovery(kube), wake=lambda key: loop.wake(key, after_s=0.0)),
         executor=ActionExecutor(kube, children, images, lambda: secrets.token_hex(32), peers=peers),
-        reporter=StatusReporter(client=kube, services=services, events=EventRecorder(kube, identity), metrics=metrics),
+        reporter=reporter,
     )
-    loop = Loop(reconciler.reconcile, metrics)
+    loop = Loop(reconciler.reconcile, reporter.metrics)
     informers = [
         Informer(kube, resource, namespace, store, wake=loop.wake, defer=lambda key: loop.wake(key, DEFER_S))
         for namespace in settings.namespaces or (None,)
@@ -119,7 +130,7 @@ def _assemble(
     if not settings.namespaces:  # watching nodes needs a cluster role
         informers.append(Informer(kube, NODES, None, children.nodes, wake=loop.wake, defer=loop.wake, selector=""))
     for resource in {informer.resource for informer in informers}:
-        age = metrics.watch_age.labels(resource.plural)
+        age = reporter.metrics.watch_age.labels(resource.plural)
         age.set_function(lambda resource=resource: watch_age_s(informers, resource, time.monotonic()))  # type: ignore[misc]
     return loop, informers, poller
 

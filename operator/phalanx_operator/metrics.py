@@ -81,6 +81,7 @@ class Health:
         self.stalls: Callable[[], list[str]] = list
         """Returns stalled watches."""
         self.ready = False
+        self.leads = False
 
 
 def make_app(health: Health, metrics: Metrics) -> web.Application:

@@ -15,6 +15,7 @@ POD_NAME = "POD_NAME"
 PORT = "PHALANX_OPERATOR_PORT"
 WORKERS = "PHALANX_OPERATOR_WORKERS"
 LEASE_SECONDS = "PHALANX_LEASE_SECONDS"
+CONSOLE = "PHALANX_OPERATOR_CONSOLE"
 _NAMESPACE_PATTERN = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -39,6 +40,8 @@ class Settings:
     workers: int = 4
     """Parallel reconciles."""
     lease_seconds: int = 8
+    console: bool = False
+    """Serves the page of all services at /ui."""
 
 
 class BadSetting(Exception):
@@ -56,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
     parser.add_argument("--workers", help=f"{WORKERS}; default: 4")
     parser.add_argument("--lease-seconds", help=f"{LEASE_SECONDS}; default: 8")
+    parser.add_argument("--console", action="store_true", help=f"serve the page of all services at /ui; {CONSOLE}=true")
     return parser
 
 
@@ -84,7 +88,14 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         port=_number(text(flags.port, PORT, "8080"), PORT, 0, 65_535),
         workers=_number(text(flags.workers, WORKERS, "4"), WORKERS, 1, 64),
         lease_seconds=_number(text(flags.lease_seconds, LEASE_SECONDS, "8"), LEASE_SECONDS, 3, 300),
+        console=flags.console or _is_true(environment.get(CONSOLE, ""), CONSOLE),
     )
+
+
+def _is_true(text: str, name: str) -> bool:
+    if text not in ("", "true", "false"):
+        raise BadSetting(f"{name}: {text!r} is neither true nor false")
+    return text == "true"
 
 
 def _number(text: str, name: str, minimum: int, maximum: int) -> int:

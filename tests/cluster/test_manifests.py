@@ -104,7 +104,7 @@ def test_every_value_is_rendered(cluster: Cluster) -> None:
     values = (
         *("replicas=3", "leaseSeconds=20", "workers=8", "watchNamespaces={a,b}", "prometheusNamespace=monitoring"),
         *("imagePullSecrets[0].name=pull", "nodeSelector.disk=fast", "priorityClassName=high", "imagePullPolicy=Always"),
-        *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y"),
+        *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y", "console=true"),
     )
     objects = helm_objects(cluster, *(word for value in values for word in ("--set", value)))
     spec = objects["Deployment", "phalanx-system", "phalanx-operator"]["spec"]
@@ -113,6 +113,7 @@ def test_every_value_is_rendered(cluster: Cluster) -> None:
     assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}]
     assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
     assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
+    assert env["PHALANX_OPERATOR_CONSOLE"] == "true"
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"disk": "fast"}, "high")
     assert pod["tolerations"] == [{"operator": "Exists"}] and pod["affinity"] == {"nodeAffinity": {"x": "y"}}
     container = pod["containers"][0]

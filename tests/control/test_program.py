@@ -37,6 +37,8 @@ def test_settings_come_from_the_environment_or_flags() -> None:
     assert read_settings([], IMAGES | {"PHALANX_LEASE_SECONDS": "20"}) == Settings(
         runtime_image="r:1", router_image="o:1", lease_seconds=20
     )
+    for arguments, extra in ((["--console"], {}), ([], {"PHALANX_OPERATOR_CONSOLE": "true"})):
+        assert read_settings(arguments, IMAGES | extra).console
     flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
     assert read_settings(flags, environment) == Settings(
         runtime_image="x", router_image="o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p"
@@ -50,6 +52,7 @@ def test_settings_come_from_the_environment_or_flags() -> None:
         (["--port", "x"], IMAGES, "PHALANX_OPERATOR_PORT: 'x'"),
         (["--workers", "0"], IMAGES, "PHALANX_OPERATOR_WORKERS: '0'"),
         (["--lease-seconds", "2"], IMAGES, "PHALANX_LEASE_SECONDS: '2'"),
+        ([], IMAGES | {"PHALANX_OPERATOR_CONSOLE": "yes"}, "PHALANX_OPERATOR_CONSOLE: 'yes'"),
         (["--prometheus-namespace", "A_b"], IMAGES, "PHALANX_PROMETHEUS_NAMESPACE: 'A_b'"),
         (["--namespace", "A_b"], IMAGES, "PHALANX_NAMESPACES: 'A_b'"),
     ],

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx_frontend.auth.api_keys import ApiKey
-from tests.chromium import Page, axe_source, opened_page
+from tests.chromium import Page, axe_source, opened_page, picture
 from tests.polling import until
 from tests.router.console.consoles import KEYS, RunningConsole, leaders, running_console
 
 pytestmark = pytest.mark.system
-PICTURES = Path(__file__).parents[2] / "docs" / "console"
 NAMES = ("playground", "fleet", "requests", "settings")
 HELD_AT = 20
 """Tokens of the first group, until it is released."""
@@ -60,12 +59,6 @@ async def scene(folder: Path, held_at: int | None = None, keys: Sequence[ApiKey]
             await page.open(url)
         yield Scene(console, page)
         assert [problem for problem in page.problems if "401" not in problem] == []
-
-
-async def picture(request: pytest.FixtureRequest, page: Page, name: str) -> None:
-    """Writes a picture of the documentation, if asked."""
-    if request.config.getoption("--pictures", default=False):
-        await page.screenshot(PICTURES / f"{name}.png")
 
 
 async def test_an_answer_streams_with_probabilities_and_groups(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -145,3 +145,7 @@ class Gone(KubeError):
 
 class Denied(KubeError):
     """For the administrator: a permission is missing."""
+
+
+class Unauthenticated(Denied):
+    """The credentials are unknown or expired."""

@@ -11,7 +11,18 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from phalanx_api import labels
-from phalanx_operator.kube.client import Conflict, Denied, Gone, Json, KubeError, Page, Rejected, Resource, Retry
+from phalanx_operator.kube.client import (
+    Conflict,
+    Denied,
+    Gone,
+    Json,
+    KubeError,
+    Page,
+    Rejected,
+    Resource,
+    Retry,
+    Unauthenticated,
+)
 
 PAGE_SIZE = 500
 REQUEST_TIMEOUT_S = 30
@@ -43,13 +54,29 @@ def resolve_proxy(configuration: Any) -> None:
     configuration.client_session_kwargs = {"trust_env": False}
 
 
+def without_credentials(client: Any) -> Any:
+    """Returns a client of the same API server that presents nothing of this process, not even a certificate."""
+    own = client.configuration
+    bare = Configuration(host=own.host)
+    for setting in ("ssl_ca_cert", "verify_ssl", "tls_server_name", "proxy", "proxy_headers", "assert_hostname"):
+        setattr(bare, setting, getattr(own, setting, None))
+    bare.client_session_kwargs = {"trust_env": False}
+    return ApiClient(bare)
+
+
 class HttpKube:
     """A `KubeClient`. The caller closes `client`. `read_event` may skip fields."""
 
     def __init__(
-        self, client: Any, silence_s: float = SILENCE_S, read_event: Callable[[bytes], Json] = msgspec.json.decode
-    ) -> None:  # the library is not typed
+        self,
+        client: Any,  # the library is not typed
+        silence_s: float = SILENCE_S,
+        read_event: Callable[[bytes], Json] = msgspec.json.decode,
+        token: str | None = None,
+    ) -> None:
+        """token: a user's, sent instead of credentials of `client`, which must have none."""
         self._client = client
+        self._token = token
         self._silence_s = silence_s
         self._read_event = read_event
 
@@ -154,9 +181,12 @@ class HttpKube:
     ) -> Any:
         """Returns the response with its body unread."""
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type, "User-Agent": labels.MANAGER}
-        await self._client.update_params_for_auth(
-            headers, None, auth_settings=["BearerToken"], resource_path=path, method=method, body=body
-        )
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        else:
+            await self._client.update_params_for_auth(
+                headers, None, auth_settings=["BearerToken"], resource_path=path, method=method, body=body
+            )
         url = f"{self._client.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         try:
             response = await _session(self._client.rest_client).request(
@@ -218,12 +248,10 @@ def error_for(status: int, call: str, text: str) -> KubeError:
         return Gone(description)
     if status == 409 or (status == 422 and "metadata.uid" in message):  # a patch of an earlier object
         return Conflict(description)
-    if status in (401, 403):
-        return (
-            Rejected(description)
-            if status == 403 and ("exceeded quota" in message or "PodSecurity" in message)
-            else Denied(description)
-        )
+    if status == 401:
+        return Unauthenticated(description)
+    if status == 403:
+        return Rejected(description) if ("exceeded quota" in message or "PodSecurity" in message) else Denied(description)
     if status in (400, 422) or reason == "Invalid":
         return Rejected(description)
     return Retry(description)

@@ -27,6 +27,7 @@ from phalanx_operator.kube.client import EVENTS, INFERENCE_SERVICES, Json, KubeC
 from phalanx_operator.kube.store import Key
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe.service_cache import ServiceCache
+from phalanx_operator.scaling_history import ScalingHistory
 
 log = logging.getLogger(__name__)
 MAX_NOTE_CHARS = 1000
@@ -89,6 +90,7 @@ class StatusReporter:
     services: ServiceCache
     events: EventRecorder
     metrics: Metrics
+    history: ScalingHistory | None = None
     clock: Callable[[], float] = time.monotonic
     write_interval_s: float = pacing.WRITE_INTERVAL_S
     written_s: dict[Key, float] = field(default_factory=dict)
@@ -131,12 +133,17 @@ class StatusReporter:
         return plan.RESYNC_S
 
     def show_scaling(self, key: Key, scaling: ScalingResult | None) -> None:
-        """Updates the autoscaler's metrics."""
-        self.metrics.show_scaling(key, scaling.decision if scaling else None)
+        """Updates the autoscaler's metrics and history."""
+        decision = scaling.decision if scaling else None
+        self.metrics.show_scaling(key, decision)
+        if self.history is not None and decision is not None:
+            self.history.add(key, decision, self.clock())
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
         self.metrics.forget(key)
+        if self.history is not None:
+            self.history.forget(key)
         self.written_s.pop(key, None)
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from phalanx_api.pages.static_files import API, HEADERS, PATH, StaticFile, static_files
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.caller import unauthorized
 from phalanx_frontend.body import decode_body, read_body
@@ -20,23 +21,13 @@ from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.backend import RouterBackend
 from phalanx_router.console.answers import Answer, ConsoleAnswers
 from phalanx_router.console.records import Viewer
-from phalanx_router.console.static_files import PATH, StaticFile, static_files
 from phalanx_router.drain_requests import DrainRequests
 from phalanx_router.request_log import RequestTimeline
 
 log = logging.getLogger(__name__)
 
-API = f"{PATH}/api/"
 REQUEST_PATH = f"{API}requests/"
 MAX_BODY_BYTES = 1 << 14
-HEADERS = {
-    "content-security-policy": (
-        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-}
 JSON = "application/json"
 
 
@@ -159,7 +150,7 @@ class ConsoleMiddleware:
     def __init__(self, app: ASGIApp, console: Console) -> None:
         self._app = app
         self._answer = console.data
-        self._files = static_files()
+        self._files = static_files(__package__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles the request."""

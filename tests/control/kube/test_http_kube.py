@@ -22,9 +22,10 @@ from phalanx_operator.kube.client import (
     KubeError,
     Rejected,
     Retry,
+    Unauthenticated,
     resource_of,
 )
-from phalanx_operator.kube.http import HttpKube, error_for, resolve_proxy
+from phalanx_operator.kube.http import HttpKube, error_for, resolve_proxy, without_credentials
 from phalanx_operator.kube.informer import read_event
 
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
@@ -193,6 +194,17 @@ async def test_error_contains_the_message_of_the_server(served: Served) -> None:
         await kube.create(DEPLOYMENTS, BODY)
 
 
+async def test_a_token_of_a_user_replaces_all_credentials(served: Served) -> None:
+    server, _ = served
+    own = server.client.configuration
+    own.cert_file, own.key_file = "/absent/operator.crt", "/absent/operator.key"
+    async with without_credentials(server.client) as bare:
+        assert (bare.configuration.cert_file, bare.configuration.key_file, bare.configuration.api_key) == (None, None, {})
+        assert bare.configuration.ssl_ca_cert == own.ssl_ca_cert
+        await HttpKube(bare, token="of-the-user").get(PODS, "ns", "n")
+        assert server.auth == "Bearer of-the-user"
+
+
 async def test_unreachable_server_may_be_retried() -> None:
     async with ApiClient(Configuration(host="http://127.0.0.1:1")) as client:
         with pytest.raises(Retry):
@@ -207,7 +219,7 @@ async def test_unreachable_server_may_be_retried() -> None:
         (409, "{}", Conflict),
         (422, "{}", Rejected),
         (400, "[]", Rejected),
-        (401, "", Denied),
+        (401, "", Unauthenticated),
         (403, '{"message": "forbidden: User cannot"}', Denied),
         (403, '{"message": "forbidden: exceeded quota: q"}', Rejected),
         (403, '{"message": "violates PodSecurity"}', Rejected),

@@ -1,4 +1,4 @@
-"""The static part of the console: open to all, strict headers, small, and complete without any other server."""
+"""The static part of the consoles: open to all, strict headers, small, and complete without any other server."""
 
 import re
 import subprocess
@@ -9,12 +9,16 @@ from shutil import copy, copytree, ignore_patterns
 
 import pytest
 
-from phalanx_router.console.static_files import static_files
+from phalanx_api.pages.static_files import static_files
 from tests.router.console.consoles import KEYS, leaders, running_console
 
 ROOT = Path(__file__).parents[3]
-STATIC = ROOT / "runtime/phalanx_router/console/static"
-FILES = sorted(STATIC.iterdir())
+FOLDERS = {
+    "phalanx_router/console": ROOT / "runtime/phalanx_router/console/static",
+    "phalanx_operator/console": ROOT / "operator/phalanx_operator/console/static",
+    "phalanx_api/pages": ROOT / "crds/phalanx_api/pages/static",
+}
+FILES = [file for folder in FOLDERS.values() for file in sorted(folder.iterdir())]
 MAX_BYTES = 500_000
 
 
@@ -42,10 +46,14 @@ async def test_without_the_flag_there_is_no_console() -> None:
 
 def test_page_is_small() -> None:
     assert sum(file.stat().st_size for file in FILES) < MAX_BYTES
-    assert {f"/ui/{file.name}" for file in FILES} <= static_files().keys()
+    for package in ("phalanx_router/console", "phalanx_operator/console"):
+        names = [file.name for folder in (FOLDERS[package], FOLDERS["phalanx_api/pages"]) for file in folder.iterdir()]
+        found = static_files(package.replace("/", "."))
+        assert found.keys() == {f"/ui/{name}" for name in names} | {"/ui", "/ui/"}
+        assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parts[-3]}/{file.name}")
 def test_file_names_no_other_server(file: Path) -> None:
     text = file.read_text()
     assert not re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", text.replace("http://www.w3.org/2000/svg", ""))
@@ -53,7 +61,7 @@ def test_file_names_no_other_server(file: Path) -> None:
         assert not re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son[a-z]+=", text), "the policy forbids inline code"
 
 
-def test_wheel_contains_the_page(tmp_path: Path) -> None:
+def test_wheel_contains_the_pages(tmp_path: Path) -> None:
     source, wheels = tmp_path / "source", tmp_path / "wheels"
     source.mkdir()
     wheels.mkdir()
@@ -64,5 +72,5 @@ def test_wheel_contains_the_page(tmp_path: Path) -> None:
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(wheels)], cwd=source, check=True, capture_output=True)
     (wheel,) = wheels.iterdir()
-    packed = {name.rpartition("/")[2] for name in zipfile.ZipFile(wheel).namelist() if "phalanx_router/console/static/" in name}
-    assert packed == {file.name for file in FILES}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if "/static/" in name}
+    assert packed == {f"{package}/static/{file.name}" for package, folder in FOLDERS.items() for file in folder.iterdir()}

@@ -1,7 +1,8 @@
 // The fleet: a map of each group's pages with its streams as lines, moves as curves, and the same numbers as tables.
 
-import { read, write } from "./api.js";
+import { write } from "./api.js";
 import { count, find, milliseconds, percent, prefersLessMotion, seconds, showRows } from "./dom.js";
+import { read } from "./session.js";
 import { confirm, notice, viewer } from "./shell.js";
 
 const CELLS = 120, ROWS = 5, TILE = 176, HEIGHT = 104, GAP = 12, JUMP_MS = 1500;

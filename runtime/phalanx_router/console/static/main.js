@@ -1,14 +1,15 @@
 // The page: chooses what is shown, reads it every second while it is visible, and handles keys and themes.
 
-import { read } from "./api.js";
 import { find } from "./dom.js";
 import * as fleet from "./fleet.js";
 import * as playground from "./playground.js";
 import * as requests from "./requests.js";
 import * as settings from "./settings.js";
+import { read } from "./session.js";
 import { notice, setViewer } from "./shell.js";
+import { nextTheme } from "./theme.js";
 
-const PERIOD_MS = 1000, NAMES = ["playground", "fleet", "requests", "settings"], THEMES = ["system", "light", "dark"];
+const PERIOD_MS = 1000, NAMES = ["playground", "fleet", "requests", "settings"];
 const PAGES = { playground, fleet, requests, settings };
 let page = "playground", isReading = false, failed = false;
 
@@ -40,15 +41,6 @@ async function update() {
   }
 }
 
-function setTheme(name) {
-  if (name === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  find("theme").textContent = `Theme: ${name}`;
-  localStorage.setItem("phalanx-theme", name);
-}
-
-const nextTheme = () => setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("phalanx-theme") ?? "system") + 1) % THEMES.length]);
-
 function isTyping(target) {
   return target.closest("input, textarea, select, dialog") !== null;
 }
@@ -61,10 +53,8 @@ addEventListener("keydown", (event) => {
 });
 addEventListener("hashchange", () => show(location.hash.slice(1)));
 document.addEventListener("visibilitychange", update);
-find("theme").addEventListener("click", nextTheme);
 find("help-button").addEventListener("click", () => find("help-dialog").showModal());
 
-setTheme(THEMES.includes(localStorage.getItem("phalanx-theme")) ? localStorage.getItem("phalanx-theme") : "system");
 // Reads until the router answers, so that a page that was opened too early recovers.
 async function readViewer() {
   for (;;) {

@@ -1,8 +1,9 @@
 // The playground: a conversation with the model. Tokens are shaded by their probability and underlined in the colour of
 // the group that computed them.
 
-import { chat, models, read } from "./api.js";
+import { chat, models } from "./api.js";
 import { colourOf, find, legendEntry, make, milliseconds, seconds, showRows } from "./dom.js";
+import { read } from "./session.js";
 
 const PERIOD_MS = 500;
 let messages = [], current = null, last = null;

@@ -1,8 +1,9 @@
 // Requests, and the time line of one of them.
 
-import { forget, read, write } from "./api.js";
+import { write } from "./api.js";
 import { colourOf, count, find, legendEntry, make, makeSvg, milliseconds, seconds, showRows } from "./dom.js";
 import { groups } from "./fleet.js";
+import { forget, read } from "./session.js";
 import { confirm, notice, viewer } from "./shell.js";
 
 let list = null, chosen = "", shown = "", hasEnded = false;

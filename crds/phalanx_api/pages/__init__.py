@@ -1,0 +1,1 @@
+"""What the pages of router and operator share: styles, scripts, headers, and the reading of static files."""

@@ -1,0 +1,70 @@
+// Calls of the server with the key of the tab, which is a bearer token.
+
+import { find } from "./dom.js";
+
+export const TIMEOUT_MS = 10_000;
+const KEY = "phalanx-key";
+let asking = null;
+const tags = new Map();
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error?.message ?? `HTTP ${status}`);
+    this.status = status;
+    this.code = error?.code ?? "";
+  }
+}
+
+// Sends a request with the key; asks for a key and repeats it if the key is missing or wrong.
+export async function send(path, options = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+    const response = await fetch(path, { ...options, headers });
+    if (response.status !== 401) return response;
+    if (sessionStorage.getItem(KEY) !== key) continue; // another call has got a new key
+    sessionStorage.removeItem(KEY);
+    await (asking ??= askForKey(Boolean(key)));
+  }
+}
+
+function askForKey(wasRefused) {
+  const dialog = find("key-dialog"), input = find("key");
+  input.value = "";
+  find("key-problem").textContent = wasRefused ? find("key-problem").dataset.refused : "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => {
+      asking = null;
+      const key = input.value.trim();
+      if (dialog.returnValue === "use" && /^[!-~]+$/.test(key)) {
+        sessionStorage.setItem(KEY, key);
+        tags.clear();
+        dispatchEvent(new Event("phalanx-key"));
+      }
+      resolve();
+    }, { once: true });
+  });
+}
+
+// Returns the response, or throws an ApiError.
+export async function checked(response) {
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw new ApiError(response.status, body.error);
+}
+
+// Returns data of the console, or null if it is as it was at the last call.
+export async function read(name) {
+  const tag = tags.get(name);
+  const headers = tag ? { "if-none-match": tag } : {};
+  const response = await send(`/ui/api/${name}`, { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+  if (response.status === 304) return null;
+  await checked(response);
+  if (response.headers.get("etag")) tags.set(name, response.headers.get("etag"));
+  return response.json();
+}
+
+export function forget(name) {
+  tags.delete(name);
+}

@@ -1,0 +1,79 @@
+// All services that the user's token may read, and what is to know about one of them.
+
+import { fill, show } from "./chart.js";
+import { find, showRows } from "./dom.js";
+import { forget, read } from "./session.js";
+import "./theme.js";
+
+const PERIOD_MS = 5000;
+let services = [], chosen = null, isReading = false;
+
+const notice = (text) => { if (find("notice").textContent !== text) find("notice").textContent = text; };
+const keyOf = ({ namespace, name }) => `${namespace}/${name}`;
+
+async function update() {
+  if (document.hidden || isReading) return;
+  isReading = true;
+  try {
+    const namespace = find("namespace").value.trim();
+    const found = await read(namespace ? `services?namespace=${encodeURIComponent(namespace)}` : "services");
+    services = found.services;
+    const unready = services.filter((service) => !service.is_ready).length;
+    find("facts").textContent = `${services.length} service${services.length === 1 ? "" : "s"}${found.is_truncated ? ", and more that are not shown" : ""}, ${unready} not ready`;
+    showServices();
+    await showChosen();
+    notice("");
+  } catch (error) {
+    notice(error.status === 403 ? `Your token may not list services here: name a namespace. ${error.message}` : `The operator does not answer: ${error.message}`);
+  } finally {
+    isReading = false;
+  }
+}
+
+function showServices() {
+  showRows(find("service-rows"), services.map((service) => ({
+    key: keyOf(service),
+    selected: keyOf(service) === chosen,
+    cells: [
+      keyOf(service), service.state, `${service.ready_groups} of ${service.wanted_groups}`, String(service.draining_groups),
+      service.hotspots.length ? service.hotspots.join(", ") : "-", service.scaling ? String(service.scaling.desired) : "-",
+      service.troubles.length ? service.troubles.map(({ type, reason }) => `${type}: ${reason}`).join(", ") : "-", service.model,
+    ],
+    marks: { 1: service.is_ready ? "" : "error", 4: service.hotspots.length ? "error" : "" },
+  })), { focusable: true });
+}
+
+async function showChosen() {
+  const service = services.find((each) => keyOf(each) === chosen);
+  find("details").hidden = !service;
+  if (!service) return;
+  find("details-title").textContent = keyOf(service);
+  fill("troubles", ["Condition", "Reason", "Message"], service.troubles.length ? service.troubles.map(({ type, reason, message }) => [type, reason, message]) : [["-", "-", "Nothing needs attention."]]);
+  const scaling = service.scaling;
+  find("scaling-facts").textContent = scaling ? `${scaling.desired} groups desired, ${scaling.min_replicas} to ${scaling.max_replicas} allowed. ${scaling.reason} ${scaling.message}` : "This service has no autoscaler.";
+  const console_ = service.has_console ? [`kubectl port-forward -n ${service.namespace} service/${service.name} 8080:80    # then open http://localhost:8080/ui`] : [];
+  find("commands").textContent = [`kubectl phalanx watch ${service.name} -n ${service.namespace}`, `kubectl phalanx explain ${service.name} -n ${service.namespace}`, ...console_].join("\n");
+  if (!scaling) return find("scaling-curve").replaceChildren();
+  const path = `scaling/${service.namespace}/${service.name}`;
+  forget(path);
+  const found = await read(path);
+  const oldest = found.points[0]?.ago_s ?? 0;
+  const line = (name, field) => ({ name, points: found.points.filter((point) => point[field] !== null).map((point) => [(oldest - point.ago_s) / 60, point[field]]) });
+  const lines = [line("desired", "desired"), line("needed by the load", "needed")].filter(({ points }) => points.length);
+  const empty = found.leads ? "The autoscaler has not decided yet." : "Another replica of the operator leads, and has the history.";
+  show("scaling-curve", lines, { x: "minutes", y: (groups) => groups.toFixed(0), at: (minutes) => minutes.toFixed(0), empty, first: "Groups" });
+}
+
+function choose(row) {
+  chosen = row?.dataset.key ?? chosen;
+  showServices();
+  showChosen().catch((error) => notice(error.message));
+}
+
+find("service-rows").addEventListener("click", (event) => choose(event.target.closest("tr")));
+find("service-rows").addEventListener("keydown", (event) => { if (event.key === "Enter") choose(event.target.closest("tr")); });
+find("namespace-form").addEventListener("submit", (event) => { event.preventDefault(); update(); });
+document.addEventListener("visibilitychange", update);
+await update();
+setInterval(update, PERIOD_MS);
+document.documentElement.dataset.ready = "true";
