@@ -52,6 +52,11 @@ def make_parser() -> argparse.ArgumentParser:
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
+    move = add("move", "move streams of a group to other groups (needs the right to exec into pods)")
+    move.add_argument("name", metavar="NAME")
+    move.add_argument("group", metavar="GROUP")
+    move.add_argument("--to", default="", metavar="GROUP", help="target; default: the groups with the fewest requests")
+    move.add_argument("--count", type=int, default=1, metavar="N", help="number of streams; default: %(default)s")
     _add_explain(add("explain", "what limits a service, and what to change (needs the right to exec into pods)"))
     replay = add("replay", "what happened at a time, and what other policies would have done, from the flight recorders")
     replay.add_argument("name", metavar="NAME")
@@ -116,6 +121,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = frame.text(frame.frame(commands.reading(options.name)))
         case "drain":
             text = commands.drain(options.name, options.group)
+        case "move":
+            text = commands.move(options.name, options.group, options.to, options.count)
         case "restart":
             text = commands.restart(options.name)
         case "cache":

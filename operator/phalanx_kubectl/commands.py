@@ -3,6 +3,7 @@
 import datetime
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,6 +151,25 @@ class Commands:
         patch = {"metadata": {"uid": metadata["uid"], "annotations": {labels.DRAINING: note}}}
         self.kubectl.read(*("patch", "statefulset", group, "--type=merge", "-p", json.dumps(patch)))
         return f"{group} is draining; it is deleted when its streams have moved or ended, and a new group replaces it\n"
+
+    def move(self, name: str, group: str, target: str = "", count: int = 1) -> str:
+        """Moves `count` streams of a group, router by router. Raises KubectlFailed if none moves."""
+        targets, why = Counter[str](), dict[str, None]()
+        for pod in (pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)):
+            wanted = count - targets.total()
+            if not wanted:
+                break
+            flags = [f"--count={wanted}", *([f"--to={target}"] if target else [])]
+            try:
+                started = json.loads(self.kubectl.read("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
+            except (KubectlFailed, ValueError) as error:
+                why[f"router {pod}: {error}"] = None
+                continue
+            targets.update(started["targets"])
+            why.update(dict.fromkeys(started["obstacles"]))
+        if not targets:
+            raise KubectlFailed("; ".join(why) or f"{group} has no stream")
+        return f"moving {', '.join(f'{number} to {to}' for to, number in sorted(targets.items()))}\n"
 
     def restart(self, name: str) -> str:
         """Replaces all groups one by one."""

@@ -45,6 +45,7 @@ class WatchApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "drain", "drain"),
+        Binding("m", "move", "move a stream"),
         Binding("p", "pause", "pause/resume rollout"),
         Binding("l", "logs", "logs"),
         Binding("e", "explain", "explain"),
@@ -116,6 +117,12 @@ class WatchApp(App[None]):
         if group := self._chosen_group:
             question = f"Drain {group}? Its streams move to other groups, and a new group replaces it."
             self._ask(question, lambda: self._commands.drain(self._service_name, group))
+
+    def action_move(self) -> None:
+        """Asks, then moves a stream of the group under the cursor."""
+        if group := self._chosen_group:
+            question = f"Move a stream of {group} to the group with the fewest requests?"
+            self._ask(question, lambda: self._commands.move(self._service_name, group))
 
     def action_pause(self) -> None:
         """Asks, then pauses the rollout, or resumes a paused one."""

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A signal during the import exits with 0.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["purge-cache"], ["summary"]):
+    if arguments[:1] in (["purge-cache"], ["summary"], ["move"]):
         return call_router(arguments)
     if arguments[:1] == ["recording"]:
         return print_recording(arguments)
@@ -32,21 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def call_router(arguments: Sequence[str]) -> int:
-    """Purges the response cache of the router in the same pod, or prints its summary as JSON.
+    """Calls the router in the same pod: purges its response cache, moves streams, or prints its summary as JSON.
 
     Returns the exit code: 1 if the router does not answer. Raises SystemExit 2 for a bad flag.
     """
     from phalanx_api.summary import SNAPSHOT_PATH
-    from phalanx_router.operator_endpoint import PURGE_PATH
+    from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH
     from phalanx_router.settings import make_parser, read_token
 
     parser = make_parser()
     args = parser.parse_args(arguments)
     token = read_token(parser, args.token_file)
     connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
-    is_purge = arguments[0] == "purge-cache"
+    is_purge, order = arguments[0] == "purge-cache", None
+    path = PURGE_PATH if is_purge else SNAPSHOT_PATH
+    if arguments[0] == "move":
+        path, order = MOVES_PATH, json.dumps({"group": args.group, "target": args.to, "count": args.count})
     try:
-        connection.request("POST", PURGE_PATH if is_purge else SNAPSHOT_PATH, headers={"authorization": f"Bearer {token}"})
+        connection.request("POST", path, order, headers={"authorization": f"Bearer {token}"})
         response = connection.getresponse()
         body = json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:

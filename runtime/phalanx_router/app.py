@@ -27,9 +27,12 @@ from phalanx_router.links.endpoints import LeaderSource, StaticLeaders
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import GroupGauges, RouterMetrics
+from phalanx_router.migration.manual import ManualMoves
 from phalanx_router.operator_endpoint import (
+    MOVES_PATH,
     PURGE_PATH,
     InternalRouteMiddleware,
+    MovesEndpoint,
     OperatorEndpoint,
     PurgeEndpoint,
     SnapshotEndpoint,
@@ -161,7 +164,8 @@ def make_router(
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
     purge = PurgeEndpoint(settings.link.token, cache.purge)
     snapshot = SnapshotEndpoint(settings.link.token, summaries.summary)
-    routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer}
+    ordered = MovesEndpoint(settings.link.token, ManualMoves(backend.links, backend.sessions, backend.mover).start)
+    routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer, MOVES_PATH: ordered.answer}
     app.add_middleware(InternalRouteMiddleware, routes=routes)
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))

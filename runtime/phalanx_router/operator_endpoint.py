@@ -2,7 +2,7 @@
 
 `POST /phalanx/summary` is the operator's long poll, which carries the balancing policy: the response follows when the urgent
 state changes, else after the requested wait. `POST /phalanx/summary/now` answers at once and changes nothing.
-`POST /phalanx/cache/purge` drops all stored responses.
+`POST /phalanx/cache/purge` drops all stored responses. `POST /phalanx/moves` moves streams of a group.
 """
 
 import asyncio
@@ -19,14 +19,17 @@ from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
+from phalanx_router.migration.manual import MAX_COUNT, MoveOrder, StartedMoves
 from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
 
 PURGE_PATH = "/phalanx/cache/purge"
+MOVES_PATH = "/phalanx/moves"
 MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 _decode = msgspec.json.Decoder(SummaryRequest).decode
+_decode_order = msgspec.json.Decoder(MoveOrder).decode
 
 
 class OperatorEndpoint:
@@ -97,6 +100,24 @@ class PurgeEndpoint:
         count = self._purge()
         log.info("purged the response cache", extra={"responses": count})
         return Response(msgspec.json.encode({"purged": count}), media_type="application/json")
+
+
+class MovesEndpoint:
+    """Executes orders of an administrator to move streams."""
+
+    def __init__(self, token: str, start: Callable[[MoveOrder], StartedMoves]) -> None:
+        self._token = token
+        self._start = start
+
+    async def answer(self, request: Request) -> Response:
+        """Returns the moves that have begun. Raises ApiError."""
+        check_internal(request, self._token)
+        order = decode_body(_decode_order, await read_body(request, MAX_BODY_BYTES), "a valid order of moves")
+        if not 1 <= order.count <= MAX_COUNT:
+            raise ApiError(400, f"count is {order.count}: expected 1 to {MAX_COUNT}", "count")
+        started = self._start(order)
+        log.info("moves ordered", extra={"group": order.group, "targets": started.targets, "obstacles": started.obstacles})
+        return Response(msgspec.json.encode(started), media_type="application/json")
 
 
 def check_internal(request: Request, token: str) -> None:

@@ -14,7 +14,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
-PURGE_COMMAND, SUMMARY_COMMAND, RECORDING_COMMAND = "purge-cache", "summary", "recording"
+PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND, RECORDING_COMMAND = "purge-cache", "summary", "move", "recording"
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
@@ -123,7 +123,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     purge = commands.add_parser(PURGE_COMMAND, help="purge the response cache of the router on this machine")
     summary = commands.add_parser(SUMMARY_COMMAND, help="print the summary of the router on this machine as JSON")
-    for call in (purge, summary):
+    move = commands.add_parser(MOVE_COMMAND, help="move streams of a group, of those that the router on this machine has")
+    move.add_argument("group", metavar="GROUP")
+    move.add_argument("--to", default="", metavar="GROUP", help="target (default: those with the fewest requests)")
+    move.add_argument("--count", type=_count, default=1, help="number of streams (default %(default)s)")
+    for call in (purge, summary, move):
         call.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
         call.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
     recording = commands.add_parser(RECORDING_COMMAND, help="print the flight recorder of the router as JSON")

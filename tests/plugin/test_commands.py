@@ -223,6 +223,31 @@ def test_cache_purge_fails_unless_all_routers_answer(kubectl: FakeKubectl, capsy
     assert output.out == "" and "warning: router r-a: " in output.err and "purged 1 of 2 routers" in output.err
 
 
+def test_move_asks_routers_until_enough_streams_move(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
+    kubectl.answer("exec r-a", '{"targets": {"g-b": 1}, "obstacles": []}\n')
+    kubectl.answer("exec r-b", '{"targets": {"g-b": 1, "g-c": 1}, "obstacles": []}\n')
+    assert plugin("move", "chat", "g-a", "--count", "3", "--to", "g-b") == 0
+    assert capsys.readouterr().out == "moving 2 to g-b, 1 to g-c\n"
+    calls = [call for call in kubectl.calls if call[0] == "exec"]
+    assert [call[5:] for call in calls] == [["phalanx-router", "move", "g-a", f"--count={n}", "--to=g-b"] for n in (3, 2)]
+
+
+def test_move_names_why_no_stream_moves(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
+    kubectl.answer("exec r-a", '{"targets": {}, "obstacles": ["the stream is moving already"]}\n')
+    assert plugin("move", "chat", "g-a") == 1
+    assert "the stream is moving already; router r-b: " in capsys.readouterr().err
+
+
+def test_move_of_an_idle_group_fails(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
+    for router in ("r-a", "r-b"):
+        kubectl.answer(f"exec {router}", '{"targets": {}, "obstacles": []}\n')
+    assert plugin("move", "chat", "g-a") == 1
+    assert "g-a has no stream" in capsys.readouterr().err
+
+
 def test_cache_purge_without_a_router_fails(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
     kubectl.answer("get pods -l", {"items": []})
     assert plugin("cache", "purge", "chat") == 1

@@ -127,6 +127,10 @@ async def test_keys_drain_and_pause_after_a_question() -> None:
         await until(lambda: len(kubectl.patches) == 1)
         assert kubectl.patches[0][:2] == ["statefulset", "chat-g-b"] and "asked" in kubectl.patches[0][2]
         await until(lambda: not isinstance(app.screen, Question))
+        await pilot.press("m")
+        await until(lambda: isinstance(app.screen, Question))
+        await pilot.press("y")
+        await until(lambda: any("chat-g-b has no stream" in notice for notice in app.notices))
         await pilot.press("p", "y")
         await until(lambda: len(kubectl.patches) == 2)
         assert json.loads(kubectl.patches[1][2]) == {"spec": {"rollout": {"paused": True}}}

@@ -1,0 +1,99 @@
+"""Moves that an administrator orders over HTTP, and by the router's command."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from phalanx_api import wire
+from phalanx_router.__main__ import main
+from phalanx_router.operator_endpoint import MOVES_PATH
+from tests.polling import until
+from tests.router.fakes import TOKEN, Script, expected, group_of, make_request, read_stream
+from tests.router.moves.moving_leaders import MoveScript, MovingLeader
+from tests.router.polled_routers import PolledRouter, polled_router
+
+STREAMS = 3
+
+
+@asynccontextmanager
+async def streams_at_a(**move: MoveScript) -> AsyncIterator[PolledRouter]:
+    """Three streams at group a, which holds them, and two other groups; at the end all tokens are right."""
+    peers: list[MovingLeader] = []
+    source, *others = (MovingLeader(group, peers, Script(hold_at=5), move.get(group)) for group in "abc")
+    for other in others:
+        other.state = msgspec.structs.replace(other.state, serving=False)
+    async with polled_router(source, *others, ready=1) as router:
+        asking = [asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=20))) for _ in range(STREAMS)]
+        await until(lambda: sum(len(session.stream.journal.delivered) == 5 for session in router.fleet.sessions) == STREAMS)
+        for other in others:
+            await other.send(msgspec.structs.replace(other.state, serving=True))
+        await router.until_ready(3)
+        yield router
+        for leader in peers:
+            leader.release()
+        assert [received.tokens for received in await asyncio.gather(*asking)] == [expected([1, 2, 3], 20)] * STREAMS
+
+
+async def order(router: PolledRouter, *, token: str = TOKEN, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"}
+    return await router.http.post(MOVES_PATH, json=fields, headers=headers)
+
+
+async def test_streams_move_to_the_emptiest_groups() -> None:
+    async with streams_at_a() as router:
+        answer = await order(router, group="a", count=2)
+        assert (answer.status_code, answer.json()) == (200, {"targets": {"b": 1, "c": 1}, "obstacles": []})
+        await until(lambda: sorted(map(group_of, router.fleet.sessions)) == ["a", "b", "c"])
+
+
+async def test_streams_move_to_a_named_group() -> None:
+    async with streams_at_a() as router:
+        assert (await order(router, group="a", target="c", count=9)).json()["targets"] == {"c": 3}
+        await until(lambda: sorted(map(group_of, router.fleet.sessions)) == ["c", "c", "c"])
+
+
+async def test_a_moving_stream_is_an_obstacle() -> None:
+    async with streams_at_a(b=MoveScript(ignored=(wire.Prepare,)), c=MoveScript(ignored=(wire.Prepare,))) as router:
+        assert (await order(router, group="a", count=3)).json()["targets"].keys() == {"b", "c"}
+        again = (await order(router, group="a")).json()
+        assert again == {"targets": {}, "obstacles": ["the stream is moving already"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"group": "x"}, 404, "unknown_group"),
+        ({"group": "a", "target": "a"}, 404, "unknown_group"),
+        ({"group": "a", "count": 0}, 400, None),
+        ({"group": "a", "counts": 1}, 400, None),
+        ({}, 400, None),
+    ],
+)
+async def test_a_wrong_order_is_refused(fields: dict[str, Any], status: int, code: str | None) -> None:
+    async with polled_router(*(MovingLeader(group, []) for group in "ab")) as router:
+        answer = await order(router, **fields)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert (await order(router, token="wrong", group="a")).status_code == 401
+
+
+async def test_the_only_group_keeps_its_streams() -> None:
+    async with polled_router(MovingLeader("a", [])) as router:
+        assert (await order(router, group="a")).json()["error"]["code"] == "not_moved"
+
+
+async def test_command_orders_at_the_router_of_its_pod(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    async with streams_at_a() as router:
+        common = ["--port", str(router.http.base_url.port), "--token-file", str(file)]
+        assert await asyncio.to_thread(main, ["move", "a", "--to", "b", "--count", "2", *common]) == 0
+        assert json.loads(capsys.readouterr().out) == {"targets": {"b": 2}, "obstacles": []}
+        assert await asyncio.to_thread(main, ["move", "x", *common]) == 1
+        assert "no group x serves" in capsys.readouterr().err
