@@ -15,6 +15,7 @@ class Problem:
     """A problem: settings of the service that cause it, or an action once the service is Ready."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
+    users_per_tenant: int = 2
     action: Callable[[Stage, float], None] = lambda _, __: None
     """Called with the seconds that the show lasts."""
 
@@ -28,8 +29,9 @@ def _stuck(stage: Stage, _: float) -> None:
     kubectl("patch", "infsvc", "chat", "-n", stage.namespace, "--type=merge", "-p", json.dumps(spec))
 
 
+NO_PROBLEM = Problem()
 PROBLEMS: Mapping[str, Problem] = {
     "1": Problem(action=_slow),
-    "2": Problem(engine={"kvCacheMemory": "32Mi"}),
+    "2": Problem(engine={"kvCacheMemory": "32Mi"}, users_per_tenant=6),
     "3": Problem(action=_stuck),
 }

@@ -31,7 +31,6 @@ from tests.cluster.access import Cluster, current_cluster, local_cluster
 from tests.cluster.scraping import rules, scraped_namespace
 
 NAME, MODEL = "chat", "smollm2"
-USERS_PER_TENANT = 2
 REPORT_S = 20.0
 
 
@@ -90,6 +89,7 @@ class Show:
         self._users = users
         self._url = f"http://{address(options.namespace, NAME)}"
         self._outcome = Outcome()
+        self._problem = problems.PROBLEMS.get(options.problem, problems.NO_PROBLEM)
 
     async def run(self) -> None:
         """Runs everything until the time is over."""
@@ -100,7 +100,7 @@ class Show:
             uvicorn.Server(config).serve(sockets=[dashboards]),
             report(self._outcome),
         ]
-        for number in range(USERS_PER_TENANT * len(self._users)):
+        for number in range(self._problem.users_per_tenant * len(self._users)):
             tenant = self._users[number % len(self._users)]
             parts.append(converse(self._url, MODEL, tenant, number, self._outcome))
         tasks = [asyncio.create_task(part) for part in parts]
@@ -120,7 +120,7 @@ class Show:
 
     def _disturb(self, stage: Stage) -> None:
         if self._options.problem is not None:
-            problems.PROBLEMS[self._options.problem].action(stage, 60 * self._options.minutes)
+            self._problem.action(stage, 60 * self._options.minutes)
             return
         faults.play(stage, lambda line: print(f"** {line}", flush=True))
         print("** the script is over; the traffic goes on", flush=True)

@@ -3,16 +3,27 @@
 Property tests have no time limit per example, because a loaded machine is no failure. Without a GPU Triton's interpreter runs the
 kernels; Triton reads the variable at its first import, which torch would cause. Torch computes with one thread: tiny tensors gain
 nothing from more, ranks share the process, and a thread that waits for another on a busy core takes most of a test's time.
+
+Coverage makes pure Python three times slower, so property tests and those in `UNTRACED` are not traced: others run these lines.
 """
 
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.interpreter import quicken_interpreter
+
+ROOT = Path(__file__).parent
+UNTRACED = tuple(
+    ROOT / folder
+    for folder in ("bench", "properties", "runtime/equality", "runtime/model/gpu", "runtime/rank/device", "runtime/rank/kernels")
+)
+_TRACES_CHILDREN = "COVERAGE_PROCESS_CONFIG"
+"""Variable by which coverage traces the processes that a test starts."""
 
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
@@ -28,3 +39,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if torch is not None:
         torch.set_num_threads(1)
     quicken_interpreter()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that are not traced."""
+    for item in items:
+        is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if is_property or any(item.path.is_relative_to(folder) for folder in UNTRACED):
+            item.add_marker("no_cover")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Leaves the processes of an untraced test untraced too."""
+    config = os.environ.pop(_TRACES_CHILDREN, None) if item.get_closest_marker("no_cover") else None
+    try:
+        return (yield)
+    finally:
+        if config is not None:
+            os.environ[_TRACES_CHILDREN] = config

@@ -27,9 +27,8 @@ def costs_of(*words: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(
-    "words", [("sm_90", "plain"), *(pytest.param((target,), marks=SLOW) for target in SHARED_BYTES)], ids=" ".join
-)
+@SLOW
+@pytest.mark.parametrize("words", [("sm_90", "plain"), *((target,) for target in SHARED_BYTES)], ids=" ".join)
 def test_kernels_for_nvidia_have_no_spills_and_wide_loads(words: tuple[str, ...]) -> None:
     """Those of compressed pages take most of the time."""
     target, costs = words[0], costs_of(*words)

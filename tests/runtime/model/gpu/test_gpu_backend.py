@@ -28,7 +28,6 @@ def tokens(folder: Path, build: Build) -> list[list[int]]:
 HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -50,7 +49,6 @@ def test_kernels_give_the_tokens_of_the_reference(
     assert ops.num_launched > 0
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("family", "kv_cache_dtype"),
     [("qwen3", "int8"), *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("int4", "fp8"))],
@@ -68,7 +66,6 @@ def test_compressed_pages_give_the_tokens_of_the_reference(
     assert "prepare_heads" not in {variant.name for variant in found}
 
 
-@pytest.mark.no_cover
 def test_any_model_writes_compressed_pages_by_the_kernel(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "llama")
     reference, kernels = (

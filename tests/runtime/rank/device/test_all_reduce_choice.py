@@ -148,14 +148,13 @@ def answers(
     return with_group([2], rank)
 
 
-@pytest.mark.no_cover
 def test_the_slowest_rank_decides_for_all(folder: Path) -> None:
     """The second rank measures one shot as slower from 32 rows on."""
     fast, slow = [9] * len(ROWS) + [3] * len(ROWS), [9] * len(ROWS) + [3, 3, 10, 3, 3]
     assert answers(folder, SharedBuffers(2, MAX_BYTES), lambda rank: slow if rank else fast, lambda rank: True) == [8, 8]
 
 
-@pytest.mark.no_cover
+@pytest.mark.slow
 def test_ranks_sum_after_captures_that_fail_apart(folder: Path) -> None:
     """Each rank's capture ends after another number of exchanges; in the next steps all ranks meet in the same buffers."""
     shared, times = SharedBuffers(2, MAX_BYTES), [9] * len(ROWS) + [3] * len(ROWS)

@@ -21,7 +21,6 @@ LIMITS = Limits(max_model_len=60, max_num_seqs=1, max_num_batched_tokens=64)
 REQUEST = replace(GREEDY, prompt=GREEDY.prompt[:9], sampling=replace(GREEDY.sampling, logprobs=None, max_tokens=7))
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("method", ["draft", pytest.param("self_draft", marks=pytest.mark.slow)])
 def test_drafts_follow_steps_queued_on_the_device(tmp_path: Path, method: str) -> None:
     """The prompt is computed by the device path, and the following steps verify drafts."""

@@ -93,7 +93,6 @@ def check(
     return steps
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])  # the interpreter takes its time
 def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -> None:
     """Prompts in chunks are eager steps, decodes are graphs; one has a row of padding."""
@@ -103,14 +102,13 @@ def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -
     assert not steps.obstacles
 
 
-@pytest.mark.no_cover
+@pytest.mark.slow
 def test_logprobs_of_the_device_are_those_of_the_host(folder: Path) -> None:
     with lagging(1):
         steps = check(folder, chosen(ON_DEVICE, logprobs=2, num_tokens=4))
     assert steps.launched > 3 and not steps.graphs and not steps.obstacles
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     """A row with penalties stays on the host after its first step there, also when the other rows have ended."""
@@ -120,7 +118,6 @@ def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     assert steps.obstacles["host rows"] >= 5
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("config", [pytest.param(NGRAMS, marks=pytest.mark.slow), NGRAM_TREES], ids=["chains", "trees"])
 def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
@@ -129,8 +126,8 @@ def test_draft_tokens_are_verified_on_the_device(folder: Path, config: Scheduler
     assert steps.accepted > 2
 
 
-@pytest.mark.no_cover
-@pytest.mark.parametrize("pods", [[2], pytest.param([1, 1, 1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("pods", [[2], [1, 1, 1]], ids=str)
 def test_several_ranks_sample_on_their_devices(folder: Path, pods: list[int]) -> None:
     """Three ranks have uneven heads and vocabularies. A row with a grammar ends first: the ranks get its tokens from rank 0."""
     names = ["grammar", "seeded", "filters", "penalties"]
@@ -140,7 +137,6 @@ def test_several_ranks_sample_on_their_devices(folder: Path, pods: list[int]) ->
     assert steps.obstacles["host rows"] > 0 and steps.graphs > 1 and steps.launched > steps.graphs
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
@@ -149,13 +145,12 @@ def test_draft_tokens_are_verified_on_two_devices(folder: Path) -> None:
     assert steps.accepted > 2
 
 
-@pytest.mark.no_cover
+@pytest.mark.slow
 def test_penalties_with_draft_tokens_are_verified_by_the_host(folder: Path) -> None:
     steps = check(folder, [limited(repeating()[at], 12) for at in (3, 0)], NGRAMS)
     assert steps.obstacles["penalties with drafts"] > 0 and steps.obstacles["host rows"] > 0
 
 
-@pytest.mark.no_cover
 @pytest.mark.slow
 def test_device_pools_the_vectors_of_the_host(folder: Path) -> None:
     """Beside decodes, in chunks; the steps without an embedding are graphs again."""
