@@ -9,6 +9,7 @@ from phalanx_api.explain.findings import Advice, Effect, Evidence, Finding, numb
 from phalanx_api.explain.predictor import Predictor
 from phalanx_api.explain.service_load import ServiceLoad, mean
 from phalanx_api.explain.step_limits import MIN_BUSY, fleet_field, may_shrink, next_kv_dtype
+from phalanx_api.spec.quantities import parse_bytes
 
 FULL_SHARE = 0.9
 """Of the pages or of the running requests that a group may have."""
@@ -63,25 +64,38 @@ def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Findi
     ]
 
 
+def _more_pages(load: ServiceLoad) -> tuple[Advice, float, str]:
+    """Returns how to hold more tokens, how many times as many, and that as text."""
+    memory, smaller = (
+        load.spec.engine.get_setting("kv_cache_memory"),
+        next_kv_dtype(load.spec.engine.get_setting("kv_cache_dtype")),
+    )
+    if memory is not None:
+        twice = _quantity(2 * parse_bytes(memory))
+        return Advice(field="spec.engine.kvCacheMemory", value=twice), 2.0, f"; {twice} would hold twice the tokens of {memory}"
+    if smaller is None:
+        return fleet_field(load, len(load.groups) + 1), 1.0, ""
+    dtype, factor = smaller
+    return (
+        Advice(field="spec.engine.kvCacheDtype", value=dtype),
+        factor,
+        f"; {dtype} pages would hold {factor:.1f} times the tokens",
+    )
+
+
 def kv_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
     """Requests wait for pages."""
     if load.pressure < FULL_SHARE or not load.waiting:
         return []
     preemptions = sum(group.preemptions for group in load.groups)
-    smaller = next_kv_dtype(load.spec.engine.get_setting("kv_cache_dtype"))
-    if smaller is None:
-        advice, effect, hint = fleet_field(load, len(load.groups) + 1), None, ""
-    else:
-        dtype, factor = smaller
-        advice = Advice(field="spec.engine.kvCacheDtype", value=dtype)
-        effect = predictor.rate_effect(predictor.with_model(predictor.model, factor)) if predictor else None
-        hint = f"; {dtype} pages would hold {factor:.1f} times the tokens"
+    advice, factor, hint = _more_pages(load)
+    effect = predictor.rate_effect(predictor.with_model(predictor.model, factor)) if predictor and factor > 1 else None
     return [
         Finding(
             cause="kv",
             severity=0.85 + 0.1 * min(1.0, load.pressure - FULL_SHARE),
             sentence=(
-                f"{_wait_text(load)} because running and waiting requests need {load.pressure:.0%} of the KV pages, "
+                f"{load.waiting} requests wait because running and waiting ones need {load.pressure:.0%} of the KV pages, "
                 f"with {preemptions} preemptions so far{hint}"
             ),
             evidence=[

@@ -128,6 +128,13 @@ def test_full_pages_and_long_contexts_table(load: dict[str, Any], dtype: str, ex
     assert causes(explanation)[0] == ("kv" if queued else "attention") and advice(explanation) == expected
 
 
+def test_full_pages_of_a_set_size_need_more_memory() -> None:
+    spec = make_spec(engine={"kvCacheMemory": "32Mi"})
+    explanation = explained(busy(pressure=1.2), spec=spec, traffic=arrivals(4.0, prompt=1000), queued=5)
+    assert causes(explanation)[0] == "kv" and advice(explanation) == ("spec.engine.kvCacheMemory", "64Mi")
+    assert "64Mi would hold twice the tokens of 32Mi" in explanation.findings[0].sentence
+
+
 def test_straggler_is_named_with_its_node() -> None:
     status = Status.model_validate({"groups": [{"name": "b", "phase": "Ready", "nodes": ["n7"]}]})
     groups = [busy("a"), busy("b", speed=1.9), busy("c")]
