@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from phalanx_api.conditions import Reason
 from phalanx_api.explain.capacity_limits import kv_findings, prefix_findings, queue_findings, surplus_findings
 from phalanx_api.explain.costs import cost
 from phalanx_api.explain.findings import Explanation, Finding, number, order
@@ -14,6 +15,9 @@ from phalanx_api.status import Status
 from phalanx_api.summary import RouterSummary
 
 MAX_FINDINGS = 8
+MAX_OBSTACLE = 300
+"""Characters of the reason why the service is not Ready."""
+_INTENDED = (Reason.SUSPENDED, Reason.SCALED_TO_ZERO)
 
 
 def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> Explanation:
@@ -29,7 +33,17 @@ def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> E
         *queue_findings(load, predictor),
         *(_with_model(predictor) if predictor is not None else ()),
     ]
-    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=_state(load, predictor, findings), cost=cost(load))
+    state = _obstacle(status) + _state(load, predictor, findings)
+    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=state, cost=cost(load))
+
+
+def _obstacle(status: Status) -> str:
+    """Why the service is not Ready, as a line of its own: groups that do not start limit it more than any setting."""
+    ready = next((each for each in status.conditions if each.type == "Ready" and each.status == "False"), None)
+    if ready is None or ready.reason in _INTENDED:
+        return ""
+    why = f"{ready.reason}: {ready.message}" if ready.message else ready.reason
+    return f"{status.ready_replicas} of {status.replicas} groups ready, {why[:MAX_OBSTACLE]}\n"
 
 
 def _with_model(predictor: Predictor) -> list[Finding]:

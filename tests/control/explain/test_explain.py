@@ -135,6 +135,18 @@ def test_full_pages_of_a_set_size_need_more_memory() -> None:
     assert "64Mi would hold twice the tokens of 32Mi" in explanation.findings[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_named"),
+    [("InsufficientCapacity", True), ("ImagePullFailed", True), ("ScaledToZero", False), ("Suspended", False)],
+)
+def test_groups_that_do_not_start_come_first(reason: str, is_named: bool) -> None:
+    ready = {"type": "Ready", "status": "False", "reason": reason, "message": "pod b-0: 0/2 nodes match"}
+    ready["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    status = Status.model_validate({"replicas": 2, "readyReplicas": 1, "conditions": [ready]})
+    first, _, rest = explained(busy(), status=status).state.partition("\n")
+    assert (first == f"1 of 2 groups ready, {reason}: pod b-0: 0/2 nodes match") == is_named == bool(rest)
+
+
 def test_straggler_is_named_with_its_node() -> None:
     status = Status.model_validate({"groups": [{"name": "b", "phase": "Ready", "nodes": ["n7"]}]})
     groups = [busy("a"), busy("b", speed=1.9), busy("c")]
