@@ -561,6 +561,15 @@ def test_draft_tokens_preempt_no_request_and_take_no_page() -> None:
     assert run.runner.num_accepted > 0
 
 
+def test_strays_of_a_plan_without_memory_are_computed_again() -> None:
+    """The failed plan moves an accepted token of another branch, which fills its page."""
+    arrivals = [Arrival(3, 2, 7), Arrival(0, 1, 24, family=1, common=8)]
+    shape = Shape(4, 4, 3, 15, policy="deadline", flights=3, speculation=SPECULATIONS[5], failures=frozenset({3}))
+    undisturbed = Workload(arrivals, replace(shape, failures=frozenset())).run().runner.plans[2]
+    assert undisturbed.step == 3 and undisturbed.relocations
+    Workload(arrivals, shape).run()
+
+
 @pytest.mark.parametrize("speculation", [SPECULATIONS[1], SPECULATIONS[4]], ids=["chain", "tree"])
 def test_pages_filled_by_draft_tokens_are_found_later(speculation: SpeculationConfig) -> None:
     shape = Shape(40, 4, 1, 40, speculation=speculation)

@@ -167,7 +167,7 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:
     request, pages = chunk.request, chunk.request.pages
     request.in_flight -= 1
-    request.num_computed = chunk.start
+    request.num_computed = chunk.start - len(chunk.misplaced)  # the pages that strays completed count as not written
     if chunk.draft.depth and len(pages.ids) > chunk.num_own_pages:
         sharing.pool.truncate(pages, chunk.num_own_pages)
     pages.num_sent, pages.must_truncate = 0, False
