@@ -5,12 +5,17 @@ import subprocess
 import sys
 import time
 
+from tools.errors import Failed
+
 READY_LIMIT_S = 240
 
 
 def kubectl(*args: str, check: bool = True) -> str:
-    """Returns the standard output of kubectl."""
-    return subprocess.run(["kubectl", *args], check=check, stdout=subprocess.PIPE, text=True).stdout
+    """Returns the standard output of kubectl. Raises Failed with its error, unless `check` is false."""
+    done = subprocess.run(["kubectl", *args], capture_output=True, text=True)
+    if check and done.returncode:
+        raise Failed(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def wait_ready(namespace: str, name: str) -> float:

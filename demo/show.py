@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from demo.dashboards import make_app
 from demo.faults import Stage
 from demo.kube import address, kubectl, wait_ready
 from demo.ports import forward
-from demo.traffic import Outcome, Tenant, converse, streamed
+from demo.traffic import Outcome, Tenant, converse, counted
 from phalanx_api.spec.inference_service import InferenceService, parse
 from tests.cluster.access import Cluster, current_cluster, local_cluster
 from tests.cluster.scraping import rules, scraped_namespace
+from tools.errors import Failed
 
 NAME, MODEL = "chat", "smollm2"
 REPORT_S = 20.0
@@ -62,14 +64,12 @@ def apply(namespace: str, manifest: dict[str, Any], keys: str) -> InferenceServi
     return found
 
 
-async def burst(url: str, tenant: Tenant, count: int) -> None:
+async def burst(url: str, tenant: Tenant, count: int, outcome: Outcome) -> None:
     """Sends long prompts at once, and waits for their answers."""
     prompt = "Write a summary of this. " + "The ship left the harbour at dawn and came back at night. " * 40
     body = {"model": MODEL, "stream": True, "max_tokens": 32, "messages": [{"role": "user", "content": prompt}]}
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {tenant.key}"}, timeout=120) as client:
-        await asyncio.gather(
-            *(streamed(client, body | {"seed": seed}, Outcome()) for seed in range(count)), return_exceptions=True
-        )
+        await asyncio.gather(*(counted(client, body | {"seed": seed}, outcome) for seed in range(count)))
 
 
 async def report(outcome: Outcome) -> None:
@@ -107,23 +107,27 @@ class Show:
         loop = asyncio.get_running_loop()
 
         def send(count: int) -> None:
-            asyncio.run_coroutine_threadsafe(burst(self._url, self._users[0], count), loop)
+            asyncio.run_coroutine_threadsafe(burst(self._url, self._users[0], count, self._outcome), loop)
 
-        tasks.append(asyncio.create_task(asyncio.to_thread(self._disturb, Stage(self._options.namespace, send))))
+        # A daemon: Ctrl-C waits for no fault.
+        threading.Thread(target=self._disturb, args=(Stage(self._options.namespace, send),), daemon=True).start()
         over = asyncio.create_task(asyncio.sleep(60 * self._options.minutes))
-        done, rest = await asyncio.wait({over, *tasks[:-1]}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*rest, tasks[-1]):
+        done, rest = await asyncio.wait({over, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         for task in done:
             task.result()
 
     def _disturb(self, stage: Stage) -> None:
-        if self._options.problem is not None:
-            self._problem.action(stage, 60 * self._options.minutes)
-            return
-        faults.play(stage, lambda line: print(f"** {line}", flush=True))
-        print("** the script is over; the traffic goes on", flush=True)
+        try:
+            if self._options.problem is not None:
+                self._problem.action(stage, 60 * self._options.minutes)
+                return
+            faults.play(stage, lambda line: print(f"** {line}", flush=True))
+            print("** the script is over; the traffic goes on", flush=True)
+        except Failed as error:
+            print(f"** the script ended early: {error}", flush=True)
 
 
 def guide(options: argparse.Namespace, admin_key: str) -> str:

@@ -57,14 +57,22 @@ async def converse(url: str, model: str, tenant: Tenant, seed: int, outcome: Out
                 question = rng.choice(_FOLLOW_UPS if turn else _OPENINGS)
                 messages.append({"role": "user", "content": question})
                 body = {"model": model, "messages": messages, "stream": True, "max_tokens": tenant.max_tokens, "temperature": 0.7}
-                try:
-                    answer = await streamed(client, body | {"seed": rng.getrandbits(30)}, outcome)
-                    outcome.ends["complete"] += 1
-                    messages.append({"role": "assistant", "content": answer})
-                except Failed as error:
-                    outcome.ends[str(error)] += 1
+                answer = await counted(client, body | {"seed": rng.getrandbits(30)}, outcome)
+                if answer is None:
                     break
+                messages.append({"role": "assistant", "content": answer})
                 await asyncio.sleep(rng.uniform(0.5, 2))
+
+
+async def counted(client: httpx.AsyncClient, body: Mapping[str, Any], outcome: Outcome) -> str | None:
+    """Returns the text of an answer, or `None` if it has failed; counts its end."""
+    try:
+        answer = await streamed(client, body, outcome)
+    except Failed as error:
+        outcome.ends[str(error)] += 1
+        return None
+    outcome.ends["complete"] += 1
+    return answer
 
 
 async def streamed(client: httpx.AsyncClient, body: Mapping[str, Any], outcome: Outcome) -> str:
