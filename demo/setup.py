@@ -22,8 +22,8 @@ from tools.errors import Failed, Missing
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = "demo"
-SHOW_PORTS = (8080, 8081)
-"""Of the console and of the dashboards, if they are free."""
+SHOW_PORTS = (8080, 8081, 8082)
+"""Of the console, the dashboards and the page of all services, if they are free."""
 MODEL = "SmolLM2-135M-Instruct"
 HUB_MODEL = f"hf://HuggingFaceTB/{MODEL}"
 
@@ -91,7 +91,7 @@ def run_answer(cluster: access.Cluster, venv: Path, kubectl: str, stop: str) -> 
 
 
 def run_show(cluster: access.Cluster, venv: Path, kubectl: str, arguments: Sequence[str]) -> int:
-    """Runs the show with its two ports of this machine. Returns its exit status."""
+    """Runs the show with its ports of this machine. Returns its exit status."""
     ports = [listen(port) for port in SHOW_PORTS]
     numbers = [str(port.fileno()) for port in ports]
     words = [str(venv / "bin" / "python"), "-m", "demo.show", *arguments, "--namespace", NAMESPACE, "--kubectl", kubectl]

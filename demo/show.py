@@ -29,7 +29,8 @@ from demo.ports import forward
 from demo.traffic import Outcome, Tenant, converse, counted
 from phalanx_api.spec.inference_service import InferenceService, parse
 from tests.cluster.access import Cluster, current_cluster, local_cluster
-from tests.cluster.scraping import rules, scraped_namespace
+from tests.cluster.operator import NAMESPACE as OPERATOR_NAMESPACE
+from tests.cluster.scraping import OPERATOR_PORT, rules, scraped_namespace
 from tools.errors import Failed
 
 NAME, MODEL = "chat", "smollm2"
@@ -51,13 +52,16 @@ def keys_file(users: Sequence[Tenant], admin_key: str) -> str:
 
 
 def apply(namespace: str, manifest: dict[str, Any], keys: str) -> InferenceService:
-    """Applies the Secret of the keys and the service, waits until it is Ready, and returns it."""
+    """Applies the service with its keys and an account that may read it, waits until it is Ready, and returns it."""
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "show-keys"}, "stringData": {"keys": keys}}
     for each in (secret, manifest):
         path = Path(tempfile.gettempdir(), f"phalanx-show-{os.getpid()}.json")
         path.write_text(json.dumps(each))
         kubectl("apply", "-n", namespace, "-f", str(path))
         path.unlink()
+    kubectl("create", "serviceaccount", "viewer", "-n", namespace)
+    account = f"--serviceaccount={namespace}:viewer"
+    kubectl("create", "rolebinding", "viewer", "-n", namespace, "--clusterrole=view", account)
     print(f"   Ready after {wait_ready(namespace, NAME):.0f} s", flush=True)
     found = parse(json.loads(kubectl("get", "infsvc", NAME, "-n", namespace, "-o", "json")))
     assert isinstance(found, InferenceService), found
@@ -93,10 +97,11 @@ class Show:
 
     async def run(self) -> None:
         """Runs everything until the time is over."""
-        console, dashboards = (socket.socket(fileno=number) for number in self._options.listeners)
+        console, dashboards, services = (socket.socket(fileno=number) for number in self._options.listeners)
         config = uvicorn.Config(make_app(self._prometheus, self._options.namespace), log_level="warning", lifespan="off")
         parts: list[Coroutine[Any, Any, Any]] = [
             forward(console, self._url.removeprefix("http://"), 80),
+            forward(services, address(OPERATOR_NAMESPACE, "phalanx-operator"), OPERATOR_PORT),
             uvicorn.Server(config).serve(sockets=[dashboards]),
             report(self._outcome),
         ]
@@ -132,7 +137,7 @@ class Show:
 
 def guide(options: argparse.Namespace, admin_key: str) -> str:
     """Returns what the user can look at."""
-    console, dashboards = (socket.socket(fileno=os.dup(number)).getsockname()[1] for number in options.listeners)
+    console, dashboards, services = (socket.socket(fileno=os.dup(number)).getsockname()[1] for number in options.listeners)
     plugin = f"{options.kubectl} phalanx"
     task = (
         "one problem is planted. What is its cause? The console and these commands show it."
@@ -142,8 +147,10 @@ def guide(options: argparse.Namespace, admin_key: str) -> str:
     return f"""
 == console      http://127.0.0.1:{console}/ui     API key: {admin_key}
 == dashboards   http://127.0.0.1:{dashboards}/
+== services     http://127.0.0.1:{services}/ui?namespace={options.namespace}     token: kubectl create token viewer, as below
 == terminal     {plugin} watch {NAME} -n {options.namespace}
                 {plugin} explain {NAME} -n {options.namespace}
+                {options.kubectl} create token viewer -n {options.namespace}
 == {task}
    The show ends after {options.minutes:g} minutes, or with Ctrl-C.
 """
@@ -157,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--namespace", required=True)
     found.add_argument("--manifest", type=Path, required=True)
     found.add_argument("--kubectl", required=True, help="the command that the guide prints")
-    found.add_argument("--listeners", type=int, nargs=2, required=True, help="file descriptors: console, dashboards")
+    found.add_argument("--listeners", type=int, nargs=3, required=True, help="file descriptors: console, dashboards, services")
     return found
 
 

@@ -58,7 +58,7 @@ def test_existing_namespace_release_omits_only_the_namespace(cluster: Cluster) -
 
 def test_chart_renders_the_same_objects_as_the_overlay(cluster: Cluster) -> None:
     images = [f"images.{name}=localhost/phalanx-{name}:dev" for name in ("operator", "runtime", "router")]
-    flags = [word for value in ("createNamespace=true", *images) for word in ("--set", value)]
+    flags = [word for value in ("createNamespace=true", "console=true", *images) for word in ("--set", value)]
     assert helm_objects(cluster, *flags) == kustomize_objects(cluster, MANIFESTS / "overlays" / "test")
 
 

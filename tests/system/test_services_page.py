@@ -21,7 +21,7 @@ STATUS = {
 
 
 @asynccontextmanager
-async def opened(folder: Path) -> AsyncIterator[tuple[Page, RunningServicesConsole]]:
+async def opened(folder: Path, query: str = "") -> AsyncIterator[tuple[Page, RunningServicesConsole]]:
     """Opens the page with the token `admin`, after a wrong one."""
     bodies = [
         service(status=STATUS | {"conditions": [READY]}, router={"console": True}, autoscaling={"maxReplicas": 8}),
@@ -32,7 +32,7 @@ async def opened(folder: Path) -> AsyncIterator[tuple[Page, RunningServicesConso
         for minute, needed in enumerate((1, 2, 2, 3)):
             decision = ScaleDecision(groups=max(2, needed), verdict="Steady", why="", needed=needed)
             console.history.add(("team", "chat"), decision, 60.0 * minute)
-        await page.call("Page.navigate", url=f"{console.http.base_url}/ui")
+        await page.call("Page.navigate", url=f"{console.http.base_url}/ui{query}")
         for token in ("wrong", "admin"):
             await page.until("document.getElementById('key-dialog')?.open")
             await page.run(f"document.getElementById('key').value = '{token}'")
@@ -69,6 +69,11 @@ async def test_a_namespace_is_chosen(tmp_path: Path) -> None:
         await page.run("sessionStorage.setItem('phalanx-key', 'team-token')")
         await page.run("document.getElementById('namespace-form').requestSubmit()")
         await page.until("document.getElementById('notice').innerText.includes('may not list services here')")
+
+
+async def test_an_address_names_a_namespace(tmp_path: Path) -> None:
+    async with opened(tmp_path, "?namespace=other") as (page, _):
+        assert await page.text("#facts") == "1 service, 0 not ready"
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])

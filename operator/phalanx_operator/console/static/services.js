@@ -74,6 +74,7 @@ find("service-rows").addEventListener("click", (event) => choose(event.target.cl
 find("service-rows").addEventListener("keydown", (event) => { if (event.key === "Enter") choose(event.target.closest("tr")); });
 find("namespace-form").addEventListener("submit", (event) => { event.preventDefault(); update(); });
 document.addEventListener("visibilitychange", update);
+find("namespace").value = new URLSearchParams(location.search).get("namespace") ?? "";
 await update();
 setInterval(update, PERIOD_MS);
 document.documentElement.dataset.ready = "true";
