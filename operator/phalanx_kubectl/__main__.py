@@ -52,11 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     drain = add("drain", "drain a group and replace it")
     drain.add_argument("name", metavar="NAME")
     drain.add_argument("group", metavar="GROUP")
-    move = add("move", "move streams of a group to other groups (needs the right to exec into pods)")
-    move.add_argument("name", metavar="NAME")
-    move.add_argument("group", metavar="GROUP")
-    move.add_argument("--to", default="", metavar="GROUP", help="target; default: the groups with the fewest requests")
-    move.add_argument("--count", type=int, default=1, metavar="N", help="number of streams; default: %(default)s")
+    _add_move(add("move", "move streams of a group to other groups (needs the right to exec into pods)"))
     _add_explain(add("explain", "what limits a service, and what to change (needs the right to exec into pods)"))
     replay = add("replay", "what happened at a time, and what other policies would have done, from the flight recorders")
     replay.add_argument("name", metavar="NAME")
@@ -82,6 +78,13 @@ def make_parser() -> argparse.ArgumentParser:
     logs.add_argument("-p", "--previous", action="store_true", help="containers before their last restart")
     logs.add_argument("--tail", type=int, default=-1, metavar="N", help="last lines of each pod; default: all")
     return parser
+
+
+def _add_move(move: argparse.ArgumentParser) -> None:
+    move.add_argument("name", metavar="NAME")
+    move.add_argument("group", metavar="GROUP")
+    move.add_argument("--to", default="", metavar="GROUP", help="target; default: the groups with the fewest requests")
+    move.add_argument("--count", type=int, default=1, metavar="N", help="number of streams; default: %(default)s")
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:

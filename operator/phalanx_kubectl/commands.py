@@ -161,7 +161,9 @@ class Commands:
                 break
             flags = [f"--count={wanted}", *([f"--to={target}"] if target else [])]
             try:
-                started = json.loads(self.kubectl.read("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
+                started = json.loads(
+                    self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
+                )
             except (KubectlFailed, ValueError) as error:
                 why[f"router {pod}: {error}"] = None
                 continue

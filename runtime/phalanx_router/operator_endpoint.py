@@ -19,7 +19,7 @@ from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_router.migration.manual import MAX_COUNT, MoveOrder, StartedMoves
+from phalanx_router.migration.manual import MAX_COUNT, GroupMoveOrder, StartedMoves
 from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ MOVES_PATH = "/phalanx/moves"
 MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 _decode = msgspec.json.Decoder(SummaryRequest).decode
-_decode_order = msgspec.json.Decoder(MoveOrder).decode
+_decode_order = msgspec.json.Decoder(GroupMoveOrder).decode
 
 
 class OperatorEndpoint:
@@ -105,7 +105,7 @@ class PurgeEndpoint:
 class MovesEndpoint:
     """Executes orders of an administrator to move streams."""
 
-    def __init__(self, token: str, start: Callable[[MoveOrder], StartedMoves]) -> None:
+    def __init__(self, token: str, start: Callable[[GroupMoveOrder], StartedMoves]) -> None:
         self._token = token
         self._start = start
 

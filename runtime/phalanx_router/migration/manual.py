@@ -15,7 +15,7 @@ from phalanx_router.session import StreamSession
 MAX_COUNT = 1000
 
 
-class MoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupMoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Moves `count` streams of a group. Without a target each goes to the group with the fewest requests."""
 
     group: str
@@ -40,7 +40,7 @@ class ManualMoves:
     sessions: Collection[StreamSession]
     mover: Mover
 
-    def start(self, order: MoveOrder) -> StartedMoves:
+    def start(self, order: GroupMoveOrder) -> StartedMoves:
         """Starts up to `count` moves, those with the fewest generated tokens first. Raises ApiError for an unknown group."""
         source = self._find(order.group, "group", self.links.all())
         serving = [link for link in self.links.serving() if link is not source]
