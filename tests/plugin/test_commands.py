@@ -262,7 +262,9 @@ def test_explain_reads_the_summary_of_each_router(kubectl: FakeKubectl, capsys: 
     kubectl.answer("exec r-a", msgspec.json.encode(summary(group(running=0))).decode())
     assert plugin("explain", "chat") == 0
     output = capsys.readouterr()
-    assert output.out.startswith("nothing limits this service: no request arrived") and "router r-b" in output.err
+    first, second = output.out.splitlines()
+    assert first == "1 of 2 groups ready, RollingOut: 1 of 2" and "router r-b" in output.err
+    assert second.startswith("nothing limits this service: no request arrived")
     assert plugin("explain", "chat", "-o", "json") == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
 
