@@ -29,7 +29,7 @@ def wait_ready(namespace: str, name: str) -> float:
         )
         if ready["status"] == "True" and service["status"].get("observedGeneration") == service["metadata"]["generation"]:
             return time.monotonic() - began
-        line = f"{ready['reason']}: {ready.get('message', '')}"
+        line = ": ".join(part for part in (ready["reason"], ready.get("message")) if part)
         if line != said:
             print(f"   {time.monotonic() - began:4.0f} s  {line}", flush=True)
             said = line

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ async def report(outcome: Outcome) -> None:
     """Prints what the users got, again and again."""
     while True:
         await asyncio.sleep(REPORT_S)
-        ends = ", ".join(f"{count} {end}" for end, count in sorted(outcome.ends.items())) or "none yet"
-        print(f"   users: answers {ends}; {outcome.resumed} streams resumed", flush=True)
+        ends = ", ".join(f"{count} {end}" for end, count in sorted(outcome.ends.items())) or "no complete answer yet"
+        late_s = max(outcome.first_token_s, default=0.0)
+        print(
+            f"   users: {ends}; {outcome.resumed} streams resumed; the last 20 first tokens took up to {late_s:.1f} s", flush=True
+        )
 
 
 class Show:
@@ -140,19 +144,21 @@ def guide(options: argparse.Namespace, admin_key: str) -> str:
     console, dashboards, services = (socket.socket(fileno=os.dup(number)).getsockname()[1] for number in options.listeners)
     plugin = f"{options.kubectl} phalanx"
     task = (
-        "one problem is planted. What is its cause? The console and these commands show it."
+        "one problem is planted: name its cause, and the field of the spec or the action that mends it."
         if options.problem is not None
         else f"in the next {faults.SCRIPT_S:.0f} s: {'; '.join(fault.what for fault in faults.SCRIPT)}."
     )
+    end = datetime.now(UTC) + timedelta(minutes=options.minutes)
     return f"""
 == console      http://127.0.0.1:{console}/ui     API key: {admin_key}
-== dashboards   http://127.0.0.1:{dashboards}/
+== dashboards   http://127.0.0.1:{dashboards}/phalanx-service
 == services     http://127.0.0.1:{services}/ui?namespace={options.namespace}     token: kubectl create token viewer, as below
-== terminal     {plugin} watch {NAME} -n {options.namespace}
-                {plugin} explain {NAME} -n {options.namespace}
+== terminal     {plugin} explain {NAME} -n {options.namespace}
+                {plugin} status {NAME} -n {options.namespace}
+                {plugin} watch {NAME} -n {options.namespace}
                 {options.kubectl} create token viewer -n {options.namespace}
 == {task}
-   The show ends after {options.minutes:g} minutes, or with Ctrl-C.
+   The show ends at {end:%H:%M} UTC ({options.minutes:g} minutes), or with Ctrl-C.
 """
 
 
@@ -184,7 +190,7 @@ def main() -> None:
         show = Show(options, prometheus, users)
         print(guide(options, admin_key), flush=True)
         asyncio.run(show.run())
-    print("== the show is over; the service stays until you delete it", flush=True)
+    print("== traffic, console and dashboards have ended; the service runs until you delete it", flush=True)
 
 
 if __name__ == "__main__":

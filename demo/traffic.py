@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import random
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ class Outcome:
     ends: Counter[str] = field(default_factory=Counter)
     """Answers: `complete`, or the error."""
     resumed: int = 0
+    first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    """Of the last answers, from the request."""
 
 
 async def converse(url: str, model: str, tenant: Tenant, seed: int, outcome: Outcome) -> None:
@@ -77,7 +80,7 @@ async def counted(client: httpx.AsyncClient, body: Mapping[str, Any], outcome: O
 
 async def streamed(client: httpx.AsyncClient, body: Mapping[str, Any], outcome: Outcome) -> str:
     """Returns the text of an answer; resumes the stream where its connection was lost. Raises Failed with the reason."""
-    text, last_id = "", ""
+    text, last_id, asked_s = "", "", time.monotonic()
     for _ in range(TRIES):
         headers = {"Last-Event-ID": last_id} if last_id else {}
         try:
@@ -95,7 +98,10 @@ async def streamed(client: httpx.AsyncClient, body: Mapping[str, Any], outcome: 
                     elif line == "data: [DONE]":
                         return text
                     elif line.startswith("data: "):
-                        text += _text_of(json.loads(line.removeprefix("data: ")))
+                        piece = _text_of(json.loads(line.removeprefix("data: ")))
+                        if piece and not text:
+                            outcome.first_token_s.append(time.monotonic() - asked_s)
+                        text += piece
         except httpx.TransportError:
             await asyncio.sleep(_RETRY_S)
     raise Failed("lost")
