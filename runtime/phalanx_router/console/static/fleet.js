@@ -7,6 +7,8 @@ import { confirm, notice, viewer } from "./shell.js";
 
 const CELLS = 120, ROWS = 5, TILE = 176, HEIGHT = 104, GAP = 12, JUMP_MS = 1500;
 let fleet = null, before = new Map(), jumps = [], frame = 0, timer = 0;
+// What the router knows of a group by its reports.
+const STATES = { fresh: "reports", degraded: "reports late", suspect: "silent", dead: "lost" };
 
 export function start() {
   find("group-rows").addEventListener("keydown", (event) => {
@@ -70,7 +72,7 @@ function showFacts() {
 
 function showTables() {
   showRows(find("group-rows"), fleet.groups.map((group) => {
-    const state = group.draining ? "draining" : group.drain_requested ? "drain requested" : group.state;
+    const state = group.draining ? "draining" : group.drain_requested ? "drain requested" : STATES[group.state] ?? group.state;
     const batch = group.max_num_seqs ? `${group.running} of ${group.max_num_seqs}` : String(group.running);
     const hot = group.hotspot ? `${group.hotspot}: ${group.action}` : "-";
     const cells = [
