@@ -38,7 +38,7 @@ def call(url: str, token: str, body: dict[str, str] | None = None) -> httpx.Resp
 
 def test_a_drain_in_the_console_replaces_the_group(scene: Scene) -> None:
     api = f"{scene.url}/ui/api"
-    groups = {group["group"] for group in call(f"{api}/fleet", "sk-team").json()["groups"]}
+    groups = {group["name"] for group in call(f"{api}/fleet", "sk-team").json()["groups"]}
     assert groups == set(scene.sets())
     drained = min(groups)
     assert call(f"{api}/drain", "sk-team", {"group": drained}).status_code == 403
