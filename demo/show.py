@@ -134,7 +134,7 @@ class Show:
                 self._problem.action(stage, 60 * self._options.minutes)
                 return
             faults.play(stage, lambda line: print(f"** {line}", flush=True))
-            print("** the script is over; the traffic goes on", flush=True)
+            print("** that was the last fault; the traffic continues", flush=True)
         except Failed as error:
             print(f"** the script ended early: {error}", flush=True)
 

@@ -16,6 +16,8 @@ from tests.cluster.scraping import SCRAPE_S, rules, scraped_namespace
 
 QUIET_S = 5.0 * SCRAPE_S
 """From the recovery until no alert may fire: a scrape of the new pods, and an evaluation."""
+READ_SERIES = ("phalanx_router_groups_ready", "phalanx_operator_is_leader")
+"""Of routers and of operators; the rules read both."""
 
 
 def ignore(_: str) -> None:
@@ -26,7 +28,8 @@ def ignore(_: str) -> None:
 def quiet_alerts(cluster: Cluster, namespace: str, body: dict[str, Any], found: list[str]) -> Iterator[Callable[[str], None]]:
     """Yields a function for quiet parts: it waits `QUIET_S`, and appends the alerts that fire, with the kind of the last strike.
 
-    body: the service. Prints at the end which alerts fired at any time.
+    It also appends missing data, without which no alert can fire. body: the service. Prints at the end which alerts fired at any
+    time.
     """
     service = parse({**body, "metadata": {**body["metadata"], "namespace": namespace, "uid": ""}})
     assert isinstance(service, InferenceService), service
@@ -46,6 +49,7 @@ def quiet_alerts(cluster: Cluster, namespace: str, body: dict[str, Any], found: 
         def recovered(kind: str) -> None:
             time.sleep(QUIET_S)
             found.extend(f"{alert} after {kind}" for alert in sorted(prometheus.firing()))
+            found.extend(f"no {series} after {kind}" for series in READ_SERIES if not prometheus.samples(series))
 
         collector = threading.Thread(target=collect)
         collector.start()

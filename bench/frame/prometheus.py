@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class RangeSeries:
 
     labels: Mapping[str, str]
     points: tuple[tuple[float, float], ...]
-    """(Unix time, value), without values that are not a number."""
+    """(Unix time, value), finite values only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Prometheus:
 
 
 def _points(values: Sequence[tuple[float, str]]) -> tuple[tuple[float, float], ...]:
-    return tuple((at_s, float(text)) for at_s, text in values if not isnan(float(text)))
+    return tuple((at_s, float(text)) for at_s, text in values if isfinite(float(text)))
 
 
 @contextmanager

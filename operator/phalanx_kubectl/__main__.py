@@ -12,6 +12,8 @@ from phalanx_kubectl.replaying import Window, window_around
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
+MAX_MOVES = 1000
+"""Of one order, as routers accept it."""
 _KUBECTL_FLAGS = ("context", "kubeconfig", "cluster", "user", "as")
 
 
@@ -26,6 +28,13 @@ def duration(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 60s, 5m or 1h")
     return seconds
+
+
+def count(text: str) -> int:
+    """Parses a number of streams. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_MOVES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_MOVES}")
+    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -84,7 +93,7 @@ def _add_move(move: argparse.ArgumentParser) -> None:
     move.add_argument("name", metavar="NAME")
     move.add_argument("group", metavar="GROUP")
     move.add_argument("--to", default="", metavar="GROUP", help="target; default: the groups with the fewest requests")
-    move.add_argument("--count", type=int, default=1, metavar="N", help="number of streams; default: %(default)s")
+    move.add_argument("--count", type=count, default=1, metavar="N", help="number of streams; default: %(default)s")
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:

@@ -36,6 +36,13 @@ def rfc3339_now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+class _StartedMoves(msgspec.Struct, frozen=True):
+    """Answer of `phalanx-router move`."""
+
+    targets: dict[str, int]
+    obstacles: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Commands:
     """The commands. Each raises KubectlFailed."""
@@ -153,25 +160,31 @@ class Commands:
         return f"{group} is draining; it is deleted when its streams have moved or ended, and a new group replaces it\n"
 
     def move(self, name: str, group: str, target: str = "", count: int = 1) -> str:
-        """Moves `count` streams of a group, router by router. Raises KubectlFailed if none moves."""
-        targets, why = Counter[str](), dict[str, None]()
-        for pod in (pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)):
+        """Moves up to `count` streams of a group, router by router. Warns why others stay; raises KubectlFailed if all do."""
+        pods = [pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)]
+        if not pods:
+            raise KubectlFailed(f"{name} has no running router")
+        targets, reasons = Counter[str](), list[str]()
+        for pod in pods:
             wanted = count - targets.total()
             if not wanted:
                 break
             flags = [f"--count={wanted}", *([f"--to={target}"] if target else [])]
             try:
-                started = json.loads(
-                    self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
-                )
-            except (KubectlFailed, ValueError) as error:
-                why[f"router {pod}: {error}"] = None
+                text = self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
+                started = msgspec.json.decode(text, type=_StartedMoves)
+            except (KubectlFailed, msgspec.MsgspecError) as error:
+                reasons.append(f"router {pod}: {error}")
                 continue
-            targets.update(started["targets"])
-            why.update(dict.fromkeys(started["obstacles"]))
+            targets.update(started.targets)
+            reasons += [f"router {pod}: {obstacle}" for obstacle in started.obstacles]
         if not targets:
-            raise KubectlFailed("; ".join(why) or f"{group} has no stream")
-        return f"moving {', '.join(f'{number} to {to}' for to, number in sorted(targets.items()))}\n"
+            raise KubectlFailed("; ".join(reasons) or f"{group} has no stream")
+        for reason in reasons:
+            self.warn(reason)
+        return (
+            f"moving {targets.total()} of {count}: {', '.join(f'{number} to {to}' for to, number in sorted(targets.items()))}\n"
+        )
 
     def restart(self, name: str) -> str:
         """Replaces all groups one by one."""

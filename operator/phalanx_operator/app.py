@@ -45,9 +45,9 @@ async def run(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT."""
     metrics, health = Metrics(), Health()
     client = await connect()
-    history = ScalingHistory() if settings.console else None
-    app, bare = make_app(health, metrics), without_credentials(client)
-    if history is not None:
+    app, history, bare = make_app(health, metrics), None, None
+    if settings.console:
+        history, bare = ScalingHistory(), without_credentials(client)
         add_console(app, ServicesConsole(lambda token: HttpKube(bare, token=token), history, lambda: health.leads))
     endpoint = await serve(app, settings.port)
     kube = CountingKube(HttpKube(client, read_event=read_event), metrics)
@@ -83,7 +83,8 @@ async def run(settings: Settings) -> None:
         await poller.close()
         await http.close()
         await endpoint.cleanup()
-        await bare.close()
+        if bare is not None:
+            await bare.close()
         await client.close()
 
 

@@ -104,7 +104,7 @@ def make_app(health: Health, metrics: Metrics) -> web.Application:
 
 async def serve(app: web.Application, port: int) -> web.AppRunner:
     """Starts the server. The caller calls `cleanup`."""
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", port).start()
     return runner

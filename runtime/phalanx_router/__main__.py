@@ -44,10 +44,13 @@ def call_router(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     token = read_token(parser, args.token_file)
     connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
-    is_purge, order = arguments[0] == "purge-cache", None
-    path = PURGE_PATH if is_purge else SNAPSHOT_PATH
-    if arguments[0] == "move":
-        path, order = MOVES_PATH, json.dumps({"group": args.group, "target": args.to, "count": args.count})
+    match arguments[0]:
+        case "purge-cache":
+            path, order = PURGE_PATH, None
+        case "move":
+            path, order = MOVES_PATH, json.dumps({"group": args.group, "target": args.to, "count": args.count})
+        case _:
+            path, order = SNAPSHOT_PATH, None
     try:
         connection.request("POST", path, order, headers={"authorization": f"Bearer {token}"})
         response = connection.getresponse()
@@ -60,7 +63,7 @@ def call_router(arguments: Sequence[str]) -> int:
     if response.status != 200:
         print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
         return 1
-    print(body["purged"] if is_purge else json.dumps(body))
+    print(body["purged"] if path == PURGE_PATH else json.dumps(body))
     return 0
 
 

@@ -164,7 +164,8 @@ def make_router(
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
     purge = PurgeEndpoint(settings.link.token, cache.purge)
     snapshot = SnapshotEndpoint(settings.link.token, summaries.summary)
-    ordered = MovesEndpoint(settings.link.token, ManualMoves(backend.links, backend.sessions, backend.mover).start)
+    moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
+    ordered = MovesEndpoint(settings.link.token, moves.start)
     routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer, MOVES_PATH: ordered.answer}
     app.add_middleware(InternalRouteMiddleware, routes=routes)
     if has_console:

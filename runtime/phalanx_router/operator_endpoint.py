@@ -110,7 +110,7 @@ class MovesEndpoint:
         self._start = start
 
     async def answer(self, request: Request) -> Response:
-        """Returns the moves that have begun. Raises ApiError."""
+        """Returns the moves that the router started. Raises ApiError."""
         check_internal(request, self._token)
         order = decode_body(_decode_order, await read_body(request, MAX_BODY_BYTES), "a valid order of moves")
         if not 1 <= order.count <= MAX_COUNT:

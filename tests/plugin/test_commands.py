@@ -228,7 +228,7 @@ def test_move_asks_routers_until_enough_streams_move(kubectl: FakeKubectl, capsy
     kubectl.answer("exec r-a", '{"targets": {"g-b": 1}, "obstacles": []}\n')
     kubectl.answer("exec r-b", '{"targets": {"g-b": 1, "g-c": 1}, "obstacles": []}\n')
     assert plugin("move", "chat", "g-a", "--count", "3", "--to", "g-b") == 0
-    assert capsys.readouterr().out == "moving 2 to g-b, 1 to g-c\n"
+    assert capsys.readouterr().out == "moving 3 of 3: 2 to g-b, 1 to g-c\n"
     calls = [call for call in kubectl.calls if call[0] == "exec"]
     assert [call[5:] for call in calls] == [["phalanx-router", "move", "g-a", f"--count={n}", "--to=g-b"] for n in (3, 2)]
 
@@ -238,6 +238,29 @@ def test_move_names_why_no_stream_moves(kubectl: FakeKubectl, capsys: pytest.Cap
     kubectl.answer("exec r-a", '{"targets": {}, "obstacles": ["the stream is moving already"]}\n')
     assert plugin("move", "chat", "g-a") == 1
     assert "the stream is moving already; router r-b: " in capsys.readouterr().err
+
+
+def test_move_warns_why_some_streams_stay(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    router_pods(kubectl)
+    kubectl.answer("exec r-a", '{"targets": {"g-b": 1}, "obstacles": ["the stream is moving already"]}\n')
+    kubectl.answer("exec r-b", '{"targets": 1}')
+    assert plugin("move", "chat", "g-a", "--count", "3") == 0
+    output = capsys.readouterr()
+    assert output.out == "moving 1 of 3: 1 to g-b\n"
+    assert "warning: router r-a: the stream is moving already" in output.err
+    assert "warning: router r-b: " in output.err
+
+
+def test_move_needs_a_running_router(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:
+    kubectl.answer("get pods -l phalanx.dev/service=chat,phalanx.dev/component=router", {"items": []})
+    assert plugin("move", "chat", "g-a") == 1
+    assert "chat has no running router" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "1001", "-1", "two"])
+def test_move_checks_the_count(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("move", "chat", "g-a", f"--count={count}") == 2
+    assert "is not a number from 1 to 1000" in capsys.readouterr().err
 
 
 def test_move_of_an_idle_group_fails(kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]) -> None:

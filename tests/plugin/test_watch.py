@@ -43,7 +43,9 @@ class ScriptedKubectl:
             raise KubectlFailed(self.error)
         match words[:2]:
             case ("get", "pods"):
-                return json.dumps({"items": [{"metadata": {"name": "r-a"}, "status": READY}]})
+                return json.dumps({"items": [{"metadata": {"name": "r-a"}, "status": READY | {"phase": "Running"}}]})
+            case ("exec", _):
+                return '{"targets": {}, "obstacles": []}'
             case ("get", "--raw"):
                 return self.metrics
             case ("get", "statefulset"):
@@ -168,7 +170,7 @@ def answers(fake: FakeKubectl) -> None:
     fake.answer("get inferenceservices.phalanx.dev chat", make_body())
     fake.answer(
         pods + "router",
-        {"items": [{"metadata": {"name": "r-a"}, "status": READY}]},
+        {"items": [{"metadata": {"name": "r-a"}, "status": READY | {"phase": "Running"}}]},
     )
     fake.answer("get --raw", METRICS.replace("g-a", "chat-g-a"))
     fake.answer(pods + "group", {"items": [{"metadata": {"name": "chat-g-a-0"}}]})

@@ -66,9 +66,19 @@ async def test_a_namespace_is_chosen(tmp_path: Path) -> None:
         await page.run("document.getElementById('namespace').value = 'other'")
         await page.run("document.getElementById('namespace-form').requestSubmit()")
         await page.until("document.getElementById('facts').innerText === '1 service, 0 not ready'")
-        await page.run("sessionStorage.setItem('phalanx-key', 'team-token')")
+        await page.run("sessionStorage.setItem('phalanx-kubernetes-token', 'team-token')")
         await page.run("document.getElementById('namespace-form').requestSubmit()")
         await page.until("document.getElementById('notice').innerText.includes('may not list services here')")
+        assert await page.run("document.querySelectorAll('#service-rows tr').length") == 0
+
+
+async def test_one_decision_is_drawn(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (page, console):
+        console.history.forget(("team", "chat"))
+        console.history.add(("team", "chat"), ScaleDecision(groups=2, verdict="Steady", why="", needed=1), console.clock[0])
+        await page.run("document.querySelector('[data-key=\"team/chat\"]').click()")
+        await page.until("document.querySelectorAll('#scaling-curve polyline').length === 2")
+        assert "NaN" not in await page.run("document.getElementById('scaling-curve').innerHTML")
 
 
 async def test_an_address_names_a_namespace(tmp_path: Path) -> None:

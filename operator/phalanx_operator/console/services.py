@@ -9,7 +9,7 @@ from phalanx_operator.kube.client import Json
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """A condition that is not as it should be."""
+    """A condition that needs attention."""
 
     type: str
     reason: str
@@ -45,7 +45,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     troubles: list[Trouble]
     has_console: bool
     scaling: ScalingRow | None
-    """Absent without `spec.autoscaling`."""
+    """Null without `status.autoscaling`."""
 
 
 def service_row(body: Json) -> ServiceRow:

@@ -55,12 +55,15 @@ def resolve_proxy(configuration: Any) -> None:
 
 
 def without_credentials(client: Any) -> Any:
-    """Returns a client of the same API server that presents nothing of this process, not even a certificate."""
+    """Returns a client of the same API server for calls with users' tokens. It runs in an event loop.
+
+    It has no token and no certificate of this process, and keeps no cookie, which could carry one user's session to another.
+    """
     own = client.configuration
     bare = Configuration(host=own.host)
-    for setting in ("ssl_ca_cert", "verify_ssl", "tls_server_name", "proxy", "proxy_headers", "assert_hostname"):
-        setattr(bare, setting, getattr(own, setting, None))
-    bare.client_session_kwargs = {"trust_env": False}
+    for setting in ("ssl_ca_cert", "verify_ssl", "tls_server_name", "proxy", "proxy_headers"):
+        setattr(bare, setting, getattr(own, setting))
+    bare.client_session_kwargs = {"trust_env": False, "cookie_jar": aiohttp.DummyCookieJar()}
     return ApiClient(bare)
 
 
@@ -74,7 +77,7 @@ class HttpKube:
         read_event: Callable[[bytes], Json] = msgspec.json.decode,
         token: str | None = None,
     ) -> None:
-        """token: a user's, sent instead of credentials of `client`, which must have none."""
+        """token: a user's; `client` is one `without_credentials`."""
         self._client = client
         self._token = token
         self._silence_s = silence_s
@@ -198,6 +201,7 @@ class HttpKube:
                 proxy=self._client.configuration.proxy,
                 proxy_headers=self._client.configuration.proxy_headers,
                 server_hostname=self._client.configuration.tls_server_name,
+                allow_redirects=self._token is None,
             )
             if response.status < 300:
                 return response

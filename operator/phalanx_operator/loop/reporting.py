@@ -138,6 +138,8 @@ class StatusReporter:
         self.metrics.show_scaling(key, decision)
         if self.history is not None and decision is not None:
             self.history.add(key, decision, self.clock())
+        elif self.history is not None:
+            self.history.forget(key)
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""

@@ -1,7 +1,7 @@
-"""Moves that an administrator orders: some streams of a group, to a group or to the emptiest ones."""
+"""Moves that an administrator orders: some streams of a group, to a named group or to those with the fewest requests."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -13,10 +13,12 @@ from phalanx_router.migration.mover import Mover
 from phalanx_router.session import StreamSession
 
 MAX_COUNT = 1000
+MAX_OPEN = 16
+"""Moves in progress at a router, above which an order starts no more."""
 
 
 class GroupMoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Moves `count` streams of a group. Without a target each goes to the group with the fewest requests."""
+    """Moves `count` streams of a group. Without a target each goes to the group with the fewest requests that accepts it."""
 
     group: str
     target: str = ""
@@ -24,51 +26,65 @@ class GroupMoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StartedMoves(msgspec.Struct, frozen=True):
-    """Moves that have begun at one router."""
+    """Moves that a router started."""
 
     targets: dict[str, int]
-    """Streams by target."""
+    """Number of streams by target."""
     obstacles: list[str]
-    """Why other streams do not move, each reason once."""
+    """Why other streams do not move; each reason is listed once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManualMoves:
-    """Executes orders at one router, for the streams that it has."""
+    """Executes orders for the streams of one router."""
 
     links: LinkPool
     sessions: Collection[StreamSession]
     mover: Mover
+    max_bytes_per_s: Callable[[], float | None]
+    """Budget of the policy for the copy of a move."""
 
     def start(self, order: GroupMoveOrder) -> StartedMoves:
-        """Starts up to `count` moves, those with the fewest generated tokens first. Raises ApiError for an unknown group."""
-        source = self._find(order.group, "group", self.links.all())
-        serving = [link for link in self.links.serving() if link is not source]
-        targets = [self._find(order.target, "target", serving)] if order.target else serving
-        if not targets:
-            raise ApiError(409, "no other group serves", "group", "not_moved")
-        requests = {link.key: _num_requests(link) for link in targets}
-        names = {link.key: link.endpoint.group for link in targets}
+        """Starts up to `count` moves, of the streams with the fewest generated tokens. Raises ApiError for an unknown group."""
+        source = next((link for link in self.links.all() if link.endpoint.group == order.group), None)
+        if source is None:
+            raise ApiError(404, f"no group {order.group[:100]}", "group", "unknown_group")
+        requests = {link.key: _num_requests(link) for link in self._targets(source, order.target)}
+        names = {link.key: link.endpoint.group for link in self.links.all()}
         started, obstacles = Counter[str](), dict[str, None]()
         own = [session for session in self.sessions if session.assignment is not None and session.assignment.link is source]
         for session in sorted(own, key=lambda session: (len(session.stream.journal.delivered), session.number)):
             if started.total() == order.count:
                 break
-            key = min(requests, key=lambda key: requests[key])
-            obstacle = self.mover.move(session, key, "precopy", "manual")
-            if obstacle is None:
-                started[names[key]] += 1
-                requests[key] += 1
+            if len(self.mover.board.open()) >= MAX_OPEN:
+                obstacles[f"{MAX_OPEN} moves are in progress"] = None
+                break
+            target, why = self._move(session, sorted(requests, key=lambda key: requests[key]))
+            if target is None:
+                obstacles[why] = None
             else:
-                obstacles[obstacle] = None
+                started[names[target]] += 1
+                requests[target] += 1
         return StartedMoves(dict(started), list(obstacles))
 
-    @staticmethod
-    def _find(group: str, field: str, links: Collection[LeaderLink]) -> LeaderLink:
-        for link in links:
-            if link.endpoint.group == group:
-                return link
-        raise ApiError(404, f"no group {group[:100]} serves", field, "unknown_group")
+    def _targets(self, source: LeaderLink, name: str) -> list[LeaderLink]:
+        leaves = self.links.fleet_view.is_leaving
+        found = [link for link in self.links.serving() if link is not source and not leaves(link)]
+        if not name and not found:
+            raise ApiError(409, "no other group serves", "group", "not_moved")
+        named = [link for link in found if link.endpoint.group == name]
+        if name and not named:
+            raise ApiError(404, f"no other group {name[:100]} serves, or it drains", "target", "unknown_group")
+        return named or found
+
+    def _move(self, session: StreamSession, targets: Collection[str]) -> tuple[str | None, str]:
+        """Returns the first target that accepts the stream, or `None` and why the last one does not."""
+        obstacle: str | None = ""
+        for target in targets:
+            obstacle = self.mover.move(session, target, "precopy", "manual", self.max_bytes_per_s())
+            if obstacle is None:
+                return target, ""
+        return None, obstacle or ""
 
 
 def _num_requests(link: LeaderLink) -> int:

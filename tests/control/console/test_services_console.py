@@ -7,8 +7,8 @@ import pytest
 
 from phalanx_operator.console.services import Trouble, service_row
 from phalanx_operator.decide.scaling.scale import ScaleDecision
-from phalanx_operator.kube.client import Retry
-from phalanx_operator.scaling_history import INTERVAL_S, KEPT, ScalingHistory
+from phalanx_operator.kube.client import Gone, Retry
+from phalanx_operator.scaling_history import INTERVAL_S, SPAN_S, ScalingHistory
 from tests.control.console.consoles import running_services_console, service
 
 STATUS = {
@@ -74,6 +74,11 @@ async def test_failures_have_a_code() -> None:
         console.kube.failures["get inferenceservices chat"] = Retry("the API server is busy")
         failed = await console.get("/ui/api/scaling/team/chat")
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "kubernetes_unavailable")
+        assert "busy" not in failed.text and failed.headers["cache-control"] == "no-store", (
+            "an address of the server is no user's"
+        )
+        console.kube.failures["list inferenceservices"] = Gone("410 the continue token has expired")
+        assert (await console.get("/ui/api/services")).status_code == 503
 
 
 async def test_the_page_is_open_and_has_strict_headers() -> None:
@@ -102,14 +107,15 @@ def decision(groups: int, needed: int | None) -> ScaleDecision:
     return ScaleDecision(groups=groups, verdict="Hold", why="why", needed=needed)
 
 
-def test_the_history_is_bounded_and_keeps_changes() -> None:
-    history = ScalingHistory()
-    for step in range(3 * KEPT):
+def test_the_history_keeps_changes_of_an_hour() -> None:
+    history, now_s = ScalingHistory(), 3 * SPAN_S
+    for step in range(int(2 * now_s / INTERVAL_S) + 1):
         history.add(KEY, decision(2, step), step * INTERVAL_S / 2)
-    points = history.of(KEY)
-    assert len(points) == KEPT
+    points = history.of(KEY, now_s)
+    assert len(points) == SPAN_S / INTERVAL_S + 1
     assert {round(later[0] - earlier[0]) for earlier, later in itertools.pairwise(points)} == {INTERVAL_S}
-    history.add(KEY, decision(5, None), points[-1][0] + 1)
-    assert history.of(KEY)[-1][1] == 5
+    history.add(KEY, decision(5, None), now_s + 1)
+    assert history.of(KEY, now_s + 1)[-1][1] == 5
+    assert history.of(KEY, now_s + 2 * SPAN_S) == []
     history.forget(KEY)
-    assert history.of(KEY) == []
+    assert history.of(KEY, now_s) == []

@@ -40,6 +40,8 @@ class Server:
         self.answer: Any = {"metadata": {"name": "n", "resourceVersion": "5"}}
         self.lines: list[bytes] = []
         self.hangs = False
+        self.extra: dict[str, str] = {}
+        """Headers of answers."""
         self.client: Any = None
         """Connected to this server."""
 
@@ -47,9 +49,10 @@ class Server:
         text = await request.text()
         headers = request.headers
         self.requests.append((request.method, request.path, dict(request.query), headers.get("Content-Type", ""), text))
-        self.auth, self.accept = headers.get("Authorization"), headers["Accept"]
+        self.auth, self.accept, self.cookie = headers.get("Authorization"), headers["Accept"], headers.get("Cookie")
         if "watch" not in request.query:
-            return web.Response(status=self.status, text=self.answer if isinstance(self.answer, str) else json.dumps(self.answer))
+            text = self.answer if isinstance(self.answer, str) else json.dumps(self.answer)
+            return web.Response(status=self.status, text=text, headers=self.extra)
         response = web.StreamResponse()
         await response.prepare(request)
         for line in self.lines:
@@ -198,11 +201,20 @@ async def test_a_token_of_a_user_replaces_all_credentials(served: Served) -> Non
     server, _ = served
     own = server.client.configuration
     own.cert_file, own.key_file = "/absent/operator.crt", "/absent/operator.key"
+    own.host = own.host.replace("127.0.0.1", "localhost")  # clients keep no cookie of an address
     async with without_credentials(server.client) as bare:
         assert (bare.configuration.cert_file, bare.configuration.key_file, bare.configuration.api_key) == (None, None, {})
         assert bare.configuration.ssl_ca_cert == own.ssl_ca_cert
         await HttpKube(bare, token="of-the-user").get(PODS, "ns", "n")
         assert server.auth == "Bearer of-the-user"
+        server.extra = {"Set-Cookie": "session=alice"}
+        await HttpKube(bare, token="alice").get(PODS, "ns", "n")
+        await HttpKube(bare, token="bob").get(PODS, "ns", "n")
+        assert server.cookie is None, "no session of one user is another's"
+        server.status, server.extra = 307, {"Location": "/elsewhere"}
+        with pytest.raises(KubeError):
+            await HttpKube(bare, token="alice").get(PODS, "ns", "n")
+        assert server.requests[-1][1] != "/elsewhere", "a token follows no redirect"
 
 
 async def test_unreachable_server_may_be_retried() -> None:

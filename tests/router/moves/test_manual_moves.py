@@ -13,32 +13,34 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_router.__main__ import main
+from phalanx_router.migration.manual import MAX_OPEN
 from phalanx_router.operator_endpoint import MOVES_PATH
 from tests.polling import until
 from tests.router.fakes import TOKEN, Script, expected, group_of, make_request, read_stream
-from tests.router.moves.moving_leaders import MoveScript, MovingLeader
+from tests.router.moves.moving_leaders import SERVED, MoveScript, MovingLeader
 from tests.router.polled_routers import PolledRouter, polled_router
 
 STREAMS = 3
 
 
 @asynccontextmanager
-async def streams_at_a(**move: MoveScript) -> AsyncIterator[PolledRouter]:
-    """Three streams at group a, which holds them, and two other groups; at the end all tokens are right."""
+async def streams_at_a(streams: int = STREAMS, **move: MoveScript) -> AsyncIterator[PolledRouter]:
+    """Some streams at group a, which holds them, and two other groups; at the end all tokens are right."""
     peers: list[MovingLeader] = []
     source, *others = (MovingLeader(group, peers, Script(hold_at=5), move.get(group)) for group in "abc")
+    source.load = msgspec.structs.replace(source.load, free_pages=100, total_pages=100)
     for other in others:
         other.state = msgspec.structs.replace(other.state, serving=False)
     async with polled_router(source, *others, ready=1) as router:
-        asking = [asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=20))) for _ in range(STREAMS)]
-        await until(lambda: sum(len(session.stream.journal.delivered) == 5 for session in router.fleet.sessions) == STREAMS)
+        asking = [asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=20))) for _ in range(streams)]
+        await until(lambda: sum(session.assignment is not None for session in router.fleet.sessions) == streams)
         for other in others:
             await other.send(msgspec.structs.replace(other.state, serving=True))
         await router.until_ready(3)
         yield router
         for leader in peers:
             leader.release()
-        assert [received.tokens for received in await asyncio.gather(*asking)] == [expected([1, 2, 3], 20)] * STREAMS
+        assert [received.tokens for received in await asyncio.gather(*asking)] == [expected([1, 2, 3], 20)] * streams
 
 
 async def order(router: PolledRouter, *, token: str = TOKEN, **fields: Any) -> httpx.Response:
@@ -64,6 +66,29 @@ async def test_a_moving_stream_is_an_obstacle() -> None:
         assert (await order(router, group="a", count=3)).json()["targets"].keys() == {"b", "c"}
         again = (await order(router, group="a")).json()
         assert again == {"targets": {}, "obstacles": ["the stream is moving already"]}
+
+
+async def test_a_group_that_drains_gets_no_stream() -> None:
+    async with streams_at_a() as router:
+        router.fleet.links.fleet_view.evacuating = frozenset("b")
+        refused = await order(router, group="a", target="b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_group")
+        assert (await order(router, group="a", count=3)).json()["targets"] == {"c": 3}
+
+
+async def test_a_group_of_another_model_is_passed_over() -> None:
+    other = MoveScript(served=msgspec.structs.replace(SERVED, model_hash="model-2"))
+    async with streams_at_a(b=other) as router:
+        assert (await order(router, group="a", count=3)).json() == {"targets": {"c": 3}, "obstacles": []}
+        assert (await order(router, group="c", target="b")).json()["targets"] == {}
+
+
+async def test_open_moves_are_bounded() -> None:
+    slow = MoveScript(ignored=(wire.Prepare,))
+    async with streams_at_a(MAX_OPEN + 2, b=slow, c=slow) as router:
+        answer = (await order(router, group="a", count=MAX_OPEN + 2)).json()
+        assert sum(answer["targets"].values()) == MAX_OPEN, answer
+        assert answer["obstacles"] == [f"{MAX_OPEN} moves are in progress"]
 
 
 @pytest.mark.parametrize(
@@ -96,4 +121,4 @@ async def test_command_orders_at_the_router_of_its_pod(tmp_path: Path, capsys: p
         assert await asyncio.to_thread(main, ["move", "a", "--to", "b", "--count", "2", *common]) == 0
         assert json.loads(capsys.readouterr().out) == {"targets": {"b": 2}, "obstacles": []}
         assert await asyncio.to_thread(main, ["move", "x", *common]) == 1
-        assert "no group x serves" in capsys.readouterr().err
+        assert "no group x" in capsys.readouterr().err

@@ -17,15 +17,15 @@ export function show(id, lines, { x, y, empty, first = "Group", at = String }) {
     return;
   }
   const xs = lines.flatMap(({ points }) => points.map(([at]) => at)), ys = lines.flatMap(({ points }) => points.map(([, value]) => value));
-  const maxX = Math.max(...xs), maxY = Math.max(...ys) || 1;
+  const minX = Math.min(0, ...xs), maxX = Math.max(0, ...xs), spanX = maxX - minX || 1, maxY = Math.max(...ys) || 1;
   const left = 64, top = 12, width = 380, height = 180;
   const paths = lines.map(({ name, points }) => makeSvg("polyline", {
-    fill: "none", stroke: colourOf(name), "stroke-width": 2, points: points.map(([at, value]) => `${left + (width * at) / maxX},${top + height * (1 - value / maxY)}`).join(" "),
+    fill: "none", stroke: colourOf(name), "stroke-width": 2, points: points.map(([at, value]) => `${left + (width * (at - minX)) / spanX},${top + height * (1 - value / maxY)}`).join(" "),
   }));
   const label = (px, py, content) => makeSvg("text", { x: px, y: py }, content);
   const drawing = makeSvg("svg", { viewBox: `0 0 ${left + width + 16} ${top + height + 40}`, class: "chart", role: "img", "aria-label": "The table below has the numbers" },
     makeSvg("path", { class: "axis", d: `M${left} ${top}V${top + height}H${left + width}` }), ...paths,
-    label(4, top + 10, y(maxY)), label(4, top + height, y(0)), label(left, top + height + 30, x), label(left + width - 24, top + height + 16, at(maxX)));
+    label(4, top + 10, y(maxY)), label(4, top + height, y(0)), label(left, top + height + 30, x), label(left, top + height + 16, at(minX)), label(left + width - 24, top + height + 16, at(maxX)));
   const columns = [...new Set(xs)].sort((one, other) => one - other);
   const rows = lines.map(({ name, points }) => {
     const values = new Map(points);

@@ -4,7 +4,7 @@ import { TIMEOUT_MS, checked, send } from "./session.js";
 
 export async function write(name, body) {
   const headers = { "content-type": "application/json" };
-  const request = { method: "POST", headers, body: JSON.stringify(body), signal: AbortSignal.timeout(TIMEOUT_MS) };
+  const request = { method: "POST", headers, body: JSON.stringify(body), timeoutMs: TIMEOUT_MS };
   return (await checked(await send(`/ui/api/${name}`, request))).json();
 }
 

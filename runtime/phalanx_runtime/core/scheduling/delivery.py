@@ -146,7 +146,7 @@ def _add_prompt_details(builder: StepBuilder, result: StepResult, frame: wire.To
 
 
 def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixSharing) -> None:
-    """Undoes the latest plan in flight: pages count as before, its tokens are computed by later plans.
+    """Undoes the latest plan in flight: pages count as before; later plans compute its tokens, and its strays again.
 
     The ranks applied the plan's pages and copies, and may have changed the state of its rows; so the next plan sends these rows
     with all their pages again.
@@ -167,7 +167,7 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:
     request, pages = chunk.request, chunk.request.pages
     request.in_flight -= 1
-    request.num_computed = chunk.start - len(chunk.misplaced)  # the pages that strays completed count as not written
+    request.num_computed = chunk.start - len(chunk.misplaced)  # strays too: their pages count as not written
     if chunk.draft.depth and len(pages.ids) > chunk.num_own_pages:
         sharing.pool.truncate(pages, chunk.num_own_pages)
     pages.num_sent, pages.must_truncate = 0, False
