@@ -6,7 +6,7 @@ A `Tap` decides the fate of each message before it is sent.
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from websockets.exceptions import ConnectionClosedError
 
 LATENCY_S = (0.0001, 0.002)
+PONG_S = 0.002
 
 
 class Process:
@@ -130,6 +131,12 @@ class Socket:
 
     async def recv(self, decode: Literal[False] = False) -> bytes:
         return await self._in.recv()
+
+    async def ping(self) -> Awaitable[float]:
+        """Returns a pong after a fixed time: its value decides nothing, and draws no random number."""
+        if self._out.is_closed:
+            raise ConnectionClosedError(None, None)
+        return asyncio.sleep(PONG_S, PONG_S)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()

@@ -142,7 +142,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0  # counter
     speedup: float = 1.0
     speculation: SpeculationCounts = SpeculationCounts()
-    link_s: float = 0.0  # shortest recent time from a dispatch to a load report that covers it; 0: unknown
+    link_s: float = 0.0  # shortest recent time of a ping and its pong between router and group; 0: unknown
 
     tenants: list[TenantUse] = []  # since the start of the group's engine
 

@@ -212,7 +212,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         preemptions=load.preemptions if load is not None else 0,
         speedup=view.load.speedup,
         speculation=load.speculation if load is not None else SpeculationCounts(),
-        link_s=link.group_report.ledger.link.value_s,
+        link_s=link.group_report.delay.value_s,
         tenants=load.tenants if load is not None else [],
     )
 

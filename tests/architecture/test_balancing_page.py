@@ -22,7 +22,7 @@ SIGNALS = {
     "decode": "seconds between tokens / `itl_target_s`",
     "prefix": "share of the prompt tokens that belong to the most used prefix, if "
     f"{', '.join(f'`{cause}`' for cause in LOAD_CAUSES[:-1])} or `{LOAD_CAUSES[-1]}` reaches its *low*",
-    "straggler": "step time / usual step time of groups of its shape",
+    "straggler": "step time / usual step time of groups of its shape (lower median: of two groups, the faster one)",
     "full": "seconds for two copies of a mean request / seconds until the page pool is exhausted",
 }
 BETWEEN = re.compile(r"(<!-- causes: .*? -->\n).*?(<!-- /causes -->)", re.S)

@@ -108,7 +108,6 @@ class Ours:
             prompt_tokens_per_step=view.load.prompt_tokens_per_step,
             preemptions=report.load.preemptions if report.load is not None else 0,
             page_bytes=view.capacity.page_bytes,
-            link_s=report.ledger.link.value_s,
         )
 
     def job_arrived(self, job: Job, state: RouterState) -> list[Send]:

@@ -51,12 +51,20 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the spec."""
+    """A change of the spec, a command, or both."""
 
-    field: str
+    field: str = ""
     """Path, such as `spec.replicas`."""
-    value: str
+    value: str = ""
     """New value, or what it must express."""
+    command: str = ""
+
+    @property
+    def text(self) -> str:
+        """The advice as a sentence without its end."""
+        command = f"Run `{self.command}`" if self.command else ""
+        change = f"{'set' if command else 'Set'} {self.field} to {self.value}" if self.field else ""
+        return " and ".join(part for part in (command, change) if part)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +85,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Sentence, change and effect."""
         effect = f": {self.effect.text}" if self.effect and self.effect.is_visible else ""
-        return f"{self.sentence}. Set {self.advice.field} to {self.advice.value}{effect}."
+        return f"{self.sentence}. {self.advice.text}{effect}."
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,37 +18,45 @@ MAX_ROUTERS = 32
 
 
 def straggler_findings(load: ServiceLoad) -> list[Finding]:
-    """Groups whose steps take longer than those of the others."""
-    if len(load.groups) < 2:
-        return []
+    """Groups whose steps take longer than those of the others, and not for a moment: the routers' hotspots with that cause."""
+    factors: dict[str, tuple[float, float]] = {}
+    for hotspot in (hotspot for router in load.routers for hotspot in router.hotspots if hotspot.cause == "straggler"):
+        factors[hotspot.group] = max(factors.get(hotspot.group, (0.0, 0.0)), (hotspot.signal, hotspot.since_s))
     mode, findings = load.spec.rebalancing.mode, []
     for group in load.groups:
-        others = [other.speed for other in load.groups if other is not group]
-        factor = group.speed / max(statistics.median(others), 0.01)
+        factor, since_s = factors.get(group.group, (0.0, 0.0))
         if factor < STRAGGLER_SPEED:
             continue
-        nodes = next((", ".join(status.nodes) for status in load.status.groups if status.name == group.group), "")
-        advice = (
-            Advice(field="spec.placement.affinity", value=f"a rule that avoids {nodes or 'its node'}, and drain the group")
-            if mode == "Migrate"
-            else Advice(field="spec.rebalancing.mode", value="Migrate")
-        )
         effect = Effect(metric="ITL of its streams", before=group.itl_s, after=group.itl_s / factor, unit="s")
         findings.append(
             Finding(
                 cause="straggler",
                 severity=0.75 + 0.05 * min(1.0, factor - 1),
-                sentence=f"steps of {group.group} take {factor:.1f} times as long as those of other groups",
+                sentence=(
+                    f"steps of {group.group} take {factor:.1f} times as long as usual, for {number(since_s, 's')}: one of its "
+                    "ranks or its node is slow"
+                ),
                 evidence=[
                     Evidence(name="speed", value=factor, unit="x"),
                     Evidence(name="step_s", value=group.itl_s, unit="s"),
                 ],
-                advice=advice,
+                advice=_drain(load, group.group) if mode == "Migrate" else Advice(field="spec.rebalancing.mode", value="Migrate"),
                 effect=effect if group.itl_s and mode == "Migrate" else None,
                 group=group.group,
             )
         )
     return findings
+
+
+def _drain(load: ServiceLoad, group: str) -> Advice:
+    """Replaces the group, on other nodes if its nodes have no other group."""
+    nodes = {status.name: set(status.nodes) for status in load.status.groups}
+    own = nodes.pop(group, set()).difference(*nodes.values())
+    service, separator, _ = group.rpartition("-g-")
+    command = f"kubectl phalanx drain {service if separator else 'NAME'} {group}"
+    if not own:
+        return Advice(command=command)
+    return Advice(command=command, field="spec.placement.affinity", value=f"a rule that avoids {', '.join(sorted(own))}")
 
 
 def router_findings(load: ServiceLoad) -> list[Finding]:
@@ -74,13 +82,8 @@ def router_findings(load: ServiceLoad) -> list[Finding]:
 
 
 def network_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
-    """The way between routers and groups is a large part of the time to the first token.
-
-    Groups report between steps, so the delay of an idle group includes its first step.
-    """
-    step_s = predictor.now.itl_s if predictor else 0.0
-    delays = [group.link_s - max(0.0, 1 - group.device_busy) * step_s for group in load.groups if group.link_s > 0]
-    ttft_s, links = load.ttft.interpolated_quantile(0.5), [delay_s for delay_s in delays if delay_s > 0]
+    """The way between routers and groups is a large part of the time to the first token."""
+    ttft_s, links = load.ttft.interpolated_quantile(0.5), [group.link_s for group in load.groups if group.link_s > 0]
     if not links or ttft_s is None:
         return []
     link_s = statistics.median(links)

@@ -1,5 +1,6 @@
 """WebSocket connection to a leader: dialing, handshake, close reasons, receiver of a request's frames."""
 
+from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
@@ -23,6 +24,10 @@ class Connection(Protocol):
 
     async def recv(self, decode: Literal[False]) -> bytes:
         """Returns the next message."""
+        ...
+
+    async def ping(self) -> Awaitable[float]:
+        """Sends a ping. Returns a future of the seconds until the pong, which the peer sends at once."""
         ...
 
 

@@ -57,6 +57,10 @@ class LinkListener(Protocol):
         ...
 
 
+PING_INTERVAL_S = 5.0
+"""Between measurements of a link's delay."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
     """Settings of links."""
@@ -212,7 +216,8 @@ class LeaderLink:
         async with asyncio.timeout(self._settings.open_timeout_s):
             welcome = await self._handshake.run(connection)
         self._open(welcome)
-        tasks = [asyncio.create_task(part) for part in (self._read(connection), self._write(connection), self._watch())]
+        parts = (self._read(connection), self._write(connection), self._watch(), self._measure(connection))
+        tasks = [asyncio.create_task(part) for part in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -363,6 +368,13 @@ class LeaderLink:
                 await connection.send(self._outbox[0])
                 self._outbox.popleft()
                 self._frames_sent += 1
+
+    async def _measure(self, connection: Connection) -> str:
+        """Measures the delay of the link. Raises ConnectionClosed."""
+        while True:
+            delay_s = await (await connection.ping())
+            self.group_report.delay.add(delay_s, asyncio.get_running_loop().time())
+            await asyncio.sleep(PING_INTERVAL_S)
 
     async def _watch(self) -> str:
         """Returns when all of the last checks found no frame, or an unsent one."""

@@ -2,8 +2,7 @@
 
     live = sent and not ended          unreported = live requests that no load report covers
 
-A report covers every Submit up to its `last_handle`. The last report plus `unreported` is the present load. The shortest time
-from a Submit to its report bounds the delay of the link, in both directions.
+A report covers every Submit up to its `last_handle`. The last report plus `unreported` is the present load.
 """
 
 import math
@@ -92,7 +91,7 @@ class ShortestTime:
 class DispatchLedger:
     """Requests by handle; handles increase."""
 
-    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "link", "live", "unreported", "version")
+    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "live", "unreported", "version")
 
     def __init__(self) -> None:
         self.unreported = LedgerTotals()
@@ -102,7 +101,6 @@ class DispatchLedger:
         self._pending: deque[tuple[int, float]] = deque()  # unreported handles, with times
         self._adopted: set[int] = set()
         self._last_reported = 0
-        self.link = ShortestTime()
 
     def dispatch(self, handle: int, sent: SentRequest, now: float) -> None:
         """Records a request sent to the group."""
@@ -119,14 +117,12 @@ class DispatchLedger:
         self.live.add(sent)
         self.version += 1
 
-    def report(self, last_handle: int, now: float | None = None) -> None:
-        """Records a load report that covers requests up to `last_handle`. `now`: when it arrived, if the link is measured."""
+    def report(self, last_handle: int) -> None:
+        """Records a load report that covers requests up to `last_handle`."""
         self._last_reported = max(self._last_reported, last_handle)
         while self._pending and self._pending[0][0] <= self._last_reported:
-            handle, sent_at = self._pending.popleft()
+            handle, _ = self._pending.popleft()
             sent = self._entries.get(handle)
-            if now is not None:
-                self.link.add(max(0.0, now - sent_at), now)
             if sent is not None:
                 self.unreported.add(sent, -1)
                 self.version += 1

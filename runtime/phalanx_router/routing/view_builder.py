@@ -6,7 +6,7 @@ their mean output length: otherwise a group that served long outputs would look 
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median_low
 
 from phalanx_api import wire
 from phalanx_api.cost import StepModel, StepWork
@@ -18,8 +18,9 @@ from phalanx_router.routing.view import NO_PREFIX, UNKNOWN, GroupCapacity, Group
 # Relative speed of groups with equal weights and layout (a shape), from the step models that they fit:
 #     mean      mean of the coefficients
 #     ratio_i   = t_i(work_i) / mean(work_i)            work_i: own recent steps, where the own fit is reliable
-#     model     = mean * median of the ratios           shared by the shape
-#     speed_i   = 1 + (ratio_i / median - 1) * 2^(-idle_i / half-life), or 1 within NOISE of 1
+#     usual     lower median of the ratios: of two groups, the faster one is usual
+#     model     = mean * usual                          shared by the shape
+#     speed_i   = 1 + (ratio_i / usual - 1) * 2^(-idle_i / half-life), or 1 within NOISE of 1
 # Under constant load a group's own fit does not extrapolate; the mean does. The decay lets a slow group be measured again.
 
 TYPICAL_WORK = StepWork(prefill_tokens=128, decodes=16, context_tokens=16 * 512, prefill_context=128 * 64.0)
@@ -49,10 +50,10 @@ def relative_speeds(groups: Mapping[str, StepMeasurement]) -> dict[str, tuple[St
     for shape, models in shapes.items():
         mean = mean_model(list(models.values()))
         ratios = {key: model.predict(groups[key].work) / mean.predict(groups[key].work) for key, model in models.items()}
-        middle = median(ratios.values())
-        shape_models[shape] = scale_model(mean, middle)
+        usual = median_low(ratios.values())
+        shape_models[shape] = scale_model(mean, usual)
         for key, ratio in ratios.items():
-            speeds[key] = shape_models[shape], decay_speed(ratio / middle, groups[key].idle_s)
+            speeds[key] = shape_models[shape], decay_speed(ratio / usual, groups[key].idle_s)
     for key, measurement in groups.items():
         if key not in speeds:
             speeds[key] = shape_models.get(measurement.shape, UNKNOWN), 1.0
@@ -118,6 +119,7 @@ class GroupReport:
     preempted_at: float | None = None
     num_reports: int = 0
     ledger: DispatchLedger = field(default_factory=DispatchLedger)
+    delay: ShortestTime = field(default_factory=ShortestTime)  # of the link, in both directions
     behind: ShortestTime = field(default_factory=ShortestTime)  # the leader's Unix clock behind this router's, plus the delay
 
     def sent(self, request: wire.Request, hit_tokens: int = 0) -> SentRequest:
@@ -135,7 +137,7 @@ class GroupReport:
             self.busy_load, self.busy_at = load, now
         self.load = load
         self.num_reports += 1
-        self.ledger.report(load.last_handle, now)
+        self.ledger.report(load.last_handle)
         if load.unix_s and unix_s:
             self.behind.add(unix_s - load.unix_s, now)
 

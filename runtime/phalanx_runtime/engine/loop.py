@@ -102,6 +102,7 @@ class EngineLoop:
         transport.start(channel.wake)
         self._fetches = DiskFetches(self._scheduler, transport)
         self._moves = EngineMoves(self._scheduler, transport, self._send_of_move, self._end_request, fetches=self._fetches)
+        self._moves.turn(clock())  # the first request finds the pages that rank 0 has on disk
         self._meter = UtilizationMeter(roofline)
         self._reports = LoadReports(self._scheduler, self._moves, clock, self._send, self._meter)
         self._flights: deque[_Flight] = deque()

@@ -34,7 +34,7 @@ class LoadCase:
     cause: LimitCause
     fleet: Fleet
     changed: Fleet
-    field: str
+    advised: str
     measure: Callable[[ObservedWorld], float]
     spec: Spec
     status: Status
@@ -83,11 +83,16 @@ def drafting(world: ObservedWorld) -> list[RouterSummary]:
 
 
 def _case(
-    cause: LimitCause, fleet: Fleet, field: str, measure: Callable[[ObservedWorld], float], change: dict[str, Any], **others: Any
+    cause: LimitCause,
+    fleet: Fleet,
+    advised: str,
+    measure: Callable[[ObservedWorld], float],
+    change: dict[str, Any],
+    **others: Any,
 ) -> LoadCase:
     defaults: dict[str, Any] = {"spec": make_spec(), "status": Status()}
     return LoadCase(
-        cause=cause, fleet=fleet, changed=replace(fleet, **change), field=field, measure=measure, **(defaults | others)
+        cause=cause, fleet=fleet, changed=replace(fleet, **change), advised=advised, measure=measure, **(defaults | others)
     )
 
 
@@ -177,7 +182,7 @@ def _fleet() -> Sequence[LoadCase]:
         _case(
             "straggler",
             Fleet(arrivals=arrivals, groups=4, slow=(0, 2.0, 10.0)),
-            "spec.placement.affinity",
+            "kubectl phalanx drain",
             lambda world: world.itl_s(0),
             {"slow": None},
         ),

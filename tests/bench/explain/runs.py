@@ -100,7 +100,11 @@ class ObservedWorld(World):
         self.schedule(opens_s, start)
 
     def _capture(self, now: float) -> None:
-        self.captured = self.ours.summary(self.num_streams, now)
+        summary = self.ours.summary(self.num_streams, now)
+        delay_s = 2 * self.fleet.link_s  # a ping and its pong
+        self.captured = msgspec.structs.replace(
+            summary, groups=[msgspec.structs.replace(group, link_s=delay_s) for group in summary.groups]
+        )
 
     def _end(self, now: float) -> None:
         self._num_open = 0

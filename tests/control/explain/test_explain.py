@@ -19,7 +19,7 @@ from phalanx_api.explain.step_limits import MAX_TENSOR
 from phalanx_api.spec.inference_service import Spec
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.status import Status
-from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, RouterSummary, Traffic, bucket_index
+from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, Hotspot, RouterSummary, Traffic, bucket_index
 from phalanx_api.wire.leader import TenantUse
 from phalanx_kubectl import show
 from tests.control.summaries import group, summary
@@ -56,6 +56,10 @@ def arrivals(rate: float, prompt: float = 100.0, output: float = 200.0) -> list[
     return [Traffic(window_s=60, arrivals=count, output_tokens=count * output, **means)]
 
 
+def straggler(name: str, signal: float) -> list[Hotspot]:
+    return [Hotspot(group=name, cause="straggler", signal=signal, median=1.0, since_s=40.0, action="weigh")]
+
+
 def explained(*groups: GroupSummary, spec: Spec | None = None, status: Status | None = None, **fields: Any) -> Explanation:
     defaults: dict[str, Any] = {"traffic": arrivals(4.0), "itl": latencies(0.02), "ttft": latencies(0.2)}
     return explain([summary(*groups, **defaults | fields)], spec or make_spec(), status or Status())
@@ -77,8 +81,13 @@ def test_service_within_its_targets_has_no_limit() -> None:
 
 
 def test_page_shows_this_answer() -> None:
-    full, slow = busy("chat-g-4k2xq", pressure=1.2, preemptions=31), busy("chat-g-9vd7m", pressure=1.1, speed=1.6)
-    load: dict[str, Any] = {"traffic": arrivals(8.0, prompt=1000), "queued": 40, "wait": latencies(0.41)}
+    full, slow = busy("chat-g-4k2xq", pressure=1.2, preemptions=31), busy("chat-g-9vd7m", pressure=1.1)
+    load: dict[str, Any] = {
+        "traffic": arrivals(8.0, prompt=1000),
+        "queued": 40,
+        "wait": latencies(0.41),
+        "hotspots": straggler("chat-g-9vd7m", 1.6),
+    }
     answer = show.explanation(explained(full, slow, spec=scaled(minReplicas=2), **load))
     assert f"```\n{answer}```\n" in (ROOT / "docs/explain.md").read_text()
 
@@ -147,13 +156,27 @@ def test_groups_that_do_not_start_come_first(reason: str, is_named: bool) -> Non
     assert (first == f"1 of 2 groups ready, {reason}: pod b-0: 0/2 nodes match") == is_named == bool(rest)
 
 
-def test_straggler_is_named_with_its_node() -> None:
-    status = Status.model_validate({"groups": [{"name": "b", "phase": "Ready", "nodes": ["n7"]}]})
-    groups = [busy("a"), busy("b", speed=1.9), busy("c")]
-    first = explained(*groups, status=status).findings[0]
-    assert (first.cause, first.group) == ("straggler", "b") and "n7" in first.advice.value
-    off = explained(*groups, spec=make_spec(rebalancing={"mode": "Off"}))
+@pytest.mark.parametrize(
+    ("nodes", "advised"),
+    [
+        (["n7", "n1"], "Run `kubectl phalanx drain chat chat-g-b` and set spec.placement.affinity to a rule that avoids n7: ITL"),
+        (["n1"], "Run `kubectl phalanx drain chat chat-g-b`: ITL"),
+    ],
+)
+def test_straggler_is_named_with_its_own_nodes(nodes: list[str], advised: str) -> None:
+    rows = [{"name": "chat-g-b", "phase": "Ready", "nodes": nodes}, {"name": "a", "phase": "Ready", "nodes": ["n1"]}]
+    status = Status.model_validate({"groups": rows})
+    groups = [busy("a"), busy("chat-g-b"), busy("c")]
+    first = explained(*groups, status=status, hotspots=straggler("chat-g-b", 4.4)).findings[0]
+    assert (first.cause, first.group) == ("straggler", "chat-g-b")
+    assert "take 4.4 times as long as usual, for 40 s" in first.text and advised in first.text
+    off = explained(*groups, spec=make_spec(rebalancing={"mode": "Off"}), hotspots=straggler("a", 1.9))
     assert advice(off) == ("spec.rebalancing.mode", "Migrate")
+
+
+def test_momentary_slowness_makes_no_straggler() -> None:
+    assert "straggler" not in causes(explained(busy("a"), busy("b", speed=2.1)))
+    assert "straggler" not in causes(explained(busy("a"), busy("b"), hotspots=straggler("b", 1.1)))
 
 
 def test_held_requests_wait_for_a_cold_start() -> None:
@@ -349,7 +372,7 @@ def test_any_record_gives_ordered_findings_about_spec_fields(summaries: list[Rou
     assert findings == order(findings) and len(findings) <= MAX_FINDINGS
     assert explanation.state
     for finding in findings:
-        assert has_field(finding.advice.field) and finding.cause in LIMIT_CAUSES
+        assert (has_field(finding.advice.field) or finding.advice.command) and finding.cause in LIMIT_CAUSES
         assert 0 <= finding.severity <= 1 and "\n" not in finding.text
         numbers = [evidence.value for evidence in finding.evidence]
         numbers += [finding.effect.before, finding.effect.after] if finding.effect else []

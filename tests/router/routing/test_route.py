@@ -320,6 +320,14 @@ def test_speed_is_measured_against_the_median_of_equal_shapes() -> None:
     assert found["e"][0].predict(TYPICAL_WORK) == pytest.approx(STEP_MODEL.predict(TYPICAL_WORK))
 
 
+def test_of_two_groups_the_faster_one_is_usual() -> None:
+    """The mean of both would be less than twice as fast as the slower one, however slow that is."""
+    fits = {"a": STEP_MODEL, "b": scale_model(STEP_MODEL, 4.4)}
+    found = relative_speeds({key: StepMeasurement("h", model) for key, model in fits.items()})
+    assert [round(found[key][1], 6) for key in "ab"] == [1, 4.4]
+    assert found["b"][0].predict(TYPICAL_WORK) == pytest.approx(STEP_MODEL.predict(TYPICAL_WORK))
+
+
 @given(st.lists(st.tuples(st.floats(1e-4, 1.0), st.integers(1, 64)), min_size=1, max_size=7))
 def test_speed_times_model_equals_measured_step_times(fits: list[tuple[float, int]]) -> None:
     own = {

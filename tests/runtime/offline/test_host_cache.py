@@ -67,9 +67,6 @@ def test_restarted_ranks_read_pages_and_parts(tmp_path: Path) -> None:
     for _ in range(2):
         disk = {"host_cache_memory": 1 << 20, "disk_cache_path": str(tmp_path / "pages"), "disk_cache_bytes": 32 << 20}
         with engine_of(folder, **small, **disk) as engine:
-            engine.generate(
-                ["another prompt"], GREEDY
-            )  # requests that arrive before the first report of the disk find nothing on it
             rounds += [engine.generate(PROMPTS, GREEDY) for _ in range(3)]
     outputs = [[output.outputs for output in found] for found in rounds]
     assert all(found == outputs[0] for found in outputs)

@@ -55,7 +55,7 @@ class PageDisk(Protocol):
     """Pages on disk. Thread-safe."""
 
     def start(self, report: Callable[[DiskReport], None]) -> None:
-        """Reports all keys, and from now on each change. `report`: thread-safe."""
+        """Reports all keys before it returns, and from now on each change. `report`: thread-safe."""
         ...
 
     def fetch(

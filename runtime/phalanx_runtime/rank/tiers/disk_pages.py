@@ -58,8 +58,9 @@ class DiskPages:
         threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
 
     def start(self, report: Callable[[DiskReport], None]) -> None:
-        """Reports all keys, and from now on each change. `report`: thread-safe."""
+        """Reports all keys before it returns, and from now on each change. `report`: thread-safe."""
         self._report = report
+        self._changed(self._log.keys(), [])
         self._started.set()
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
@@ -82,7 +83,6 @@ class DiskPages:
 
     def _run(self) -> None:
         self._started.wait()
-        self._changed(self._log.keys(), [])
         while True:
             try:
                 job = self._jobs.get(timeout=IDLE_S)

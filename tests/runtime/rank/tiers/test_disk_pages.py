@@ -63,7 +63,7 @@ def test_a_restart_reports_the_pages_on_disk(tmp_path: Path) -> None:
     pages.close()
     reports = list[DiskReport]()
     DiskPages(make_log(tmp_path)).start(reports.append)
-    wait_until(lambda: reports == [DiskChanged(KEYS, [])])
+    assert reports == [DiskChanged(KEYS, [])], "at once: the first request finds them"
 
 
 def test_bytes_of_compaction_and_removed_segments_are_reported(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_many_keys_are_reported_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
         pages.put(key, [memoryview(content(number))])
     reports = list[DiskReport]()
     DiskPages(pages).start(reports.append)
-    wait_until(lambda: reports == [DiskChanged(KEYS[:4], []), DiskChanged(KEYS[4:], [])])
+    assert reports == [DiskChanged(KEYS[:4], []), DiskChanged(KEYS[4:], [])]
 
 
 def test_queue_has_a_bound_in_bytes() -> None:
