@@ -53,8 +53,11 @@ def curves(legend: str, found: Sequence[RangeSeries]) -> list[Curve]:
 def page(dashboard: Dashboard, links: Mapping[str, str], drawn: Drawn, alerts: Sequence[str], refresh_s: int) -> str:
     """Returns the page as HTML. `links`: address by title; alerts: names of those that fire."""
     nav = "".join(f'<a href="{escape(address)}">{escape(title)}</a>' for title, address in links.items())
-    firing = f'<p class="alert">Alerts: {escape(", ".join(alerts))}</p>' if alerts else "<p>No alert fires.</p>"
-    parts = [f"<nav>{nav}</nav><h1>{escape(dashboard.title)}</h1><p>{escape(dashboard.description)}</p>{firing}<main>"]
+    quiet = "<p>No alert fires. Most alerts need their condition for minutes.</p>"
+    firing = f'<p class="alert">Alerts: {escape(", ".join(alerts))}</p>' if alerts else quiet
+    marked = ", ".join(f"{title} ({len(times)})" for title, times in drawn.marks.items() if times)
+    dashed = f"<p>Dashed lines: {escape(marked)}; point at one for its kind.</p>" if marked else ""
+    parts = [f"<nav>{nav}</nav><h1>{escape(dashboard.title)}</h1><p>{escape(dashboard.description)}</p>{firing}{dashed}<main>"]
     for row in dashboard.rows:
         parts.append(f"<h2>{escape(row.title)}</h2>")
         parts += [_figure(panel, drawn) for panel in row.panels]
@@ -75,7 +78,8 @@ def _figure(panel: Panel, drawn: Drawn) -> str:
 
 
 def _svg(panel: Panel, lines: Sequence[Curve], drawn: Drawn) -> str:
-    highest = max((value for line in lines for _, value in line.points), default=0.0) or 1.0
+    largest = max((value for line in lines for _, value in line.points), default=0.0)
+    highest = largest or 1.0  # all are zero: no number at the top of the axis
     span = max(drawn.end_s - drawn.start_s, 1.0)
 
     def x(at_s: float) -> float:
@@ -89,9 +93,8 @@ def _svg(panel: Panel, lines: Sequence[Curve], drawn: Drawn) -> str:
     for number, curve in enumerate(lines):
         points = " ".join(f"{x(at_s):.1f},{TOP + HEIGHT * (1 - value / highest):.1f}" for at_s, value in curve.points)
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{_colour(number)}" stroke-width="1.5"/>')
-    shapes.append(
-        f'<text x="0" y="{TOP + 10}">{escape(amount(highest, panel.unit))}</text><text x="0" y="{TOP + HEIGHT}">0</text>'
-    )
+    top = escape(amount(largest, panel.unit)) if largest else ""
+    shapes.append(f'<text x="0" y="{TOP + 10}">{top}</text><text x="0" y="{TOP + HEIGHT}">0</text>')
     shapes.append(f'<text x="{LEFT}" y="{TOP + HEIGHT + 14}">{span / 60:.0f} min ago</text>')
     shapes.append(f'<text x="{WIDTH}" y="{TOP + HEIGHT + 14}" text-anchor="end">now</text>')
     label = escape(f"{panel.title}: {', '.join(f'{line.legend} {amount(line.points[-1][1], panel.unit)}' for line in lines)}")

@@ -162,6 +162,12 @@ def guide(options: argparse.Namespace, admin_key: str) -> str:
 """
 
 
+def remains(problem: str | None) -> str:
+    """Returns what stays after the show."""
+    with_problem = "" if problem is None else ", with its problem"
+    return f"runs until the next show{with_problem}"
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser. `demo.setup` fills in all but `--minutes` and `--problem`."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,7 +196,7 @@ def main() -> None:
         show = Show(options, prometheus, users)
         print(guide(options, admin_key), flush=True)
         asyncio.run(show.run())
-    print("== traffic, console and dashboards have ended; the service runs until you delete it", flush=True)
+    print(f"== traffic, console and dashboards have ended; the service {remains(options.problem)}", flush=True)
 
 
 if __name__ == "__main__":

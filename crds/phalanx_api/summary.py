@@ -288,3 +288,5 @@ class SummaryRequest(msgspec.Struct, frozen=True):
     policy: BalancePolicy
     wait_s: float = 15.0
     version: int = PROTOCOL_VERSION
+    explanation: list[str] = []
+    """What limits the service, by the summaries of all its routers, for the console. Empty without one."""

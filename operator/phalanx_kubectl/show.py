@@ -187,8 +187,7 @@ def _memory(pages: int, page_bytes: int) -> str | None:
 def explanation(found: Explanation) -> str:
     """Returns the state of a service and its findings, one per line."""
     cost = [f"{found.cost}."] if found.cost else []
-    findings = [f"{index}. {finding.cause}: {finding.text}" for index, finding in enumerate(found.findings, 1)]
-    return "".join(f"{line}\n" for line in (f"{found.state}.", *cost, *findings))
+    return "".join(f"{line}\n" for line in (f"{found.state}.", *cost, *found.numbered))
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -55,6 +55,10 @@ class RouterTarget:
     """`host:port` of the router pod."""
 
 
+Explain = Callable[[Sequence[RouterSummary]], list[str]]
+"""Returns what limits a service, by the summaries of its routers."""
+
+
 class Routers(Protocol):
     """The routers as reconciles use them."""
 
@@ -62,8 +66,10 @@ class Routers(Protocol):
         """Returns the merged reports of these routers."""
         ...
 
-    def publish(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float) -> None:
-        """Polls exactly these routers from now on."""
+    def publish(
+        self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
+    ) -> None:
+        """Polls exactly these routers from now on. explain: for a service with a console."""
         ...
 
     def forget(self, key: Key) -> None:
@@ -85,6 +91,7 @@ class PollFailed(Exception):
 class _Service:
     policy: BalancePolicy
     poll_s: float
+    explain: Explain | None = None
     routers: dict[str, "_Router"] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the policy changes, then replaced by a new event."""
@@ -144,9 +151,12 @@ class RouterPoller:
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions), is_new=is_new) if unknown or is_new else fleet
 
-    def publish(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float) -> None:
+    def publish(
+        self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
+    ) -> None:
         """See Routers."""
         service = self._services.setdefault(key, _Service(policy=policy, poll_s=poll_s))
+        service.explain = explain
         by_uid = {target.uid: target for target in targets}
         for uid, router in list(service.routers.items()):
             if by_uid.get(uid) != router.target:
@@ -247,7 +257,7 @@ class RouterPoller:
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
-            data=msgspec.json.encode(SummaryRequest(service.policy, wait_s)),
+            data=msgspec.json.encode(SummaryRequest(service.policy, wait_s, explanation=_explanation(service))),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._timing.slack_s, sock_connect=5.0),
             allow_redirects=False,
@@ -269,6 +279,17 @@ class RouterPoller:
         secret = await self._client.get(SECRETS, key[0], names.token_secret(key[1]))
         data = (secret.get("data") or {}).get("token", "")
         return base64.b64decode(data, validate=True).decode("ascii", errors="replace").strip()
+
+
+def _explanation(service: _Service) -> list[str]:
+    if service.explain is None:
+        return []
+    summaries = [router.summary for router in service.routers.values() if router.summary is not None]
+    try:
+        return service.explain(summaries)
+    except Exception:  # a bug here must not end the polls
+        log.exception("cannot explain the service")
+        return []
 
 
 def _urgent_state(summary: RouterSummary) -> object:

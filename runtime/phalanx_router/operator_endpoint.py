@@ -48,6 +48,8 @@ class OperatorEndpoint:
         self._urgent_state = urgent_state
         self._last_sent: UrgentState | None = None
         self._changed = asyncio.Event()
+        self.explanation: list[str] = []
+        """What limits the service, by the latest poll."""
 
     def notify_if_changed(self) -> None:
         """Ends the waiting poll if the urgent state has changed."""
@@ -63,6 +65,7 @@ class OperatorEndpoint:
             message = f"this router supports summary version {PROTOCOL_VERSION}, the operator sent {poll.version}"
             raise ApiError(HTTP_WRONG_VERSION, message, code="unknown_version")
         self._set_policy(poll.policy)
+        self.explanation = poll.explanation
         self.notify_if_changed()
         try:
             async with asyncio.timeout(min(max(poll.wait_s, 0.0), MAX_WAIT_S)):

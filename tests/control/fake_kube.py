@@ -28,7 +28,7 @@ from phalanx_operator.kube.client import (
 from phalanx_operator.kube.informer import read_event
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children
-from phalanx_operator.routers import RouterTarget
+from phalanx_operator.routers import Explain, RouterTarget
 from tests.control.builders import pod_body
 
 ObjectKey = tuple[str, str, str]
@@ -50,14 +50,17 @@ class FakeRouters:
         self.targets: list[RouterTarget] = []
         self.policy = BalancePolicy()
         self.poll_s = 0.0
+        self.explain: Explain | None = None
         self.forgotten: list[Key] = []
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         reports = [RouterReport(target.uid, 0.0, self.summary) for target in targets] if self.summary else []
         return replace(merge(reports, len(targets), 45.0), is_new=self.is_new)
 
-    def publish(self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float) -> None:
-        self.targets, self.policy, self.poll_s = list(targets), policy, poll_s
+    def publish(
+        self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
+    ) -> None:
+        self.targets, self.policy, self.poll_s, self.explain = list(targets), policy, poll_s, explain
 
     def forget(self, key: Key) -> None:
         self.forgotten.append(key)

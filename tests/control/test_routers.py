@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from collections.abc import Sequence
 
 import pytest
 
@@ -158,3 +159,21 @@ async def test_too_large_answer_ends_the_poll(scene: Scene) -> None:
 
 def test_address_of_ip() -> None:
     assert (address_of("10.0.0.1"), address_of("fd00::1")) == ("10.0.0.1:8000", "[fd00::1]:8000")
+
+
+async def test_routers_get_what_limits_the_service(scene: Scene) -> None:
+    """A defect of the explanation ends no poll."""
+    lines = ["2 groups"]
+
+    def explain(summaries: Sequence[RouterSummary]) -> list[str]:
+        return [*lines, *(found.router for found in summaries)]
+
+    scene.poller.publish(KEY, scene.targets[:1], BalancePolicy(), 15.0, explain)
+    await until(lambda: len(scene.routers[0].requests) == 1)
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].requests) == 2)
+    assert [request.explanation for request in scene.routers[0].requests] == [["2 groups"], ["2 groups", summary().router]]
+    lines = None  # type: ignore[assignment]
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].requests) == 3)
+    assert scene.routers[0].requests[-1].explanation == []

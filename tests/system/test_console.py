@@ -6,14 +6,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, SummaryRequest
 from phalanx_frontend.auth.api_keys import ApiKey
 from tests.chromium import Page, axe_source, opened_page, picture
 from tests.polling import until
-from tests.router.console.consoles import KEYS, RunningConsole, leaders, running_console
+from tests.router.console.consoles import KEYS, RunningConsole, bearing, leaders, running_console
+from tests.router.fakes import TOKEN
 
 pytestmark = pytest.mark.system
+EXPLANATION = [
+    "2 groups 97% busy with 3 requests/s, requests need 123% of the KV pages, TTFT P95 4.1 s of 2 s, 4 waiting.",
+    "1. kv: 4 requests wait because running and waiting ones need 123% of the KV pages, with 2 preemptions so far; 64Mi would "
+    "hold 2 times the tokens of 32Mi. Set spec.engine.kvCacheMemory to 64Mi: output 36 tokens/s -> 44 tokens/s.",
+]
 NAMES = ("playground", "fleet", "requests", "settings")
 HELD_AT = 20
 """Tokens of the first group, until it is released."""
@@ -122,7 +130,11 @@ async def test_a_move_by_key_is_seen_on_all_pages(tmp_path: Path, request: pytes
 async def test_a_drain_by_key_is_requested(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     async with scene(tmp_path, keys=KEYS, key="sk-root") as shown:
         page, console = shown.page, shown.console
+        poll = msgspec.json.encode(SummaryRequest(BalancePolicy(), 0.0, explanation=EXPLANATION))
+        (await console.http.post(SUMMARY_PATH, content=poll, headers=bearing(TOKEN))).raise_for_status()
         await shown.show("fleet")
+        await page.until("document.getElementById('explanation').innerText.includes('kvCacheMemory')")
+        assert "2 linked groups" in await page.text("#fleet-facts")
         await shown.focus('#group-rows tr[data-key="b"]')
         await page.press("d")
         await page.until("document.getElementById('confirm-dialog').open")

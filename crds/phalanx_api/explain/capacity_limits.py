@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from phalanx_api.cache_curve import NO_CURVE, SIZES, CacheCurve, merge_curves
-from phalanx_api.explain.findings import Advice, Effect, Evidence, Finding, number
+from phalanx_api.explain.findings import Advice, Effect, Evidence, Finding, counted, number
 from phalanx_api.explain.predictor import Predictor
 from phalanx_api.explain.service_load import ServiceLoad, mean
 from phalanx_api.explain.step_limits import MIN_BUSY, fleet_field, may_shrink, next_kv_dtype
@@ -19,6 +19,8 @@ MIN_PREFILL_SHARE = 0.15
 """Of the step time, for a prefix cache to matter."""
 SURPLUS_BUSY = 0.6
 """Share of the time in which groups compute after the removal of others."""
+MAX_TIMES = 8
+"""Most times the present KV memory that is advised at once."""
 MAX_SEQS = 65536
 """Largest `spec.engine.maxNumSeqs`."""
 _TWICE = SIZES.index(2.0)
@@ -27,7 +29,11 @@ _NOW = SIZES.index(1.0)
 
 def _wait_text(load: ServiceLoad) -> str:
     p50_s = load.wait.interpolated_quantile(0.5)
-    return f"prompts wait {number(p50_s, 's')} in the queue" if p50_s else f"{load.waiting} requests wait"
+    return f"prompts wait {number(p50_s, 's')} in the queue" if p50_s else _waiting(load)
+
+
+def _waiting(load: ServiceLoad) -> str:
+    return f"{counted(load.waiting, 'request')} wait{'s' if load.waiting == 1 else ''}"
 
 
 def queue_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
@@ -71,8 +77,10 @@ def _more_pages(load: ServiceLoad) -> tuple[Advice, float, str]:
         next_kv_dtype(load.spec.engine.get_setting("kv_cache_dtype")),
     )
     if memory is not None:
-        twice = _quantity(2 * parse_bytes(memory))
-        return Advice(field="spec.engine.kvCacheMemory", value=twice), 2.0, f"; {twice} would hold twice the tokens of {memory}"
+        times = next((times for times in (2, 3, 4, 6, 8) if load.pressure / times < FULL_SHARE), MAX_TIMES)
+        more = _quantity(times * parse_bytes(memory))
+        hint = f"; {more} would hold {times} times the tokens of {memory}"
+        return Advice(field="spec.engine.kvCacheMemory", value=more), float(times), hint
     if smaller is None:
         return fleet_field(load, len(load.groups) + 1), 1.0, ""
     dtype, factor = smaller
@@ -95,8 +103,8 @@ def kv_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]
             cause="kv",
             severity=0.85 + 0.1 * min(1.0, load.pressure - FULL_SHARE),
             sentence=(
-                f"{load.waiting} requests wait because running and waiting ones need {load.pressure:.0%} of the KV pages, "
-                f"with {preemptions} preemptions so far{hint}"
+                f"{_waiting(load)} because running and waiting ones need {load.pressure:.0%} of the KV pages, "
+                f"with {counted(preemptions, 'preemption')} so far{hint}"
             ),
             evidence=[
                 Evidence(name="kv_share", value=load.pressure, unit="share"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from phalanx_api.conditions import Reason
 from phalanx_api.explain.capacity_limits import kv_findings, prefix_findings, queue_findings, surplus_findings
 from phalanx_api.explain.costs import cost
-from phalanx_api.explain.findings import Explanation, Finding, number, order
+from phalanx_api.explain.findings import Explanation, Finding, counted, number, order
 from phalanx_api.explain.fleet_limits import cold_start_findings, network_findings, router_findings, straggler_findings
 from phalanx_api.explain.predictor import Predictor, make_predictor
 from phalanx_api.explain.service_load import ServiceLoad, observe
@@ -57,7 +57,8 @@ def _with_model(predictor: Predictor) -> list[Finding]:
 
 
 def _groups_of(load: ServiceLoad) -> str:
-    return f"{len(load.groups)} group{'s' if len(load.groups) != 1 else ''}"
+    count, ready = len(load.groups), load.status.ready_replicas
+    return f"{count} of {counted(ready, 'ready group')}" if count < ready else counted(count, "group")
 
 
 def _state(load: ServiceLoad, predictor: Predictor | None, findings: Sequence[Finding]) -> str:

@@ -96,10 +96,20 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     cost: str = ""
     """What the output costs; empty if there was none."""
 
+    @property
+    def numbered(self) -> list[str]:
+        """One line per finding."""
+        return [f"{index}. {finding.cause}: {finding.text}" for index, finding in enumerate(self.findings, 1)]
+
 
 def order(findings: list[Finding]) -> list[Finding]:
     """Returns the findings, most severe first."""
     return sorted(findings, key=lambda finding: (-finding.severity, LIMIT_CAUSES.index(finding.cause), finding.group))
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def number(value: float, unit: Unit) -> str:

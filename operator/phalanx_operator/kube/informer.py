@@ -127,6 +127,7 @@ class _Metadata(TypedDict, total=False):
 
 class _Spec(TypedDict, total=False):
     nodeName: str
+    nodeSelector: dict[str, str] | None
     replicas: int
     unschedulable: bool
 

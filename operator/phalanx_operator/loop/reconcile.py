@@ -4,9 +4,13 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from phalanx_api.conditions import Reason
-from phalanx_api.spec.inference_service import FieldError, InferenceService
+from phalanx_api.explain.explain import explain
+from phalanx_api.spec.inference_service import FieldError, InferenceService, Spec
+from phalanx_api.status import Status
+from phalanx_api.summary import RouterSummary
 from phalanx_operator.apply.executor import ActionExecutor, Execution
 from phalanx_operator.apply.shared_objects import EXPOSE_RETRY_S
 from phalanx_operator.decide import plan
@@ -247,7 +251,15 @@ class Reconciler:
         )
         at, state = parse_time(now), self.states[key]
         state.policy = state.policy.update(service.spec, inputs, at.timestamp() if at else 0.0)
-        self.sources.routers.publish(key, targets, state.policy.policy, decision.plan.poll_s)
+        has_console, status = service.spec.router.console, decision.plan.status
+        lines = partial(explanation, spec=service.spec, status=status) if has_console else None
+        self.sources.routers.publish(key, targets, state.policy.policy, decision.plan.poll_s, lines)
+
+
+def explanation(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> list[str]:
+    """Returns lines for the console, without tenants: every key may read them."""
+    found = explain(summaries, spec, status)
+    return [*f"{found.state}.".splitlines(), *found.numbered]
 
 
 def _targets(snapshot: Snapshot) -> list[RouterTarget]:

@@ -53,7 +53,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
     terminating = "deletionTimestamp" in metadata
     ready = conditions.get("Ready", {}).get("status") == "True" and not terminating
     since = conditions.get("Ready", {}).get("lastTransitionTime") or ""
-    reason, message = ("", "") if ready else pod_failure(status, conditions, terminating=terminating)
+    reason, message = ("", "") if ready else pod_failure(body, conditions, terminating=terminating)
     index = _labels(metadata).get(labels.POD_INDEX, "0")
     return ObservedPod(
         name=metadata["name"],

@@ -18,6 +18,7 @@ CREATION_S = 3.0
 """For a StatefulSet to create pods."""
 FAILED_CREATE = "FailedCreate"
 _STARTING = (None, "", "ContainerCreating", "PodInitializing")
+_PREEMPTION = ("no new claims to deallocate", "preemption: ")
 _UNINFORMATIVE = ("", "Error", "Completed")
 """Not worth a mention."""
 _INFERRED = ("ContainerStatusUnknown",)
@@ -25,17 +26,29 @@ _INFERRED = ("ContainerStatusUnknown",)
 
 
 def pod_failure(
-    status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, terminating: bool = False
+    pod: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, terminating: bool = False
 ) -> tuple[str, str]:
     """Returns reason and message of an unready pod; empty while it starts. Exits of a terminating pod are no failure."""
-    for container in _containers(status):
+    for container in _containers(pod.get("status") or {}):
         failure = _waiting_reason(container) or (None if terminating else _termination(container))
         if failure:
             return failure
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return scheduled.get("reason") or "Unschedulable", scheduled.get("message") or ""
+        return scheduled.get("reason") or "Unschedulable", _why_unscheduled(pod, scheduled.get("message") or "")
     return "", ""
+
+
+def _why_unscheduled(pod: Mapping[str, Any], message: str) -> str:
+    """Returns the scheduler's message without what preemption would change, and the labels that the pod requires of its node."""
+    for detail in _PREEMPTION:
+        message = message.partition(detail)[0].rstrip(" ,")
+    if "node affinity/selector" not in message:
+        return message
+    selector = (pod.get("spec") or {}).get("nodeSelector") or {}
+    required = ", ".join(f"{name}={value}" for name, value in sorted(selector.items()))
+    field = f"nodeSelector ({required})" if required else "affinity"
+    return f"nodes do not match spec.placement.{field}: {message}"
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:

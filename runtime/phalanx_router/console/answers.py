@@ -55,6 +55,7 @@ class ConsoleAnswers:
         log: RequestLog,
         summary: Callable[[], RouterSummary],
         settings: FleetSettings,
+        explanation: Callable[[], list[str]],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -62,6 +63,7 @@ class ConsoleAnswers:
         self._log = log
         self._summary = summary
         self._settings = settings
+        self._explanation = explanation
         self._clock = clock
         self._wall_clock = wall_clock
         self.instance = secrets.token_hex(4)
@@ -103,6 +105,7 @@ class ConsoleAnswers:
             policy=self._backend.balancing.policy,
             now=self._clock(),
             instance=self.instance,
+            explanation=self._explanation(),
         )
 
     def _settings_state(self) -> object:

@@ -44,6 +44,7 @@ def fleet_state(
     policy: BalancePolicy,
     now: float,
     instance: str = "",
+    explanation: Sequence[str] = (),
 ) -> FleetState:
     """Returns the fleet. `loads`: last load report by group; `instance`: id of the process."""
     hotspots = {hotspot.group: hotspot for hotspot in summary.hotspots}
@@ -72,6 +73,7 @@ def fleet_state(
         policy=summary.policy,
         mode=policy.mode,
         cpu_share=summary.cpu_share,
+        explanation=list(explanation),
     )
 
 

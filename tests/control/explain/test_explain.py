@@ -137,11 +137,17 @@ def test_full_pages_and_long_contexts_table(load: dict[str, Any], dtype: str, ex
     assert causes(explanation)[0] == ("kv" if queued else "attention") and advice(explanation) == expected
 
 
-def test_full_pages_of_a_set_size_need_more_memory() -> None:
+@pytest.mark.parametrize(("pressure", "times", "memory"), [(1.2, 2, "64Mi"), (1.9, 3, "96Mi"), (99.0, 8, "256Mi")])
+def test_full_pages_of_a_set_size_need_more_memory(pressure: float, times: int, memory: str) -> None:
     spec = make_spec(engine={"kvCacheMemory": "32Mi"})
-    explanation = explained(busy(pressure=1.2), spec=spec, traffic=arrivals(4.0, prompt=1000), queued=5)
-    assert causes(explanation)[0] == "kv" and advice(explanation) == ("spec.engine.kvCacheMemory", "64Mi")
-    assert "64Mi would hold twice the tokens of 32Mi" in explanation.findings[0].sentence
+    explanation = explained(busy(pressure=pressure), spec=spec, traffic=arrivals(4.0, prompt=1000), queued=1)
+    assert causes(explanation)[0] == "kv" and advice(explanation) == ("spec.engine.kvCacheMemory", memory)
+    assert f"{memory} would hold {times} times the tokens of 32Mi" in explanation.findings[0].sentence
+    assert explanation.findings[0].sentence.startswith("1 request waits because")
+
+
+def test_ready_groups_without_a_report_are_counted() -> None:
+    assert explained(busy(), status=Status(ready_replicas=2)).state.startswith("1 of 2 ready groups ")
 
 
 @pytest.mark.parametrize(

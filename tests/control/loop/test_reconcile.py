@@ -401,3 +401,14 @@ async def test_unreadable_status_is_written_again() -> None:
 
 def test_times_are_as_kubernetes_writes_them() -> None:
     assert len(rfc3339_now()) == 20 and rfc3339_now().endswith("Z")
+
+
+async def test_only_a_console_gets_explanations() -> None:
+    world = World(router={"console": True})
+    await world.settle()
+    assert world.routers.explain is not None
+    (line,) = world.routers.explain([])
+    assert line == "no router answers, so nothing is known."
+    await world.change(router={"console": False})
+    await world.reconcile()
+    assert world.routers.explain is None

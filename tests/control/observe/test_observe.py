@@ -45,6 +45,28 @@ def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, rea
     assert (observed.ready, observed.reason) == (ready, reason)
 
 
+NO_MATCH = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
+
+
+@pytest.mark.parametrize(
+    ("selector", "message", "why"),
+    [
+        ({"disk": "nvme"}, NO_MATCH, f"nodes do not match spec.placement.nodeSelector (disk=nvme): {NO_MATCH}"),
+        (None, NO_MATCH, f"nodes do not match spec.placement.affinity: {NO_MATCH}"),
+        (
+            {"disk": "nvme"},
+            "0/2 nodes are available: 2 Insufficient cpu. no new claims to deallocate, preemption: 0/2 nodes are available.",
+            "0/2 nodes are available: 2 Insufficient cpu.",
+        ),
+    ],
+)
+def test_unscheduled_pod_names_what_it_requires(selector: dict[str, str] | None, message: str, why: str) -> None:
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    body = {"metadata": {"name": "p"}, "spec": {"nodeSelector": selector}, "status": {"conditions": [scheduled]}}
+    observed = read_event(msgspec.json.encode({"type": "ADDED", "object": body}))["object"]
+    assert read_pod(observed).message == why
+
+
 @pytest.mark.parametrize(
     ("terminated", "message"),
     [

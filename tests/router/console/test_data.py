@@ -124,11 +124,12 @@ async def test_requested_drain_ends_the_operator_s_poll() -> None:
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_group")
 
         async def poll(wait_s: float) -> RouterSummary:
-            body = msgspec.json.encode(SummaryRequest(BalancePolicy(), wait_s))
+            body = msgspec.json.encode(SummaryRequest(BalancePolicy(), wait_s, explanation=["1. kv: pages are full"]))
             response = await console.http.post(SUMMARY_PATH, content=body, headers=bearing(TOKEN))
             return msgspec.json.decode(response.content, type=RouterSummary)
 
         assert (await poll(0.0)).drain_requests == []
+        assert (await console.data("fleet", "sk-alice"))["explanation"] == ["1. kv: pages are full"]
         polling = asyncio.create_task(poll(60.0))
         assert (await console.post("drain", {"group": "b"}, "sk-root")).status_code == 202
         assert [request.group for request in (await polling).drain_requests] == ["b"]

@@ -44,7 +44,8 @@ export function showRows(body, rows, { focusable = false } = {}) {
   });
 }
 
-export const milliseconds = (seconds) => (seconds === null || seconds === undefined ? "-" : `${(seconds * 1000).toPrecision(3)} ms`);
+const significant = (value) => (value < 100 ? value.toPrecision(3) : value.toFixed(0));
+export const milliseconds = (seconds) => (seconds === null || seconds === undefined ? "-" : seconds < 0.9995 ? `${significant(seconds * 1000)} ms` : `${significant(seconds)} s`);
 export const seconds = (value) => (value === null || value === undefined ? "-" : value < 10 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`);
 export const percent = (share) => (share === null || share === undefined ? "-" : `${Math.round(share * 100)} %`);
 export const count = (number) => number.toLocaleString("en");

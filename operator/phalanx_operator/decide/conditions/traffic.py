@@ -23,6 +23,7 @@ from phalanx_operator.decide.state.groups import live_groups
 from phalanx_operator.decide.state.snapshot import Snapshot, override_condition, parse_time
 
 LISTED_AFTER_S = 5.0
+SATURATED = "most groups are overloaded, so moves do not help; kubectl phalanx explain names the limit and the field to change"
 
 
 def rebalancing_status(fleet: Fleet, former: RebalancingStatus, now: str) -> RebalancingStatus:
@@ -70,6 +71,7 @@ def _set_balanced(
         verdict, reason, message = None, Reason.ROUTERS_SILENT, "no router answers the operator"
     elif status.saturated:
         verdict, reason = False, Reason.FLEET_SATURATED
+        message = "; ".join(filter(None, (SATURATED, message)))
     elif status.hotspots:
         verdict, reason = False, Reason(status.hotspots[0].cause)
     else:

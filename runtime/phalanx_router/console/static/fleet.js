@@ -1,14 +1,19 @@
 // The fleet: a map of each group's pages with its streams as lines, moves as curves, and the same numbers as tables.
 
 import { write } from "./api.js";
-import { count, find, milliseconds, percent, prefersLessMotion, seconds, showRows } from "./dom.js";
+import { count, find, make, milliseconds, percent, prefersLessMotion, seconds, showRows } from "./dom.js";
 import { read } from "./session.js";
 import { confirm, notice, viewer } from "./shell.js";
 
 const CELLS = 120, ROWS = 5, TILE = 176, HEIGHT = 104, GAP = 12, JUMP_MS = 1500;
 let fleet = null, before = new Map(), jumps = [], frame = 0, timer = 0;
 // What the router knows of a group by its reports.
-const STATES = { fresh: "reports", degraded: "reports late", suspect: "silent", dead: "lost" };
+const STATES = { fresh: "linked", degraded: "linked, late reports", suspect: "silent", dead: "lost" };
+// What routers and operator do about a hotspot, as in docs/balancing.md.
+const MEASURES = {
+  steer: "new requests go elsewhere", weigh: "gets fewer requests", requeue: "waiting requests leave", rescue: "streams leave before a preemption",
+  replicate: "its prefix is copied", migrate: "streams leave", evacuate: "streams leave, it is replaced", scale: "only more groups or memory help", none: "balancing is off",
+};
 
 export function start() {
   find("group-rows").addEventListener("keydown", (event) => {
@@ -60,21 +65,25 @@ function findJumps(next) {
 
 function showFacts() {
   const parts = [
-    `${fleet.groups.length} groups`, `${count(fleet.streams.length)} streams of this router`, `${fleet.queued} queued`,
+    fleet.groups.length === 1 ? "1 linked group" : `${fleet.groups.length} linked groups`, `${count(fleet.streams.length)} streams of this router`, `${fleet.queued} queued`,
     ...(fleet.held ? [`${fleet.held} held`] : []), `${count(fleet.moves_total)} moves`,
     ...(fleet.moves_failed_total ? [`${count(fleet.moves_failed_total)} failed`] : []),
     ...(fleet.shed_total ? [`${count(fleet.shed_total)} refused`] : []), `balancing mode ${fleet.mode}`, `router CPU ${percent(fleet.cpu_share)}`,
-    ...(fleet.saturated ? ["every group is loaded"] : []),
+    ...(fleet.saturated ? ["most groups are overloaded"] : []),
   ];
   find("router").textContent = fleet.router;
   find("fleet-facts").textContent = parts.join(", ");
+  const lines = find("explanation");
+  if (lines.dataset.text === fleet.explanation.join("\n")) return; // a screen reader may read them
+  lines.dataset.text = fleet.explanation.join("\n");
+  lines.replaceChildren(...fleet.explanation.map((line) => make("li", {}, line)));
 }
 
 function showTables() {
   showRows(find("group-rows"), fleet.groups.map((group) => {
     const state = group.draining ? "draining" : group.drain_requested ? "drain requested" : STATES[group.state] ?? group.state;
     const batch = group.max_num_seqs ? `${group.running} of ${group.max_num_seqs}` : String(group.running);
-    const hot = group.hotspot ? `${group.hotspot}: ${group.action}` : "-";
+    const hot = group.hotspot ? `${group.hotspot}: ${MEASURES[group.action] ?? group.action}` : "-";
     const cells = [
       group.name, state, count(group.streams), batch, String(group.waiting), percent(group.pages ? group.used_pages / group.pages : null),
       percent(group.hit_rate), group.itl_s ? milliseconds(group.itl_s) : "-", percent(group.device_busy), count(group.preemptions), hot,

@@ -245,6 +245,8 @@ async def test_a_saturated_fleet_is_no_matter_of_one_group() -> None:
     world.routers.summary = summary(hotspots=[HOT], fleet_saturated=True)
     await world.reconcile()
     assert world.condition("Balanced") == ("False", "FleetSaturated")
+    messages = [condition.message for condition in world.status.conditions if condition.type == "Balanced"]
+    assert "kubectl phalanx explain" in messages[0]
 
 
 async def test_no_more_hotspots_are_listed_than_the_schema_takes() -> None:
