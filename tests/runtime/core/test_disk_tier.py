@@ -1,6 +1,11 @@
 """What is fetched from disk, who waits for it, and what a failure costs."""
 
+from typing import get_args
+
+import pytest
+
 from phalanx_api.cost import StepModel
+from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
@@ -120,6 +125,32 @@ def test_used_slots_make_room_unless_a_copy_needs_them() -> None:
     assert order is not None
     assert b"a" * 16 not in pool.host
     assert pool.take_changes().changes == [(False, b"a" * 16)]
+
+
+@pytest.mark.parametrize("eviction", get_args(EvictionPolicy))
+def test_a_fetch_keeps_the_prefix_that_it_extends(eviction: EvictionPolicy) -> None:
+    """Host memory has the first pages, which are the oldest, and another prompt."""
+    pool = PagePool(8, 4, num_host_pages=4, has_disk=True, eviction=eviction)
+    tier = DiskTier(pool)
+    tier.changed(0, KEYS[2:6], [])
+    pool.host.fill(pool.host.reserve(2)[0], KEYS[:2])
+    pool.host.fill(pool.host.reserve(2)[0], [b"1" * 16, b"2" * 16])
+    order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
+    assert order is not None and order.keys == KEYS[2:4]
+    assert len(pool.host.match(KEYS)) == 2
+    assert tier.fetched(0, order.number, 2, 0.1, num_ranks=1) == [1]
+    assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
+
+
+def test_a_prefix_that_fills_host_memory_is_not_extended() -> None:
+    pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
+    tier = DiskTier(pool)
+    tier.changed(0, KEYS[4:6], [])
+    for first in (0, 2):
+        pool.host.fill(pool.host.reserve(2)[0], KEYS[first : first + 2])
+    order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
+    assert order is None or len(order.keys) <= 1
+    assert len(pool.host.match(KEYS)) >= 3 and pool.check([]) == []
 
 
 def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:

@@ -35,6 +35,8 @@ class DiskPrefix:
     part_keys: list[bytes]
     needs_all: bool
     """Whether a share of them is of no use."""
+    kept_keys: Sequence[bytes] = ()
+    """Of pages and parts in memory, without which it could not start there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,16 @@ class DiskTier:
         pages = pool.match(keys)
         num_found = len(pages) + pool.host.keep(keys[len(pages) :])
         if pool.parts is None:
-            return self.find_after(keys, num_found)
+            return self.find_after(keys, num_found, len(pages))
         return self._find_with_parts(keys, pages, num_found, pool.parts)
 
-    def find_after(self, keys: Sequence[bytes], num_found: int) -> DiskPrefix:
-        """Returns what a request could read of the pages after the first `num_found`, which are in memory."""
+    def find_after(self, keys: Sequence[bytes], num_found: int, first: int = 0) -> DiskPrefix:
+        """Returns what a request could read of the pages after the first `num_found`, which are in memory; it needs those from
+        `first` on."""
         on_disk = list(takewhile(self.keys.__contains__, islice(keys, num_found, None)))
         read = on_disk if self._pages_before is None else on_disk[-self._pages_before :]
-        return DiskPrefix(num_found, num_found + len(on_disk), read, [], needs_all=len(read) < len(on_disk))
+        is_cut = len(read) < len(on_disk)
+        return DiskPrefix(num_found, num_found + len(on_disk), read, [], needs_all=is_cut, kept_keys=keys[first:num_found])
 
     def num_known(self, keys: Sequence[bytes], num_found: int) -> int:
         """Returns how many leading pages the tiers have, with or without parts, given those that the device has."""
@@ -147,7 +151,7 @@ class DiskTier:
         if not pays_to_load((prefix.end - prefix.start) * size, prefix.start * size, model, self._read_s(prefix)):
             self.counters.declined += len(keys)
             return None
-        slots, part_slots = self._pool.reserve_slots(len(keys)), self._pool.host_parts.reserve(len(part_keys))[0]
+        slots, part_slots = self._reserve(prefix)
         is_short = len(slots) < len(keys) or len(part_slots) < len(part_keys)
         if (prefix.needs_all and is_short) or not (slots or part_slots):
             self._fill(slots, part_slots, [], [])
@@ -223,7 +227,18 @@ class DiskTier:
         for i in wanted:
             pool.host_parts.keep([keys[i]])
         parts.want(pages, end)
-        return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True)
+        kept = keys[min(len(pages), window.first_page(end * size)) : end]
+        return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True, kept_keys=kept)
+
+    def _reserve(self, prefix: DiskPrefix) -> tuple[list[int], list[int]]:
+        """Returns slots for pages and parts. What the prefix has in memory keeps its slots."""
+        pool = self._pool
+        tiers = pool.host, pool.host_parts
+        pinned = [[slot for key in prefix.kept_keys for slot in tier.pin([key], max_share=1.0)] for tier in tiers]
+        slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.host_parts.reserve(len(prefix.part_keys))[0]
+        for tier, kept in zip(tiers, pinned, strict=True):
+            tier.unpin(kept)
+        return slots, part_slots
 
     def _read_s(self, prefix: DiskPrefix) -> float | None:
         """Returns the expected seconds to read pages and parts, if measured."""

@@ -254,7 +254,7 @@ class HostTier:
         dropped: list[bytes] = []
         while len(slots) < count and self.num_reservable > 0:
             if not self._table.num_free:
-                if self._table.slot_of(self._policy.victim()) in used:
+                if len(self._pins) == len(self._entry_of) or self._table.slot_of(self._policy.victim()) in used:
                     break
                 dropped.append(self._evict())
             if self._table.next_free in used:

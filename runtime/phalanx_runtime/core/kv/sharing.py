@@ -97,9 +97,10 @@ class PrefixSharing:
         if self.windowed is None:
             return self.disk.find(keys)
         num_found = self.windowed.num_in_memory(keys)
-        for key in keys[self.windowed.window.first_page(num_found * self.pool.page_size) : num_found]:
+        first = self.windowed.window.first_page(num_found * self.pool.page_size)
+        for key in keys[first:num_found]:
             self.pool.host.keep([key])
-        return self.disk.find_after(keys, num_found)
+        return self.disk.find_after(keys, num_found, first)
 
     def must_defer(self, request: Request, found: list[int], builder: StepBuilder) -> bool:
         """Returns whether a waiting request lacks only a tail that this step writes."""
