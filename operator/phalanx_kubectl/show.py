@@ -76,7 +76,10 @@ def status(body: Json, operator: str = "") -> str:
     text += "\n" + table(["CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"], rows) if rows else ""
     hotspots = (current.get("rebalancing") or {}).get("hotspots") or []
     hot = [(h.get("group"), h.get("cause"), h.get("since"), h.get("action")) for h in hotspots]
-    return text + ("\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], hot) if hot else "")
+    text += "\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], hot) if hot else ""
+    is_limited = any(conditions_of(body).get(kind, {}).get("status") == "False" for kind in ("Ready", "Balanced"))
+    command = f"kubectl phalanx explain {metadata['name']} -n {metadata['namespace']}"
+    return text + (f"\nWhat limits it: {command}\n" if is_limited else "")
 
 
 def _model(body: Json) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ class PollTiming:
     """Beyond the poll, until a router is unreachable."""
     stale_s: float = 45.0
     """Age at which a summary is ignored."""
+    explain_s: float = 5.0
+    """Between two explanations of a service, which reads all summaries."""
     pause_s: float = 0.2
     first_retry_s: float = 1.0
     last_retry_s: float = 60.0
@@ -92,6 +95,8 @@ class _Service:
     policy: BalancePolicy
     poll_s: float
     explain: Explain | None = None
+    explained: list[str] = field(default_factory=list)
+    explained_s: float = -math.inf
     routers: dict[str, "_Router"] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the policy changes, then replaced by a new event."""
@@ -257,7 +262,7 @@ class RouterPoller:
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
             f"http://{router.target.address}{SUMMARY_PATH}",
-            data=msgspec.json.encode(SummaryRequest(service.policy, wait_s, explanation=_explanation(service))),
+            data=msgspec.json.encode(SummaryRequest(service.policy, wait_s, explanation=self._explanation(service))),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._timing.slack_s, sock_connect=5.0),
             allow_redirects=False,
@@ -274,22 +279,29 @@ class RouterPoller:
             raise PollFailed(HTTP_WRONG_VERSION)
         return summary
 
+    def _explanation(self, service: _Service) -> list[str]:
+        """Returns what limits a service by its recent summaries, computed at most once per `explain_s` for all its routers."""
+        now_s, timing = self._clock(), self._timing
+        if service.explain is None or now_s - service.explained_s < timing.explain_s:
+            return service.explained if service.explain is not None else []
+        recent = [
+            router.summary
+            for router in service.routers.values()
+            if router.summary is not None and not router.has_no_endpoint and now_s - router.answered_s <= timing.stale_s
+        ]
+        service.explained_s = now_s
+        try:
+            service.explained = service.explain(recent) if recent else []
+        except Exception:  # a bug here must not end the polls
+            log.exception("cannot explain the service")
+            service.explained = []
+        return service.explained
+
     async def _read_token(self, key: Key) -> str:
         """Raises KubeError, or binascii.Error."""
         secret = await self._client.get(SECRETS, key[0], names.token_secret(key[1]))
         data = (secret.get("data") or {}).get("token", "")
         return base64.b64decode(data, validate=True).decode("ascii", errors="replace").strip()
-
-
-def _explanation(service: _Service) -> list[str]:
-    if service.explain is None:
-        return []
-    summaries = [router.summary for router in service.routers.values() if router.summary is not None]
-    try:
-        return service.explain(summaries)
-    except Exception:  # a bug here must not end the polls
-        log.exception("cannot explain the service")
-        return []
 
 
 def _urgent_state(summary: RouterSummary) -> object:

@@ -118,7 +118,7 @@ def _make_console(
 ) -> Console:
     """Starts to record requests."""
     backend.request_log = RequestLog(time.monotonic)
-    answers = ConsoleAnswers(backend, backend.request_log, summaries.summary, settings, lambda: endpoint.explanation)
+    answers = ConsoleAnswers(backend, backend.request_log, summaries.summary, settings, endpoint.explanation)
     return Console(backend, answers, summaries.drains, keys, endpoint.notify_if_changed)
 
 

@@ -8,6 +8,8 @@ state changes, else after the requested wait. `POST /phalanx/summary/now` answer
 import asyncio
 import hmac
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
@@ -41,15 +43,21 @@ class OperatorEndpoint:
         set_policy: Callable[[BalancePolicy], None],
         summary: Callable[[], RouterSummary],
         urgent_state: Callable[[], UrgentState],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._token = token
         self._set_policy = set_policy
         self._summary = summary
         self._urgent_state = urgent_state
+        self._clock = clock
         self._last_sent: UrgentState | None = None
         self._changed = asyncio.Event()
-        self.explanation: list[str] = []
-        """What limits the service, by the latest poll."""
+        self._explanation: list[str] = []
+        self._explained_at = -math.inf
+
+    def explanation(self) -> list[str]:
+        """Returns what limits the service, by a recent poll; empty without one."""
+        return self._explanation if self._clock() - self._explained_at < 2 * MAX_WAIT_S else []
 
     def notify_if_changed(self) -> None:
         """Ends the waiting poll if the urgent state has changed."""
@@ -65,7 +73,7 @@ class OperatorEndpoint:
             message = f"this router supports summary version {PROTOCOL_VERSION}, the operator sent {poll.version}"
             raise ApiError(HTTP_WRONG_VERSION, message, code="unknown_version")
         self._set_policy(poll.policy)
-        self.explanation = poll.explanation
+        self._explanation, self._explained_at = poll.explanation, self._clock()
         self.notify_if_changed()
         try:
             async with asyncio.timeout(min(max(poll.wait_s, 0.0), MAX_WAIT_S)):

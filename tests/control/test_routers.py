@@ -169,11 +169,19 @@ async def test_routers_get_what_limits_the_service(scene: Scene) -> None:
         return [*lines, *(found.router for found in summaries)]
 
     scene.poller.publish(KEY, scene.targets[:1], BalancePolicy(), 15.0, explain)
-    await until(lambda: len(scene.routers[0].requests) == 1)
-    scene.routers[0].answers.put_nowait(summary())
-    await until(lambda: len(scene.routers[0].requests) == 2)
-    assert [request.explanation for request in scene.routers[0].requests] == [["2 groups"], ["2 groups", summary().router]]
+    router = scene.routers[0]
+
+    async def answer_after(seconds: float) -> list[str]:
+        number = len(router.requests)
+        scene.now[0] += seconds
+        router.answers.put_nowait(summary())
+        await until(lambda: len(router.requests) == number + 1)
+        return router.requests[-1].explanation
+
+    await until(lambda: router.requests)
+    assert router.requests[0].explanation == [], "no router has answered"
+    explained = ["2 groups", summary().router]
+    assert await answer_after(TIMING.explain_s) == explained
     lines = None  # type: ignore[assignment]
-    scene.routers[0].answers.put_nowait(summary())
-    await until(lambda: len(scene.routers[0].requests) == 3)
-    assert scene.routers[0].requests[-1].explanation == []
+    assert await answer_after(TIMING.explain_s / 2) == explained, "not computed again"
+    assert await answer_after(TIMING.explain_s) == []

@@ -42,6 +42,8 @@ def test_status_of_a_service() -> None:
         "CONDITION   STATUS   REASON       SINCE                  MESSAGE\n"
         "Ready       False    RollingOut   2026-01-02T03:04:05Z   1 of 2\n"
         "Balanced    True     Balanced     2026-01-02T03:00:00Z   -\n"
+        "\n"
+        "What limits it: kubectl phalanx explain chat -n team\n"
     )
 
 

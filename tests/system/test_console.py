@@ -180,3 +180,17 @@ async def test_every_page_is_accessible(is_dark: bool, tmp_path: Path, request: 
         await page.until("document.getElementById('help-dialog').open")
         assert await page.violations(axe_source()) == [], "keys"
         await picture(request, page, "settings-dark" if is_dark else "keys")
+
+
+async def test_single_keys_can_be_switched_off(tmp_path: Path) -> None:
+    async with scene(tmp_path) as shown:
+        page = shown.page
+        await page.press("2")
+        await page.until("!document.getElementById('fleet').hidden")
+        await page.press("?")
+        await page.until("document.getElementById('help-dialog').open")
+        await page.run("document.getElementById('single-keys').click()")
+        await page.run("document.getElementById('help-dialog').close()")
+        await page.press("3")
+        assert await page.run("location.hash") == "#fleet"
+        assert await page.run("localStorage.getItem('phalanx-single-keys')") == "off"

@@ -18,7 +18,7 @@ MAX_ROUTERS = 32
 
 
 def straggler_findings(load: ServiceLoad) -> list[Finding]:
-    """Groups whose steps take longer than those of the others, and not for a moment: the routers' hotspots with that cause."""
+    """Groups that are slow for at least ten seconds: the routers' hotspots with that cause."""
     factors: dict[str, tuple[float, float]] = {}
     for hotspot in (hotspot for router in load.routers for hotspot in router.hotspots if hotspot.cause == "straggler"):
         factors[hotspot.group] = max(factors.get(hotspot.group, (0.0, 0.0)), (hotspot.signal, hotspot.since_s))
@@ -34,7 +34,7 @@ def straggler_findings(load: ServiceLoad) -> list[Finding]:
                 severity=0.75 + 0.05 * min(1.0, factor - 1),
                 sentence=(
                     f"steps of {group.group} take {factor:.1f} times as long as usual, for {number(since_s, 's')}: one of its "
-                    "ranks or its node is slow"
+                    "ranks or its node may be slow"
                 ),
                 evidence=[
                     Evidence(name="speed", value=factor, unit="x"),
@@ -82,7 +82,7 @@ def router_findings(load: ServiceLoad) -> list[Finding]:
 
 
 def network_findings(load: ServiceLoad, predictor: Predictor | None) -> list[Finding]:
-    """The way between routers and groups is a large part of the time to the first token."""
+    """The delay of the network is a large part of the time to the first token."""
     ttft_s, links = load.ttft.interpolated_quantile(0.5), [group.link_s for group in load.groups if group.link_s > 0]
     if not links or ttft_s is None:
         return []

@@ -79,6 +79,8 @@ class ServiceState:
 
     autoscaler: AutoscalerState = field(default_factory=AutoscalerState)
     policy: PublishedPolicy = field(default_factory=PublishedPolicy)
+    status: Status = field(default_factory=Status)
+    """The latest one that was reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class Reconciler:
             self.placement.release_rejected(key, service, todo, execution.done)
             self._publish_policy(key, decision, groups_to_evacuate(snapshot.groups, ()))
             self.states[key].autoscaler = decision.autoscaler
-            await self._report_rejection(decision, execution, error)
+            await self._report_rejection(key, decision, execution, error)
             raise
         except KubeError:
             self._publish_policy(key, decision, groups_to_evacuate(snapshot.groups, ()))
@@ -220,17 +222,19 @@ class Reconciler:
         self.reporter.show_scaling(key, decision.inputs.scaling)
         error_text = self.executor.exposure_error(key)
         status = traffic.with_exposure_condition(todo.status, error_text, snapshot, now)
+        self.states[key].status = status
         write_in_s = await self.reporter.report(snapshot, status, execution.done)
         expose_in_s = EXPOSE_RETRY_S if error_text else RESYNC_S
         return min(todo.requeue_s, write_in_s, expose_in_s, self.executor.due_in_s(key) or RESYNC_S)
 
-    async def _report_rejection(self, decision: _Decision, execution: Execution, error: KubeError) -> None:
+    async def _report_rejection(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
         """Executes the remaining independent actions first."""
         snapshot, message = execution.snapshot, str(error)
         reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota_error(message) else Reason.REJECTED
         status = decide_status.rejected_status(
             snapshot, reason, [FieldError("spec", message)], self.clocks.now(), replicas=decision.desired.replicas
         )
+        self.states[key].status = status
         remaining = [action for action in decision.plan.actions if action not in execution.done]
         try:
             await self.executor.execute(plan.independent_actions(remaining, snapshot.groups), execution)
@@ -251,14 +255,13 @@ class Reconciler:
         )
         at, state = parse_time(now), self.states[key]
         state.policy = state.policy.update(service.spec, inputs, at.timestamp() if at else 0.0)
-        has_console, status = service.spec.router.console, decision.plan.status
-        lines = partial(explanation, spec=service.spec, status=status) if has_console else None
+        lines = partial(explanation, spec=service.spec, state=state) if service.spec.router.console else None
         self.sources.routers.publish(key, targets, state.policy.policy, decision.plan.poll_s, lines)
 
 
-def explanation(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> list[str]:
-    """Returns lines for the console, without tenants: every key may read them."""
-    found = explain(summaries, spec, status)
+def explanation(summaries: Sequence[RouterSummary], spec: Spec, state: ServiceState) -> list[str]:
+    """Returns lines for the console."""
+    found = explain(summaries, spec, state.status)
     return [*f"{found.state}.".splitlines(), *found.numbered]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ CREATION_S = 3.0
 """For a StatefulSet to create pods."""
 FAILED_CREATE = "FailedCreate"
 _STARTING = (None, "", "ContainerCreating", "PodInitializing")
+_NO_NODE_MATCHES = re.compile(r"\b0/(\d+) nodes are available: \1 node\(s\) didn't match Pod's node affinity/selector")
 _PREEMPTION = ("no new claims to deallocate", "preemption: ")
 _UNINFORMATIVE = ("", "Error", "Completed")
 """Not worth a mention."""
@@ -43,12 +45,12 @@ def _why_unscheduled(pod: Mapping[str, Any], message: str) -> str:
     """Returns the scheduler's message without what preemption would change, and the labels that the pod requires of its node."""
     for detail in _PREEMPTION:
         message = message.partition(detail)[0].rstrip(" ,")
-    if "node affinity/selector" not in message:
-        return message
     selector = (pod.get("spec") or {}).get("nodeSelector") or {}
     required = ", ".join(f"{name}={value}" for name, value in sorted(selector.items()))
-    field = f"nodeSelector ({required})" if required else "affinity"
-    return f"nodes do not match spec.placement.{field}: {message}"
+    if _NO_NODE_MATCHES.search(message):
+        rule = f"nodeSelector ({required})" if required else "affinity"
+        return f"no node matches the {rule} of the pod: {message}"
+    return f"{message} The pod requires nodes with {required}." if required and "affinity/selector" in message else message
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -206,7 +206,7 @@ class HotspotTracker:
             cause=cause,
             causes=causes,
             median=spreads[cause].centre,
-            since=min(state.since for state in states.values() if state.since is not None),
+            since=_since(states, cause),
             speed_rises=straggler.since is not None and view.speed >= straggler.first_speed + SPEED_RISE,
         )
 
@@ -222,6 +222,12 @@ class HotspotTracker:
                 why = "has left the hotspot range" if key in self._states else "was removed or is being evacuated"
                 transitions.append(Transition(group.group, None, f"the group {why}"))
         return transitions
+
+
+def _since(states: Mapping[Cause, _CauseState], cause: Cause) -> float:
+    """Time since which the group is a hotspot; of a straggler, since which it is slow: the operator replaces it after a time."""
+    shown = [states[cause]] if cause == "straggler" else states.values()
+    return min(state.since for state in shown if state.since is not None)
 
 
 def _new_states() -> dict[Cause, _CauseState]:

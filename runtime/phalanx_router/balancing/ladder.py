@@ -6,11 +6,12 @@ group.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from phalanx_api.summary import Mode
 from phalanx_router.balancing.budget import MoveBudget
 from phalanx_router.balancing.hotspots import RULES, HotGroup
-from phalanx_router.balancing.projection import median_itl_s, strain, target_cost, with_request, without_request
+from phalanx_router.balancing.projection import lasting_itl_s, median_itl_s, strain, target_cost, with_request, without_request
 from phalanx_router.balancing.records import (
     OPTIONAL_RUNGS,
     HotspotAction,
@@ -65,6 +66,11 @@ class LadderInputs:
     def median_itl_s(self) -> float:
         """Median of the groups with a fresh report."""
         return median_itl_s([view for view in self.views.values() if view.state == "fresh"])
+
+    @property
+    def usual_itl_s(self) -> float:
+        """The same as lower median: of two groups, that of the faster one."""
+        return median_low([lasting_itl_s(view) for view in self.views.values() if view.state == "fresh"] or [0.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +218,7 @@ def reported_action(group: HotGroup, view: GroupView) -> HotspotAction:
 def _scales(group: HotGroup, view: GroupView, inputs: LadderInputs) -> VictimScales:
     itl_s, relieved_strain = inputs.itl_target_s, RELIEVED_STRAIN
     if _is_very_slow(group, view):
-        usual_s = MEDIAN_MULTIPLE * inputs.median_itl_s
+        usual_s = MEDIAN_MULTIPLE * inputs.usual_itl_s
         itl_s, relieved_strain = min(usual_s, itl_s or usual_s), RELIEVED_STRAIN_SLOW
     return VictimScales(itl_s, inputs.budget.bytes_per_s(is_urgent=False), relieved_strain)
 

@@ -63,12 +63,13 @@ class ConsoleAnswers:
         self._log = log
         self._summary = summary
         self._settings = settings
-        self._explanation = explanation
         self._clock = clock
         self._wall_clock = wall_clock
         self.instance = secrets.token_hex(4)
         """Differs with each process: numbers of requests are those of one."""
-        self.fleet = CachedAnswer(self._fleet, clock)
+        self.fleet = CachedAnswer(lambda: self._fleet([]), clock)
+        """For keys of tenants: without the explanation, which names pods and nodes."""
+        self.explained_fleet = CachedAnswer(lambda: self._fleet(explanation()), clock)
         self.settings = CachedAnswer(self._settings_state, clock)
         self._requests: dict[str | None, CachedAnswer] = {}
 
@@ -93,7 +94,7 @@ class ConsoleAnswers:
     def _request_list(self, tenant: str | None) -> object:
         return snapshot.request_list(self._log.newest(), tenant, self._clock(), self._wall_clock(), self.instance)
 
-    def _fleet(self) -> object:
+    def _fleet(self, explanation: list[str]) -> object:
         summary = self._summary()
         links = self._backend.links.all()
         return snapshot.fleet_state(
@@ -105,7 +106,7 @@ class ConsoleAnswers:
             policy=self._backend.balancing.policy,
             now=self._clock(),
             instance=self.instance,
-            explanation=self._explanation(),
+            explanation=explanation,
         )
 
     def _settings_state(self) -> object:

@@ -74,15 +74,25 @@ class Console:
         writes: dict[str, Callable[[bytes], Response]] = {"drain": self._drain, "move": self._move}
         if name in writes:
             _check_method(request, "POST")
+            return await self._write(request, name, writes[name], viewer)
+        _check_method(request, "GET")
+        return self._read(request, name, viewer)
+
+    async def _write(self, request: Request, name: str, write: Callable[[bytes], Response], viewer: Viewer) -> Response:
+        """Executes an order, and logs it with the name of its key, also a refused one."""
+        entry = {"action": name, "api_key": viewer.tenant}
+        try:
             if not viewer.may_write:
                 why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
                 raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
             body = await read_body(request, MAX_BODY_BYTES)
-            response = writes[name](body)
-            log.info("console", extra={"action": name, "api_key": viewer.tenant, "order": body.decode()})
-            return response
-        _check_method(request, "GET")
-        return self._read(request, name, viewer)
+            entry["order"] = body.decode(errors="replace")
+            response = write(body)
+        except ApiError as error:
+            log.warning("refused an order of the console", extra=entry | {"why": str(error)})
+            raise
+        log.info("order of the console", extra=entry)
+        return response
 
     def _read(self, request: Request, name: str, viewer: Viewer) -> Response:
         tenant = None if viewer.sees_all else viewer.tenant
@@ -90,7 +100,7 @@ class Console:
             case "viewer":
                 return Response(msgspec.json.encode(viewer), media_type=JSON)
             case "fleet":
-                return _cached(request, self.answers.fleet.get())
+                return _cached(request, (self.answers.explained_fleet if viewer.sees_all else self.answers.fleet).get())
             case "settings":
                 return _cached(request, self.answers.settings.get())
             case "requests":

@@ -85,7 +85,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     policy: int
     mode: str
     cpu_share: float
-    explanation: list[str]  # what limits the service, by its operator; empty without one
+    explanation: list[str]  # what limits the service, by its operator; empty without one, and for keys of tenants
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 CHECKS_PER_TIMEOUT = 4
+PING_INTERVAL_S = 5.0
+"""Between measurements of a link's delay."""
 """All must find silence: this router's own event loop may have been blocked."""
 
 
@@ -55,10 +57,6 @@ class LinkListener(Protocol):
     def move_frame_received(self, link: "LeaderLink", frame: MoveFrame) -> None:
         """The leader sent a frame of a move or a rescue request."""
         ...
-
-
-PING_INTERVAL_S = 5.0
-"""Between measurements of a link's delay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,10 +368,15 @@ class LeaderLink:
                 self._frames_sent += 1
 
     async def _measure(self, connection: Connection) -> str:
-        """Measures the delay of the link. Raises ConnectionClosed."""
+        """Measures the delay of the link. Never returns: `_read` reports the end, after the last frames."""
+        loop = asyncio.get_running_loop()
         while True:
-            delay_s = await (await connection.ping())
-            self.group_report.delay.add(delay_s, asyncio.get_running_loop().time())
+            try:
+                delay_s = await (await connection.ping())
+            except ConnectionClosed:
+                await loop.create_future()
+                raise
+            self.group_report.delay.add(delay_s, loop.time())
             await asyncio.sleep(PING_INTERVAL_S)
 
     async def _watch(self) -> str:

@@ -15,6 +15,8 @@ from phalanx_router.session import StreamSession
 MAX_COUNT = 1000
 MAX_OPEN = 16
 """Moves in progress at a router, above which an order starts no more."""
+MAX_REFUSED = 100
+"""Streams of one order that no target accepts, after which it tries no more."""
 
 
 class GroupMoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +44,13 @@ class ManualMoves:
     sessions: Collection[StreamSession]
     mover: Mover
     max_bytes_per_s: Callable[[], float | None]
-    """Budget of the policy for the copy of a move."""
+    """Budget of the policy for the copies of a group."""
 
     def start(self, order: GroupMoveOrder) -> StartedMoves:
-        """Starts up to `count` moves, of the streams with the fewest generated tokens. Raises ApiError for an unknown group."""
+        """Starts up to `count` moves, of the streams with the fewest generated tokens. They share the budget.
+
+        Raises ApiError for an unknown group.
+        """
         source = next((link for link in self.links.all() if link.endpoint.group == order.group), None)
         if source is None:
             raise ApiError(404, f"no group {order.group[:100]}", "group", "unknown_group")
@@ -53,15 +58,18 @@ class ManualMoves:
         names = {link.key: link.endpoint.group for link in self.links.all()}
         started, obstacles = Counter[str](), dict[str, None]()
         own = [session for session in self.sessions if session.assignment is not None and session.assignment.link is source]
+        budget, num_refused = self.max_bytes_per_s(), 0
+        rate = None if budget is None else budget / min(order.count, MAX_OPEN)
         for session in sorted(own, key=lambda session: (len(session.stream.journal.delivered), session.number)):
-            if started.total() == order.count:
+            if started.total() == order.count or num_refused == MAX_REFUSED:
                 break
             if len(self.mover.board.open()) >= MAX_OPEN:
                 obstacles[f"{MAX_OPEN} moves are in progress"] = None
                 break
-            target, why = self._move(session, sorted(requests, key=lambda key: requests[key]))
+            target, why = self._move(session, sorted(requests, key=lambda key: requests[key]), rate)
             if target is None:
                 obstacles[why] = None
+                num_refused += 1
             else:
                 started[names[target]] += 1
                 requests[target] += 1
@@ -77,11 +85,11 @@ class ManualMoves:
             raise ApiError(404, f"no other group {name[:100]} serves, or it drains", "target", "unknown_group")
         return named or found
 
-    def _move(self, session: StreamSession, targets: Collection[str]) -> tuple[str | None, str]:
+    def _move(self, session: StreamSession, targets: Collection[str], bytes_per_s: float | None) -> tuple[str | None, str]:
         """Returns the first target that accepts the stream, or `None` and why the last one does not."""
         obstacle: str | None = ""
         for target in targets:
-            obstacle = self.mover.move(session, target, "precopy", "manual", self.max_bytes_per_s())
+            obstacle = self.mover.move(session, target, "precopy", "manual", bytes_per_s)
             if obstacle is None:
                 return target, ""
         return None, obstacle or ""

@@ -45,14 +45,16 @@ def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, rea
     assert (observed.ready, observed.reason) == (ready, reason)
 
 
+MIXED = "0/5 nodes are available: 2 Insufficient nvidia.com/gpu, 3 node(s) didn't match Pod's node affinity/selector."
 NO_MATCH = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
 
 
 @pytest.mark.parametrize(
     ("selector", "message", "why"),
     [
-        ({"disk": "nvme"}, NO_MATCH, f"nodes do not match spec.placement.nodeSelector (disk=nvme): {NO_MATCH}"),
-        (None, NO_MATCH, f"nodes do not match spec.placement.affinity: {NO_MATCH}"),
+        ({"disk": "nvme"}, NO_MATCH, f"no node matches the nodeSelector (disk=nvme) of the pod: {NO_MATCH}"),
+        (None, NO_MATCH, f"no node matches the affinity of the pod: {NO_MATCH}"),
+        ({"disk": "nvme"}, MIXED, f"{MIXED} The pod requires nodes with disk=nvme."),
         (
             {"disk": "nvme"},
             "0/2 nodes are available: 2 Insufficient cpu. no new claims to deallocate, preemption: 0/2 nodes are available.",

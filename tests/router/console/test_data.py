@@ -48,11 +48,13 @@ async def test_tenant_sees_its_own_requests_only() -> None:
         assert [(viewer["tenant"], viewer["may_write"]) for viewer in viewers] == [("alice", False), ("root", True)]
 
 
-async def test_writes_need_a_key_that_may_write() -> None:
+async def test_writes_need_a_key_that_may_write(caplog: pytest.LogCaptureFixture) -> None:
+    """Refused orders are logged too."""
     async with running_console(*leaders(None), keys=KEYS) as console:
         for name, body in {"drain": {"group": "a"}, "move": {"request": 1, "target": "a"}}.items():
             refused = await console.post(name, body, "sk-alice")
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "console_read_only")
+            assert caplog.records[-1].__dict__["api_key"] == "alice" and "may only read" in caplog.records[-1].__dict__["why"]
             assert (await console.post(name, body)).status_code == 401
             assert (await console.post(name, {"other": 1}, "sk-root")).status_code == 400
             large = await console.post(name, {"group": "a" * 20_000}, "sk-root")
@@ -129,7 +131,8 @@ async def test_requested_drain_ends_the_operator_s_poll() -> None:
             return msgspec.json.decode(response.content, type=RouterSummary)
 
         assert (await poll(0.0)).drain_requests == []
-        assert (await console.data("fleet", "sk-alice"))["explanation"] == ["1. kv: pages are full"]
+        explained = [(await console.data("fleet", key))["explanation"] for key in ("sk-root", "sk-alice")]
+        assert explained == [["1. kv: pages are full"], []]
         polling = asyncio.create_task(poll(60.0))
         assert (await console.post("drain", {"group": "b"}, "sk-root")).status_code == 202
         assert [request.group for request in (await polling).drain_requests] == ["b"]

@@ -12,14 +12,16 @@ const notice = (text) => { if (find("notice").textContent !== text) find("notice
 const keyOf = ({ namespace, name }) => `${namespace}/${name}`;
 
 async function update() {
-  if (isReading) mustRepeat = true;
   if (document.hidden || isReading) return;
   isReading = true;
-  do {
-    mustRepeat = false;
-    await readServices();
-  } while (mustRepeat);
-  isReading = false;
+  try {
+    do {
+      mustRepeat = false;
+      await readServices();
+    } while (mustRepeat);
+  } finally {
+    isReading = false;
+  }
 }
 
 async function readServices() {
@@ -96,7 +98,7 @@ function choose(row) {
 
 find("service-rows").addEventListener("click", (event) => choose(event.target.closest("tr")));
 find("service-rows").addEventListener("keydown", (event) => { if (event.key === "Enter") choose(event.target.closest("tr")); });
-find("namespace-form").addEventListener("submit", (event) => { event.preventDefault(); update(); });
+find("namespace-form").addEventListener("submit", (event) => { event.preventDefault(); mustRepeat = true; update(); });
 document.addEventListener("visibilitychange", update);
 addEventListener("phalanx-key", forgetServices);
 find("namespace").value = new URLSearchParams(location.search).get("namespace") ?? "";

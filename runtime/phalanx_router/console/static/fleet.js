@@ -12,7 +12,7 @@ const STATES = { fresh: "linked", degraded: "linked, late reports", suspect: "si
 // What routers and operator do about a hotspot, as in docs/balancing.md.
 const MEASURES = {
   steer: "new requests go elsewhere", weigh: "gets fewer requests", requeue: "waiting requests leave", rescue: "streams leave before a preemption",
-  replicate: "its prefix is copied", migrate: "streams leave", evacuate: "streams leave, it is replaced", scale: "only more groups or memory help", none: "balancing is off",
+  replicate: "its prefix is copied", migrate: "streams leave", evacuate: "streams leave; replaced if it stays slow", scale: "only more groups or memory help", none: "balancing is off",
 };
 
 export function start() {

@@ -46,13 +46,16 @@ function isTyping(target) {
 }
 
 addEventListener("keydown", (event) => {
-  if (isTyping(event.target) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (!find("single-keys").checked || isTyping(event.target) || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key in { 1: 0, 2: 0, 3: 0, 4: 0 }) location.hash = NAMES[Number(event.key) - 1];
   if (event.key === "?") find("help-dialog").showModal();
   if (event.key === "t") nextTheme();
 });
 addEventListener("hashchange", () => show(location.hash.slice(1)));
 document.addEventListener("visibilitychange", update);
+// Speech input may type single letters: they can be switched off.
+find("single-keys").checked = localStorage.getItem("phalanx-single-keys") !== "off";
+find("single-keys").addEventListener("change", (event) => localStorage.setItem("phalanx-single-keys", event.target.checked ? "on" : "off"));
 find("help-button").addEventListener("click", () => find("help-dialog").showModal());
 
 // Reads until the router answers, so that a page that was opened too early recovers.
