@@ -53,6 +53,9 @@ def reach() -> tuple[access.Cluster, str, str]:
 
 def make_namespace(cluster: access.Cluster) -> None:
     """Creates the namespace with the restricted Pod Security Standard; deletes one of an earlier demo with its volumes."""
+    cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--wait=false")
+    # Its pods would wait for streams that no user reads any more, for minutes.
+    cluster.kubectl("delete", "pods", "--all", "-n", NAMESPACE, "--grace-period=5", "--wait=false")
     cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found")
     cluster.kubectl("delete", "persistentvolume", f"{NAMESPACE}-models", f"{NAMESPACE}-site-packages", "--ignore-not-found")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
