@@ -58,6 +58,7 @@ def test_a_recorded_load_repeats_its_decisions(seconds: float, tmp_path: Path) -
     assert [job.ended_s for job in second.jobs] == [job.ended_s for job in first.jobs]
 
 
+@pytest.mark.slow
 def test_policies_are_compared_with_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = RecordedEntries()
     setting = Setting(GROUPS, SHAPE, block_tokens=BLOCK_TOKENS)

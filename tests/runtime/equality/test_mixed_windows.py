@@ -134,6 +134,7 @@ def test_pages_and_parts_come_back_from_host_memory(
     assert ran.scheduler.sharing.hit_tokens > without.scheduler.sharing.hit_tokens
 
 
+@pytest.mark.slow
 @groups
 def test_slots_for_both_grow_and_shrink(model: Path, expected: dict[int, list[int]], pods: list[int], stages: int) -> None:
     """One size decides both; pages and parts of removed slots move."""
@@ -224,6 +225,7 @@ def test_compressed_pages_change_no_token(model: Path, kv_cache_dtype: Any) -> N
     assert num_dropped(run.on(model, [1], replace(MIXED, kv_cache_dtype=kv_cache_dtype), plain)) > 40
 
 
+@pytest.mark.slow
 def test_device_steps_read_held_pages_and_parts_only(tmp_path: Path) -> None:
     """Decode steps on the device, by Triton's interpreter; pages and parts that no request holds are NaN."""
     layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}

@@ -66,6 +66,7 @@ def test_compressed_pages_give_the_tokens_of_the_reference(
     assert "prepare_heads" not in {variant.name for variant in found}
 
 
+@pytest.mark.slow
 def test_any_model_writes_compressed_pages_by_the_kernel(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "llama")
     reference, kernels = (

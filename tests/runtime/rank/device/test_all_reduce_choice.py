@@ -148,6 +148,7 @@ def answers(
     return with_group([2], rank)
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_decides_for_all(folder: Path) -> None:
     """The second rank measures one shot as slower from 32 rows on."""
     fast, slow = [9] * len(ROWS) + [3] * len(ROWS), [9] * len(ROWS) + [3, 3, 10, 3, 3]

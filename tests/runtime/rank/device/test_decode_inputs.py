@@ -90,6 +90,7 @@ def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], l
     assert made.slots.view(-1, HEADS)[size:].tolist() == [[-1] * HEADS] * (NUM_ROWS - size)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(case=runs_with_decodes(), window=st.sampled_from([2, 5, 9]))
 def test_inputs_with_parts_equal_those_of_the_builder(case: tuple[list[list[Move]], list[Move]], window: int) -> None:
