@@ -5,7 +5,7 @@
              ├─ pull       the request waits for pages of another group
              ├─ queue      in a group's queue; with an error: the group was lost, or refused the request, before the first token;
              │             without chunks and error: the request was aborted or queued again before it
-             ├─ prefill    one event per chunk
+             ├─ prefill    one event per chunk; queue and prefill again, with phalanx.preempted, after a preemption
              ├─ decode     from the first to the last token of a group; error: why the group no longer has the stream
              ├─ move       while the stream continues at its source
              ├─ replay     from the loss of a group to the first token of another one; error: the stream ended before
@@ -97,13 +97,13 @@ class StreamTrace:
             self._group.decode_started, self._group.num_before = self._group.started, num_delivered
 
     def first_token(self, epoch: int, times: PrefillTime, cached_tokens: int, num_delivered: int) -> None:
-        """The group of this epoch has computed its first token."""
+        """The group of this epoch has computed its first token, or the next one after it preempted the request."""
         group, now = self._group, self._clock()
         if self._trace is None or group is None or group.epoch != epoch:
             return
-        self._trace.add_later(
-            partial(add_prefill, times=times, now=now, cached_tokens=cached_tokens, group=group.group, epoch=epoch)
-        )
+        is_again = group.decode_started is not None
+        add = partial(add_prefill, times=times, now=now, cached_tokens=cached_tokens, is_again=is_again)
+        self._trace.add_later(partial(add, group=group.group, epoch=epoch))
         if group.decode_started is None:
             group.decode_started, group.num_before = now, num_delivered
         if self._lost_at is not None:

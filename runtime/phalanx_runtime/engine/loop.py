@@ -205,8 +205,10 @@ class EngineLoop:
             return None
         plan = self._scheduler.schedule(now)
         self._reports.plan_composed()
-        if preempted := [shown_id(request) for request in self._scheduler.take_preempted()]:
-            self._recorder.record(Preemption(at=now, requests=preempted, free_pages=self._scheduler.pool.free_pages))
+        if preempted := self._scheduler.take_preempted():
+            self._times.preempted((handle for handle, _ in preempted), now)
+            shown = [shown_id(id) for _, id in preempted]
+            self._recorder.record(Preemption(at=now, requests=shown, free_pages=self._scheduler.pool.free_pages))
         if plan is None:
             return None
         queue_times_s, self._kept_queue_times_s = self._kept_queue_times_s, []

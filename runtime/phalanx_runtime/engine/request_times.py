@@ -23,6 +23,8 @@ class RequestTimes:
         self._arrived: dict[int, float] = {}
         """Of requests without a step."""
         self._times: dict[int, _Times] = {}
+        """Of traced requests until their first token, and from a preemption until their next one."""
+        self._traced: set[int] = set()
 
     @property
     def num_unstarted(self) -> int:
@@ -31,14 +33,20 @@ class RequestTimes:
 
     @property
     def has_traced(self) -> bool:
-        """Whether a traced request has no token yet."""
+        """Whether a traced request awaits its first token, or the next one after a preemption."""
         return bool(self._times)
 
     def submitted(self, handle: int, request: wire.Request, now: float) -> None:
         """Records the arrival of a request."""
         self._arrived[handle] = now
         if request.trace is not None:
+            self._traced.add(handle)
             self._times[handle] = _Times(now)
+
+    def preempted(self, handles: Iterable[int], now: float) -> None:
+        """Records that requests lost their pages and wait again."""
+        for handle in self._traced.intersection(handles):
+            self._times.setdefault(handle, _Times(now))
 
     def started(self, handles: Iterable[int], now: float) -> list[float]:
         """Returns the queue times of those among `handles` that are in their first step."""
@@ -53,7 +61,7 @@ class RequestTimes:
                 times.chunks.append((started, ended, count))
 
     def add_to(self, frame: wire.Tokens, now: float) -> None:
-        """Adds the times of requests that have their first token, or their vector, in `frame`."""
+        """Adds the times of requests that have the awaited token, or their vector, in `frame`."""
         first = {*zip(frame.handles, frame.epochs, strict=True), *((end.handle, end.epoch) for end in frame.finished)}
         present = {cached.handle: position for position, cached in enumerate(frame.cached)}
         for handle, epoch in sorted(first):
@@ -71,3 +79,4 @@ class RequestTimes:
         """Drops a request that ended."""
         self._arrived.pop(handle, None)
         self._times.pop(handle, None)
+        self._traced.discard(handle)

@@ -64,6 +64,17 @@ def test_request_without_chunks_was_only_queued() -> None:
     assert spans.times[1:] == [("queue", 2, 5, "")]
 
 
+def test_preempted_request_is_queued_and_prefilled_again() -> None:
+    spans = Spans()
+    sent(spans, 0)
+    spans.at(5).first_token(0, TIMES, 16, 1)
+    spans.at(15).first_token(0, TIMES, 0, 4)
+    spans.at(20).ended(8, "")
+    again = [span for span in spans.spans if span.attributes.get("phalanx.preempted")]
+    assert [(span.name, span.start_s, span.end_s) for span in again] == [("queue", 12, 13), ("prefill", 13, 14.5)]
+    assert spans.times[-1] == ("decode", 5, 20, "") and spans.spans[-1].attributes["phalanx.tokens"] == 7
+
+
 def test_lost_stream_is_kept_and_has_a_replay() -> None:
     spans = Spans(ratio=0.0)
     sent(spans, 0)

@@ -10,6 +10,7 @@ import zmq
 
 from phalanx_api import wire
 from phalanx_api.roofline import DeviceRates, ModelShape, Roofline
+from phalanx_api.trace import Trace
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
@@ -347,6 +348,22 @@ def test_preemption_adds_no_queue_time() -> None:
     loop.run()
     assert loop.scheduler.num_preemptions > 0
     assert len(queue_times(script)) == 4
+
+
+def test_traced_requests_report_their_times_again_after_preemptions() -> None:
+    trace = Trace(trace_id="1" * 32, span_id="2" * 16)
+    requests = [msgspec.structs.replace(make_request(8, 16, seed=h), trace=trace if h else None) for h in range(4)]
+    submits: list[wire.ToEngine | bytes] = [wire.Submit(h, request) for h, request in enumerate(requests)]
+    script = Script(submits[:2], submits[2:])
+    loop = EngineLoop(FakeRunner(14, 4), LIMITS, script, Clock(0.001))
+    loop.run()
+    cached = [entry for frame in script.sent if isinstance(frame, wire.Tokens) for entry in frame.cached]
+    times = [entry for entry in cached if entry.prefill is not None]
+    assert {entry.handle for entry in times} == {1, 2, 3}, "those with a trace"
+    num_again = len(times) - 3
+    assert 0 < num_again <= loop.scheduler.num_preemptions
+    again = [entry.prefill for entry in times[-num_again:] if entry.prefill is not None]
+    assert all(sum(chunk.tokens for chunk in prefill.chunks) > 0 and prefill.submitted_ago_s > 0 for prefill in again)
 
 
 def test_unserved_request_has_no_queue_time() -> None:

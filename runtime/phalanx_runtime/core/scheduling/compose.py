@@ -77,8 +77,8 @@ class Composer:
         self, limits: Limits, policy: Policy, queue: Queue, running: RunningSet, sharing: PrefixSharing, speculator: Speculator
     ) -> None:
         self.num_preemptions = 0
-        self.preempted: list[str] = []
-        """Ids of preempted requests, until the scheduler takes them."""
+        self.preempted: list[tuple[int, str]] = []
+        """Handles and ids of preempted requests, until the scheduler takes them."""
         self._limits = limits
         self._policy = policy
         self._queue = queue
@@ -126,7 +126,7 @@ class Composer:
         victim.scheduling.waits_since_s = now
         self._queue.push(victim, now)
         self.num_preemptions += 1
-        self.preempted.append(victim.params.id)
+        self.preempted.append((victim.params.handle, victim.params.id))
 
     def _next_lone(self, now: float) -> Request | None:
         """Returns the next request that runs alone, if any."""

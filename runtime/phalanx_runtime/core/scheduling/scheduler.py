@@ -138,8 +138,8 @@ class Scheduler:
             total_pages=self.pool.num_pages,
         )
 
-    def take_preempted(self) -> list[str]:
-        """Returns the ids of the requests that were preempted since the previous call."""
+    def take_preempted(self) -> list[tuple[int, str]]:
+        """Returns handle and id of the requests that were preempted since the previous call."""
         preempted, self._composer.preempted = self._composer.preempted, []
         return preempted
 
