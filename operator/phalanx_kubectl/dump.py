@@ -1,16 +1,22 @@
-"""Collects a bug report of a service: one archive of objects, events, logs, metrics, summaries and flight recorders."""
+"""Collects a bug report of a service: one archive of objects, events, logs, metrics, summaries and flight recorders.
+
+Files are written as they are read, so that memory does not grow with the number of pods.
+"""
 
 import io
 import json
 import tarfile
-from collections.abc import Callable, Collection, Iterator
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from phalanx_api import labels
-from phalanx_kubectl.recordings import RecordedPod, fetch, recorded_pods
+from phalanx_kubectl.recordings import MAX_CALLS, RecordedPod, fetch, service_pods
 from phalanx_kubectl.redaction import redact_object, redact_text
 from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
@@ -47,34 +53,43 @@ class Dump:
             missing.append(redact_text(why))
             self.warn(why)
 
-        files = list(self._files(service, note))
-        about = {"service": service, "made": made_at, "missing": missing}
-        files.append(DumpedFile("about.json", json.dumps(about, indent=2)))
-        folder = f"{service}-dump"
+        described = _object_file("service.json", read_json(self.kubectl, "get", self.kind, service))
+        pods, added = service_pods(self.kubectl, service), list[str]()
         path.touch(_MODE)
-        with tarfile.open(path, "w:gz") as archive:
-            for file in files:
-                content = file.text.encode()
-                info = tarfile.TarInfo(f"{folder}/{file.name}")
-                info.size, info.mode = len(content), _MODE
-                archive.addfile(info, io.BytesIO(content))
-        return len(files)
+        with tarfile.open(path, "w:gz") as archive, tempfile.TemporaryFile() as recordings:
 
-    def _files(self, service: str, note: Callable[[str], None]) -> Iterator[DumpedFile]:
-        yield _object_file("service.json", read_json(self.kubectl, "get", self.kind, service))
+            def add(name: str, content: IO[bytes]) -> None:
+                added.append(name)
+                info = tarfile.TarInfo(f"{service}-dump/{name}")
+                info.size, info.mode = content.seek(0, io.SEEK_END), _MODE
+                content.seek(0)
+                archive.addfile(info, content)
+
+            for file in chain([described], self._files(service, pods, note)):
+                add(file.name, io.BytesIO(file.text.encode()))
+            self._write_recordings([pod for pod in pods if pod.phase == "Running"], note, recordings)
+            add(RECORDINGS, recordings)
+            about = {"service": service, "made": made_at, "missing": missing}
+            add("about.json", io.BytesIO(json.dumps(about, indent=2).encode()))
+        return len(added)
+
+    def _write_recordings(self, pods: Sequence[RecordedPod], note: Callable[[str], None], target: IO[bytes]) -> None:
+        """Writes recordings as lines; those of a few pods at a time are in memory."""
+        for first in range(0, len(pods), MAX_CALLS):
+            for recording in fetch(self.kubectl, pods[first : first + MAX_CALLS], note):
+                target.write(msgspec.json.encode(recording) + b"\n")
+
+    def _files(self, service: str, pods: Sequence[RecordedPod], note: Callable[[str], None]) -> Iterator[DumpedFile]:
         own = {service}
         for kind in _KINDS:
             found = self._objects(kind, f"{labels.SERVICE}={service}", note)
             own.update(item["metadata"]["name"] for item in found)
             yield _object_file(f"{kind}.json", found)
         yield from self._events(own, note)
-        pods = recorded_pods(self.kubectl, service)
         for pod in pods:
             yield from self._logs(pod, note)
-        for pod in (pod for pod in pods if pod.component == "router"):
+        for pod in (pod for pod in pods if pod.component == "router" and pod.phase == "Running"):
             yield from self._router(pod, note)
-        recordings = fetch(self.kubectl, pods, note)
-        yield DumpedFile(RECORDINGS, "".join(msgspec.json.encode(recording).decode() + "\n" for recording in recordings))
         yield from self._operator_logs(note)
 
     def _objects(self, kind: str, selector: str, note: Callable[[str], None]) -> list[Json]:
@@ -96,11 +111,15 @@ class Dump:
         yield _object_file("events.json", shown)
 
     def _logs(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
-        call = ("logs", pod.name, "-c", _CONTAINERS[pod.component], f"--tail={LOG_LINES}")
+        """Logs of a pod that has started, and of its init containers otherwise."""
+        containers = ("--all-containers",) if pod.phase == "Pending" else ("-c", _CONTAINERS[pod.component])
+        call = ("logs", pod.name, *containers, f"--tail={LOG_LINES}")
         try:
             yield DumpedFile(f"logs/{pod.name}.log", redact_text(self.kubectl.read(*call)))
         except KubectlFailed as error:
             note(f"logs of {pod.name}: {error}")
+        if pod.phase == "Pending":
+            return
         try:
             yield DumpedFile(f"logs/{pod.name}.previous.log", redact_text(self.kubectl.read(*call, "--previous")))
         except KubectlFailed as error:

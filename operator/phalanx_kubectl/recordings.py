@@ -17,23 +17,29 @@ _PROGRAMS = {"router": ("router", "phalanx-router"), "group": ("runtime", "phala
 
 @dataclass(frozen=True, slots=True)
 class RecordedPod:
-    """A running pod with a recorder."""
+    """A pod with a recorder, if it runs."""
 
     name: str
     component: str
     """`router` or `group`."""
     namespace: str
+    phase: str = "Running"
 
 
-def recorded_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
-    """Returns the running routers and group pods of a service. Raises KubectlFailed."""
+def service_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
+    """Returns the routers and group pods of a service. Raises KubectlFailed."""
     pods = []
     for component in _PROGRAMS:
         selector = f"{labels.SERVICE}={service},{labels.COMPONENT}={component}"
         for pod in read_json(kubectl, "get", "pods", "-l", selector)["items"]:
-            if (pod.get("status") or {}).get("phase") == "Running":
-                pods.append(RecordedPod(pod["metadata"]["name"], component, pod["metadata"].get("namespace", "")))
+            metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase") or ""
+            pods.append(RecordedPod(metadata["name"], component, metadata.get("namespace", ""), phase))
     return pods
+
+
+def recorded_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
+    """Returns those that run. Raises KubectlFailed."""
+    return [pod for pod in service_pods(kubectl, service) if pod.phase == "Running"]
 
 
 def fetch(
