@@ -137,9 +137,9 @@ class Console:
         session = self._find(str(order.request), None).session
         if session is None:
             raise ApiError(409, f"request {order.request} has ended", "request", "not_moved")
-        link = next((link for link in self.backend.links.serving() if link.endpoint.group == order.target), None)
+        link = next((link for link in self.backend.links.staying() if link.endpoint.group == order.target), None)
         if link is None:
-            raise ApiError(404, f"no group {order.target[:100]} serves", "target", "unknown_group")
+            raise ApiError(404, f"no group {order.target[:100]} serves, or it drains", "target", "unknown_group")
         obstacle = self.backend.mover.move(session, link.key, "precopy", "manual")
         if obstacle is not None:
             raise ApiError(409, obstacle, "request", "not_moved")

@@ -174,6 +174,10 @@ class LinkPool:
         links = sorted(self._links.values(), key=lambda link: link.endpoint.created, reverse=True)
         return list(dict.fromkeys(identity for link in links if (identity := link.revision_identity)))
 
+    def staying(self) -> list[LeaderLink]:
+        """Links whose groups accept requests and do not leave."""
+        return [link for link in self.serving() if not self.fleet_view.is_leaving(link)]
+
     def open_links(self) -> list[LeaderLink]:
         """Open links."""
         return [link for link in self._links.values() if link.is_open]

@@ -76,8 +76,7 @@ class ManualMoves:
         return StartedMoves(dict(started), list(obstacles))
 
     def _targets(self, source: LeaderLink, name: str) -> list[LeaderLink]:
-        leaves = self.links.fleet_view.is_leaving
-        found = [link for link in self.links.serving() if link is not source and not leaves(link)]
+        found = [link for link in self.links.staying() if link is not source]
         if not name and not found:
             raise ApiError(409, "no other group serves", "group", "not_moved")
         named = [link for link in found if link.endpoint.group == name]

@@ -78,6 +78,10 @@ async def test_moved_request_shows_which_group_computed_what() -> None:
         assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (409, "another_router")
         unknown = await console.post("move", order | {"target": "z"}, "sk-root")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_group")
+        console.fleet.links.fleet_view.evacuating = frozenset([target])
+        leaving = await console.post("move", order | {"target": target}, "sk-root")
+        assert (leaving.status_code, leaving.json()["error"]["code"]) == (404, "unknown_group")
+        console.fleet.links.fleet_view.evacuating = frozenset()
         same = await console.post("move", order | {"target": source}, "sk-root")
         assert (same.status_code, same.json()["error"]["code"]) == (409, "not_moved")
         assert (await console.post("move", order | {"target": target}, "sk-root")).status_code == 202
