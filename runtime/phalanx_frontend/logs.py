@@ -42,10 +42,14 @@ class TextFormatter(logging.Formatter):
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Returns the fields passed as `extra`, and the trace id of the request that is being served."""
-    fields = {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
-    trace_id = TRACE_ID.get()()
-    return {"trace_id": trace_id} | fields if trace_id else fields
+    """Returns the fields passed as `extra`, and the trace id of the request that is being served.
+
+    A line about another stream has that stream's `trace_id`, empty without a trace.
+    """
+    fields = {"trace_id": TRACE_ID.get()()} | {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+    if not fields["trace_id"]:
+        del fields["trace_id"]
+    return fields
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.logs import JsonFormatter, TextFormatter
+from phalanx_frontend.logs import TRACE_ID, JsonFormatter, TextFormatter
 from tests.frontend.fakes import FakeBackend
 
 SECRET = "mellon-speak-friend"
@@ -39,6 +39,17 @@ def test_a_text_line_precedes_its_trace() -> None:
     error = ValueError("a bug")
     fields = {"levelname": "ERROR", "name": "here", "msg": "rank failed", "exc_info": (ValueError, error, None), "rank": 0}
     assert TextFormatter().format(logging.makeLogRecord(fields)) == "ERROR here rank failed rank=0\nValueError: a bug"
+
+
+@pytest.mark.parametrize(("own", "expected"), [({"trace_id": "b"}, "b"), ({"trace_id": ""}, None), ({}, "a")])
+def test_a_line_has_the_trace_of_its_stream(own: dict[str, str], expected: str | None) -> None:
+    """Served is the request of trace a; a line may be about another stream."""
+    token = TRACE_ID.set(lambda: "a")
+    try:
+        line = json.loads(JsonFormatter().format(logging.makeLogRecord({"msg": "move ended", **own})))
+    finally:
+        TRACE_ID.reset(token)
+    assert line.get("trace_id") == expected
 
 
 def test_an_exception_stays_on_its_line() -> None:

@@ -130,7 +130,8 @@ class Dispatcher:
             self._candidates.record_alone(session)
         if request.delivered or session.failures.num_departures:
             self._metrics.replayed()
-            log.info("stream replayed", extra={"request": request.id, "group": link.endpoint.group, "epoch": request.epoch})
+            fields = {"request": request.id, "group": link.endpoint.group, "epoch": request.epoch}
+            log.info("stream replayed", extra=fields | session.stream.trace.log_fields)
 
     def adopt(self, session: StreamSession) -> None:
         """Registers an adopted stream."""

@@ -269,9 +269,9 @@ class Mover:
         self._warmups.end(request.move)
         self._metrics.move_ended(ended.outcome, request.reason, ended.num_bytes, ended.stall_s)
         fields = {"move": request.move, "outcome": ended.outcome, "code": ended.code, "why": ended.why, "for": request.reason}
-        log.info("move ended", extra=fields)
-        self._decisions.move_ended(request, ended, session.stream.journal.id)
         session.stream.trace.move_ended(_attributes(request, ended), "" if ended.outcome == "moved" else ended.why)
+        log.info("move ended", extra=fields | session.stream.trace.log_fields)
+        self._decisions.move_ended(request, ended, session.stream.journal.id)
         for listener in self.end_listeners:
             listener(session, request, ended)
 

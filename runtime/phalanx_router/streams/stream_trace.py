@@ -52,6 +52,12 @@ class StreamTrace:
         self._group: _GroupTurn | None = None
         self._move_started = 0.0
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of log lines about the stream: its trace id, if it is exported."""
+        exemplar = self._trace.exemplar if self._trace is not None else None
+        return exemplar or {"trace_id": ""}
+
     def queued(self) -> None:
         """The stream waits for a group."""
         if self._trace is None:

@@ -75,6 +75,15 @@ def test_preempted_request_is_queued_and_prefilled_again() -> None:
     assert spans.times[-1] == ("decode", 5, 20, "") and spans.spans[-1].attributes["phalanx.tokens"] == 7
 
 
+def test_log_lines_have_the_ids_of_exported_traces() -> None:
+    assert UNTRACED.log_fields == {"trace_id": ""}
+    spans = Spans(ratio=0.0)
+    sent(spans, 0)
+    assert spans.stream.log_fields == {"trace_id": ""}
+    spans.at(5).lost("died", 0, is_planned=False)
+    assert spans.stream.log_fields == {"trace_id": spans.request.identity.trace_id}
+
+
 def test_lost_stream_is_kept_and_has_a_replay() -> None:
     spans = Spans(ratio=0.0)
     sent(spans, 0)
