@@ -41,6 +41,14 @@ _LATENCY_ROW = Row(
             _percentiles("phalanx_router_inter_token_latency_seconds"),
         ),
         Panel(
+            "Step time by group",
+            "Time of a step of each group, about that between two tokens of a stream, as routers know it.",
+            "equal in all groups at equal load. One slower group is a straggler: drain it, and look at its devices in "
+            "the dashboard Engine.",
+            "s",
+            (Query(f"max by (group) (phalanx_router_group_step_seconds{{{SERVICES}}} > 0)", "{{group}}"),),
+        ),
+        Panel(
             "Requests by outcome",
             "Ended requests per second.",
             "almost all `finished`; `cancelled` are clients that disconnected, `failed` are errors of the service.",
