@@ -12,10 +12,11 @@ OPERATIONS = {
     "/v1/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
+_CHOICES, _REASONS = "gen_ai.request.choice.count", "gen_ai.response.finish_reasons"
 
 
 def describe_request(trace: RequestTrace | None, route: str, model: str, requests: Sequence[wire.Request]) -> None:
-    """Records what a client requests. No text of it."""
+    """Records what a client requests, without text. A batch calls it for each entry; parameters that differ are left out."""
     if trace is None:
         return
     operation, sampling = OPERATIONS[route], requests[0].sampling
@@ -23,7 +24,6 @@ def describe_request(trace: RequestTrace | None, route: str, model: str, request
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "phalanx",
         "gen_ai.request.model": model,
-        "gen_ai.request.choice.count": len(requests),
     }
     if requests[0].pooling is None:
         attributes |= {
@@ -32,21 +32,32 @@ def describe_request(trace: RequestTrace | None, route: str, model: str, request
             "gen_ai.request.top_p": sampling.top_p,
         }
     trace.name = f"{operation} {model}"
-    trace.attributes |= attributes
+    former = {name: trace.attributes.get(name) for name in attributes} if _CHOICES in trace.attributes else attributes
+    for name in attributes:
+        trace.attributes.pop(name, None)
+    trace.attributes |= {name: value for name, value in attributes.items() if former[name] == value}
+    _add(trace, _CHOICES, len(requests))
+
+
+def _add(trace: RequestTrace, name: str, number: int) -> None:
+    former = trace.attributes.get(name, 0)
+    trace.attributes[name] = number + (former if isinstance(former, int) else 0)
 
 
 def describe_response(
     trace: RequestTrace | None, id: str, input_tokens: int, output_tokens: int, finish_reasons: Sequence[str]
 ) -> None:
-    """Records the response, or the part of it that was computed."""
+    """Records the response, or the part of it that was computed. The entries of a batch are summed, and have no id."""
     if trace is None:
         return
-    trace.attributes |= {
-        "gen_ai.response.id": id,
-        "gen_ai.usage.input_tokens": input_tokens,
-        "gen_ai.usage.output_tokens": output_tokens,
-        "gen_ai.response.finish_reasons": list(finish_reasons),
-    }
+    former = trace.attributes.get(_REASONS)
+    trace.attributes[_REASONS] = [*(former if isinstance(former, list) else ()), *finish_reasons]
+    if former is None:
+        trace.attributes["gen_ai.response.id"] = id
+    else:
+        trace.attributes.pop("gen_ai.response.id", None)
+    _add(trace, "gen_ai.usage.input_tokens", input_tokens)
+    _add(trace, "gen_ai.usage.output_tokens", output_tokens)
 
 
 def describe_error(trace: RequestTrace | None, status: int, code: str, can_resume: bool = False) -> None:

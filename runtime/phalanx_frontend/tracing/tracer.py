@@ -167,7 +167,7 @@ class RequestTrace:
 
     def first_token(self, seconds: float) -> None:
         """Records the first token, `seconds` after the arrival."""
-        self.attributes["phalanx.time_to_first_token"] = seconds
+        self.attributes.setdefault("phalanx.time_to_first_token", seconds)
         if seconds > self._tracer.rules.slow_s:
             self.keep()
 

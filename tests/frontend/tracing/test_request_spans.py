@@ -64,6 +64,26 @@ async def test_span_describes_request_and_response_without_text() -> None:
     }
 
 
+async def test_span_of_a_batch_sums_its_entries() -> None:
+    spans = Spans()
+    entries = [{"prompt": f"prompt {number}", "max_tokens": 5, "temperature": number / 10} for number in range(3)]
+    async with spans.client(FakeBackend(text_script("hidden"))) as client:
+        answer = await client.post("/v1/batch", json={"requests": [*entries, {"prompt": 1}]})
+    [span] = spans.spans
+    used = answer.json()["responses"][:3]
+    assert {name: value for name, value in span.attributes.items() if name.startswith("gen_ai.")} == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "phalanx",
+        "gen_ai.request.model": span.name.removeprefix("text_completion "),
+        "gen_ai.request.choice.count": 3,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.usage.input_tokens": sum(entry["prompt_tokens"] for entry in used),
+        "gen_ai.usage.output_tokens": sum(entry["generated_tokens"] for entry in used),
+        "gen_ai.response.finish_reasons": ["length"] * 3,
+    }, "the temperatures differ, and one entry is invalid"
+
+
 async def test_refusal_by_load_is_described_and_not_exported() -> None:
     spans = Spans()
     async with spans.client(scripted(FULL), ratio=0.0) as client:
