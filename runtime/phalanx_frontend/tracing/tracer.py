@@ -36,6 +36,9 @@ class SpanExporter(Protocol):
         ...
 
 
+_FIRST_TOKEN = "phalanx.time_to_first_token"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
     """Which requests are traced."""
@@ -43,7 +46,7 @@ class SamplingRules:
     ratio: float = 0.01
     """Share of the requests without a traceparent."""
     slow_s: float = 10.0
-    """A request whose first token takes longer is exported."""
+    """A request whose first token takes longer is exported, and one without a token, such as of embeddings, that lasts longer."""
 
 
 class RequestTrace:
@@ -167,7 +170,7 @@ class RequestTrace:
 
     def first_token(self, seconds: float) -> None:
         """Records the first token, `seconds` after the arrival."""
-        self.attributes.setdefault("phalanx.time_to_first_token", seconds)
+        self.attributes.setdefault(_FIRST_TOKEN, seconds)
         if seconds > self._tracer.rules.slow_s:
             self.keep()
 
@@ -175,6 +178,9 @@ class RequestTrace:
         """Ends the span of the request, except if a resumed stream continues it elsewhere."""
         self._tracer.forget(self)
         now, identity = self._tracer.clock(), self.identity
+        has_token = _FIRST_TOKEN in self.attributes or self._resumed is not None
+        if not has_token and now - self._arrived_s > self._tracer.rules.slow_s:
+            self.keep()
         if self._num_records > MAX_RECORDS:
             self.attributes["phalanx.dropped_spans"] = self._num_records - MAX_RECORDS
         if self.is_kept and not self._is_handed_over:

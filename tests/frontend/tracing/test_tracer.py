@@ -59,6 +59,17 @@ def test_slow_failed_and_kept_requests_are_exported_whole() -> None:
         assert fixture.names == ["queue", "decode", "chat tiny"]
 
 
+def test_slow_request_without_a_token_is_exported() -> None:
+    """Such as one of embeddings, or one whose client has waited in vain."""
+    for lasts_s, expected in ((4.0, []), (6.0, ["queue", "chat tiny"])):
+        fixture = Fixture()
+        trace = fixture.open()
+        trace.add("queue", 100.0, 101.0)
+        fixture.now += lasts_s
+        trace.end()
+        assert fixture.names == expected
+
+
 def test_spans_of_one_request_are_bounded() -> None:
     fixture = Fixture(ratio=1.0)
     trace = fixture.open()
