@@ -47,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common], help=text, description=text)
+        command = commands.add_parser(name, parents=[common], help=text, description=text)
+        command.set_defaults(parser=command)
+        return command
 
     status = add("status", "conditions of a service, or one line per service")
     status.add_argument("name", nargs="?", metavar="NAME")
@@ -171,7 +173,9 @@ def kubectl_flags(options: argparse.Namespace) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program. Exits with 1 if kubectl fails."""
-    options = make_parser().parse_args(arguments)
+    options, unknown = make_parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command
 
     def warn(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr)

@@ -381,6 +381,12 @@ def test_a_dump_has_logs_of_pods_that_do_not_run(kubectl: FakeKubectl, tmp_path:
     assert not any(call[0] == "exec" for call in kubectl.calls)
 
 
+def test_unknown_flags_show_the_usage_of_their_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plugin("dump", "chat", "-o", "file") == 2
+    error = capsys.readouterr().err
+    assert "usage: kubectl phalanx dump" in error and "unrecognized arguments: -o file" in error and "--file" in error
+
+
 def test_replay_tells_what_happened_and_compares(
     kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
