@@ -56,10 +56,11 @@ class Predictor:
         return Effect(metric="mean ITL", before=before_s, after=before_s * factor, unit="s")
 
     def rate_effect(self, after: SteadyState) -> Effect:
-        """Returns the effect on the output of all groups."""
-        count = self.num_groups
-        before, now = self.now.tokens_per_s * count, after.tokens_per_s * count
-        return Effect(metric="output", before=before, after=now, unit="tokens/s")
+        """Returns the effect on the output of all groups: the measured one, changed as the predicted one."""
+        traffic = self.load.traffic
+        before = traffic.output_tokens / traffic.window_s or self.now.tokens_per_s * self.num_groups
+        gain = after.tokens_per_s / self.now.tokens_per_s if self.now.tokens_per_s else 1.0
+        return Effect(metric="output", before=before, after=before * gain, unit="tokens/s")
 
     def first_token_s(self, step_share: float = 0.5) -> float:
         """Returns the time to the first token without a queue: the rest of the running step, a step, and the prompt."""
