@@ -55,8 +55,9 @@ class Dump:
 
         described = _object_file("service.json", read_json(self.kubectl, "get", self.kind, service))
         pods, added = service_pods(self.kubectl, service), list[str]()
-        path.touch(_MODE)
-        with tarfile.open(path, "w:gz") as archive, tempfile.TemporaryFile() as recordings:
+        unfinished = path.with_name(f"{path.name}.part")
+        unfinished.touch(_MODE)
+        with tarfile.open(unfinished, "w:gz") as archive, tempfile.TemporaryFile() as recordings:
 
             def add(name: str, content: IO[bytes]) -> None:
                 added.append(name)
@@ -71,6 +72,7 @@ class Dump:
             add(RECORDINGS, recordings)
             about = {"service": service, "made": made_at, "missing": missing}
             add("about.json", io.BytesIO(json.dumps(about, indent=2).encode()))
+        unfinished.replace(path)
         return len(added)
 
     def _write_recordings(self, pods: Sequence[RecordedPod], note: Callable[[str], None], target: IO[bytes]) -> None:
@@ -112,19 +114,24 @@ class Dump:
 
     def _logs(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         """Logs of a pod that has started, and of its init containers otherwise."""
-        containers = ("--all-containers",) if pod.phase == "Pending" else ("-c", _CONTAINERS[pod.component])
-        call = ("logs", pod.name, *containers, f"--tail={LOG_LINES}")
-        try:
-            yield DumpedFile(f"logs/{pod.name}.log", redact_text(self.kubectl.read(*call)))
-        except KubectlFailed as error:
-            note(f"logs of {pod.name}: {error}")
         if pod.phase == "Pending":
+            for container in pod.init_containers:
+                yield from self._log(f"{pod.name}.{container}", (pod.name, "-c", container), note)
             return
+        own = (pod.name, "-c", _CONTAINERS[pod.component])
+        yield from self._log(pod.name, own, note)
+        call = ("logs", *own, f"--tail={LOG_LINES}")
         try:
             yield DumpedFile(f"logs/{pod.name}.previous.log", redact_text(self.kubectl.read(*call, "--previous")))
         except KubectlFailed as error:
             if "previous terminated container" not in str(error):  # it has not restarted
                 note(f"earlier logs of {pod.name}: {error}")
+
+    def _log(self, name: str, container: Sequence[str], note: Callable[[str], None]) -> Iterator[DumpedFile]:
+        try:
+            yield DumpedFile(f"logs/{name}.log", redact_text(self.kubectl.read("logs", *container, f"--tail={LOG_LINES}")))
+        except KubectlFailed as error:
+            note(f"logs of {name}: {error}")
 
     def _router(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         path = f"/api/v1/namespaces/{pod.namespace}/pods/http:{pod.name}:{labels.HTTP_PORT}/proxy/metrics"

@@ -17,13 +17,14 @@ _PROGRAMS = {"router": ("router", "phalanx-router"), "group": ("runtime", "phala
 
 @dataclass(frozen=True, slots=True)
 class RecordedPod:
-    """A pod with a recorder, if it runs."""
+    """A pod of a service. It has a recorder while it runs."""
 
     name: str
     component: str
     """`router` or `group`."""
     namespace: str
     phase: str = "Running"
+    init_containers: tuple[str, ...] = ()
 
 
 def service_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
@@ -33,12 +34,13 @@ def service_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
         selector = f"{labels.SERVICE}={service},{labels.COMPONENT}={component}"
         for pod in read_json(kubectl, "get", "pods", "-l", selector)["items"]:
             metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase") or ""
-            pods.append(RecordedPod(metadata["name"], component, metadata.get("namespace", ""), phase))
+            first = tuple(each["name"] for each in (pod.get("spec") or {}).get("initContainers") or ())
+            pods.append(RecordedPod(metadata["name"], component, metadata.get("namespace", ""), phase, first))
     return pods
 
 
 def recorded_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
-    """Returns those that run. Raises KubectlFailed."""
+    """Returns the running ones of `service_pods`. Raises KubectlFailed."""
     return [pod for pod in service_pods(kubectl, service) if pod.phase == "Running"]
 
 

@@ -253,6 +253,7 @@ class RouterPoller:
         router.answered_s, router.has_no_endpoint, router.is_incompatible = self._clock(), False, False
         router.was_polled, router.is_silent = True, False
         if former is None or _urgent_state(former) != _urgent_state(summary):
+            service.explained_s = -math.inf
             self._wake(key)
 
     async def _poll(self, service: _Service, router: _Router) -> RouterSummary:
@@ -289,9 +290,11 @@ class RouterPoller:
             for router in service.routers.values()
             if router.summary is not None and not router.has_no_endpoint and now_s - router.answered_s <= timing.stale_s
         ]
+        if not recent:
+            return []
         service.explained_s = now_s
         try:
-            service.explained = service.explain(recent) if recent else []
+            service.explained = service.explain(recent)
         except Exception:  # a bug here must not end the polls
             log.exception("cannot explain the service")
             service.explained = []

@@ -143,6 +143,11 @@ class RecordedTrace(StreamTrace):
         self._log = log
         self._now = clock
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of log lines about the stream."""
+        return self._inner.log_fields
+
     def queued(self) -> None:
         """The stream waits for a group."""
         self._inner.queued()

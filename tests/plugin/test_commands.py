@@ -369,15 +369,19 @@ def test_a_dump_has_everything_but_secrets(
 
 def test_a_dump_has_logs_of_pods_that_do_not_run(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
     """A failed one, and the init containers of a pending one, which has no recorder and no earlier logs."""
-    items = [{"metadata": {"name": name}, "status": {"phase": phase}} for name, phase in (("g-p", "Pending"), ("g-f", "Failed"))]
+    spec = {"initContainers": [{"name": "fetch"}]}
+    phases = (("g-p", "Pending"), ("g-f", "Failed"))
+    items = [{"metadata": {"name": name}, "spec": spec, "status": {"phase": phase}} for name, phase in phases]
     kubectl.answer("get pods -l phalanx.dev/service=chat,phalanx.dev/component=group", {"items": items})
     kubectl.answer("get pods -l", {"items": []})
-    kubectl.answer("logs g-p --all-containers", "the model is downloaded\n")
+    kubectl.answer("logs g-p -c fetch", "the model is downloaded\n")
     kubectl.answer("logs g-f -c runtime", "out of memory\n")
     assert plugin("dump", "chat", "--file", str(tmp_path / "dump.tar.gz")) == 0
     with tarfile.open(tmp_path / "dump.tar.gz") as archive:
         names = {name.removeprefix("chat-dump/") for name in archive.getnames()}
-    assert {"logs/g-p.log", "logs/g-f.log", "recordings.jsonl", "about.json"} <= names and "logs/g-p.previous.log" not in names
+    assert {"logs/g-p.fetch.log", "logs/g-f.log", "recordings.jsonl", "about.json"} <= names
+    assert not any(call[0] == "logs" and call[1] == "g-p" and "--previous" in call for call in kubectl.calls)
+    assert not (tmp_path / "dump.tar.gz.part").exists()
     assert not any(call[0] == "exec" for call in kubectl.calls)
 
 

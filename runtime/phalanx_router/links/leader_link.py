@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
 CHECKS_PER_TIMEOUT = 4
+"""All must find silence: this router's own event loop may have been blocked."""
 PING_INTERVAL_S = 5.0
 """Between measurements of a link's delay."""
-"""All must find silence: this router's own event loop may have been blocked."""
 
 
 MoveFrame = moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.RescueRequest

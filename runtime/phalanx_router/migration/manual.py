@@ -59,7 +59,7 @@ class ManualMoves:
         started, obstacles = Counter[str](), dict[str, None]()
         own = [session for session in self.sessions if session.assignment is not None and session.assignment.link is source]
         budget, num_refused = self.max_bytes_per_s(), 0
-        rate = None if budget is None else budget / min(order.count, MAX_OPEN)
+        rate = None if budget is None else budget / min(order.count, MAX_OPEN, max(1, len(own)))
         for session in sorted(own, key=lambda session: (len(session.stream.journal.delivered), session.number)):
             if started.total() == order.count or num_refused == MAX_REFUSED:
                 break

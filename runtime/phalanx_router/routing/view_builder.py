@@ -20,9 +20,9 @@ from phalanx_router.routing.view import NO_PREFIX, UNKNOWN, GroupCapacity, Group
 #     ratio_i   = t_i(work_i) / mean(work_i)            work_i: own recent steps, where the own fit is reliable
 #     usual     lower median of the ratios: of two groups, the faster one is usual
 #     model     = mean * usual                          shared by the shape
-#     speed_i   of two groups: the smaller one of this and t_i / t_usual at the usual group's work, at least 1. Fits of different
-#               work may disagree, and no third one decides: a slow group is slower at both
-#     speed_i   = 1 + (ratio_i / usual - 1) * 2^(-idle_i / half-life), or 1 within NOISE of 1
+#     slow_i    = ratio_i / usual; of two groups at most t_i / t_usual at the usual group's work, or 1: fits of different work may
+#               disagree, and no third one decides
+#     speed_i   = 1 + (slow_i - 1) * 2^(-idle_i / half-life), or 1 within NOISE of 1
 # Under constant load a group's own fit does not extrapolate; the mean does. The decay lets a slow group be measured again.
 
 TYPICAL_WORK = StepWork(prefill_tokens=128, decodes=16, context_tokens=16 * 512, prefill_context=128 * 64.0)
@@ -55,18 +55,18 @@ def relative_speeds(groups: Mapping[str, StepMeasurement]) -> dict[str, tuple[St
         usual = median_low(ratios.values())
         shape_models[shape] = scale_model(mean, usual)
         for key, ratio in ratios.items():
-            speed = ratio / usual
+            slow = ratio / usual
             if len(ratios) == 2:
                 usual_key = min(ratios, key=lambda key: ratios[key])
-                speed = min(speed, _speed_at(groups[usual_key].work, models[key], models[usual_key]))
-            speeds[key] = shape_models[shape], decay_speed(speed, groups[key].idle_s)
+                slow = min(slow, _slow_at(groups[usual_key].work, models[key], models[usual_key]))
+            speeds[key] = shape_models[shape], decay_speed(slow, groups[key].idle_s)
     for key, measurement in groups.items():
         if key not in speeds:
             speeds[key] = shape_models.get(measurement.shape, UNKNOWN), 1.0
     return speeds
 
 
-def _speed_at(work: StepWork, model: StepModel, usual: StepModel) -> float:
+def _slow_at(work: StepWork, model: StepModel, usual: StepModel) -> float:
     """Relative step time of two fits at the same work, at least 1."""
     return max(1.0, model.predict(work) / usual.predict(work))
 

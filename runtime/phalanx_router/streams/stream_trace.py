@@ -36,6 +36,8 @@ class _GroupTurn:
     decode_started: float | None = None
     num_before: int = 0
     """Tokens that the stream had at the first token of this group."""
+    has_token: bool = False
+    """This group has computed a token."""
 
 
 class StreamTrace:
@@ -101,15 +103,16 @@ class StreamTrace:
         self.sent(group, epoch)
         if self._group is not None:
             self._group.decode_started, self._group.num_before = self._group.started, num_delivered
+            self._group.has_token = num_delivered > 0
 
     def first_token(self, epoch: int, times: PrefillTime, cached_tokens: int, num_delivered: int) -> None:
         """The group of this epoch has computed its first token, or the next one after it preempted the request."""
         group, now = self._group, self._clock()
         if self._trace is None or group is None or group.epoch != epoch:
             return
-        is_again = group.decode_started is not None
-        add = partial(add_prefill, times=times, now=now, cached_tokens=cached_tokens, is_again=is_again)
+        add = partial(add_prefill, times=times, now=now, cached_tokens=cached_tokens, is_again=group.has_token)
         self._trace.add_later(partial(add, group=group.group, epoch=epoch))
+        group.has_token = True
         if group.decode_started is None:
             group.decode_started, group.num_before = now, num_delivered
         if self._lost_at is not None:

@@ -26,8 +26,8 @@ class _Mailbox:
     details: list[wire.TokenDetail | None] = field(default_factory=list)
     prompt_details: list[wire.TokenDetail] = field(default_factory=list)
     cached_tokens: int = 0
-    prefill: PrefillTime | None = None
-    first_token_s: float = 0.0
+    prefills: list[tuple[PrefillTime, int, float]] = field(default_factory=list)
+    """Of a traced request: times, cached tokens and the time of arrival; again after each preemption."""
     finished: wire.Finished | None = None
     error: BackendError | None = None
     reader: asyncio.Future[None] | None = None
@@ -99,8 +99,8 @@ class LocalBackend:
             del self._mailboxes[handle]
             self._client.abort([handle])
             trace = None if self._tracer is None else self._tracer.find(request.trace)
-            if trace is not None and mailbox.prefill is not None:
-                _add_spans(trace, mailbox.prefill, mailbox)
+            if trace is not None and mailbox.prefills:
+                _add_spans(trace, mailbox)
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Returns no streams: only routers have journals."""
@@ -133,9 +133,9 @@ class LocalBackend:
             mailboxes[prompt.handle].prompt_details.extend(prompt.details)
         for cached in frame.cached:
             mailbox = mailboxes[cached.handle]
-            mailbox.cached_tokens = cached.cached_tokens
+            mailbox.cached_tokens = max(mailbox.cached_tokens, cached.cached_tokens)
             if cached.prefill is not None:
-                mailbox.prefill, mailbox.first_token_s = cached.prefill, time.monotonic()
+                mailbox.prefills.append((cached.prefill, cached.cached_tokens, time.monotonic()))
         for finished in frame.finished:
             mailbox = mailboxes[finished.handle]
             mailbox.finished = finished
@@ -166,7 +166,7 @@ class LocalBackend:
             mailbox.wake()
 
 
-def _add_spans(trace: RequestTrace, prefill: PrefillTime, mailbox: _Mailbox) -> None:
-    first_s = mailbox.first_token_s
-    add_prefill(trace, times=prefill, now=first_s, cached_tokens=mailbox.cached_tokens, group="", epoch=0)
-    trace.add("decode", first_s, time.monotonic(), attributes={"phalanx.tokens": mailbox.index})
+def _add_spans(trace: RequestTrace, mailbox: _Mailbox) -> None:
+    for number, (times, cached_tokens, now) in enumerate(mailbox.prefills):
+        add_prefill(trace, times=times, now=now, cached_tokens=cached_tokens, group="", epoch=0, is_again=number > 0)
+    trace.add("decode", mailbox.prefills[0][2], time.monotonic(), attributes={"phalanx.tokens": mailbox.index})

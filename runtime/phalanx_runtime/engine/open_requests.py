@@ -207,7 +207,7 @@ class OpenRequests:
         for cached in frame.cached:
             request = self._requests.get(cached.handle)
             if request is not None:
-                request.cached_tokens = cached.cached_tokens
+                request.cached_tokens = max(request.cached_tokens, cached.cached_tokens)
                 frames.of(request.sink).cached.append(cached)
         if frame.details:
             for handle, detail in zip(frame.handles, frame.details, strict=True):

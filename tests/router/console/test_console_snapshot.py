@@ -13,7 +13,7 @@ from phalanx_router.request_log import MAX_ENDED, MAX_EVENTS, RequestLog, Reques
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import StreamSession
 from phalanx_router.streams.stream import Stream
-from phalanx_router.streams.stream_trace import UNTRACED
+from phalanx_router.streams.stream_trace import UNTRACED, StreamTrace
 from tests.control.summaries import group, summary
 from tests.router.fakes import TOKEN, make_request, make_settings
 
@@ -97,6 +97,19 @@ def test_log_keeps_open_and_last_ended_requests() -> None:
     assert log.find(sessions[0].number) is None
     line = log.find(sessions[-2].number)
     assert line is not None and line.end is not None and line.end.how == "stop" and line.session is None
+
+
+class ExportedTrace(StreamTrace):
+    """A trace that is exported."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        return {"trace_id": "a"}
+
+
+def test_recorded_requests_keep_the_ids_of_their_traces() -> None:
+    log, session = RequestLog(Clock()), session_of()
+    assert log.opened(session, ExportedTrace()).log_fields == {"trace_id": "a"}
 
 
 def test_events_of_a_request_are_bounded() -> None:

@@ -75,6 +75,13 @@ def test_preempted_request_is_queued_and_prefilled_again() -> None:
     assert spans.times[-1] == ("decode", 5, 20, "") and spans.spans[-1].attributes["phalanx.tokens"] == 7
 
 
+def test_adopted_stream_without_a_token_is_not_preempted() -> None:
+    spans = Spans()
+    spans.at(1).adopted("a", 1, 0)
+    spans.at(5).first_token(1, TIMES, 0, 1)
+    assert not any("phalanx.preempted" in span.attributes for span in spans.spans)
+
+
 def test_log_lines_have_the_ids_of_exported_traces() -> None:
     assert UNTRACED.log_fields == {"trace_id": ""}
     spans = Spans(ratio=0.0)

@@ -142,6 +142,16 @@ def test_a_fetch_keeps_the_prefix_that_it_extends(eviction: EvictionPolicy) -> N
     assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
 
 
+def test_the_first_page_of_a_waiting_prefix_is_evicted_last() -> None:
+    pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
+    tier = DiskTier(pool)
+    tier.changed(0, KEYS[2:4], [])
+    pool.host.fill(pool.host.reserve(2)[0], KEYS[:2])
+    order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
+    assert order is not None and len(order.keys) == 2
+    assert pool.host.store(1, b"3" * 16) == KEYS[1]
+
+
 def test_a_prefix_that_fills_host_memory_is_not_extended() -> None:
     pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
     tier = DiskTier(pool)
@@ -149,8 +159,8 @@ def test_a_prefix_that_fills_host_memory_is_not_extended() -> None:
     for first in (0, 2):
         pool.host.fill(pool.host.reserve(2)[0], KEYS[first : first + 2])
     order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
-    assert order is None or len(order.keys) <= 1
-    assert len(pool.host.match(KEYS)) >= 3 and pool.check([]) == []
+    assert order is None and not tier.is_waiting(1)
+    assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
 
 
 def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:

@@ -2,11 +2,15 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.trace import ChunkTime, PrefillTime
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
+from phalanx_frontend.tracing.tracer import SamplingRules, Tracer
 from phalanx_runtime.engine.backend import LocalBackend
+from tests.frontend.tracing.span_list import SpanList
 from tests.runtime.engine.engine_scene import EngineScene, collect
 from tests.runtime.fake_runner import make_request
 
@@ -48,6 +52,27 @@ async def test_closing_the_stream_early_aborts_the_request(scene: EngineScene) -
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert await scene.engine.receive() == wire.Abort([handle])
+
+
+async def test_preempted_request_has_both_prefills_and_one_decode(scene: EngineScene) -> None:
+    spans = SpanList()
+    tracer = Tracer(spans, SamplingRules(ratio=1.0))
+    trace = tracer.open("", "completion")
+    request = msgspec.structs.replace(make_request(), trace=trace.identity)
+    reading = asyncio.create_task(collect(LocalBackend(scene.client, tracer=tracer), request))
+    handle = (await scene.engine.receive_submit()).handle
+    for index, cached_tokens in ((0, 3), (1, 0)):
+        times = wire.Cached(handle, 0, cached_tokens, PrefillTime(0.2, [ChunkTime(0.1, 0.05, 4)]))
+        end = [wire.Finished(handle, 0, "length", 3)] if index else []
+        frame = wire.Tokens(handles=[handle], epochs=[0], indices=[index], tokens=[5], finished=end, cached=[times])
+        await scene.engine.send(frame)
+        await asyncio.sleep(0.01)
+    deltas = [delta for delta in await reading if isinstance(delta, Delta)]
+    assert deltas[-1].cached_tokens == 3
+    trace.end()
+    found = [(span.name, bool(span.attributes.get("phalanx.preempted"))) for span in spans.spans]
+    assert found[:5] == [("queue", False), ("prefill", False), ("queue", True), ("prefill", True), ("decode", False)]
+    assert spans.spans[4].attributes["phalanx.tokens"] == 2
 
 
 async def test_refusal_reaches_the_api_server(scene: EngineScene) -> None:

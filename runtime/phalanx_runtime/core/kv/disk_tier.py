@@ -231,13 +231,14 @@ class DiskTier:
         return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True, kept_keys=kept)
 
     def _reserve(self, prefix: DiskPrefix) -> tuple[list[int], list[int]]:
-        """Returns slots for pages and parts. What the prefix has in memory keeps its slots."""
+        """Returns slots for pages and parts. What the prefix has in memory keeps its slots; none if it fills a tier."""
         pool = self._pool
-        tiers = pool.host, pool.host_parts
-        pinned = [[slot for key in prefix.kept_keys for slot in tier.pin([key], max_share=1.0)] for tier in tiers]
-        slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.host_parts.reserve(len(prefix.part_keys))[0]
-        for tier, kept in zip(tiers, pinned, strict=True):
-            tier.unpin(kept)
+        kept, kept_parts = pool.host.pin_all(prefix.kept_keys), pool.host_parts.pin_all(prefix.kept_keys)
+        slots, part_slots = list[int](), list[int]()
+        if kept is not None and kept_parts is not None:
+            slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.host_parts.reserve(len(prefix.part_keys))[0]
+        for tier, pinned in ((pool.host, kept), (pool.host_parts, kept_parts)):
+            tier.unpin(reversed(pinned or ()))  # the first page of a chain is evicted last
         return slots, part_slots
 
     def _read_s(self, prefix: DiskPrefix) -> float | None:

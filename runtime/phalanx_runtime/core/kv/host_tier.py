@@ -177,6 +177,22 @@ class HostTier:
             slots.append(self._table.slot_of(entry))
         return slots
 
+    def pin_all(self, keys: Iterable[bytes]) -> list[int] | None:
+        """Pins the slots of those of `keys` that it has, except slots of pending copies, which nothing evicts.
+
+        Returns them, or `None` without a pin if that leaves no slot for others.
+        """
+        pending = {slot for (_, _, slot), _ in self._pending}
+        slots: list[int] = []
+        for key in keys:
+            if key not in self or self._table.slot_of(self._entry_of[key]) in pending:
+                continue
+            if not (pinned := self.pin([key], max_share=1.0)):
+                self.unpin(reversed(slots))
+                return None
+            slots += pinned
+        return slots
+
     def unpin(self, slots: Iterable[int]) -> None:
         """Ends a `pin`. No rank may still read the slots."""
         for slot in slots:
