@@ -82,13 +82,16 @@ def make_parser() -> argparse.ArgumentParser:
     purge = "drop all stored responses of the routers instead (needs the right to exec into pods)"
     cache.add_argument("action", nargs="?", choices=["purge"], help=purge)
     cache.add_argument("name", metavar="NAME")
-    logs = add("logs", "logs of all ranks, each line with its pod")
+    _add_logs(add("logs", "logs of all ranks, each line with its pod"))
+    return parser
+
+
+def _add_logs(logs: argparse.ArgumentParser) -> None:
     logs.add_argument("name", metavar="NAME")
     logs.add_argument("--group", metavar="GROUP", help="only this group")
     logs.add_argument("-f", "--follow", action="store_true", help="stream until interrupted")
     logs.add_argument("-p", "--previous", action="store_true", help="containers before their last restart")
     logs.add_argument("--tail", type=int, default=-1, metavar="N", help="last lines of each pod; default: all")
-    return parser
 
 
 def _add_move(move: argparse.ArgumentParser) -> None:

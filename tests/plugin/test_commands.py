@@ -367,7 +367,7 @@ def test_a_dump_has_everything_but_secrets(
     assert len(json.loads(files["chat-dump/about.json"])["missing"]) >= 2
 
 
-def test_a_dump_has_logs_of_pods_that_do_not_run(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
+def test_a_dump_has_logs_of_stopped_pods(kubectl: FakeKubectl, tmp_path: pathlib.Path) -> None:
     """A failed one, and the init containers of a pending one, which has no recorder and no earlier logs."""
     spec = {"initContainers": [{"name": "fetch"}]}
     phases = (("g-p", "Pending"), ("g-f", "Failed"))
@@ -387,8 +387,9 @@ def test_a_dump_has_logs_of_pods_that_do_not_run(kubectl: FakeKubectl, tmp_path:
 
 def test_unknown_flags_show_the_usage_of_their_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert plugin("dump", "chat", "-o", "file") == 2
-    error = capsys.readouterr().err
-    assert "usage: kubectl phalanx dump" in error and "unrecognized arguments: -o file" in error and "--file" in error
+    output = capsys.readouterr()
+    assert "unrecognized arguments: -o file" in output.err
+    assert "usage: kubectl phalanx dump" in output.err and "--file" in output.err
 
 
 def test_replay_tells_what_happened_and_compares(

@@ -142,7 +142,7 @@ def test_a_fetch_keeps_the_prefix_that_it_extends(eviction: EvictionPolicy) -> N
     assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
 
 
-def test_the_first_page_of_a_waiting_prefix_is_evicted_last() -> None:
+def test_first_page_of_a_waiting_prefix_stays_longest() -> None:
     pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
     tier = DiskTier(pool)
     tier.changed(0, KEYS[2:4], [])

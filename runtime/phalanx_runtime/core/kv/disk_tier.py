@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.host_loads import pays_to_load
-from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING
+from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, HostTier
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.window_parts import WindowParts
 
@@ -233,7 +233,7 @@ class DiskTier:
     def _reserve(self, prefix: DiskPrefix) -> tuple[list[int], list[int]]:
         """Returns slots for pages and parts. What the prefix has in memory keeps its slots; none if it fills a tier."""
         pool = self._pool
-        kept, kept_parts = pool.host.pin_all(prefix.kept_keys), pool.host_parts.pin_all(prefix.kept_keys)
+        kept, kept_parts = (_pin_all(tier, prefix.kept_keys) for tier in (pool.host, pool.host_parts))
         slots, part_slots = list[int](), list[int]()
         if kept is not None and kept_parts is not None:
             slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.host_parts.reserve(len(prefix.part_keys))[0]
@@ -272,3 +272,16 @@ class DiskTier:
         for handle in handles:
             del self._fetch_of[handle]
         return handles
+
+
+def _pin_all(tier: HostTier, keys: Iterable[bytes]) -> list[int] | None:
+    """Pins the slots of those of `keys` that a tier has. `None`, without a pin: that would leave no slot for others."""
+    slots: list[int] = []
+    for key in keys:
+        if key in tier and not tier.is_pending(key):
+            pinned = tier.pin([key], max_share=1.0)
+            if not pinned:
+                tier.unpin(reversed(slots))
+                return None
+            slots += pinned
+    return slots

@@ -82,8 +82,7 @@ class HostTier:
         """Measured seconds to load a page."""
         self.sized_why = ""
         """Reason of the latest decision to change the size."""
-        self._decided_at = 0
-        """Lookups before the latest decision."""
+        self._decided_at = 0  # lookups before the latest decision
         self._entry_of: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * limit
         self.now_s = 0.0
@@ -95,8 +94,7 @@ class HostTier:
         self._time = 0
         self._pending: list[tuple[HostCopy, bytes]] = []
         """Copies of the next plan, with their keys."""
-        self._copied: set[int] = set()
-        """Their device pages."""
+        self._copied: set[int] = set()  # their device pages
         self._loading: set[int] = set()
         self._storing: dict[int, bytes] = {}
         """Device pages that they store, with the keys that find the slots."""
@@ -177,21 +175,9 @@ class HostTier:
             slots.append(self._table.slot_of(entry))
         return slots
 
-    def pin_all(self, keys: Iterable[bytes]) -> list[int] | None:
-        """Pins the slots of those of `keys` that it has, except slots of pending copies, which nothing evicts.
-
-        Returns them, or `None` without a pin if that leaves no slot for others.
-        """
-        pending = {slot for (_, _, slot), _ in self._pending}
-        slots: list[int] = []
-        for key in keys:
-            if key not in self or self._table.slot_of(self._entry_of[key]) in pending:
-                continue
-            if not (pinned := self.pin([key], max_share=1.0)):
-                self.unpin(reversed(slots))
-                return None
-            slots += pinned
-        return slots
+    def is_pending(self, key: bytes) -> bool:
+        """Returns whether the next plan stores or loads its page, which nothing evicts before."""
+        return key in self and self.match([key])[0] in {slot for (_, _, slot), _ in self._pending}
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Ends a `pin`. No rank may still read the slots."""
