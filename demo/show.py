@@ -162,12 +162,6 @@ def guide(options: argparse.Namespace, admin_key: str) -> str:
 """
 
 
-def remains(problem: str | None) -> str:
-    """Returns what stays after the show."""
-    with_problem = "" if problem is None else ", with its problem"
-    return f"runs until the next show{with_problem}"
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser. `demo.setup` fills in all but `--minutes` and `--problem`."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,7 +190,8 @@ def main() -> None:
         show = Show(options, prometheus, users)
         print(guide(options, admin_key), flush=True)
         asyncio.run(show.run())
-    print(f"== traffic, console and dashboards have ended; the service {remains(options.problem)}", flush=True)
+    problem = "" if options.problem is None else ", with its problem"
+    print(f"== traffic, console and dashboards have ended; the service runs until the next show{problem}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SUMMARY_PATH = "/phalanx/summary"
 SNAPSHOT_PATH = "/phalanx/summary/now"
 """The present summary at once, without a policy."""
 
+MAX_ORDERED_MOVES = 1000
 MEAN_BOUND = 1e15
 """Larger means of a faulty router count as this."""
 LATENCY_GROWTH = 1.25
@@ -290,3 +291,12 @@ class SummaryRequest(msgspec.Struct, frozen=True):
     version: int = PROTOCOL_VERSION
     explanation: list[str] = []
     """What limits the service, by the summaries of all its routers, for the console. Empty without one."""
+
+
+class StartedMoves(msgspec.Struct, frozen=True):
+    """Moves that a router started on the order of an administrator, at most MAX_ORDERED_MOVES."""
+
+    targets: dict[str, int]
+    """Number of streams by target."""
+    obstacles: list[str]
+    """Why other streams do not move; each reason is listed once."""

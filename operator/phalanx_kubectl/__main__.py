@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from phalanx_api.summary import MAX_ORDERED_MOVES
 from phalanx_kubectl import frame
 from phalanx_kubectl.commands import Commands
 from phalanx_kubectl.replaying import Window, window_around
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
-MAX_MOVES = 1000
-"""Of one order, as routers accept it."""
 _KUBECTL_FLAGS = ("context", "kubeconfig", "cluster", "user", "as")
 
 
@@ -32,8 +31,8 @@ def duration(text: str) -> float:
 
 def count(text: str) -> int:
     """Parses a number of streams. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_MOVES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_MOVES}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_ORDERED_MOVES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_ORDERED_MOVES}")
     return int(text)
 
 

@@ -15,7 +15,7 @@ from phalanx_api.explain.explain import explain
 from phalanx_api.schema import parse_record
 from phalanx_api.spec import inference_service as api
 from phalanx_api.status import ScaleChange, Status
-from phalanx_api.summary import RouterSummary
+from phalanx_api.summary import RouterSummary, StartedMoves
 from phalanx_kubectl import show
 from phalanx_kubectl.dump import Dump
 from phalanx_kubectl.frame import Reading
@@ -34,13 +34,6 @@ _ROUTER = "router"
 def rfc3339_now() -> str:
     """Returns the time in RFC 3339."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-class _StartedMoves(msgspec.Struct, frozen=True):
-    """Answer of `phalanx-router move`."""
-
-    targets: dict[str, int]
-    obstacles: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +165,7 @@ class Commands:
             flags = [f"--count={wanted}", *([f"--to={target}"] if target else [])]
             try:
                 text = self.kubectl.read(*("exec", pod, "-c", _ROUTER, "--", "phalanx-router", "move", group, *flags))
-                started = msgspec.json.decode(text, type=_StartedMoves)
+                started = msgspec.json.decode(text, type=StartedMoves)
             except (KubectlFailed, msgspec.MsgspecError) as error:
                 reasons.append(f"router {pod}: {error}")
                 continue

@@ -8,6 +8,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import IO
 import msgspec
 
 from phalanx_api import labels
-from phalanx_kubectl.recordings import MAX_CALLS, RecordedPod, fetch, service_pods
+from phalanx_kubectl.recordings import MAX_CALLS, ServicePod, fetch, service_pods
 from phalanx_kubectl.redaction import redact_object, redact_text
 from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 
@@ -55,9 +56,11 @@ class Dump:
 
         described = _object_file("service.json", read_json(self.kubectl, "get", self.kind, service))
         pods, added = service_pods(self.kubectl, service), list[str]()
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.touch(_MODE)
-        with tarfile.open(unfinished, "w:gz") as archive, tempfile.TemporaryFile() as recordings:
+        with (
+            _replacement(path) as unfinished,
+            tarfile.open(unfinished, "w:gz") as archive,
+            tempfile.TemporaryFile() as recordings,
+        ):
 
             def add(name: str, content: IO[bytes]) -> None:
                 added.append(name)
@@ -72,16 +75,15 @@ class Dump:
             add(RECORDINGS, recordings)
             about = {"service": service, "made": made_at, "missing": missing}
             add("about.json", io.BytesIO(json.dumps(about, indent=2).encode()))
-        unfinished.replace(path)
         return len(added)
 
-    def _write_recordings(self, pods: Sequence[RecordedPod], note: Callable[[str], None], target: IO[bytes]) -> None:
+    def _write_recordings(self, pods: Sequence[ServicePod], note: Callable[[str], None], target: IO[bytes]) -> None:
         """Writes recordings as lines; those of a few pods at a time are in memory."""
         for first in range(0, len(pods), MAX_CALLS):
             for recording in fetch(self.kubectl, pods[first : first + MAX_CALLS], note):
                 target.write(msgspec.json.encode(recording) + b"\n")
 
-    def _files(self, service: str, pods: Sequence[RecordedPod], note: Callable[[str], None]) -> Iterator[DumpedFile]:
+    def _files(self, service: str, pods: Sequence[ServicePod], note: Callable[[str], None]) -> Iterator[DumpedFile]:
         own = {service}
         for kind in _KINDS:
             found = self._objects(kind, f"{labels.SERVICE}={service}", note)
@@ -112,7 +114,7 @@ class Dump:
         shown = [event for event in events if (event.get("involvedObject") or {}).get("name") in own]
         yield _object_file("events.json", shown)
 
-    def _logs(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
+    def _logs(self, pod: ServicePod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         """Logs of a pod that has started, and of its init containers otherwise."""
         if pod.phase == "Pending":
             for container in pod.init_containers:
@@ -120,20 +122,16 @@ class Dump:
             return
         own = (pod.name, "-c", _CONTAINERS[pod.component])
         yield from self._log(pod.name, own, note)
-        call = ("logs", *own, f"--tail={LOG_LINES}")
+        yield from self._log(f"{pod.name}.previous", (*own, "--previous"), note)
+
+    def _log(self, name: str, words: Sequence[str], note: Callable[[str], None]) -> Iterator[DumpedFile]:
         try:
-            yield DumpedFile(f"logs/{pod.name}.previous.log", redact_text(self.kubectl.read(*call, "--previous")))
+            yield DumpedFile(f"logs/{name}.log", redact_text(self.kubectl.read("logs", *words, f"--tail={LOG_LINES}")))
         except KubectlFailed as error:
             if "previous terminated container" not in str(error):  # it has not restarted
-                note(f"earlier logs of {pod.name}: {error}")
+                note(f"logs of {name}: {error}")
 
-    def _log(self, name: str, container: Sequence[str], note: Callable[[str], None]) -> Iterator[DumpedFile]:
-        try:
-            yield DumpedFile(f"logs/{name}.log", redact_text(self.kubectl.read("logs", *container, f"--tail={LOG_LINES}")))
-        except KubectlFailed as error:
-            note(f"logs of {name}: {error}")
-
-    def _router(self, pod: RecordedPod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
+    def _router(self, pod: ServicePod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
         path = f"/api/v1/namespaces/{pod.namespace}/pods/http:{pod.name}:{labels.HTTP_PORT}/proxy/metrics"
         calls = {
             f"metrics/{pod.name}.txt": ("get", "--raw", path),
@@ -152,6 +150,18 @@ class Dump:
             yield DumpedFile("logs/operator.log", redact_text(self.kubectl.read(*call)))
         except KubectlFailed as error:
             note(f"logs of the operator: {error}")
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[Path]:
+    """Yields a file that becomes `path` when it is complete, and is removed otherwise."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.touch(_MODE)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _object_file(name: str, value: object) -> DumpedFile:

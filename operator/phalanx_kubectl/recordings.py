@@ -16,7 +16,7 @@ _PROGRAMS = {"router": ("router", "phalanx-router"), "group": ("runtime", "phala
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedPod:
+class ServicePod:
     """A pod of a service. It has a recorder while it runs."""
 
     name: str
@@ -27,7 +27,7 @@ class RecordedPod:
     init_containers: tuple[str, ...] = ()
 
 
-def service_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
+def service_pods(kubectl: Kubectl, service: str) -> list[ServicePod]:
     """Returns the routers and group pods of a service. Raises KubectlFailed."""
     pods = []
     for component in _PROGRAMS:
@@ -35,21 +35,21 @@ def service_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
         for pod in read_json(kubectl, "get", "pods", "-l", selector)["items"]:
             metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase") or ""
             first = tuple(each["name"] for each in (pod.get("spec") or {}).get("initContainers") or ())
-            pods.append(RecordedPod(metadata["name"], component, metadata.get("namespace", ""), phase, first))
+            pods.append(ServicePod(metadata["name"], component, metadata.get("namespace", ""), phase, first))
     return pods
 
 
-def recorded_pods(kubectl: Kubectl, service: str) -> list[RecordedPod]:
+def recorded_pods(kubectl: Kubectl, service: str) -> list[ServicePod]:
     """Returns the running ones of `service_pods`. Raises KubectlFailed."""
     return [pod for pod in service_pods(kubectl, service) if pod.phase == "Running"]
 
 
 def fetch(
-    kubectl: Kubectl, pods: Sequence[RecordedPod], warn: Callable[[str], None], seconds: float | None = None
+    kubectl: Kubectl, pods: Sequence[ServicePod], warn: Callable[[str], None], seconds: float | None = None
 ) -> list[Recording]:
     """Returns the recordings of the last `seconds`, several pods at a time. `warn` receives the pods that do not answer."""
 
-    def fetch_one(pod: RecordedPod) -> list[Recording] | KubectlFailed:
+    def fetch_one(pod: ServicePod) -> list[Recording] | KubectlFailed:
         try:
             return _fetch(kubectl, pod, seconds)
         except KubectlFailed as error:
@@ -67,7 +67,7 @@ def fetch(
     return recordings
 
 
-def _fetch(kubectl: Kubectl, pod: RecordedPod, seconds: float | None) -> list[Recording]:
+def _fetch(kubectl: Kubectl, pod: ServicePod, seconds: float | None) -> list[Recording]:
     container, program = _PROGRAMS[pod.component]
     limit = [] if seconds is None else ["--seconds", f"{seconds:g}"]
     text = kubectl.read(*("exec", pod.name, "-c", container, "--", program, "recording"), *limit)

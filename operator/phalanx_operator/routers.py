@@ -283,8 +283,10 @@ class RouterPoller:
     def _explanation(self, service: _Service) -> list[str]:
         """Returns what limits a service by its recent summaries, computed at most once per `explain_s` for all its routers."""
         now_s, timing = self._clock(), self._timing
-        if service.explain is None or now_s - service.explained_s < timing.explain_s:
-            return service.explained if service.explain is not None else []
+        if service.explain is None:
+            return []
+        if now_s - service.explained_s < timing.explain_s:
+            return service.explained
         recent = [
             router.summary
             for router in service.routers.values()

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest
+from phalanx_api.summary import MAX_ORDERED_MOVES, BalancePolicy, RouterSummary, StartedMoves, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_router.migration.manual import MAX_COUNT, GroupMoveOrder, StartedMoves
+from phalanx_router.migration.manual import GroupMoveOrder
 from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ class MovesEndpoint:
         """Returns the moves that the router started. Raises ApiError."""
         check_internal(request, self._token)
         order = decode_body(_decode_order, await read_body(request, MAX_BODY_BYTES), "a valid order of moves")
-        if not 1 <= order.count <= MAX_COUNT:
-            raise ApiError(400, f"count is {order.count}: expected 1 to {MAX_COUNT}", "count")
+        if not 1 <= order.count <= MAX_ORDERED_MOVES:
+            raise ApiError(400, f"count is {order.count}: expected 1 to {MAX_ORDERED_MOVES}", "count")
         started = self._start(order)
         log.info("moves ordered", extra={"group": order.group, "targets": started.targets, "obstacles": started.obstacles})
         return Response(msgspec.json.encode(started), media_type="application/json")

@@ -182,6 +182,13 @@ async def test_routers_get_what_limits_the_service(scene: Scene) -> None:
     assert router.requests[0].explanation == [], "no router has answered"
     explained = ["2 groups", summary().router]
     assert await answer_after(0.0) == explained
+    lines[0] = "1 group"
+    saturated = explained[1:]
+    router.answers.put_nowait(summary(fleet_saturated=True))
+    await until(lambda: len(router.requests) == 3)
+    assert router.requests[-1].explanation == ["1 group", *saturated], "what starts is explained at once"
+    explained = router.requests[-1].explanation
+    assert await answer_after(TIMING.explain_s) == explained
     lines = None  # type: ignore[assignment]
     assert await answer_after(TIMING.explain_s / 2) == explained, "not computed again"
     assert await answer_after(TIMING.explain_s) == []

@@ -15,7 +15,7 @@ from phalanx_api.cache_curve import CacheCurve, CacheUse, TierCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, Budgets, RouterSummary, SummaryRequest
 from phalanx_kubectl.gauges import read_router
-from phalanx_router.operator_endpoint import OperatorEndpoint
+from phalanx_router.operator_endpoint import MAX_WAIT_S, OperatorEndpoint
 from phalanx_router.summary import UrgentState
 from tests.control.summaries import summary
 from tests.polling import until
@@ -211,6 +211,25 @@ async def test_abandoned_poll_leaves_the_next_one_complete() -> None:
     now[0] = replace(now[0], is_leaving=True)
     async with asyncio.timeout(10):
         await asyncio.gather(given_up, polling)
+
+
+async def test_explanation_expires_without_polls() -> None:
+    now, state = (
+        [0.0],
+        UrgentState(hotspots=frozenset(), is_saturated=False, has_held=False, evacuated=frozenset(), is_leaving=False),
+    )
+    endpoint = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: state, lambda: now[0])
+
+    async def receive() -> Message:
+        poll = SummaryRequest(BalancePolicy(), 0.0, explanation=["2 groups"])
+        return {"type": "http.request", "body": msgspec.json.encode(poll)}
+
+    assert endpoint.explanation() == []
+    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    await endpoint.answer(Request({"type": "http", "method": "POST", "headers": headers}, receive))
+    assert endpoint.explanation() == ["2 groups"]
+    now[0] = 2 * MAX_WAIT_S
+    assert endpoint.explanation() == []
 
 
 async def test_poll_ends_after_its_time_or_on_termination() -> None:

@@ -20,7 +20,7 @@ from phalanx_api import labels
 from phalanx_api.flight.entries import ClockOffset, Dispatch, GroupSize, MoveEnd, PageTransfer, RankStep, RequestEnd
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, SummaryRequest
 from phalanx_kubectl.perfetto import trace
-from phalanx_kubectl.recordings import RecordedPod, fetch
+from phalanx_kubectl.recordings import ServicePod, fetch
 from tests.polling import until
 from tests.router.clients import ReceivedStream, read
 from tests.system.runtimes import router_flags
@@ -114,7 +114,7 @@ async def moved_stream(fleet: Fleet) -> None:
 
 def test_recordings_of_a_moved_stream_are_one_trace(fleet: Fleet) -> None:
     asyncio.run(moved_stream(fleet))
-    pods = [RecordedPod("router", "router", ""), RecordedPod("one", "group", ""), RecordedPod("two", "group", "")]
+    pods = [ServicePod("router", "router", ""), ServicePod("one", "group", ""), ServicePod("two", "group", "")]
     warnings: list[str] = []
     recordings = fetch(LocalPods(fleet.folder), pods, warnings.append, 600.0)
     assert not warnings

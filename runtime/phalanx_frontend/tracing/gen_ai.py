@@ -32,10 +32,12 @@ def describe_request(trace: RequestTrace | None, route: str, model: str, request
             "gen_ai.request.top_p": sampling.top_p,
         }
     trace.name = f"{operation} {model}"
-    former = {name: trace.attributes.get(name) for name in attributes} if _CHOICES in trace.attributes else attributes
-    for name in attributes:
-        trace.attributes.pop(name, None)
-    trace.attributes |= {name: value for name, value in attributes.items() if former[name] == value}
+    is_first = _CHOICES not in trace.attributes
+    for name, value in attributes.items():
+        if is_first:
+            trace.attributes[name] = value
+        elif trace.attributes.get(name) != value:
+            trace.attributes.pop(name, None)
     _add(trace, _CHOICES, len(requests))
 
 

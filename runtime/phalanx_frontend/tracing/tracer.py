@@ -20,6 +20,7 @@ import msgspec
 from phalanx_api.trace import Trace, parse_traceparent, start_trace
 from phalanx_frontend.tracing.span import NO_ATTRIBUTES, Attributes, Span, SpanEvent, Value
 
+_FIRST_TOKEN = "phalanx.time_to_first_token"
 MAX_RECORDS = 256
 """Spans of one request, those of one group's queue and prefill counted as one."""
 
@@ -34,9 +35,6 @@ class SpanExporter(Protocol):
     def close(self) -> None:
         """Sends what is queued, within 30 s."""
         ...
-
-
-_FIRST_TOKEN = "phalanx.time_to_first_token"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from phalanx_api.summary import StartedMoves
 from phalanx_frontend.errors import ApiError
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.migration.mover import Mover
 from phalanx_router.session import StreamSession
 
-MAX_COUNT = 1000
 MAX_OPEN = 16
 """Moves in progress at a router, above which an order starts no more."""
 MAX_REFUSED = 100
@@ -25,15 +25,6 @@ class GroupMoveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: str
     target: str = ""
     count: int = 1
-
-
-class StartedMoves(msgspec.Struct, frozen=True):
-    """Moves that a router started."""
-
-    targets: dict[str, int]
-    """Number of streams by target."""
-    obstacles: list[str]
-    """Why other streams do not move; each reason is listed once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,14 @@ def test_straggler_needs_ten_seconds_and_explains_other_causes() -> None:
     assert ticks(tracker, slower, 1, start=11.0).hot["a/1/1"].speed_rises
 
 
+def test_time_of_a_straggler_starts_with_its_slowness() -> None:
+    """It was hot for another cause before; the operator replaces a group that is slow for a minute."""
+    tracker = HotspotTracker()
+    assert ticks(tracker, [group("a", 0.9), *EVEN], 4).hot["a/1/1"].since < 1.0
+    slow = ticks(tracker, [group("a", 0.9, speed=1.6), *EVEN], 48, start=600.0).hot["a/1/1"]
+    assert slow.cause == "straggler" and slow.since >= 610.0
+
+
 def test_idle_straggler_remains_until_it_shows_its_speed() -> None:
     tracker = HotspotTracker()
     ticks(tracker, [group("a", 0.4, speed=2.0), *EVEN], 44)

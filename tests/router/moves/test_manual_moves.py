@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.moves import MoveOut
+from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.__main__ import main
 from phalanx_router.migration.manual import MAX_OPEN
 from phalanx_router.operator_endpoint import MOVES_PATH
@@ -76,11 +78,21 @@ async def test_a_group_that_drains_gets_no_stream() -> None:
         assert (await order(router, group="a", count=3)).json()["targets"] == {"c": 3}
 
 
-async def test_a_group_of_another_model_is_passed_over() -> None:
+async def test_a_group_of_another_model_gets_no_stream() -> None:
     other = MoveScript(served=msgspec.structs.replace(SERVED, model_hash="model-2"))
     async with streams_at_a(b=other) as router:
         assert (await order(router, group="a", count=3)).json() == {"targets": {"c": 3}, "obstacles": []}
         assert (await order(router, group="c", target="b")).json()["targets"] == {}
+
+
+async def test_moves_of_an_order_share_the_budget() -> None:
+    async with streams_at_a() as router:
+        await router.poll(policy=BalancePolicy(mode="Off", budgets=Budgets(bytes_per_s=6e8)))
+        await order(router, group="a", count=2)
+        (source,) = (leader for leader in router.leaders if leader.group == "a")
+        assert isinstance(source, MovingLeader)
+        await until(lambda: sum(isinstance(frame, MoveOut) for frame in source.frames) == 2)
+        assert {frame.bytes_per_s for frame in source.frames if isinstance(frame, MoveOut)} == {3e8}
 
 
 async def test_open_moves_are_bounded() -> None:

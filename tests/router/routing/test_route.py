@@ -328,6 +328,18 @@ def test_of_two_groups_the_faster_one_is_usual() -> None:
     assert found["b"][0].predict(TYPICAL_WORK) == pytest.approx(STEP_MODEL.predict(TYPICAL_WORK))
 
 
+@given(
+    st.floats(1.2, 50.0), st.tuples(st.integers(0, 2000), st.integers(1, 64)), st.tuples(st.integers(0, 2000), st.integers(1, 64))
+)
+def test_slow_group_of_two_is_found_at_any_work(factor: float, one: tuple[int, int], other: tuple[int, int]) -> None:
+    """Both fits are complete."""
+    works = [StepWork(prefill, decodes, 300 * decodes) for prefill, decodes in (one, other)]
+    fits = {"a": STEP_MODEL, "b": scale_model(STEP_MODEL, factor)}
+    own = {key: StepMeasurement("h", model, work) for (key, model), work in zip(fits.items(), works, strict=True)}
+    speeds = {key: speed for key, (_, speed) in relative_speeds(own).items()}
+    assert speeds == {"a": 1.0, "b": pytest.approx(factor)}
+
+
 def test_two_groups_with_other_work_are_equally_fast() -> None:
     """One decodes only, so its fit has no time per token; the other one computes prompts."""
     decodes = StepModel(fixed_s=0.0296, token_s=0.0, knee_tokens=0, context_s=0.0, attention_s=0.0)

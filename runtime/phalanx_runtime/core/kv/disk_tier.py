@@ -36,7 +36,7 @@ class DiskPrefix:
     needs_all: bool
     """Whether a share of them is of no use."""
     kept_keys: Sequence[bytes] = ()
-    """Of pages and parts in memory, without which it could not start there."""
+    """Of pages and parts in host memory that it needs before these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,10 @@ class DiskTier:
         return self._find_with_parts(keys, pages, num_found, pool.parts)
 
     def find_after(self, keys: Sequence[bytes], num_found: int, first: int = 0) -> DiskPrefix:
-        """Returns what a request could read of the pages after the first `num_found`, which are in memory; it needs those from
-        `first` on."""
+        """Returns what a request could read of the pages after the first `num_found`, which are in memory.
+
+        It starts from those at `first` and later, so they must stay there.
+        """
         on_disk = list(takewhile(self.keys.__contains__, islice(keys, num_found, None)))
         read = on_disk if self._pages_before is None else on_disk[-self._pages_before :]
         is_cut = len(read) < len(on_disk)
@@ -275,13 +277,10 @@ class DiskTier:
 
 
 def _pin_all(tier: HostTier, keys: Iterable[bytes]) -> list[int] | None:
-    """Pins the slots of those of `keys` that a tier has. `None`, without a pin: that would leave no slot for others."""
-    slots: list[int] = []
-    for key in keys:
-        if key in tier and not tier.is_pending(key):
-            pinned = tier.pin([key], max_share=1.0)
-            if not pinned:
-                tier.unpin(reversed(slots))
-                return None
-            slots += pinned
-    return slots
+    """Returns the pinned slots of those of `keys` that a tier has; `None`, without a pin, if no slot would be left for others."""
+    kept = tier.evictable(keys)
+    slots = tier.pin(kept, max_share=1.0)
+    if len(slots) == len(kept):
+        return slots
+    tier.unpin(reversed(slots))
+    return None

@@ -98,8 +98,7 @@ class HostTier:
         self._loading: set[int] = set()
         self._storing: dict[int, bytes] = {}
         """Device pages that they store, with the keys that find the slots."""
-        self._reserved: set[int] = set()
-        """Slots that pages from elsewhere will fill."""
+        self._reserved: set[int] = set()  # slots that pages from elsewhere will fill
         self._pins: Counter[int] = Counter()
         """Entries that are neither evicted nor moved, with the number of users, such as ranks that read them for other groups."""
         self._filled: set[int] = set()
@@ -175,9 +174,10 @@ class HostTier:
             slots.append(self._table.slot_of(entry))
         return slots
 
-    def is_pending(self, key: bytes) -> bool:
-        """Returns whether the next plan stores or loads its page, which nothing evicts before."""
-        return key in self and self.match([key])[0] in {slot for (_, _, slot), _ in self._pending}
+    def evictable(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Returns those of `keys` whose slots `reserve` may take: slots of pending copies stay."""
+        used = {slot for (_, _, slot), _ in self._pending}
+        return [key for key in keys if key in self and self._table.slot_of(self._entry_of[key]) not in used]
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Ends a `pin`. No rank may still read the slots."""
