@@ -51,6 +51,7 @@ def make_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     """Returns a decoder with the Triton kernels; on a CPU Triton's interpreter runs them."""
     from phalanx_runtime.model.attention.gpu import open_gpu_attention  # imports Triton
     from phalanx_runtime.model.decoder.gpu import TritonOps
+    from phalanx_runtime.model.linear.single_row import TritonRowLinears
 
     collective, ops = SoloCollective(), TritonOps()
     ropes = {
@@ -60,6 +61,7 @@ def make_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     }
     shard = partition(config, 1)[0]
     decoder = Decoder(config, shard, collective, ropes=ropes, attention=open_gpu_attention(False), ops=ops, stage=WHOLE)
+    decoder.row_linears = TritonRowLinears()
     noise = _Noise(dtype, device)
     decoder.layers = [_layer(config, index, noise, ops) for index in range(config.num_layers)]
     table = noise(config.vocab_size, config.hidden_size)

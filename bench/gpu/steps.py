@@ -49,7 +49,7 @@ def large_model(bench: Bench) -> Iterator[Figure]:
     """Decode at each batch size, graphs against eager steps, and prefill, of the large model."""
     sizes = bench.sizes
     rows = max(sizes.batches)
-    model = load_random(sizes.large, rows * _tokens_of(sizes), bench.device, sizes)
+    model = load_random(sizes.large, rows * tokens_of(sizes), bench.device, sizes)
     runner = open_runner(model, "graphs", rows)
     yield from _captures(runner)
     for batch in sizes.batches:
@@ -62,9 +62,9 @@ def large_model(bench: Bench) -> Iterator[Figure]:
 def small_model(bench: Bench) -> Iterator[Figure]:
     """Decode of one request of the small model, and graphs against eager steps."""
     sizes = bench.sizes
-    model = load_random(sizes.small, 2 * _tokens_of(sizes), bench.device, sizes)
+    model = load_random(sizes.small, 2 * tokens_of(sizes), bench.device, sizes)
     runner = open_runner(model, "graphs", 1)
-    shape, window = shape_of(sizes.small), _window(runner, sizes, 1)
+    shape, window = shape_of(sizes.small), open_window(runner, sizes, 1)
     predicted = predict_decode(shape, bench.rates, 1, round(window.context))
     bench.decoded["small", 1] = 1 / window.period_s
     yield Figure(
@@ -77,16 +77,16 @@ def small_model(bench: Bench) -> Iterator[Figure]:
     yield from _compared(bench, model, runner, 1)
 
 
-def _tokens_of(sizes: Sizes) -> int:
+def tokens_of(sizes: Sizes) -> int:
     """Tokens of the longest request: context, measured steps, and steps in which other prompts are computed."""
     return sizes.context + max(sizes.batches) // 2 + sizes.decode_steps + 64
 
 
-def _window(runner: ModelRunner, sizes: Sizes, batch: int, lag: int = 1) -> Window:
+def open_window(runner: ModelRunner, sizes: Sizes, batch: int, lag: int = 1) -> Window:
     """Returns decode steps with a mean context of about `sizes.context`."""
     prompt = max(1, sizes.context - sizes.decode_steps // 2)
     load = Load(
-        batch=batch, prompt=prompt, max_tokens=_tokens_of(sizes) - prompt, step_tokens=sizes.step_tokens, lag=lag, seed=lag
+        batch=batch, prompt=prompt, max_tokens=tokens_of(sizes) - prompt, step_tokens=sizes.step_tokens, lag=lag, seed=lag
     )
     return Engine(runner, load).decode(sizes.decode_steps, sizes.warm_steps)
 
@@ -104,7 +104,7 @@ def graph_s(bench: Bench, runner: ModelRunner, batch: int) -> float:
 def large_decode(bench: Bench, runner: ModelRunner, batch: int) -> Iterator[Figure]:
     """Rate, share of the copy rate, gap and busy share of graphs with lag 1."""
     rates, sizes, shape = bench.rates, bench.sizes, shape_of(bench.sizes.large)
-    window = _window(runner, sizes, batch)
+    window = open_window(runner, sizes, batch)
     work_s = graph_s(bench, runner, batch)
     predicted = predict_decode(shape, rates, batch, round(window.context / batch))
     ideal_s = ideal_decode_s(shape, rates, window.context)
@@ -138,11 +138,11 @@ def _fill(name: str, window: Window, work_s: float, sizes: Sizes, is_bounded: bo
 def _compared(bench: Bench, model: LoadedModel, graphs: ModelRunner, batch: int) -> Iterator[Figure]:
     """Graphs and eager steps with lag 0 and 1, without bounds, and the busy share by the profiler."""
     sizes, modes = bench.sizes, dict[Mode, ModelRunner](graphs=graphs, eager=open_runner(model, "eager", batch))
-    _window(graphs, sizes, batch)
+    open_window(graphs, sizes, batch)
     work_s = graph_s(bench, graphs, batch)
     for mode, runner in modes.items():
         for lag in (0, 1):
-            window, name = _window(runner, sizes, batch, lag), f"{mode}, lag {lag}, decode {batch}"
+            window, name = open_window(runner, sizes, batch, lag), f"{mode}, lag {lag}, decode {batch}"
             yield Figure(name=name, value=batch / window.period_s, unit="tok/s")
             yield from _fill(name, window, work_s, sizes, is_bounded=False)
     if sizes.profiled_steps:
@@ -152,7 +152,7 @@ def _compared(bench: Bench, model: LoadedModel, graphs: ModelRunner, batch: int)
 def _profiled(bench: Bench, runner: ModelRunner, batch: int) -> float:
     sizes = bench.sizes
     prompt = max(1, sizes.context - sizes.profiled_steps)
-    load = Load(batch=batch, prompt=prompt, max_tokens=_tokens_of(sizes) - prompt, step_tokens=sizes.step_tokens, seed=7)
+    load = Load(batch=batch, prompt=prompt, max_tokens=tokens_of(sizes) - prompt, step_tokens=sizes.step_tokens, seed=7)
     engine = Engine(runner, load)
     engine.run_until(lambda steps: bool(steps) and steps[-1].is_decode and steps[-1].num_rows == batch)
     first = len(engine.runner.steps)

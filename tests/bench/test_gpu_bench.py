@@ -19,8 +19,10 @@ from bench.gpu.roofline import MODELS
 from bench.gpu.serving import measure_load, measure_trace, router_figures, running_fleet
 from bench.gpu.sizes import LLAMA_8B, QWEN3_600M, TINY, Config
 from bench.gpu.steps import Bench, ideal_decode_s, large_model, prefill_flops, release, small_model
+from bench.gpu.tiles import line, row_cases, time_rows
 from phalanx_api.roofline import PRODUCTS, shape_of
 from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.model.linear.single_row import row_tile
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner
 
 CPU = torch.device("cpu")
@@ -136,3 +138,14 @@ def test_served_parts_run_whole_programs(bench: Bench) -> None:
         assert found["32 in, 16 out, p99 of the answer"].value > 0
         assert found["CPU, rank: engine loop and device"].value > 0
     assert by_name(router_figures(bench))["answered"].value > 0
+
+
+def test_tiles_of_a_single_row_are_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without meaning; each tile is launched, and the product's is restored."""
+    monkeypatch.setattr("bench.gpu.tiles.CACHE_BYTES", 1 << 16)
+    for case in row_cases("tiny", shape_of({**TINY.large, "hidden_size": 512, "intermediate_size": 24})):
+        before = row_tile(case.inputs, case.form)
+        found = time_rows(replace(case, outputs=min(case.outputs, 24)), HostClock(), CPU, torch.float32)
+        assert None in found and len(found) > 1 and before in found
+        assert line(case, found).startswith(case.name)
+        assert row_tile(case.inputs, case.form) == before

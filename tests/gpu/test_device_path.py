@@ -38,7 +38,9 @@ def tokens_of(served: list[Served]) -> list[list[int]]:
 @pytest.mark.slow  # the interpreter takes its time
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_graphs_sample_the_tokens_of_eager_steps(tmp_path: Path, place: Place, family: Family, lag: int) -> None:
+def test_graphs_sample_the_tokens_of_eager_steps(
+    tmp_path: Path, place: Place, family: Family, lag: int, caplog: pytest.LogCaptureFixture
+) -> None:
     folder, submitted = place.save_model(tmp_path / "model", family), place.requests()
 
     def on_host(runner: ModelRunner) -> list[list[int]]:
@@ -46,7 +48,8 @@ def test_graphs_sample_the_tokens_of_eager_steps(tmp_path: Path, place: Place, f
 
     def by_graphs(runner: ModelRunner) -> list[list[int]]:
         found, step = on_host(runner), device_step(runner)
-        assert step.account.shortage == "" and step.graphs.num_replays.total() > 0 and not step.obstacles
+        assert step.account.shortage == "", [(one.getMessage(), vars(one).get("why")) for one in caplog.records]
+        assert step.graphs.num_replays.total() > 0 and not step.obstacles
         return found
 
     def eager(runner: ModelRunner) -> list[list[int]]:

@@ -26,6 +26,7 @@ from phalanx_runtime.model.attention.paged import Attention, LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.linear.single_row import TritonRowLinears
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import ModelImpl, open_model
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
@@ -203,7 +204,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     limits = None
     if build.device_rows:
         assert isinstance(model, Decoder)
-        model.ops = TritonOps()
+        model.ops, model.row_linears = TritonOps(), TritonRowLinears()
         budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
         make_graph = None if device.type == "cuda" else KeptGraph
         limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)

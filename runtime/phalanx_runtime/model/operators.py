@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -39,11 +40,12 @@ def compiler_obstacle(environment: Mapping[str, str], include: Path) -> str | No
     return None
 
 
-def operator(schema: str) -> Callable[[Launch], Launch]:
+def operator(schema: str, *, num_pinned: int = 0) -> Callable[[Launch], Launch]:
     """Registers a launch as the operator `phalanx::<name>` and returns the function that calls it.
 
     `schema`: name and arguments in torch's notation, with `Tensor(a!)` for tensors that the kernel writes. A launch has no
-    result: its memory is the caller's. On a CPU Triton's interpreter runs it.
+    result: its memory is the caller's. On a CPU Triton's interpreter runs it. `num_pinned`: leading arguments that may
+    be in pinned memory of the host, which a GPU reads and writes over its bus.
     """
 
     def register(launch: Launch) -> Launch:
@@ -51,11 +53,28 @@ def operator(schema: str) -> Callable[[Launch], Launch]:
         _LIBRARY.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, launch, "CUDA")  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, _in_turn(launch), "CPU")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"phalanx::{name}", partial(_launch_nothing, launch), lib=_LIBRARY)
-        call: Launch = getattr(torch.ops.phalanx, name).default
-        return call
+        torch.library.register_fake(f"phalanx::{name}", partial(_launch_nothing, launch, num_pinned), lib=_LIBRARY)
+        return partial(_call, launch, getattr(torch.ops.phalanx, name).default)
 
     return register
+
+
+def _call(launch: Launch, dispatched: Launch, *arguments: object, **named: object) -> None:
+    """Launches on a GPU without torch's dispatch, which takes half of the host's time of a launch, unless a mode observes it."""
+    if is_observed():
+        _check_numbers((arguments, named))
+    first = arguments[0] if arguments else next(iter(named.values()))
+    if type(first) is torch.Tensor and first.is_cuda and not torch._C._len_torch_dispatch_stack():
+        launch(*arguments, **named)
+    else:
+        dispatched(*arguments, **named)
+
+
+def _check_numbers(arguments: object) -> None:
+    """Raises TypeError for numbers of numpy, which torch's dispatch converts and a direct launch refuses."""
+    found = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, np.generic)]
+    if found:
+        raise TypeError(f"a kernel launch has numbers of numpy: {found}")
 
 
 def _in_turn(launch: Launch) -> Launch:
@@ -68,9 +87,9 @@ def _in_turn(launch: Launch) -> Launch:
     return interpret
 
 
-def _launch_nothing(launch: Launch, *arguments: object) -> None:
+def _launch_nothing(launch: Launch, num_pinned: int, *arguments: object) -> None:
     """Raises ValueError if the tensors are on several devices, which a real launch would read as garbage."""
-    devices = {argument.device for argument in tree_leaves(arguments) if isinstance(argument, torch.Tensor)}
+    devices = {argument.device for argument in tree_leaves(arguments[num_pinned:]) if isinstance(argument, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(f"a kernel launch mixes tensors on {sorted(map(str, devices))}")
     if is_observed():

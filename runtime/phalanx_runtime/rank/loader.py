@@ -204,7 +204,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: 
         spec.model_version,
         kv_dtype,
         embedding_size=model.embedding_size,
-        hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window and not has_parts else 0,
+        hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window else 0,
     )
 
 

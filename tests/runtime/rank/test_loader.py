@@ -167,7 +167,7 @@ def test_account_names_the_tokens_of_both_kinds_of_layers(tmp_path: Path, ranks:
         assert (account.window_tokens, account.window_pool_tokens, account.kv_pool_tokens) == (24, 7 * 8, 33 * 8)
         assert account.window_pool_bytes == 7 * (2 // stages) * layer_bytes
         assert account.kv_pool_bytes == (7 + 33) * (2 // stages) * layer_bytes
-        assert ready.max_model_len == 256 and ready.served.hit_pages == 0
+        assert ready.max_model_len == 256 and ready.served.hit_pages == 3
         assert ready.served.layout.endswith(" parts"), "groups without parts send other pages"
 
 

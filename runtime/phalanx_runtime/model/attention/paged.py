@@ -383,9 +383,9 @@ def _visible_slots(chunk: AttentionChunk, i: int) -> Sequence[int]:
 
 def _attend(q: Tensor, cache: LayerCache, table: Tensor, visible: Sequence[int], params: AttentionParams) -> Tensor:
     """q: [heads, dim]. `visible`: slots."""
-    slots = torch.tensor(visible if params.window is None else visible[-params.window :])
+    slots = torch.tensor(visible if params.window is None else visible[-params.window :], device=q.device)
     kv_heads, dim = cache.k.shape[1], q.shape[-1]
-    cache_rows = (table[:, None] * kv_heads + torch.arange(kv_heads)).flatten()
+    cache_rows = (table[:, None] * kv_heads + torch.arange(kv_heads, device=table.device)).flatten()
     keys, values = (
         part.view(-1, kv_heads, *part.shape[1:]).transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
         for part in cache.read(cache_rows, q.dtype)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from phalanx_runtime.model.attention.page_kernels import FP8, INT4, PLAIN, decoded, unpacked
+from phalanx_runtime.model.kernels.arithmetic import await_inputs
 
 REQUESTS = ("tables", "starts", "lengths", "tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets")
 """Arrays that are read by single words."""
@@ -128,11 +129,14 @@ def paged_attention(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Writes `out`, or with several splits `partial` and `partial_lse`. Logits are in units of log 2.
 
     PART: codes of a head in a tile. Two int4 codes share a byte, so that a head has two parts.
     """
+    if IS_EARLY:
+        await_inputs()
     LARGEST: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
     program, kv_head = tl.program_id(0), tl.program_id(1)
     block, split, num_splits = program, 0, 1
@@ -291,8 +295,11 @@ def merge_splits(
     DIM_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Merges the splits of decode request `program_id(0)`, head `program_id(1)`: at most SPLITS. Reads DIM floats of each."""
+    if IS_EARLY:
+        await_inputs()
     request = tl.program_id(0)
     row = request * heads + tl.program_id(1)
     num_splits = tl.minimum(max_splits, tl.cdiv(tl.load(lengths + request), SPLIT_KEYS))

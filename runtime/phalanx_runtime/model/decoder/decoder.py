@@ -16,8 +16,9 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.one_shot import ATTENTION_SLOT, MLP_SLOT, OneShot
+from phalanx_runtime.model.decoder.single_row import DenseLayer, RowLinears, dense_layer
 from phalanx_runtime.model.layers import DecoderOps, QkNorm, VocabEmbedding
-from phalanx_runtime.model.linear.linear import Gated, Linear
+from phalanx_runtime.model.linear.linear import DenseLinear, Gated, Linear
 from phalanx_runtime.model.partition import Shard, Stage
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.model.rope import Angles, Rope, RopeTable
@@ -40,6 +41,15 @@ class Layer:
     down: Linear
     """The MLP's second half, or router and experts."""
     mlp_out: Tensor | None
+
+    @property
+    def dense(self) -> DenseLayer | None:
+        """Its linears for a single row, if they are supported."""
+        if self.attention_out is not None or self.mlp_out is not None:
+            return None
+        return dense_layer(
+            attention_in=self.attention_in, qkv=self.qkv, o=self.o, mlp_in=self.mlp_in, gate_up=self.gate_up, down=self.down
+        )
 
 
 class Decoder:
@@ -75,6 +85,8 @@ class Decoder:
         self.ops = ops
         self.one_shot: OneShot | None = None
         """Sums of few rows over ranks; without it the collective's."""
+        self.row_linears: RowLinears | None = None
+        """Linears of a single row with the norms before them; without it those of the layers, and `ops`."""
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
@@ -99,7 +111,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model`."""
-        logits = self.head(hidden)
+        rows, head = self.row_linears, self.head
+        if rows is not None and rows.supports(hidden) and isinstance(head, DenseLinear):
+            logits = rows.project(hidden, None, head, 0.0)
+        else:
+            logits = head(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -109,6 +125,13 @@ class Decoder:
 
     def _run_layers(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
+        rows, dense = self.row_linears, list[DenseLayer]()
+        if rows is not None and self._collective.world_size == 1 and rows.supports(x):
+            dense = [one for layer in layers if (one := layer.dense) is not None]
+        if rows is not None and dense and len(dense) == len(layers):
+            for layer, linears, cache in zip(layers, dense, caches, strict=True):
+                self._run_row(rows, linears, layer, x, rotation=_rotation(layer, angles), cache=cache, batch=batch)
+            return
         h = self._norm(x, layers[0].attention_in) if layers else x
         following = [layer.attention_in for layer in layers[1:]] + [None]
         for layer, cache, attention_in in zip(layers, caches, following, strict=True):
@@ -126,16 +149,37 @@ class Decoder:
         self, layer: Layer, x: Tensor, h: Tensor, *, rotation: Angles | None, cache: LayerCache, batch: StepBatch
     ) -> Tensor:
         """Adds the attention of h to x. Returns the input of the MLP."""
+        attended = self._attend(layer, layer.qkv(h), rotation=rotation, cache=cache, batch=batch)
+        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in, slot=ATTENTION_SLOT)
+
+    def _run_row(
+        self,
+        rows: RowLinears,
+        linears: DenseLayer,
+        layer: Layer,
+        x: Tensor,
+        *,
+        rotation: Angles | None,
+        cache: LayerCache,
+        batch: StepBatch,
+    ) -> None:
+        """Adds both halves of the layer to x, [1, hidden]."""
+        eps = self.config.rms_norm_eps
+        qkv = rows.project(x, linears.attention_in, linears.qkv, eps)
+        rows.add(linears.o, self._attend(layer, qkv, rotation=rotation, cache=cache, batch=batch), x)
+        rows.add(linears.down, rows.gate(x, linears.mlp_in, linears.gate_up, eps), x)
+
+    def _attend(self, layer: Layer, qkv: Tensor, *, rotation: Angles | None, cache: LayerCache, batch: StepBatch) -> Tensor:
+        """Returns the attention of the step before the output linear, [tokens, heads * dim]."""
         if batch.await_pages is not None:
             batch.await_pages(cache)
         batch = batch.of(layer.params.window)
         num_heads = self.shard.heads.size + 2 * self.shard.kv_heads.size
-        qkv = layer.qkv(h).view(h.shape[0], num_heads, self.config.head_dim)
+        qkv = qkv.view(len(qkv), num_heads, self.config.head_dim)
         heads = self.ops.prepare_heads(qkv, layer.qk_norm, rotation, cache, batch.slots)
-        attended = self._attention(
+        return self._attention(
             heads.q, heads.k, heads.v, cache=cache, batch=batch, params=layer.params, is_written=heads.is_written
         )
-        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in, slot=ATTENTION_SLOT)
 
     def _add(self, linear: Linear, h: Tensor, x: Tensor, after: Tensor | None, before: Tensor | None, *, slot: int) -> Tensor:
         """Adds the linear's sum over ranks to x, normalised by `after`. Returns x, normalised by `before`."""

@@ -17,6 +17,7 @@ from phalanx_runtime.model.copies.staging import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.matrices import MatrixReader
+from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
@@ -60,6 +61,15 @@ def choose_ops(device: torch.device) -> DecoderOps:
     return OPS.get(device.type, TorchOps)()
 
 
+def choose_row_linears(device: torch.device) -> RowLinears | None:
+    """Returns the linears of a single row, where Triton launches kernels."""
+    if device.type != "cuda" or launch_obstacle() is not None:
+        return None
+    from phalanx_runtime.model.linear.single_row import TritonRowLinears  # imports Triton
+
+    return TritonRowLinears()
+
+
 def load(
     folder: Path,
     config: ModelConfig,
@@ -82,6 +92,7 @@ def load(
     attention = attention or choose_attention(device, options.is_batch_invariant)
     model = Decoder(config, shard, collective=collective, ropes=ropes, attention=attention, ops=choose_ops(device), stage=stage)
     model.positions = options.positions
+    model.row_linears = choose_row_linears(device)
     layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)

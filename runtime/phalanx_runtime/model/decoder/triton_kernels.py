@@ -6,7 +6,7 @@ Each reads its inputs once and writes its results once. Sums and products have f
 import triton
 import triton.language as tl
 
-from phalanx_runtime.model.kernels.arithmetic import weighted
+from phalanx_runtime.model.kernels.arithmetic import await_inputs, gated, weighted
 
 
 @triton.jit
@@ -101,11 +101,14 @@ def add_norm(
     HAS_SUM: tl.constexpr,
     HAS_AFTER: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Writes x + y (or x + norm(y, after)) to x with HAS_SUM, then norm(x, before) to `out` with HAS_BEFORE.
 
     x, y: [rows, size] with strides; out: [rows, size]; a row per program. Bytes: up to four rows, in one pass over memory.
     """
+    if IS_EARLY:
+        await_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PADDED)
     is_column = column < size
@@ -133,25 +136,21 @@ def gate(
     size,
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Writes activation(gate) * up: silu, or gelu by tanh.
 
     gate_up: [rows, 2 * size] with a stride; out: [rows, size]; BLOCK columns of a row per program. Bytes: 3 rows of `size`.
     """
+    if IS_EARLY:
+        await_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < size
     dtype = gate_up.dtype.element_ty
     gates = tl.load(gate_up + row * row_stride + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + size + column, mask=is_column, other=0.0).to(tl.float32)
-    if IS_SILU:
-        exponent = gates
-    else:
-        # 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
-        exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
-    power = tl.exp(-tl.abs(exponent))
-    active = gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
-    tl.store(out + row * size + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=is_column)
+    tl.store(out + row * size + column, gated(gates, up, dtype, IS_SILU).to(dtype), mask=is_column)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "query_blocks"])
@@ -179,6 +178,7 @@ def prepare_heads(
     BLOCK_HEADS: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """Writes normalised and rotated queries and keys in place, and keys and values to the rows `slots` of the pages.
 
@@ -187,6 +187,8 @@ def prepare_heads(
     first queries (`query_blocks` programs a token), then keys with their values. A head has HALF pairs (d, d + HALF), then
     DIM - 2 * HALF dimensions that do not rotate. Bytes per token: 2 * (heads + 2 * kv_heads) * DIM elements, and the keys again.
     """
+    if IS_EARLY:
+        await_inputs()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     is_query = block < query_blocks

@@ -15,6 +15,29 @@ def weighted(values, scale, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def gated(gates, up, dtype: tl.constexpr, is_silu: tl.constexpr):
+    """Returns activation(gates) * up in fp32, the activation rounded to `dtype`: silu, or gelu by tanh. Both fp32."""
+    exponent = gates
+    if not is_silu:
+        # 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
+        exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+    power = tl.exp(-tl.abs(exponent))
+    active = gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
+    return active.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def await_inputs():
+    """Waits for the preceding kernels of the stream, and lets the next one start its programs meanwhile.
+
+    For launches with `launch_pdl` (programmatic dependent launch, compute capability 9.0 and later): what such a kernel does
+    before reads weights only, and writes nothing. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def from_e4m3(codes):
     """Returns fp32 of e4m3 in the low bits of int32: shifted into an fp32 with an exponent that is 120 too small, which is exact
     for subnormal values too. Architectures before 8.9 convert no fp8."""

@@ -13,6 +13,7 @@ and for `do_not_specialize` arguments by type alone. A variant has one represent
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class KernelVariant:
 
 def variant_of(kernel: Any, arguments: Mapping[str, Any], **options: int) -> KernelVariant:
     """Returns the variant that a launch with these arguments uses. Tensors may be given as their dtypes."""
+    constants, early = _early(kernel)
+    arguments, options = {**arguments, **constants}, {**options, **early}
     generic = _unspecialized(kernel)
     values = tuple((name, _representative(name, arguments[name], name in generic)) for name in kernel.arg_names)
     return KernelVariant(kernel, values, tuple(options.items()))
@@ -124,4 +127,30 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
             observe(variant)
         if any(isinstance(value, FakeTensor) for value in arguments.values()):
             return
-    kernel[grid](**arguments, **options)
+    constants, early = _early(kernel)
+    kernel[grid](**arguments, **constants, **options, **early)
+
+
+def _early(kernel: Any) -> tuple[dict[str, bool], dict[str, int]]:
+    """Returns constants and options of a kernel that may call `arithmetic.await_inputs`: it does where the device supports it."""
+    if not _may_start_early(kernel):
+        return {}, {}
+    import triton  # which CPU ranks do without
+
+    try:
+        is_early = _starts_early(triton.runtime.driver.active)
+    except RuntimeError:  # no device
+        is_early = False
+    return {"IS_EARLY": is_early}, {"launch_pdl": True} if is_early else {}
+
+
+@cache
+def _may_start_early(kernel: Any) -> bool:
+    return "IS_EARLY" in kernel.arg_names
+
+
+@cache
+def _starts_early(driver: Any) -> bool:
+    """Returns whether a device starts kernels before the preceding ones end, if these allow it."""
+    target = driver.get_current_target()
+    return target.backend == "cuda" and int(target.arch) >= 90

@@ -144,17 +144,17 @@ Gate = Callable[[Tensor, Activation], Tensor]
 class PlainGated:
     """`Gated` by a `Linear` and `gate`, as in `DecoderOps`."""
 
-    __slots__ = ("_activation", "_gate", "_linear", "num_bytes")
+    __slots__ = ("_gate", "activation", "linear", "num_bytes")
 
     def __init__(self, linear: Linear, activation: Activation, gate: Gate = gate) -> None:
-        self._linear = linear
-        self._activation: Activation = activation
+        self.linear = linear
+        self.activation: Activation = activation
         self._gate = gate
         self.num_bytes = linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
-        return self._gate(self._linear(x), self._activation)
+        return self._gate(self.linear(x), self.activation)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -3,10 +3,12 @@
 Sizes are captured from coarse to fine, so that a budget that ends early still leaves a size for every number of rows.
 """
 
+import gc
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -177,17 +179,18 @@ class DecodeGraphs:
         lack: Shortage = ""
         for size in sorted(self._sizes, reverse=True):
             self.compute(size)
-        for size in capture_order(self._sizes):
-            lack = agree(shortage(costs, budget))
-            if lack:
-                break
-            before, began = used_bytes(), clock()
-            graph = self._make_graph()
-            lack = agree(_capture(graph, partial(self.compute, size), has_peers))
-            if lack:
-                break
-            self._graphs[size] = graph
-            costs.append(CaptureCost(max(0, used_bytes() - before), clock() - began))
+        with _no_collection():
+            for size in capture_order(self._sizes):
+                lack = agree(shortage(costs, budget))
+                if lack:
+                    break
+                before, began = used_bytes(), clock()
+                graph = self._make_graph()
+                lack = agree(_capture(graph, partial(self.compute, size), has_peers))
+                if lack:
+                    break
+                self._graphs[size] = graph
+                costs.append(CaptureCost(max(0, used_bytes() - before), clock() - began))
         self._captured = sorted(self._graphs)
         if lack:
             log.warning("not all decode steps are captured", extra={"why": lack, "captured": self._captured})
@@ -211,6 +214,19 @@ class DecodeGraphs:
             self._graphs[size].replay()
             self.num_replays[size] += 1
         return size
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Frees unused objects first, and none within: a graph that is freed during a capture makes it fail."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _own(lack: Shortage) -> Shortage:

@@ -1,6 +1,6 @@
 """State of the rows on the device: page tables, lengths and last tokens, at constant addresses.
 
-`BatchBuilder` is the reference. A plan changes the rows by one int32 array, one copy and one launch:
+`BatchBuilder` is the reference. A plan changes the rows by one int32 array in pinned memory, which one launch reads:
 
     header     [HEADER]               number of batch rows, number of entries
     entries    [COLUMNS, entries]     one per row that changes, batch rows first, in the order of the plan
@@ -23,6 +23,7 @@ from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
+from phalanx_runtime.rank.device.host_tokens import store_variant
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
 
 HEADER = 4
@@ -92,7 +93,7 @@ MAX_BLOCK = 512
 RECORD_BLOCK = 128
 _MIN_BLOCK = 16
 _NUM_BUFFERS = 2
-"""Host buffers: the next plan is written while the last one is copied."""
+"""Host buffers: the next plan is written while the device reads the last one."""
 
 
 def table_block(max_pages: int) -> int:
@@ -102,7 +103,8 @@ def table_block(max_pages: int) -> int:
 
 @operator(
     "update_rows(Tensor update, Tensor(a!) tables, Tensor(b!) held, Tensor(c!) lengths, Tensor(d!) last_tokens,"
-    " Tensor(e!) batch_rows, Tensor(f!) batch_indices, int block)"
+    " Tensor(e!) batch_rows, Tensor(f!) batch_indices, int block)",
+    num_pinned=1,
 )
 def _update(
     update: Tensor,
@@ -140,6 +142,7 @@ def row_variants(max_pages: int) -> list[KernelVariant]:
     block = table_block(max_pages)
     tensors = dict.fromkeys((*update_rows.arg_names, *record_tokens.arg_names), torch.int32)
     return [
+        store_variant(),
         variant_of(update_rows, {**tensors, "table_pages": block, "BLOCK": block}),
         variant_of(record_tokens, {**tensors, "num_rows": 1, "BLOCK": RECORD_BLOCK}),
     ]
@@ -181,14 +184,15 @@ class DeviceRows:
         """Applies a plan. Raises ValueError if it exceeds the rows or their page tables."""
         words = pack_update(plan)
         self._check(words)
-        self.apply(self._staging.send(words))
+        self.apply(self._staging.write(words))
+        self._staging.release()
         if self.part_of is not None and plan.parts:
             latest = dict(plan.parts)  # a page may get several, after others took them
             pages, parts = np.fromiter(latest.keys(), np.int64), np.fromiter(latest.values(), np.int32)
             self.part_of.index_copy_(0, *upload((pages, parts), self.part_of.device))
 
     def apply(self, update: Tensor) -> None:
-        """Applies a packed update that is on the device."""
+        """Applies a packed update that the device can read."""
         _update(
             update,
             self.tables,
@@ -215,35 +219,33 @@ class DeviceRows:
 
 
 class _Staging:
-    """Copies arrays to the device through reused host memory, pinned for a GPU."""
+    """Memory of the host that the kernel of an update reads, pinned for a GPU: a copy would change engines between two steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._is_pinned = device.type == "cuda" and torch.cuda.is_available()
         self._host = [self._host_memory(1) for _ in range(_NUM_BUFFERS)]
-        self._copied: list[Any] = [None] * _NUM_BUFFERS
-        """Event after the last copy from each host buffer."""
-        self._target = torch.empty(_capacity(1), dtype=torch.int32, device=device)
+        self._read: list[Any] = [None] * _NUM_BUFFERS
+        """Event after the last launch that reads each buffer."""
         self._next = 0
 
-    def send(self, words: Words) -> Tensor:
-        """Returns the words on the device, valid for work that is queued before the next call."""
+    def write(self, words: Words) -> Tensor:
+        """Returns the words where the device reads them, for one launch, after which `release` is called."""
         index, size = self._next, len(words)
-        self._next = (index + 1) % _NUM_BUFFERS
-        if self._copied[index] is not None:
-            self._copied[index].synchronize()  # two plans ago, whose result was read: no wait
+        if self._read[index] is not None:
+            self._read[index].synchronize()  # two plans ago, whose result was read: no wait
         if len(self._host[index][0]) < size:
             self._host[index] = self._host_memory(size)
-        if len(self._target) < size:
-            self._target = torch.empty(_capacity(size), dtype=torch.int32, device=self._device)
         array, host = self._host[index]
         array[:size] = words
-        target = self._target[:size]
-        target.copy_(host[:size], non_blocking=True)
+        return host[:size]
+
+    def release(self) -> None:
+        """Lets the words be overwritten after the launches that are queued."""
+        index = self._next
+        self._next = (index + 1) % _NUM_BUFFERS
         if self._is_pinned:
-            self._copied[index] = self._copied[index] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied[index].record()
-        return target
+            self._read[index] = self._read[index] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read[index].record()
 
     def _host_memory(self, size: int) -> tuple[Words, Tensor]:
         """Returns memory as an array and as a tensor."""

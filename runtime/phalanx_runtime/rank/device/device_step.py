@@ -28,6 +28,7 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.decode_step import GraphObstacle, decode_obstacle
+from phalanx_runtime.rank.device.host_tokens import HostTokens
 from phalanx_runtime.rank.device.pending_step import PendingStep, SampledTensors, mark_time
 from phalanx_runtime.rank.sampling.gpu.results import token_logprobs, verify_drafts
 from phalanx_runtime.rank.sampling.gpu.row_state import RowState
@@ -93,6 +94,7 @@ class DeviceStep:
         self._pooler = pooler
         self._sampling_rows = sampling_rows
         self._device = self._rows.last_tokens.device
+        self._host_tokens = HostTokens(len(inputs.sampled), self._device)
         self._sampling: dict[int, Sampling] = {}
         """Of admitted rows."""
         self._host_rows: set[int] = set()
@@ -136,7 +138,7 @@ class DeviceStep:
 
     def _compute(self, plan: StepPlan) -> SampledTensors:
         if self._replay(plan):
-            return SampledTensors(tokens=self._inputs.sampled[: len(plan.rows)])
+            return SampledTensors(tokens=self._host_tokens.store(self._inputs.sampled[: len(plan.rows)]))
         hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
         sampled = SampledTensors(tokens=None)
         if plan.draws:

@@ -21,7 +21,7 @@ class SampledTensors:
     """What a step sampled, on the device."""
 
     tokens: Tensor | None
-    """[draws and draft tokens], -1 if no token could be sampled; absent without draws."""
+    """[draws and draft tokens], -1 if no token could be sampled; absent without draws. See `HostTokens` for those of a graph."""
     logprobs: DeviceLogprobs | None = None
     """Of `tokens`, if requested."""
     runs: DeviceRuns | None = None
@@ -54,7 +54,7 @@ class PendingStep:
         self._plan = plan
         self._rows = rows
         self._result: StepResult | None = None
-        self._copies = [None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in _parts(sampled)]
+        self._copies = [None if tensor is None else _on_host(tensor) for tensor in _parts(sampled)]
         self._pooled = sampled.pooled.queue_copy()
         self._started = started
         # Without draws too: the step ends when the device has computed it, and its time is that of the device.
@@ -121,6 +121,10 @@ class _Run:
     accepted: list[int]
     logits_rows: list[int]
     """Where each token was sampled."""
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.to("cpu", non_blocking=True)
 
 
 def _parts(sampled: SampledTensors) -> list[Tensor | None]:

@@ -24,6 +24,7 @@ from phalanx_runtime.model.decoder.load import NORM_NAMES
 from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
 from phalanx_runtime.model.experts.sparse import Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant
+from phalanx_runtime.model.linear.single_row import row_variant
 from phalanx_runtime.model.partition import Shard
 from phalanx_runtime.rank.device.decode_inputs import input_variant
 from phalanx_runtime.rank.device.device_rows import row_variants
@@ -47,6 +48,8 @@ class KernelOptions:
     """Ranks that share a layer."""
     format: PageFormat | None = None
     """Of the pages."""
+    is_dense: bool = True
+    """Whether the linears are `DenseLinear`."""
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -56,7 +59,7 @@ def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) ->
     variants = [*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options)]
     if config.mixture is None or not all(config.mixture.layers):
         variants.append(gate_variant(shard.mlp.size, options.dtype, config.activation))
-    return _unique([*variants, *_experts(config, shard, options)])
+    return _unique([*variants, *_row_linears(config, shard, options), *_experts(config, shard, options)])
 
 
 def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVariant]:
@@ -120,6 +123,21 @@ def _norms(config: ModelConfig, options: KernelOptions) -> Iterable[KernelVarian
     for has_sum, has_after, has_before in forms:
         if can_hold(size, dtype, has_after):
             yield norm_variant(size, dtype, weight, has_sum=has_sum, has_after=has_after, has_before=has_before)
+
+
+def _row_linears(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
+    """Linears of a single row: the head, and of one rank those of layers that `dense_layer` supports."""
+    if not options.is_dense:
+        return
+    dtype, hidden = options.dtype, config.hidden_size
+    yield row_variant(hidden, dtype, None, has_bias=False, form="")
+    if options.world_size > 1 or config.norms != "before" or config.mixture is not None:
+        return
+    norm = _weight_dtype(config, dtype)
+    yield row_variant(hidden, dtype, norm, has_bias=config.qkv_bias, form="")
+    yield row_variant(shard.heads.size * config.head_dim, dtype, None, has_bias=config.o_bias, form="add")
+    yield row_variant(hidden, dtype, norm, has_bias=config.mlp_bias, form=config.activation)
+    yield row_variant(shard.mlp.size, dtype, None, has_bias=config.mlp_bias, form="add")
 
 
 def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:

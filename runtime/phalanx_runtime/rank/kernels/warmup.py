@@ -13,6 +13,7 @@ import triton
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.kernels.variant import KernelVariant
+from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
@@ -93,6 +94,7 @@ class RankKernels:
                     capability=self._capability,
                     world_size=size,
                     format=self._format,
+                    is_dense=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
                 )
                 self._load(model_variants(model.config, model.shard, options))
 

@@ -283,7 +283,7 @@ class BatchBuilder:
         starts, device_lengths, tables, *tree_parts = self._upload(*(array.astype(np.int32) for array in arrays))
         return Segments(
             counts=counts.tolist(),
-            num_decodes=sum(count == 1 and not tree for count, tree in zip(counts, parents, strict=True)),
+            num_decodes=sum(count == 1 and not tree for count, tree in zip(counts.tolist(), parents, strict=True)),
             starts=starts,
             lengths=device_lengths,
             tables=tables,

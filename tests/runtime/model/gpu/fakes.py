@@ -16,6 +16,7 @@ from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.layers import HeadNorm
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.linear.single_row import TritonRowLinears
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.partition import Shard, Stage, partition
 from phalanx_runtime.model.rope import RopeTable
@@ -54,13 +55,14 @@ def fake_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseM
 def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
     hidden, dim = config.hidden_size, config.head_dim
     heads = shard.heads.size * dim
+    projected = heads + 2 * shard.kv_heads.size * dim
     mixture = config.mixture
     gate_up = DenseLinear(empty(2 * shard.mlp.size, hidden), None)
     weight = torch.float32 if config.norm_offset else DTYPE  # as `load` adds the offset
     norms = [None if name is None else empty(hidden, dtype=weight) for name in NORM_NAMES[config.norms]]
     return Layer(
         attention_in=norms[0],
-        qkv=DenseLinear(empty(heads + 2 * shard.kv_heads.size * dim, hidden), None),
+        qkv=DenseLinear(empty(projected, hidden), empty(projected) if config.qkv_bias else None),
         qk_norm=HeadNorm(empty(dim, dtype=weight), empty(dim, dtype=weight), 1e-6) if config.qk_norm == "head" else None,
         rope=config.ropes[index],
         params=AttentionParams(config.windows[index], config.scale, config.softcap),
@@ -74,7 +76,7 @@ def fake_layer(config: ModelConfig, shard: Shard, index: int) -> Layer:
 
 
 def fake_decoder(config: ModelConfig, world_size: int = 1) -> Decoder:
-    """Rank 0 of a decoder without embedding and head."""
+    """Rank 0 of a decoder without embedding."""
     shard = partition(config, world_size)[0]
     ropes = {
         rope: RopeTable(rope, config.head_dim, config.max_position, DTYPE, CUDA) for rope in set(config.ropes) if rope is not None
@@ -83,6 +85,8 @@ def fake_decoder(config: ModelConfig, world_size: int = 1) -> Decoder:
     decoder = Decoder(
         config, shard, collective=collective, ropes=ropes, attention=TritonAttention(), ops=TritonOps(), stage=Stage(1, 3)
     )
+    decoder.row_linears = TritonRowLinears()
+    decoder.head = DenseLinear(empty(shard.vocab.size, config.hidden_size), None)
     decoder.layers = [fake_layer(config, shard, index) for index in range(config.num_layers)]
     return decoder
 

@@ -10,6 +10,7 @@ from phalanx_runtime.model.kernels.variant import ALIGNMENT, variant_of
 from phalanx_runtime.model.linear.gpu import TILES, LinearTile, constants_of, row_constants, tile_constants
 from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack
 from phalanx_runtime.model.linear.scaled import BLOCK_WORDS
+from phalanx_runtime.model.linear.single_row import GATES, MAX_NARROW, row_variant
 from phalanx_runtime.model.linear.triton_kernels import multiply_rows, multiply_tiles, quantize_rows
 from tests.runtime.model.gpu.ahead import Named
 
@@ -37,6 +38,14 @@ def linear_costs(target: GPUTarget) -> Iterator[Named]:
     types = {"x": "*bf16", "words": "*i32", "scales": "*fp32", **dict.fromkeys(("inputs", "x_stride", "word_stride"), "i32")}
     constants = {"WIDTH": weights["fp8"].width, "BLOCK_WORDS": BLOCK_WORDS}
     yield "linear quantize", variant_of(quantize_rows, {**_arguments(types), **constants}, num_warps=8)
+
+
+def single_row_costs() -> Iterator[Named]:
+    """Yields `multiply_row` for each tile, with a norm where layers have one, for Triton's current target."""
+    for inputs in (MAX_NARROW, 4 * MAX_NARROW):
+        for form in ("", "add", *GATES):
+            norm = None if form == "add" else torch.bfloat16
+            yield f"linear single {form} {inputs}", row_variant(inputs, torch.bfloat16, norm, has_bias=True, form=form)
 
 
 def _arguments(types: Mapping[str, str]) -> dict[str, torch.dtype | int]:

@@ -1,9 +1,12 @@
 """The Triton kernel against `DenseAttention`, on the GPU, or in the interpreter without one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
@@ -29,6 +32,24 @@ def test_mixed_step_equals_the_definition(params: AttentionParams, max_splits: i
 
 def test_float16_differs_by_its_rounding() -> None:
     Case(MIXED, dtype=torch.float16).check(AttentionParams(softcap=3.0), max_splits=4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch pins no fake tensors")
+def test_the_definition_mixes_no_devices() -> None:
+    """Fake tensors of a GPU raise where it does."""
+
+    def fake(part: torch.Tensor) -> torch.Tensor:
+        return torch.empty(part.shape, dtype=part.dtype, device="cuda")
+
+    case = Case([(30, 1), (50, 7)], trees={1: TREE})
+    with FakeTensorMode():
+        bands = [replace(band, tables=fake(band.tables)) for band in case.batch.bands]
+        chunks = [replace(chunk, table=fake(chunk.table)) for chunk in case.batch.chunks]
+        batch = replace(case.batch, bands=bands, chunks=chunks, slots=fake(case.batch.slots))
+        q, k, v, cache = fake(case.q), fake(case.k), fake(case.v), LayerCache(fake(case.cache.k), fake(case.cache.v))
+        params = AttentionParams(window=7, softcap=3.0, sinks=torch.ones(6, device="cuda"))
+        found = DenseAttention()(q, k, v, cache, batch, params)
+        assert (len(batch.bands), len(batch.chunks), found.device.type, found.shape) == (1, 1, "cuda", (8, 6 * 64))
 
 
 @pytest.mark.parametrize("params", FORMS, ids=["plain", "window", "wide window", "scale", "softcap", "sinks", "all"])

@@ -13,6 +13,8 @@ SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 PIPELINED = ("decode", "prefill", "tree", "mixed", "experts", "linear tile")
 """Kernels that load into shared memory ahead of their use."""
+EARLY = ("linear single", "decode", "mixed", "gate")
+"""Kernels that start before the preceding ones end, from compute capability 9.0 on."""
 KNOWN_SPILLS = {"sm_100": {"mixed tree split 64 window fp8": 2}}
 """Accesses of spilled registers that remain, by target and kernel. Eight warps have none, and no 16-byte asynchronous loads."""
 SLOW = pytest.mark.slow
@@ -42,6 +44,12 @@ def test_kernels_for_nvidia_have_no_spills_and_wide_loads(words: tuple[str, ...]
         moves_words = name.startswith(("rows", "select", "route", "sort")) or name.startswith("inputs with")  # from any page on
         if not has_small_tiles and not moves_words:
             assert found["LDGSTS.E.BYPASS.128" if name.startswith(PIPELINED) else "LDG.E.128"], name
+    early = [name for name in costs if name.startswith(EARLY)]
+    starts_early = target != "sm_80"
+    assert len(early) > 12
+    for name in early:
+        found = costs[name]["instructions"]
+        assert (found["PREEXIT"] > 0, found["ACQBULK"] > 0) == (starts_early, starts_early), name
     prefixes = ("prefill", "tree", "mixed", "experts many")
     large_tiles = [name for name in costs if name.startswith(prefixes) and "256" not in name]
     large_tiles += [name for name in costs if name.startswith("linear tile") and "32x16" not in name]

@@ -39,10 +39,34 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=2 * tolerance)
 
 
-def same(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Float16 is rounded where the reference rounds it: only sums differ, which flips few roundings."""
-    close(result, expected)
-    assert expected.dtype != torch.float16 or (result != expected).float().mean() < 0.03
+def same(result: torch.Tensor, *forms: torch.Tensor) -> None:
+    """Float16 is rounded where the reference, in one of its forms, rounds it: only sums differ, which flips few roundings.
+
+    A rounding that is left out flips more than a fifth of them. Of few numbers two may.
+    """
+    for expected in forms:
+        close(result, expected)
+    if result.dtype == torch.float16:
+        assert min(int((result != expected).sum()) for expected in forms) <= max(2, 0.03 * result.numel())
+
+
+def sums(x: torch.Tensor, y: torch.Tensor, after: torch.Tensor | None) -> list[torch.Tensor]:
+    """Returns x plus y normalised by `after`; on a GPU also as compilers fuse it, without a rounding of the product."""
+    plain = x.clone()
+    TorchOps().add_norm(plain, y, after, None, EPS)
+    if DEVICE.type == "cpu" or after is None or torch.float32 in (x.dtype, after.dtype):
+        return [plain]
+    normed = TorchOps().norm(y, torch.ones_like(after), EPS)
+    return [plain, (x.double() + normed.double() * after.double()).to(x.dtype)]
+
+
+def check_sum(x: torch.Tensor, result: torch.Tensor, forms: list[torch.Tensor], before: torch.Tensor | None) -> None:
+    """x: after the sum. `result`: the same normalised by `before`."""
+    same(x, *forms)
+    if before is None:
+        assert result is x
+    else:
+        same(result, TorchOps().norm(x, before, EPS))
 
 
 @settings(max_examples=30)
@@ -73,14 +97,12 @@ def test_add_norm(
 ) -> None:
     noise, ops = Noise(seed), TritonOps()
     x, y = noise(rows, size, dtype=dtype), noise(rows, size, dtype=dtype)
-    weights = [noise(size, dtype=torch.float32 if wide_weight else dtype) if has else None for has in (has_after, has_before)]
-    expected_x = x.clone()
-    expected = TorchOps().add_norm(expected_x, y, weights[0], weights[1], EPS)
-    results = []
-    assert launches_of(lambda: results.append(ops.add_norm(x, y, weights[0], weights[1], EPS))) == ["phalanx::add_norm"]
-    same(x, expected_x)
-    same(results[0], expected)
-    assert has_before or results[0] is x
+    after, before = (
+        noise(size, dtype=torch.float32 if wide_weight else dtype) if has else None for has in (has_after, has_before)
+    )
+    expected, results = sums(x, y, after), []
+    assert launches_of(lambda: results.append(ops.add_norm(x, y, after, before, EPS))) == ["phalanx::add_norm"]
+    check_sum(x, results[0], expected, before)
 
 
 @settings(max_examples=40)
@@ -102,13 +124,10 @@ def test_parts_of_ranks_are_added_in_order(
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
-    expected_x, results = x.clone(), []
-    expected = TorchOps().add_norm(expected_x, total.to(dtype), after, before, EPS)
+    expected, results = sums(x, total.to(dtype), after), []
     assert ops.can_add_parts(x, after, before)
     assert launches_of(lambda: results.append(ops.add_parts_norm(x, parts, after, before, EPS))) == ["phalanx::add_parts_norm"]
-    same(x, expected_x)
-    same(results[0], expected)
-    assert has_before or results[0] is x
+    check_sum(x, results[0], expected, before)
 
 
 @settings(max_examples=30)

@@ -131,6 +131,20 @@ def test_a_layer_needs_ten_launches(raw: dict[str, Any], world_size: int, step: 
     assert found.total() <= 10
 
 
+@pytest.mark.parametrize("raw", [LLAMA_8B, QWEN3_06B], ids=["llama-8b", "qwen3-0.6b"])
+def test_a_layer_of_a_single_row_needs_seven_launches(raw: dict[str, Any]) -> None:
+    expected = {
+        "phalanx::multiply_row": 4,
+        "phalanx::prepare_heads": 1,
+        "phalanx::paged_attention": 1,
+        "phalanx::merge_splits": 1,
+    }
+    assert layer_launches(raw, DECODES[:1], 1) == Counter(expected)
+    assert "phalanx::multiply_row" not in layer_launches(raw, DECODES[:1], 2)
+    assert "phalanx::multiply_row" not in layer_launches(GEMMA2_2B, DECODES[:1], 1)
+    assert "phalanx::multiply_row" not in layer_launches(raw, DECODES[:1], 1, "int8")
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("raw", [LLAMA_8B, GEMMA2_2B], ids=["llama-8b", "gemma2-2b"])

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx_runtime.model.kernels.variant import observed_launches
 from phalanx_runtime.model.operators import compiler_obstacle, operator
 
 
@@ -36,6 +38,11 @@ def test_fake_tensors_launch_nothing_and_may_not_mix_devices() -> None:
             double(x, torch.empty(3), 2.0)
         with pytest.raises(ValueError, match="mixes tensors on"):
             total([x, torch.empty(3)], x)
+
+
+def test_an_observed_launch_refuses_numbers_of_numpy() -> None:
+    with observed_launches(), pytest.raises(TypeError, match="numbers of numpy"):
+        double(torch.ones(3), torch.empty(3), np.float64(2.0))
 
 
 @pytest.mark.parametrize(

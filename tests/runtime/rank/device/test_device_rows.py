@@ -1,4 +1,4 @@
-"""Rows on the device follow the plans as those of `BatchBuilder` do, by one copy and one launch per plan."""
+"""Rows on the device follow the plans as those of `BatchBuilder` do, by one launch per plan."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.rank.device.device_rows import DeviceRows, pack_update, table_block
+from phalanx_runtime.rank.device.host_tokens import NUM_SLOTS, HostTokens
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, moves, new_row
@@ -118,3 +119,12 @@ def test_a_table_is_a_multiple_of_blocks(max_pages: int, expected: int) -> None:
     assert table_block(max_pages) == expected
     width = DeviceRows(1, max_pages, 1, DEVICE).tables.shape[1]
     assert max_pages <= width < max_pages + expected
+
+
+def test_tokens_of_a_step_are_kept_for_the_host() -> None:
+    tokens = HostTokens(NUM_ROWS, DEVICE)
+    stored = [tokens.store(torch.arange(step, step + 2, device=DEVICE)) for step in range(NUM_SLOTS)]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert [one.tolist() for one in stored] == [[step, step + 1] for step in range(NUM_SLOTS)]
+    assert all(one.device.type == "cpu" for one in stored)
