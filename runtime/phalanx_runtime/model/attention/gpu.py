@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant
 from phalanx_runtime.model.operators import operator
 
 MIN_SPLIT_KEYS = 64
-"""Keys of a split: a tile of `DECODE`. H100, batch 1, context 512: 7.7 us, with 256 keys 12.4 us."""
+"""Keys of a split. H100, batch 1, context 512: 7.7 us, with 256 keys 12.4 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,10 @@ def prefill_tiles(capability: int, format: PageFormat | None) -> Mapping[int, Ti
     return PREFILL_BLACKWELL if capability >= 10 else PREFILL_HOPPER if capability == 9 else PREFILL
 
 
+MAX_PREFILL_ROWS = 64
+"""Of a tile: with more, the usual groups of eight query heads spill registers."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     """Heads of a layer and its pages."""
@@ -111,6 +115,13 @@ class HeadShape:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+
+def prefill_tile(capability: int, shape: HeadShape) -> TileConfig:
+    """Returns the configuration of chunks, with at most `MAX_PREFILL_ROWS`. `capability`: major compute capability."""
+    config = prefill_tiles(capability, shape.format)[padded_dim(shape.dim)]
+    most = max(1, MAX_PREFILL_ROWS // int(triton.next_power_of_2(shape.group)))
+    return replace(config, block_queries=min(config.block_queries, most))
 
 
 def attention_constants(
@@ -246,7 +257,7 @@ def attention_variants(
     if not can_attend(shape.dim, dtype):
         return []
     width = padded_dim(shape.dim)
-    prefill = prefill_tiles(capability, shape.format)[width]
+    prefill = prefill_tile(capability, shape)
     forms = [(DECODE[width], False), (prefill, False), (prefill, True)]
     arrays = {**dict.fromkeys(paged_attention.arg_names, torch.int32), **dict.fromkeys(("partial", "partial_lse"), torch.float32)}
     tensors = arrays | dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks", "k_scales", "v_scales"), dtype)
@@ -284,10 +295,10 @@ class AttentionLaunch:
     def run(self, max_splits: int) -> None:
         """Computes the step in one launch, then merges the splits of decodes. `max_splits`: a power of two."""
         segments, params, cache = self.segments, self.params, self.cache
-        dim, num_decodes = self.q.shape[2], segments.num_decodes
+        (_, heads, dim), num_decodes = self.q.shape, segments.num_decodes
+        shape = HeadShape(heads, cache.k.shape[1], dim, cache.k.shape[2], cache.format)
         is_decode = num_decodes == segments.num_requests
-        tiles = DECODE if is_decode else prefill_tiles(self.capability, cache.format)
-        config = tiles[padded_dim(dim)]
+        config = DECODE[padded_dim(dim)] if is_decode else prefill_tile(self.capability, shape)
         splits = max_splits if num_decodes else 1
         rows = num_decodes * self.q.shape[1] * splits if splits > 1 else 1
         partial = [torch.empty(size, dtype=torch.float32, device=self.q.device) for size in (rows * dim, rows)]

@@ -31,7 +31,7 @@ def await_inputs():
     """Waits for the preceding kernels of the stream, and lets the next one start its programs meanwhile.
 
     For launches with `launch_pdl` (programmatic dependent launch, compute capability 9.0 and later): what such a kernel does
-    before reads weights only, and writes nothing. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
+    before writes nothing, and reads only what no launch writes. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
     """
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()

@@ -23,7 +23,7 @@ from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
-from phalanx_runtime.rank.device.host_tokens import store_variant
+from phalanx_runtime.rank.device.host_tokens import free_after_device, store_variant
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
 
 HEADER = 4
@@ -142,9 +142,9 @@ def row_variants(max_pages: int) -> list[KernelVariant]:
     block = table_block(max_pages)
     tensors = dict.fromkeys((*update_rows.arg_names, *record_tokens.arg_names), torch.int32)
     return [
-        store_variant(),
         variant_of(update_rows, {**tensors, "table_pages": block, "BLOCK": block}),
         variant_of(record_tokens, {**tensors, "num_rows": 1, "BLOCK": RECORD_BLOCK}),
+        store_variant(),
     ]
 
 
@@ -223,10 +223,14 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda" and torch.cuda.is_available()
+        self._pinned = list[Tensor]()
+        """All buffers of a GPU: larger ones replace few."""
         self._host = [self._host_memory(1) for _ in range(_NUM_BUFFERS)]
         self._read: list[Any] = [None] * _NUM_BUFFERS
         """Event after the last launch that reads each buffer."""
         self._next = 0
+        if self._is_pinned:
+            free_after_device(self, self._pinned)
 
     def write(self, words: Words) -> Tensor:
         """Returns the words where the device reads them, for one launch, after which `release` is called."""
@@ -251,6 +255,7 @@ class _Staging:
         """Returns memory as an array and as a tensor."""
         if self._is_pinned:
             tensor = torch.empty(_capacity(size), dtype=torch.int32, pin_memory=True)
+            self._pinned.append(tensor)
             return tensor.numpy(), tensor
         array = np.empty(_capacity(size), np.int32)
         return array, torch.from_numpy(array)

@@ -138,6 +138,8 @@ class DeviceStep:
 
     def _compute(self, plan: StepPlan) -> SampledTensors:
         if self._replay(plan):
+            if self._peers.rank:
+                return SampledTensors(tokens=None)
             return SampledTensors(tokens=self._host_tokens.store(self._inputs.sampled[: len(plan.rows)]))
         hidden = self._model.hidden(self._builder.tensors(plan), self._caches)
         sampled = SampledTensors(tokens=None)

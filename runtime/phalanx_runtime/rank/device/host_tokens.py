@@ -1,5 +1,7 @@
 """Sampled tokens in memory of the host, which a kernel writes: a copy would delay the next step by two changes of engines."""
 
+import weakref
+
 import torch
 import triton
 from torch import Tensor
@@ -25,6 +27,18 @@ def store_variant() -> KernelVariant:
     return variant_of(store_tokens, {"host": torch.int64, "sampled": torch.int64, "num_rows": 1, "BLOCK": BLOCK})
 
 
+def free_after_device(owner: object, pinned: list[Tensor]) -> None:
+    """Keeps the pinned memory of an owner that is freed until the device has ended its work: torch knows of no such launch."""
+    weakref.finalize(owner, _await_device, pinned).atexit = False
+
+
+def _await_device(pinned: list[Tensor]) -> None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:  # a device that failed writes no more
+        pinned.clear()
+
+
 class HostTokens:
     """Slots for the tokens of steps, pinned for a GPU."""
 
@@ -32,6 +46,8 @@ class HostTokens:
         is_pinned = device.type == "cuda" and torch.cuda.is_available()
         self._slots = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=is_pinned) for _ in range(NUM_SLOTS)]
         self._next = 0
+        if is_pinned:
+            free_after_device(self, self._slots)
 
     def store(self, sampled: Tensor) -> Tensor:
         """Queues the copy of tokens, [n] int64, and returns where they are afterwards: until `NUM_SLOTS` further calls."""

@@ -35,8 +35,14 @@ DRIVER_MODULE = "cuda_utils"
 """Triton's access to the driver."""
 
 
-def common_variants(capability: int, shapes: Iterable[CommonShape] = SHAPES.values()) -> list[KernelVariant]:
-    """Returns the variants of the shapes, each once. `capability`: major compute capability."""
+def target_variants(name: str, shapes: Iterable[CommonShape] = SHAPES.values()) -> list[KernelVariant]:
+    """Returns the variants of the shapes for one of `TARGETS`, each once."""
+    with compiling_for(TARGETS[name]):  # which decides whether kernels start early
+        return _variants(TARGETS[name].arch // 10, shapes)
+
+
+def _variants(capability: int, shapes: Iterable[CommonShape]) -> list[KernelVariant]:
+    """Returns the variants for Triton's current target. `capability`: its major compute capability."""
     found: dict[KernelVariant, None] = {}
     for shape in shapes:
         config = shape.config()
@@ -101,7 +107,7 @@ def main(words: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     build_driver_module(folder, include)
-    account = compile_into(folder, {name: common_variants(target.arch // 10) for name, target in TARGETS.items()})
+    account = compile_into(folder, {name: target_variants(name) for name in TARGETS})
     write_toolchain(folder)
     print(f"{account.num_compiled} kernels for {', '.join(TARGETS)} in {account.seconds:.0f} s")
 

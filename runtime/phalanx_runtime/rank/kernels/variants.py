@@ -48,8 +48,9 @@ class KernelOptions:
     """Ranks that share a layer."""
     format: PageFormat | None = None
     """Of the pages."""
-    is_dense: bool = True
-    """Whether the linears are `DenseLinear`."""
+    has_dense_layers: bool = True
+    """Whether the linears of layers are `DenseLinear`."""
+    has_dense_head: bool = True
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -127,11 +128,11 @@ def _norms(config: ModelConfig, options: KernelOptions) -> Iterable[KernelVarian
 
 def _row_linears(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
     """Linears of a single row: the head, and of one rank those of layers that `dense_layer` supports."""
-    if not options.is_dense:
-        return
     dtype, hidden = options.dtype, config.hidden_size
-    yield row_variant(hidden, dtype, None, has_bias=False, form="")
-    if options.world_size > 1 or config.norms != "before" or config.mixture is not None:
+    if options.has_dense_head:
+        yield row_variant(hidden, dtype, None, has_bias=False, form="")
+    has_only_experts = config.mixture is not None and all(config.mixture.layers)
+    if not options.has_dense_layers or options.world_size > 1 or config.norms != "before" or has_only_experts:
         return
     norm = _weight_dtype(config, dtype)
     yield row_variant(hidden, dtype, norm, has_bias=config.qkv_bias, form="")

@@ -94,7 +94,8 @@ class RankKernels:
                     capability=self._capability,
                     world_size=size,
                     format=self._format,
-                    is_dense=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
+                    has_dense_layers=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
+                    has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
                 )
                 self._load(model_variants(model.config, model.shard, options))
 

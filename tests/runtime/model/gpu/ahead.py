@@ -29,6 +29,8 @@ TARGETS: Mapping[str, GPUTarget] = {**NVIDIA_TARGETS, "gfx942": GPUTarget("hip",
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS.E.BYPASS.128", "LDG.E.128", "ACQBULK", "PREEXIT")
 """Counted in NVIDIA machine code: tensor core products of Hopper, Ampere and Blackwell, 16-byte loads, a wait for preceding
 kernels, and the start of the next kernel."""
+EARLY_LOADS, EARLY_STORES = "loads before ACQBULK", "stores before ACQBULK"
+"""Also counted."""
 Named = tuple[str, KernelVariant]
 """A variant with its name in the report."""
 
@@ -58,6 +60,11 @@ GROUPS = {64: 3, 128: 4, 256: 2}
 def attention_costs(target: GPUTarget) -> Iterator[Named]:
     """Yields `paged_attention` for each tuned configuration of the architecture, and `merge_splits`."""
     capability = _capability(target)
+    if target.backend == "cuda" and capability == 9:  # tuned for Hopper: groups of Llama 70B and Qwen2.5 7B
+        for group in (8, 7):
+            hopper = HeadShape(8 * group, 8, 128, 16)
+            for variant in attention_variants(hopper, PLAIN, torch.bfloat16, q_stride=8 * (group + 2) * 128, capability=9):
+                yield f"{_attention_name(variant)} 128 group {group}", variant
     for dim, group in GROUPS.items():
         shape = HeadShape(8 * group, 8, dim, 16)
         for params in (PLAIN, WINDOWED):
@@ -170,6 +177,8 @@ def _nvidia_cost(cubin: bytes, shared_bytes: int, warps: int) -> KernelCost:
         code = _run_tool("nvdisasm", "-c", "-ndf", str(path)).replace("LDG.E.EF.", "LDG.E.")  # that the cache evicts first
         path.unlink()
         found = {name: len(re.findall(rf"\b{re.escape(name)}", code)) for name in INSTRUCTIONS}
+        early = code.partition("ACQBULK")[0] if found["ACQBULK"] else ""
+        found |= {EARLY_LOADS: len(re.findall(r"\bLDG", early)), EARLY_STORES: len(re.findall(r"\b(?:STG|RED|ATOMG)\b", early))}
         counts = {
             "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
             "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
@@ -177,7 +186,7 @@ def _nvidia_cost(cubin: bytes, shared_bytes: int, warps: int) -> KernelCost:
         }
         (folder / "counts.json").write_text(json.dumps(counts))
 
-    key = key_of(triton.__version__, "any eviction", *INSTRUCTIONS, cubin)
+    key = key_of(triton.__version__, "any eviction", EARLY_LOADS, *INSTRUCTIONS, cubin)
     counts = json.loads((finished(cache_root() / "machine-code" / key, read) / "counts.json").read_text())
     return KernelCost(**counts, shared_bytes=shared_bytes, warps=warps)
 

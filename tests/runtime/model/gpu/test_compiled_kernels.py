@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.model.gpu.ahead import EARLY_LOADS, EARLY_STORES
+
 REGISTERS = 65536
 SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 TENSOR_CORES = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
@@ -50,6 +52,8 @@ def test_kernels_for_nvidia_have_no_spills_and_wide_loads(words: tuple[str, ...]
     for name in early:
         found = costs[name]["instructions"]
         assert (found["PREEXIT"] > 0, found["ACQBULK"] > 0) == (starts_early, starts_early), name
+        assert found[EARLY_STORES] == 0, name
+        assert (found[EARLY_LOADS] > 0) == (starts_early and name.startswith("linear single")), name
     prefixes = ("prefill", "tree", "mixed", "experts many")
     large_tiles = [name for name in costs if name.startswith(prefixes) and "256" not in name]
     large_tiles += [name for name in costs if name.startswith("linear tile") and "32x16" not in name]

@@ -11,9 +11,9 @@ from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.single_row import NARROW, WIDE, TritonRowLinears, row_tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EPS = 1e-5
-BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
-"""Norm of the error in that of the reference, which rounds the normalised row too."""
+EPS = 0.1
+BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3} | ({torch.bfloat16: 3e-2} if DEVICE == "cuda" else {})
+"""Of `error`. The reference rounds the normalised row too."""
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -22,7 +22,8 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    """Of sums of about 1, which may cancel."""
+    return float((found.double() - expected.double()).norm() / (expected.double().norm() + expected.numel() ** 0.5))
 
 
 @settings(max_examples=20)

@@ -13,7 +13,7 @@ import pytest
 from phalanx_runtime.model.kernels.cache import ModuleSource, module_path
 from phalanx_runtime.model.kernels.folder import TOOLCHAIN, usable_folder, write_toolchain
 from phalanx_runtime.model.kernels.target import TARGETS
-from phalanx_runtime.rank.kernels.ahead import common_variants
+from phalanx_runtime.rank.kernels.ahead import target_variants
 from phalanx_runtime.rank.kernels.shapes import SHAPES
 
 
@@ -76,6 +76,9 @@ def test_a_module_that_the_folder_lacks_is_compiled(tmp_path: Path) -> None:
     assert modules("own", str(source), str(tmp_path), [], [], []) == str(kept)
 
 
+EARLY = {"paged_attention", "merge_splits", "prepare_heads", "gate", "add_norm", "multiply_row"}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_common_shapes_have_layers_of_each_window(name: str) -> None:
     config = SHAPES[name].config()
@@ -85,7 +88,15 @@ def test_common_shapes_have_layers_of_each_window(name: str) -> None:
 
 
 def test_common_shapes_share_most_kernels() -> None:
-    variants = common_variants(9)
+    variants = target_variants("sm_90")
     assert len(variants) == len(set(variants))
     assert 800 < len(variants) < 1000
     assert {dict(variant.arguments)["DIM"] for variant in variants if variant.name == "paged_attention"} == {64, 96, 128, 256}
+
+
+@pytest.mark.parametrize(("name", "is_early"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
+def test_kernels_of_an_image_start_early(name: str, is_early: bool) -> None:
+    """As a launch on that GPU looks for them."""
+    variants = target_variants(name, [SHAPES["Qwen3 0.6B"]])
+    found = {variant.name: dict(variant.options).get("launch_pdl", False) for variant in variants}
+    assert {kernel for kernel, has in found.items() if has} == (EARLY if is_early else set())

@@ -51,8 +51,8 @@ def test_variants_compile_once_and_serve_launches(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "nothing": 0,
-        "first": [3, 3],
-        "again": [3, 0],
+        "first": [4, 4],
+        "again": [4, 0],
         "on time": [],
         "late": ["gate"],
         "is the one of a launch": True,
