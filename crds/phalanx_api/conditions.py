@@ -42,6 +42,8 @@ class Reason(StrEnum):
     POD_FAILING = "PodFailing"
     ROLLING_OUT = "RollingOut"
     GROUPS_NOT_READY = "GroupsNotReady"
+    UNREACHABLE = "Unreachable"
+    """A group's node is silent to the control plane, but routers receive the group's load."""
     ROUTER_NOT_READY = "RouterNotReady"
     SERVING = "Serving"
     NO_READY_GROUP = "NoReadyGroup"

@@ -56,6 +56,8 @@ class RouterTarget:
     """UID of the router pod."""
     address: str
     """`host:port` of the router pod."""
+    is_ready: bool = field(default=True, compare=False)
+    """False on a silent node: it counts only while it answers."""
 
 
 Explain = Callable[[Sequence[RouterSummary]], list[str]]
@@ -144,17 +146,21 @@ class RouterPoller:
         by_uid = service.routers if service else {}
         routers = [by_uid[target.uid] for target in targets if target.uid in by_uid]
         now_s = self._clock()
-        is_new = bool(targets) and not any(self._had_time(router, now_s) for router in routers)
+        had_time = {router.target.uid for router in routers if self._had_time(router, now_s)}
+        is_new, has_new = bool(targets) and not had_time, len(had_time) < len(targets)
         reports = [
             RouterReport(router.target.uid, now_s - router.answered_s, router.summary)
             for router in routers
             if router.summary is not None and not router.has_no_endpoint
         ]
-        polled = len(targets) - sum(router.has_no_endpoint for router in routers)
-        fleet = merge(reports, polled, self._timing.stale_s)
+        answered = {report.router for report in reports if report.age_s <= self._timing.stale_s}
+        excluded = {router.target.uid for router in routers if router.has_no_endpoint}
+        excluded |= {target.uid for target in targets if not target.is_ready} & (had_time - answered)
+        fleet = merge(reports, len({target.uid for target in targets} - excluded), self._timing.stale_s)
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
-        return replace(fleet, unknown_versions=(*unknown, *fleet.unknown_versions), is_new=is_new) if unknown or is_new else fleet
+        unknown += fleet.unknown_versions
+        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, has_new_routers=has_new)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

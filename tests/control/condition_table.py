@@ -7,7 +7,7 @@ from phalanx_api.conditions import Condition
 _TABLE = """
 Ready             True     Ready Suspended ScaledToZero
 Ready             False    SpecInvalid Rejected QuotaExceeded ImagePullFailed PodFailing InsufficientCapacity
-Ready             False    RestartBudgetSpent RollingOut GroupsNotReady RouterNotReady RolledBack
+Ready             False    RestartBudgetSpent RollingOut GroupsNotReady Unreachable RouterNotReady RolledBack
 Available         True     Serving
 Available         False    NoReadyGroup Holding RouterNotReady
 Progressing       True     Complete Rolling Scaling SurgeUnschedulable

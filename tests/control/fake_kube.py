@@ -42,10 +42,11 @@ def written_by(manager: str, at: str = "2026-01-02T03:00:00Z") -> Json:
 
 
 class FakeRouters:
-    """The routers of one service. Each answers `summary`, if set. `is_new`: they had no time to answer."""
+    """The routers of one service. Each answered `summary` `age_s` ago, if set. `is_new`: they had no time to answer."""
 
     def __init__(self) -> None:
         self.summary: RouterSummary | None = None
+        self.age_s = 0.0
         self.is_new = False
         self.targets: list[RouterTarget] = []
         self.policy = BalancePolicy()
@@ -54,8 +55,8 @@ class FakeRouters:
         self.forgotten: list[Key] = []
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
-        reports = [RouterReport(target.uid, 0.0, self.summary) for target in targets] if self.summary else []
-        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new)
+        reports = [RouterReport(target.uid, self.age_s, self.summary) for target in targets] if self.summary else []
+        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new, has_new_routers=self.is_new)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,24 @@ async def test_unreachable_router_is_polled_until_it_returns(scene: Scene, caplo
     await until(lambda: scene.poller.fleet(KEY, [unreachable, scene.targets[0]]).answered == 1)
     await until(lambda: "router unreachable" in caplog.text)
     assert scene.poller.fleet(KEY, [unreachable, scene.targets[0]]).has_quorum
+
+
+async def test_router_on_silent_node_counts_while_it_answers(scene: Scene) -> None:
+    """A summary stays when the node falls silent, and a dead router does not count."""
+    scene.publish()
+    scene.routers[0].answers.put_nowait(summary(group("a")))
+    await until(lambda: scene.poller.fleet(KEY, scene.targets[:1]).answered == 1)
+    silent = [replace(target, is_ready=False) for target in scene.targets]
+    scene.poller.publish(KEY, silent, BalancePolicy(), 15.0)
+    fleet = scene.poller.fleet(KEY, silent)
+    assert (fleet.polled, fleet.answered, fleet.has_new_routers, fleet.is_new) == (2, 1, True, False)
+    assert fleet.groups["a"].load_age_s == 0.0
+    scene.routers[1].answers.put_nowait(500)
+    await until(lambda: not scene.poller.fleet(KEY, silent).has_new_routers)
+    fleet = scene.poller.fleet(KEY, silent)
+    assert (fleet.polled, fleet.answered) == (1, 1)
+    scene.now[0] = TIMING.stale_s + 1.0
+    assert scene.poller.fleet(KEY, silent).polled == 0
 
 
 async def test_rejected_token_is_read_again(scene: Scene) -> None:

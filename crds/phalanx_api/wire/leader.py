@@ -250,7 +250,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     version: str = ""  # hub commit or manifest digest, if downloaded
     kv_cache_dtype: str = "auto"
     embedding_size: int = 0  # length of the vectors of pooled requests; 0: takes none
-    hit_pages: int = 0  # pages before its end that a cached prefix needs, because layers have windows; 0: all
+    hit_pages: int = 0  # pages before its end whose keys a hit needs, because layers have windows; 0: all
 
     @property
     def page_model(self) -> str:

@@ -10,6 +10,7 @@ from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
+from phalanx_operator.decide.groups.lost_nodes import NodeStates
 from phalanx_operator.decide.groups.rollout import next_step
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import ScalingResult
@@ -145,8 +146,9 @@ def wanted_replicas(service: InferenceService) -> int:
 def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> Snapshot:
     """Returns the snapshot with assessed groups."""
     spec = service.spec
-    groups = lost_nodes.assess(snapshot.groups, snapshot.nodes, spec.restart_policy.node_lost_seconds, now)
-    failures = admission.placement_failures(groups, spec.placement.gang.timeout_seconds, now)
+    groups = lost_nodes.assess(snapshot.groups, _node_states(service, snapshot, fleet, now))
+    unheard = [group for group in groups if not group.assessment.alive_reason]
+    failures = admission.placement_failures(unheard, spec.placement.gang.timeout_seconds, now)
     groups = tuple(
         with_assessment(group, lost_reason=group.assessment.lost_reason or failures.get(group.uid, "")) for group in groups
     )
@@ -155,9 +157,13 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     return replace(snapshot, groups=drain.assess(groups, fleet, spec.drain.timeout_seconds, now))
 
 
+def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:
+    return NodeStates(snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now, fleet)
+
+
 def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups, now: str) -> Plan:
     """Returns the plan for a valid service."""
-    snapshot, scaling, policy = inputs.snapshot, inputs.scaling, service.spec.restart_policy
+    snapshot, scaling = inputs.snapshot, inputs.scaling
     status = _recovery_status(service, inputs, desired.revision, now)
     step = next_step(desired, snapshot.groups).actions
     turn = _turn(service, inputs, status, now)
@@ -174,18 +180,19 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
         actions.append(KeepRevision(desired.revision, "a later rollout may roll back to it"))
     actions += _records_to_store(snapshot.groups, group_actions)
     actions += [*group_actions, *drain.leader_marks(snapshot.groups, group_actions)]
-    actions += lost_nodes.pods_to_delete(snapshot.groups, snapshot.nodes, policy.node_lost_seconds, now)
+    actions += lost_nodes.pods_to_delete(snapshot.groups, _node_states(service, snapshot, inputs.fleet, now))
     actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.replicas_to_write is not None:
         actions.append(SetReplicas(scaling.replicas_to_write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     actions += [*_missing_gangs(snapshot.groups), *recovery.due_retries(snapshot.groups, snapshot.router, now)]
     evacuate = tuple(drain.groups_to_evacuate(snapshot.groups, group_actions))
     is_fast = bool(evacuate) or (scaling is not None and scaling.decision.is_panicking)
+    has_silent_node = any(group.assessment.has_unready_node for group in live_groups(snapshot.groups))
     tick_s = PANIC_TICK_S if is_fast else TICK_S if scaling else None
     return Plan(
         actions=tuple(actions),
         status=_status(service, inputs, desired=desired, recovery_status=status, turn=turn, now=now),
-        poll_s=tick_s or POLL_S,
+        poll_s=min(tick_s or POLL_S, lost_nodes.POLL_S if has_silent_node else POLL_S),
         evacuate=evacuate,
         requeue_s=_requeue_s(service, inputs, desired=desired, turn=turn, max_s=tick_s or RESYNC_S, now=now),
         is_queued=turn.is_queued,
@@ -288,7 +295,7 @@ def _requeue_s(
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
         progress.due_in_s(groups, desired.revision, spec.rollout, now),
-        lost_nodes.due_in_s(groups, snapshot.nodes, policy.node_lost_seconds, now),
+        lost_nodes.due_in_s(groups, _node_states(service, snapshot, inputs.fleet, now)),
         recovery.due_in_s(groups, policy, now),
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),
         capacity.due_in_s(groups, now),

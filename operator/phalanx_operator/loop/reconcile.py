@@ -246,7 +246,7 @@ class Reconciler:
         targets, now = _targets(decision.inputs.snapshot), self.clocks.now()
         replicas, revision = plan.wanted_replicas(service), self.sources.manifests.revision(service)
         inputs = PolicyInputs(
-            routers=len(targets),
+            routers=sum(target.is_ready for target in targets) or len(targets),
             revision=revision,
             evacuate=tuple(evacuate),
             without_successor=tuple(groups_without_successor(groups, evacuate, revision, replicas)),
@@ -266,5 +266,10 @@ def explanation(summaries: Sequence[RouterSummary], spec: Spec, state: ServiceSt
 
 
 def _targets(snapshot: Snapshot) -> list[RouterTarget]:
-    ready = [pod for pod in snapshot.router_pods if pod.ready and pod.ip and not pod.terminating]
-    return [RouterTarget(pod.uid, address_of(pod.ip)) for pod in ready]
+    """Returns ready routers, and those on silent nodes, which may still run."""
+    silent = {node.name for node in snapshot.nodes.values() if not node.ready}
+    return [
+        RouterTarget(pod.uid, address_of(pod.ip), pod.ready)
+        for pod in snapshot.router_pods
+        if pod.ip and (pod.node in silent or (pod.ready and not pod.terminating))
+    ]

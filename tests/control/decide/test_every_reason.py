@@ -158,6 +158,7 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Ready False RestartBudgetSpent, Stalled True RestartBudgetSpent", lambda: conditions_of(STARTS, spent_reason="a died")),
     ("Ready False RollingOut, Progressing True Rolling, Reconciling True Rolling", lambda: conditions_of(OLD)),
     ("Ready False GroupsNotReady, Progressing True Scaling, Reconciling True Scaling", lambda: conditions_of(STARTS)),
+    ("Ready False Unreachable", lambda: conditions_of(make_group("a", ready=False, alive_reason="routers report it"))),
     (
         "Ready False RouterNotReady, RouterReady False RouterNotReady, Available False RouterNotReady",
         lambda: conditions_of(READY, router=NO_ROUTER),

@@ -203,6 +203,9 @@ def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason 
         return failure
     if desired.spent_reason:
         return Reason.RESTART_BUDGET_SPENT, desired.spent_reason
+    if kept := [group for group in unready if group.assessment.alive_reason]:
+        more = f"; {len(kept) - 1} more groups are kept likewise" if len(kept) > 1 else ""
+        return Reason.UNREACHABLE, f"group {kept[0].name} is kept: {kept[0].assessment.alive_reason}{more}"
     live = live_groups(snapshot.groups)
     old = _num_old(live, desired) - min(desired.partition, _num_old(staying, desired))
     if old > 0:
@@ -263,7 +266,7 @@ def _group_reason(group: ObservedGroup, fleet: Fleet) -> str:
     if group.draining:
         return group.draining.why[:256]
     causes = [
-        *(group.assessment.lost_reason, group.rejection),
+        *(group.assessment.lost_reason, group.assessment.alive_reason, group.rejection),
         *(_pod_reason(pod) for pod in group.pods),
         last_death(group, fleet),
     ]

@@ -96,13 +96,13 @@ def pods_to_delete(groups: Iterable[ObservedGroup], timeout_s: float, now: str) 
 
 
 def groups_to_evacuate(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:
-    """Returns the groups that lose a pod, then draining ones."""
+    """Returns the groups that lose a pod, then draining ones. No kubelet ends a pod on a silent node."""
     actions = tuple(actions)
     drained = {action.uid for action in actions if isinstance(action, DrainGroup)}
     kept = {action.uid for action in actions if isinstance(action, KeepGroup)}
     losing_pods, draining = [], []
     for group in groups:
-        if group.terminating or any(pod.terminating for pod in group.pods):
+        if group.terminating or (any(pod.terminating for pod in group.pods) and not group.assessment.alive_reason):
             losing_pods.append(group.name)
         elif (group.draining or group.uid in drained) and group.uid not in kept:
             draining.append(group.name)
@@ -123,7 +123,7 @@ def is_awaited(groups: Sequence[ObservedGroup], evacuate: Iterable[str], replica
     False while a group is broken, because its return is uncertain.
     """
     evacuated = frozenset(evacuate)
-    if not replicas or any(group.ready and group.name not in evacuated for group in groups):
+    if not replicas or any(group.alive and group.name not in evacuated for group in groups):
         return False
     ages = [age_s(group.created, now) for group in groups if not group.terminating]
     return any(group.name in evacuated for group in groups) or any(age is not None and age < START_TIMEOUT_S for age in ages)

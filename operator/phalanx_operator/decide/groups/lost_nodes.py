@@ -1,53 +1,108 @@
 """Decides which groups are lost with a node, and which of their pods to delete.
 
+A silent node may only be cut off from the control plane. The first rule that applies decides:
+
+    its nodes are ready                                                 not lost
+    a router receives its load reports, at most `EVIDENCE_S` ago        alive: it stays, whatever other routers report
+    a router had no time to answer, as after a start of the operator    alive, until it answers or fails to
+    a node is not ready for `nodeLostSeconds`                           lost
+
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
 runs cannot join a later group of that name, because each group has its own key.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from phalanx_operator.decide.state.actions import DeletePod
+from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, with_assessment
 
+EVIDENCE_S = 40.0
+"""Age at which a router's report no longer counts: the longest poll, and time for its answer."""
+POLL_S = 10.0
+"""Longest poll of routers while a node is silent, so that reports are young when the node counts as lost."""
+FIRST_ANSWER_S = 10.0
+"""Time until a new router has answered or failed to."""
 
-def assess(
-    groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str
-) -> tuple[ObservedGroup, ...]:
+
+@dataclass(frozen=True, slots=True)
+class NodeStates:
+    """The nodes of a service, as the control plane and routers report them."""
+
+    nodes: Mapping[str, ObservedNode]
+    limit_s: float
+    """`nodeLostSeconds`."""
+    now: str
+    fleet: Fleet = field(default_factory=Fleet)
+
+
+def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[ObservedGroup, ...]:
     """Sets the state of the groups' nodes."""
-    return tuple(
-        with_assessment(
-            group,
-            lost_reason=next((why for pod in group.pods if (why := loss_reason(nodes.get(pod.node), limit_s, now))), ""),
-            has_unready_node=any(pod.node in nodes and not nodes[pod.node].ready for pod in group.pods),
-            has_cordoned_node=any(pod.node in nodes and nodes[pod.node].cordoned for pod in group.pods),
-        )
-        for group in groups
+    return tuple(_assess_group(group, states) for group in groups)
+
+
+def _assess_group(group: ObservedGroup, states: NodeStates) -> ObservedGroup:
+    alive_reason = _alive_reason(group, states)
+    return with_assessment(
+        group,
+        alive_reason=alive_reason,
+        lost_reason="" if alive_reason else _lost_reason(group, states),
+        has_unready_node=bool(_silent_nodes(group, states)),
+        has_cordoned_node=any(pod.node in states.nodes and states.nodes[pod.node].cordoned for pod in group.pods),
     )
 
 
+def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
+    return [pod.node for pod in group.pods if pod.node in states.nodes and not states.nodes[pod.node].ready]
+
+
+def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
+    """Returns why a group on a silent node is not lost. Its text does not change while the evidence is renewed."""
+    silent = _silent_nodes(group, states)
+    if not silent or group.terminating:
+        return ""
+    if (age := _evidence_age_s(group, states.fleet)) is not None and age <= EVIDENCE_S:
+        return f"node {silent[0]} is silent, but routers report that the group serves"
+    return f"node {silent[0]} is silent, and a router has yet to report" if states.fleet.has_new_routers else ""
+
+
+def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:
+    return fleet.groups[group.name].load_age_s if group.name in fleet.groups else None
+
+
+def _lost_reason(group: ObservedGroup, states: NodeStates) -> str:
+    why = next((why for pod in group.pods if (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))), "")
+    return f"{why}, and no router reports that the group serves" if why and states.fleet.answered else why
+
+
 def loss_reason(node: ObservedNode | None, limit_s: float, now: str) -> str:
-    """Returns why a node is lost; empty if it is not."""
+    """Returns why a node is lost to the control plane; empty if it is not."""
     if node is None or node.ready:
         return ""
     age = age_s(node.since, now)
     return f"node {node.name} has not been ready for {limit_s:.0f} s" if age is not None and age >= limit_s else ""
 
 
-def due_in_s(groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str) -> float | None:
-    """Returns the seconds until the next unready node is lost."""
-    unready = [nodes[pod.node] for group in groups for pod in group.pods if pod.node in nodes and not nodes[pod.node].ready]
-    ages = [age for node in unready if (age := age_s(node.since, now)) is not None and age < limit_s]
-    return limit_s - max(ages) if ages else None
+def due_in_s(groups: Iterable[ObservedGroup], states: NodeStates) -> float | None:
+    """Returns the seconds until the next unready node is lost, or the evidence of a group on one gets old."""
+    groups = tuple(groups)
+    silent = {name for group in groups for name in _silent_nodes(group, states)}
+    ages = [age for name in silent if (age := age_s(states.nodes[name].since, states.now)) is not None and age < states.limit_s]
+    due = [states.limit_s - age for age in ages]
+    for group in groups:
+        if group.assessment.alive_reason:
+            age = _evidence_age_s(group, states.fleet)
+            due.append(FIRST_ANSWER_S if age is None or age > EVIDENCE_S else EVIDENCE_S - age + 1.0)
+    return min(due, default=None)
 
 
-def pods_to_delete(
-    groups: Iterable[ObservedGroup], nodes: Mapping[str, ObservedNode], limit_s: float, now: str
-) -> list[DeletePod]:
+def pods_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
     """Returns pods on lost nodes of lost and terminating groups."""
     return [
         DeletePod(pod.name, pod.uid, 0, why)
         for group in groups
         if group.terminating or group.assessment.lost_reason
         for pod in group.pods
-        if pod.uid and (why := loss_reason(nodes.get(pod.node), limit_s, now))
+        if pod.uid and (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))
     ]

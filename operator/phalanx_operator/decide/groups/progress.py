@@ -25,7 +25,9 @@ def unplaced_s(group: ObservedGroup, now: str) -> float | None:
 
 
 def unready_s(group: ObservedGroup, now: str) -> float | None:
-    """Returns how long a group has been unready, across restarts."""
+    """Returns how long a group has been unready, across restarts. One that serves on a silent node is not."""
+    if group.alive:
+        return None
     incident_s = age_s(group.restarts.since, now) if group.restarts.since else None
     pods_s = pods_unready_s(group, now)
     return pods_s if pods_s is None or incident_s is None else max(pods_s, incident_s)

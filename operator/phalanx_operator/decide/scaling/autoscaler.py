@@ -118,7 +118,7 @@ def autoscale(
     inputs = ScaleInputs(
         now_s=now_s,
         groups=count,
-        serving=frozenset(group.name for group in snapshot.groups if group.serving),
+        serving=frozenset(group.name for group in snapshot.groups if group.alive and group.draining is None),
         fleet=fleet,
         cold_start_s=_cold_start_s(state, former),
     )

@@ -21,6 +21,8 @@ BACKLOG_BOUND_S = 10.0
 """Or four times the median: more is a hotspot, which more groups do not relieve."""
 MAX_DEVICES = 64
 """Problems of devices of a group."""
+IN_TIME = ("fresh", "degraded")
+"""States of a linked group whose load reports arrive in time."""
 _BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
 _REFERENCE = StepWork(prefill_tokens=256, decodes=16, context_tokens=16 * 1024)
 
@@ -97,6 +99,8 @@ class GroupReport:
     load: GroupLoadView
     engine: EngineHealth = EngineHealth()
     cache: GroupCache = GroupCache()
+    load_age_s: float | None = None
+    """Age of the latest report of a router that receives the group's load in time; none if no router does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,8 @@ class Fleet:
     """Incompatible programs, as sentences."""
     drain_requests: Mapping[str, float] = field(default_factory=dict)
     """Age in seconds of the latest request of users of a console to drain a group, by its name."""
+    has_new_routers: bool = False
+    """A router had no time to answer."""
 
     @property
     def has_quorum(self) -> bool:
@@ -163,7 +169,7 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fle
     return Fleet(
         polled=polled,
         answered=len(summaries),
-        groups=MappingProxyType(_merge_groups(summaries)),
+        groups=MappingProxyType(_merge_groups(recent)),
         requests=RequestLoad(
             windows=MappingProxyType(_merge_traffic(summaries)),
             queued=sum(max(summary.queued, 0) for summary in summaries),
@@ -206,11 +212,15 @@ def _merge_traffic(summaries: Sequence[RouterSummary]) -> dict[float, Traffic]:
     return {window_s: sum_traffic(window_s, parts) for window_s, parts in windows.items()}
 
 
-def _merge_groups(summaries: Sequence[RouterSummary]) -> dict[str, GroupReport]:
+def _merge_groups(reports: Sequence[RouterReport]) -> dict[str, GroupReport]:
     by_name: dict[str, list[GroupSummary]] = {}
-    for group in (group for summary in summaries for group in summary.groups):
-        by_name.setdefault(group.group, []).append(group)
-    groups = {name: _merge_group(reports) for name, reports in by_name.items()}
+    load_ages: dict[str, float] = {}
+    for report in reports:
+        for group in report.summary.groups:
+            by_name.setdefault(group.group, []).append(group)
+            if group.state in IN_TIME:
+                load_ages[group.group] = min(report.age_s, load_ages.get(group.group, report.age_s))
+    groups = {name: _merge_group(summaries, load_ages.get(name)) for name, summaries in by_name.items()}
     backlogs = [group.load.backlog_s for group in groups.values() if group.load.is_fresh]
     bound_s = max(BACKLOG_BOUND_S, 4 * statistics.median_low(backlogs)) if backlogs else BACKLOG_BOUND_S
     return {
@@ -219,11 +229,11 @@ def _merge_groups(summaries: Sequence[RouterSummary]) -> dict[str, GroupReport]:
     }
 
 
-def _merge_group(reports: Sequence[GroupSummary]) -> GroupReport:
+def _merge_group(reports: Sequence[GroupSummary], load_age_s: float | None) -> GroupReport:
     deadliest = max(reports, key=lambda group: group.deaths)
     freshest = min(reports, key=lambda group: _BY_FRESHNESS.index(group.state))
     load = GroupLoadView(
-        is_fresh=freshest.state in ("fresh", "degraded") and freshest.total_pages > 0 and freshest.page_size > 0,
+        is_fresh=freshest.state in IN_TIME and freshest.total_pages > 0 and freshest.page_size > 0,
         streams=sum(max(group.streams, 0) for group in reports),
         running=max(freshest.running, 0),
         waiting=max(freshest.waiting, 0),
@@ -248,7 +258,14 @@ def _merge_group(reports: Sequence[GroupSummary]) -> GroupReport:
     cache = GroupCache(
         pages=max(freshest.total_pages, 0), page_bytes=max(freshest.page_bytes, 0), curve=merge_curves([freshest.cache_curve])
     )
-    return GroupReport(name=freshest.group, is_linked=freshest.state != "dead", load=load, engine=engine, cache=cache)
+    return GroupReport(
+        name=freshest.group,
+        is_linked=freshest.state != "dead",
+        load=load,
+        engine=engine,
+        cache=cache,
+        load_age_s=load_age_s,
+    )
 
 
 def median_step_model(groups: Iterable[GroupLoadView]) -> StepModel | None:

@@ -114,6 +114,8 @@ class GroupAssessment:
     recent_restarts: int = 0
     """Restarts within the restart window."""
     exceeds_restart_budget: bool = False
+    alive_reason: str = ""
+    """Why it is kept although its node is silent: routers report that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,11 @@ class ObservedGroup:
     def ready(self) -> bool:
         """All pods are ready."""
         return not self.terminating and self.ready_pods == self.size
+
+    @property
+    def alive(self) -> bool:
+        """Ready, or on a silent node while routers report that it serves."""
+        return self.ready or bool(self.assessment.alive_reason)
 
     @property
     def ready_pods(self) -> int:
