@@ -16,7 +16,9 @@ from phalanx_api import wire
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SchedulingPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.speculation import Method, Tree
+from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
@@ -185,6 +187,8 @@ class Workload:
         self.found: set[bytes] = set()
         """Keys by the changes so far."""
         self.next_change = 0
+        self.index = PrefixIndex()
+        """What a router knows."""
         self.undisturbed = {key for request in self.requests.values() for key in self.keys_of(request)}
         """Keys of prompts and right outputs; pages with rejected draft tokens have other keys."""
 
@@ -279,6 +283,18 @@ class Workload:
         for is_added, key in changes.changes:
             (self.found.add if is_added else self.found.remove)(key)
         assert self.found == set(pool.keys()) <= self.undisturbed
+        self.check_expected_hits(changes)
+
+    def check_expected_hits(self, changes: wire.PageChanges) -> None:
+        """If pages have parts, a router expects what a waiting request would find on the device."""
+        size, sharing = self.shape.page_size, self.scheduler.sharing
+        if not self.shape.parts or self.shape.num_host_parts:
+            return
+        self.index.apply("group", KeySpace("", size), changes, PageWindow(self.shape.page_window, size).pages_before)
+        for handle, request in self.scheduler.requests.items():
+            if request.row is None:
+                hits = self.index.hits(PromptKeys(request.tokens, self.requests[handle].tenant, ""))
+                assert hits.get("group", 0) == sharing.num_hit(sharing.find(request)) * size
 
     def turn(self, step: int) -> None:
         """Schedules a plan. Plans are committed as late as possible."""

@@ -1,7 +1,8 @@
 """Index of the page keys in each group's prefix cache, from the groups' reports.
 
-A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages. If all layers of a
-model have a window, the last pages before the end suffice, and any page may be evicted. Keys: `phalanx_api.prefix`.
+A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages. If layers of a model
+have a window, the last pages before the end are looked up: if all layers have one, these suffice, and else the group reports only
+pages that have what such layers read. At least the last token is computed. Keys: `phalanx_api.prefix`.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,8 @@ class PrefixIndex:
             if cached:
                 space = self._spaces[group]
                 hit_pages, keys = self._hit_pages[group], prompt.keys(space)
-                pages = _count_windowed(cached, keys, hit_pages) if hit_pages else _count_cached(cached, keys)
+                count = min(len(keys), (prompt.num_tokens - 1) // space.page_size)
+                pages = _count_windowed(cached, keys, count, hit_pages) if hit_pages else _count_cached(cached, keys)
                 if pages:
                     hits[group] = pages * space.page_size
         return hits
@@ -85,6 +87,11 @@ class PromptKeys:
         self._tenant = tenant
         self._cache_salt = cache_salt
         self._by_space: dict[KeySpace, Sequence[bytes]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self._tokens)
 
     def keys(self, space: KeySpace) -> Sequence[bytes]:
         """Keys of the full pages, in order."""
@@ -161,5 +168,5 @@ class PageFeed:
         return "apply"
 
 
-def _count_windowed(cached: set[bytes], keys: Sequence[bytes], hit_pages: int) -> int:
-    return longest_hit(lambda page: keys[page] in cached, len(keys), hit_pages)
+def _count_windowed(cached: set[bytes], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
+    return longest_hit(lambda page: keys[page] in cached, count, hit_pages)

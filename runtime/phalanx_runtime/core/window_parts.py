@@ -36,6 +36,10 @@ class PageStates(Protocol):
         """Returns how many slots the plans so far write."""
         ...
 
+    def part_changed(self, page: int) -> None:
+        """A page got or lost its part, or the content of it."""
+        ...
+
     def save_part(self, page: int, part: int) -> None:
         """Copies the part of a published page to host memory, if that has slots: the page loses it."""
         ...
@@ -82,13 +86,17 @@ class WindowParts:
         """Records that the plans so far write the first `slots` slots of the part of a page."""
         part = self._part_of[page]
         assert part != NO_PART, f"page {page} is written without a part"
-        self._written[part] = max(self._written[part], slots)
+        if slots > self._written[part]:
+            self._written[part] = slots
+            if slots == self.window.page_size:
+                self.pages.part_changed(page)
 
     def unmark_written(self, page: int, slots: int) -> None:
         """Records that only the first `slots` slots are written, because a plan was taken back."""
         part = self._part_of[page]
         if part != NO_PART:
             self._written[part] = slots
+            self.pages.part_changed(page)
 
     def num_hit(self, found: Sequence[int]) -> int:
         """Returns the most leading pages, of the found ones, after which a request could start."""
@@ -292,6 +300,7 @@ class WindowParts:
             part = self._free.pop()
             self._part_of[page], self._page_of[part], self._written[part] = part, page, 0
             self._unsent.append((page, part))
+            self.pages.part_changed(page)
         elif not self._refs[part]:
             self._uncache(part)
         self._refs[part] += 1
@@ -312,6 +321,7 @@ class WindowParts:
         del (self._kept if part in self._kept else self._cached)[part]
 
     def _detach(self, part: int) -> None:
-        self._part_of[self._page_of[part]] = NO_PART
-        self._page_of[part] = NO_PART
+        page = self._page_of[part]
+        self._part_of[page] = self._page_of[part] = NO_PART
         self._free.append(part)
+        self.pages.part_changed(page)

@@ -181,7 +181,7 @@ def test_windows_need_the_last_pages_of_a_hit(held: set[int], hit_pages: int) ->
     tokens = list(range(48))
     keys, index = keys_of(tokens), PrefixIndex()
     index.apply("a", SPACE, wire.PageChanges(0, [(True, keys[page]) for page in sorted(held)], is_snapshot=True), hit_pages)
-    usable = [end for end in range(13) if held.issuperset(range(max(0, end - hit_pages), end))]
+    usable = [end for end in range(12) if held.issuperset(range(max(0, end - hit_pages), end))]
     assert index.hits(PromptKeys(tokens, "", "")).get("a", 0) == 4 * max(usable)
 
 

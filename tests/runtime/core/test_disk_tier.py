@@ -119,6 +119,8 @@ def test_used_slots_make_room_unless_a_copy_needs_them() -> None:
     pool, tier = make_tier(num_slots=2)
     for page, key in ((0, b"a" * 16), (1, b"b" * 16)):
         pool.host.store(page, key)
+        pool.reports.update(key)
+    pool.take_changes()
     assert start(tier, 1, KEYS) is None, "their copies are in no plan yet"
     pool.host.take()
     order = start(tier, 1, KEYS)

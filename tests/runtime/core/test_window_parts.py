@@ -28,6 +28,9 @@ class AllWritten:
     def written(self, page: int) -> int:
         return SIZE
 
+    def part_changed(self, page: int) -> None:
+        pass
+
     def save_part(self, page: int, part: int) -> None:
         self.saved.append((page, part))
 

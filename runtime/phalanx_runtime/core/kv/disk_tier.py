@@ -238,7 +238,7 @@ class DiskTier:
         kept, kept_parts = (_pin_all(tier, prefix.kept_keys) for tier in (pool.host, pool.host_parts))
         slots, part_slots = list[int](), list[int]()
         if kept is not None and kept_parts is not None:
-            slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.host_parts.reserve(len(prefix.part_keys))[0]
+            slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.reserve_slots(len(prefix.part_keys), of_parts=True)
         for tier, pinned in ((pool.host, kept), (pool.host_parts, kept_parts)):
             tier.unpin(reversed(pinned or ()))  # the first page of a chain is evicted last
         return slots, part_slots
@@ -263,7 +263,7 @@ class DiskTier:
     def _fill(self, slots: list[int], part_slots: list[int], keys: list[bytes], part_keys: list[bytes]) -> None:
         """Ends the reservations: the first slots have the pages and parts of these keys."""
         self._pool.fill_slots(slots, keys)
-        self._pool.host_parts.fill(part_slots, part_keys)
+        self._pool.fill_slots(part_slots, part_keys, of_parts=True)
 
     def _wait(self, handle: int, fetch: _Fetch) -> None:
         fetch.handles.append(handle)

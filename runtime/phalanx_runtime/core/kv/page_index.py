@@ -1,7 +1,9 @@
 """Finds a cached page by its first tokens, to copy when a prefix ends inside a page; and logs key changes."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from phalanx_api import wire
 
 Parent = int | bytes
 """What precedes a page: a page, or its key if the page itself may be evicted before."""
@@ -104,3 +106,39 @@ class PageEvents:
         """Returns the changes since the last call, unless the log overflowed."""
         changes, self._log = self._log, []
         return changes if len(changes) <= self._length else None
+
+
+class KeyReports:
+    """The keys of one page pool that routers count as cached.
+
+    without parts    a page on the device or in host memory
+    with parts       a page that has its part too, each on the device or in host memory: a hit ends after as many of these as the
+                     window needs. On the device, the pages before them are there, with or without parts.
+    """
+
+    def __init__(self, log_length: int, is_cached: Callable[[bytes], bool]) -> None:
+        """is_cached: whether routers should count a key now."""
+        self.keys: dict[bytes, None] = {}
+        """By the changes so far."""
+        self._events = PageEvents(log_length)
+        self._is_cached = is_cached
+
+    def update(self, *keys: bytes | None) -> None:
+        """Logs the changes of these keys, if any; each may have changed."""
+        for key in keys:
+            if key is None:
+                continue
+            is_cached = self._is_cached(key)
+            if is_cached != (key in self.keys):
+                if is_cached:
+                    self.keys[key] = None
+                else:
+                    del self.keys[key]
+                self._events.append(is_cached, key)
+
+    def take(self) -> wire.PageChanges:
+        """Returns the changes since the last call, or all keys if the log overflowed."""
+        changes, number = self._events.drain(), self._events.next_number
+        if changes is None:
+            return wire.PageChanges(number, [(True, key) for key in self.keys], is_snapshot=True)
+        return wire.PageChanges(number - len(changes), changes)

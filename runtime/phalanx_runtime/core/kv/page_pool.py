@@ -8,7 +8,7 @@ A new request calls `match`, `reuse`, `allocate` (which may evict unheld pages),
 is published before it is written, so equal prompts of a burst are computed once. Any holder may write the slots after `written`,
 so a writer that ends needs no handover.
 
-With a host tier, an evicted page is copied there, and its key counts as present until both have lost it.
+With a host tier, an evicted page is copied there. Routers count its key until both have lost it (`page_index.KeyReports`).
 
 If a page in use has the key already, this and later pages of the request stay unpublished: they would keep that page in use.
 """
@@ -23,11 +23,11 @@ from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
-from phalanx_runtime.core.kv.page_index import PageEvents, Parent, PartialPageIndex
+from phalanx_runtime.core.kv.page_index import KeyReports, Parent, PartialPageIndex
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.request import RequestPages
 from phalanx_runtime.core.step_plan import HostResize
-from phalanx_runtime.core.window_parts import WindowParts
+from phalanx_runtime.core.window_parts import NO_PART, WindowParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class PagePool:
             parts.pages = self
         self.now_s = 0.0
         """Monotonic seconds, set with each load report: the resolution of `evicted_page_s`."""
-        self.events = PageEvents(event_log)
+        self.reports = KeyReports(event_log, self._is_cached)
         self.host = HostTier(num_host_pages, eviction, has_disk=has_disk, num_device_pages=num_pages, rules=host_rules)
         self.host_parts = HostTier(0, eviction, has_disk=has_disk, rules=host_part_rules, follows=self.host)
         """Wanted parts, by the keys of their pages."""
@@ -129,7 +129,7 @@ class PagePool:
             self._refs[page] = 1
             self._written[page] = self._drafted[page] = 0
         if not by_step:
-            self._forget(self.host.cancel(pages))
+            self.reports.update(*self.host.cancel(pages))
         return pages
 
     def evict_ahead(self, count: int) -> None:
@@ -240,8 +240,7 @@ class PagePool:
         if tokens and chained is not None:
             self._partial_pages.add(page, chained, tokens)
         self.counters.published += 1
-        if key not in self.host:
-            self.events.append(True, key)
+        self.reports.update(key)
         self._policy.on_insert(page, int.from_bytes(key[:8], "little"))
         return True
 
@@ -251,10 +250,13 @@ class PagePool:
             parent = self._parents[page]
             assert parent is None or self._written[parent] == self.page_size, f"page {page} is written before page {parent}"
             self._written[page] = slots
+            if slots == self.page_size and self.parts is not None:
+                self.part_changed(page)
 
     def unmark_written(self, page: int, slots: int) -> None:
         """Records that only the first `slots` slots are written, because a plan was taken back."""
         self._written[page] = slots
+        self.part_changed(page)
 
     def written(self, page: int) -> int:
         """Returns how many slots the plans so far write."""
@@ -287,15 +289,12 @@ class PagePool:
         return (page, same) if same else None
 
     def keys(self) -> list[bytes]:
-        """Returns all current keys."""
-        return [*self._page_of, *(key for key in self.host.keys() if key not in self._page_of)]
+        """Returns all keys that routers count."""
+        return list(self.reports.keys)
 
     def take_changes(self) -> wire.PageChanges:
         """Returns the key changes since the last call, or all keys if the log overflowed."""
-        changes = self.events.drain()
-        if changes is None:
-            return wire.PageChanges(self.events.next_number, [(True, key) for key in self.keys()], is_snapshot=True)
-        return wire.PageChanges(self.events.next_number - len(changes), changes)
+        return self.reports.take()
 
     def check(self, held: list[list[int]]) -> list[str]:
         """Returns the errors, given the pages of every holder."""
@@ -346,37 +345,41 @@ class PagePool:
         if self.parts is not None:
             self.parts.save(page)
         self._free_idle(page)
-        self._forget([] if dropped is None else [dropped])
+        self.reports.update(dropped)
 
     def save_part(self, page: int, part: int) -> None:
         """Copies the part of a page with a key to host memory, if there are slots."""
         key = self._keys[page]
         assert key is not None, "a part without a holder belongs to a published page"
-        self.host_parts.store(part, key)
+        self.reports.update(self.host_parts.store(part, key), key)
 
-    def reserve_slots(self, count: int) -> list[int]:
-        """Reserves up to `count` slots of the host tier for pages from elsewhere."""
-        slots, dropped = self.host.reserve(count)
-        self._forget(dropped)
+    def part_changed(self, page: int) -> None:
+        """Reports a page that got or lost its content or its part, if it has a key."""
+        self.reports.update(self._keys[page])
+
+    def reserve_slots(self, count: int, *, of_parts: bool = False) -> list[int]:
+        """Reserves up to `count` slots of host memory for pages, or parts, from elsewhere."""
+        slots, dropped = (self.host_parts if of_parts else self.host).reserve(count)
+        self.reports.update(*dropped)
         return slots
 
-    def fill_slots(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Ends a reservation: the first slots have the pages of `keys`."""
-        for key in self.host.fill(slots, keys):
-            if key not in self._page_of:
-                self.events.append(True, key)
+    def fill_slots(self, slots: Sequence[int], keys: Sequence[bytes], *, of_parts: bool = False) -> None:
+        """Ends a reservation: the first slots have the pages, or parts, of `keys`."""
+        self.reports.update(*(self.host_parts if of_parts else self.host).fill(slots, keys))
 
     def resize_host(self) -> tuple[HostResize | None, HostResize | None]:
         """Returns the next step to another size of the host tier, for a plan that has all copies so far: of pages, of parts."""
-        resize, dropped = self.host.resize()
-        self._forget(dropped)
-        return resize, self.host_parts.resize()[0]
+        (resize, dropped), (part_resize, dropped_parts) = self.host.resize(), self.host_parts.resize()
+        self.reports.update(*dropped, *dropped_parts)
+        return resize, part_resize
 
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        """Logs keys that the host tier lost and no device page has."""
-        for key in keys:
-            if key not in self._page_of:
-                self.events.append(False, key)
+    def _is_cached(self, key: bytes) -> bool:
+        page, parts = self._page_of.get(key), self.parts
+        if page is None:
+            return key in self.host and (parts is None or key in self.host_parts)
+        if parts is None or parts.written(page) == self.page_size:
+            return True
+        return self._written[page] == self.page_size and parts.part_of(page) == NO_PART and key in self.host_parts
 
     def _free_idle(self, page: int) -> None:
         parent = self._parents[page]
@@ -398,5 +401,4 @@ class PagePool:
             self._num_children[parent] -= 1
         self._partial_pages.remove(page)
         self._policy.on_remove(page)
-        if key not in self.host:
-            self.events.append(False, key)
+        self.reports.update(key)

@@ -160,7 +160,8 @@ class Reservations:
         first = min(parts.window.first_page(num_computed), len(pages))
         if not parts.hold(pages[first:], len(self._running.requests)):
             return None
-        self._sharing.pool.host_parts.cancel(map(parts.part_of, pages[first:]))  # what the move writes, no plan may store
+        pool = self._sharing.pool
+        pool.reports.update(*pool.host_parts.cancel(map(parts.part_of, pages[first:])))  # what the move writes, no plan may store
         return first
 
     def _matches(self, reservation: Reservation, request: Request) -> bool:
