@@ -97,8 +97,8 @@ def prefill_tiles(capability: int, format: PageFormat | None) -> Mapping[int, Ti
     return PREFILL_BLACKWELL if capability >= 10 else PREFILL_HOPPER if capability == 9 else PREFILL
 
 
-MAX_PREFILL_ROWS = 64
-"""Of a tile: with more, the usual groups of eight query heads spill registers."""
+MAX_PREFILL_ROWS: Mapping[int, int] = {64: 128, 128: 64, 256: 64}
+"""Of a tile by padded head dimension: with more, groups of eight query heads spill registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class HeadShape:
 def prefill_tile(capability: int, shape: HeadShape) -> TileConfig:
     """Returns the configuration of chunks, with at most `MAX_PREFILL_ROWS`. `capability`: major compute capability."""
     config = prefill_tiles(capability, shape.format)[padded_dim(shape.dim)]
-    most = max(1, MAX_PREFILL_ROWS // int(triton.next_power_of_2(shape.group)))
+    most = max(1, MAX_PREFILL_ROWS[padded_dim(shape.dim)] // int(triton.next_power_of_2(shape.group)))
     return replace(config, block_queries=min(config.block_queries, most))
 
 
