@@ -218,9 +218,10 @@ class DecodeGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Frees unused objects first, and none within: a graph that is freed during a capture makes it fail."""
+    """Frees unused objects of a GPU first, and none within: a graph that is freed during a capture makes it fail."""
     was_enabled = gc.isenabled()
-    gc.collect()
+    if torch.cuda.is_available():
+        gc.collect()
     gc.disable()
     try:
         yield
