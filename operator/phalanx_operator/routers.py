@@ -147,7 +147,7 @@ class RouterPoller:
         routers = [by_uid[target.uid] for target in targets if target.uid in by_uid]
         now_s = self._clock()
         had_time = {router.target.uid for router in routers if self._had_time(router, now_s)}
-        is_new, has_new = bool(targets) and not had_time, len(had_time) < len(targets)
+        is_new = bool(targets) and not had_time
         reports = [
             RouterReport(router.target.uid, now_s - router.answered_s, router.summary)
             for router in routers
@@ -160,7 +160,7 @@ class RouterPoller:
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         unknown += fleet.unknown_versions
-        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, has_new_routers=has_new)
+        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -56,7 +56,7 @@ class FakeRouters:
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         reports = [RouterReport(target.uid, self.age_s, self.summary) for target in targets] if self.summary else []
-        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new, has_new_routers=self.is_new)
+        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

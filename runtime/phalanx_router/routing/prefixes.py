@@ -169,4 +169,6 @@ class PageFeed:
 
 
 def _count_windowed(cached: set[bytes], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
+    if cached.isdisjoint(keys):  # the usual miss, which the search below would take long to find
+        return 0
     return longest_hit(lambda page: keys[page] in cached, count, hit_pages)

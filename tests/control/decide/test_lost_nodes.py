@@ -129,8 +129,8 @@ def replacements(decided: Plan) -> list[str]:
         (reports_of(("fresh", 0.0), name="b"), False),
         (NO_REPORTS, False),
         (Fleet(polled=2), False),
-        (replace(Fleet(polled=2), has_new_routers=True), True),
-        (replace(reports_of(("dead", 0.0)), has_new_routers=True), True),
+        (replace(Fleet(polled=2), is_new=True), True),
+        (replace(reports_of(("dead", 0.0)), is_new=True), True),
     ],
     ids=[
         *("fresh", "at the bound", "old", "suspect", "dead", "contradiction", "old contradiction", "one is young"),
@@ -193,12 +193,25 @@ def test_serving_group_counts_for_requests_and_scaling(fleet: Fleet, serves: boo
     assert state.history.freeze.serving == (frozenset({"a"}) if serves else frozenset())
 
 
-def test_evicted_pods_on_silent_nodes_evacuate_nothing() -> None:
-    """The node controller marks them for deletion; no kubelet ends them."""
+@pytest.mark.parametrize("state", ["fresh", "dead"])
+def test_evicted_group_on_a_silent_node_is_replaced(state: str) -> None:
+    """Routers send it no more requests, so that it serves only its last streams."""
     made = cut_off()
     evicted = replace(made, pods=tuple(replace(pod, terminating=pod.node in SILENT) for pod in made.pods))
-    assert plan_of(evicted, fleet=reports_of(("fresh", 0.0))).evacuate == ()
-    assert plan_of(evicted, fleet=reports_of(("dead", 0.0))).evacuate == ("a",)
+    decided = plan_of(evicted, fleet=reports_of((state, 0.0)))
+    assert decided.evacuate == ("a",) and replacements(decided)
+
+
+def test_rollout_goes_on_beside_a_cut_off_group() -> None:
+    """It counts as available: of three old groups one drains at a time."""
+    made = [make_group(name, revision="old") for name in ("b", "c")]
+    others = [replace(one, pods=tuple(replace(pod, node="node-9") for pod in one.pods)) for one in made]
+    groups = (cut_off(revision="old"), *others)
+    decided = plan_of(*groups, fleet=reports_of(("fresh", 0.0)), replicas=3, revision="new")
+    drained = [action for action in decided.actions if isinstance(action, DrainGroup)]
+    assert len(drained) == 1
+    available = next(one for one in decided.status.conditions if one.type == "Available")
+    assert available.status == "True"
 
 
 def test_long_partition_is_no_failed_rollout() -> None:
@@ -207,7 +220,7 @@ def test_long_partition_is_no_failed_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fleet", "due_s"), [(reports_of(("fresh", 15.0)), 26.0), (Fleet(polled=1, has_new_routers=True), 10.0), (NO_REPORTS, None)]
+    ("fleet", "due_s"), [(reports_of(("fresh", 15.0)), 26.0), (Fleet(polled=1, is_new=True), 10.0), (NO_REPORTS, None)]
 )
 def test_next_look_is_when_evidence_gets_old(fleet: Fleet, due_s: float | None) -> None:
     snapshot = plan.assess(make_service(), make_snapshot(cut_off(), nodes=SILENT), fleet, NOW)
@@ -224,7 +237,7 @@ def test_fresh_evidence_alone_decides(
     rows: list[tuple[str, float]], is_new: bool, replicas: int, revision: str, is_draining: bool
 ) -> None:
     """A group with fresh evidence is never replaced; without it, all is as without routers."""
-    fleet = replace(reports_of(*rows), has_new_routers=is_new, polled=len(rows) + is_new)
+    fleet = replace(reports_of(*rows), is_new=is_new, polled=len(rows) + is_new)
     made = cut_off(revision=revision, draining=DrainMark(NOW, "surplus") if is_draining else None)
     decided, former = (plan_of(made, fleet=f, replicas=replicas) for f in (fleet, Fleet(polled=len(rows))))
     removed = [action for action in decided.actions if isinstance(action, DeleteGroup | DeletePod | RestartGroup)]

@@ -30,7 +30,7 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
     outdated = outdated_groups(snapshot.groups, desired)
     is_settled = len(staying) == desired.replicas and not outdated and all(group.available for group in staying)
     is_settled = is_settled and not _draining(snapshot)
-    is_serving = any(group.ready for group in live_groups(snapshot.groups))
+    is_serving = any(group.alive for group in live_groups(snapshot.groups))
     former, generation = snapshot.status, snapshot.generation
     is_true, reason, message = _ready_verdict(snapshot, desired, staying, updated, suspended=suspended)
     conditions = set_condition(
@@ -259,7 +259,7 @@ def _draining(snapshot: Snapshot) -> list[ObservedGroup]:
 def _phase(group: ObservedGroup) -> GroupPhase:
     if group.terminating:
         return "Terminating"
-    return "Draining" if group.draining else "Ready" if group.ready else "Starting"
+    return "Draining" if group.draining else "Ready" if group.alive else "Starting"
 
 
 def _group_reason(group: ObservedGroup, fleet: Fleet) -> str:

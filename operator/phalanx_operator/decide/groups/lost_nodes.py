@@ -3,8 +3,9 @@
 A silent node may only be cut off from the control plane. The first rule that applies decides:
 
     its nodes are ready                                                 not lost
+    a pod is evicted: routers send it no more requests                  as the control plane reports its node
     a router receives its load reports, at most `EVIDENCE_S` ago        alive: it stays, whatever other routers report
-    a router had no time to answer, as after a start of the operator    alive, until it answers or fails to
+    no router had time to answer, as after a start of the operator      alive, until one answers or fails to
     a node is not ready for `nodeLostSeconds`                           lost
 
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
@@ -60,11 +61,11 @@ def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
 def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
     """Returns why a group on a silent node is not lost. Its text does not change while the evidence is renewed."""
     silent = _silent_nodes(group, states)
-    if not silent or group.terminating:
+    if not silent or group.terminating or any(pod.terminating for pod in group.pods):
         return ""
     if (age := _evidence_age_s(group, states.fleet)) is not None and age <= EVIDENCE_S:
         return f"node {silent[0]} is silent, but routers report that the group serves"
-    return f"node {silent[0]} is silent, and a router has yet to report" if states.fleet.has_new_routers else ""
+    return f"node {silent[0]} is silent, and routers have yet to report" if states.fleet.is_new else ""
 
 
 def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:

@@ -121,7 +121,7 @@ def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept
     """Returns old groups and stragglers that may be replaced."""
     if desired.hold_reason:
         return []
-    old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.ready]
+    old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]
     removals: list[Removal] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
     removals += [
         (g, g.assessment.straggler_reason, "straggler")

@@ -136,8 +136,6 @@ class Fleet:
     """Incompatible programs, as sentences."""
     drain_requests: Mapping[str, float] = field(default_factory=dict)
     """Age in seconds of the latest request of users of a console to drain a group, by its name."""
-    has_new_routers: bool = False
-    """A router had no time to answer."""
 
     @property
     def has_quorum(self) -> bool:

@@ -150,8 +150,8 @@ class ObservedGroup:
 
     @property
     def available(self) -> bool:
-        """Ready for `minReadySeconds`."""
-        return self.ready and not self.assessment.is_below_min_ready
+        """Ready for `minReadySeconds`, or on a silent node while routers report that it serves."""
+        return bool(self.assessment.alive_reason) or (self.ready and not self.assessment.is_below_min_ready)
 
     @property
     def leader(self) -> ObservedPod | None:
