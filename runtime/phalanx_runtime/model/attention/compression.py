@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from phalanx_runtime.model.attention.page_format import (
@@ -18,6 +17,7 @@ from phalanx_runtime.model.attention.page_format import (
 )
 from phalanx_runtime.model.attention.page_kernels import compress_heads
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.kernels.sizes import power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, pointer, variant_of
 from phalanx_runtime.model.operators import operator
 
@@ -44,7 +44,7 @@ NO_STEPS = HeadSteps()
 
 def compress_constants(dim: int, rotated: int, format: PageFormat, *, has_norm: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `compress_heads`. `rotated`: dimensions of a head that rotate."""
-    padded = int(triton.next_power_of_2(dim))
+    padded = power_of_two(dim)
     return {
         "DIM": dim,
         "DIM_PADDED": padded,

@@ -5,10 +5,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from phalanx_runtime.model.attention.compression import NO_STEPS, can_compress, compress
@@ -23,6 +23,7 @@ from phalanx_runtime.model.attention.paged import (
     write_pages,
 )
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
+from phalanx_runtime.model.kernels.sizes import power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 
@@ -120,7 +121,7 @@ class HeadShape:
 def prefill_tile(capability: int, shape: HeadShape) -> TileConfig:
     """Returns the configuration of chunks, with at most `MAX_PREFILL_ROWS`. `capability`: major compute capability."""
     config = prefill_tiles(capability, shape.format)[padded_dim(shape.dim)]
-    most = max(1, MAX_PREFILL_ROWS[padded_dim(shape.dim)] // int(triton.next_power_of_2(shape.group)))
+    most = max(1, MAX_PREFILL_ROWS[padded_dim(shape.dim)] // power_of_two(shape.group))
     return replace(config, block_queries=min(config.block_queries, most))
 
 
@@ -128,8 +129,20 @@ def attention_constants(
     config: TileConfig, shape: HeadShape, params: AttentionParams, *, has_splits: bool, has_tree: bool
 ) -> dict[str, Any]:
     """Returns the compile-time arguments of `paged_attention`. Without a constant group, decodes of float32 spill registers."""
+    return {
+        **_tile_constants(config, shape),
+        "HAS_SPLITS": has_splits,
+        "HAS_TREE": has_tree,
+        "HAS_WINDOW": params.window is not None,
+        "HAS_SOFTCAP": params.softcap is not None,
+        "HAS_SINKS": params.sinks is not None,
+    }
+
+
+@cache
+def _tile_constants(config: TileConfig, shape: HeadShape) -> dict[str, Any]:
     is_packed = shape.format is not None and shape.format.code_dim(shape.dim) < shape.dim
-    group_rows = int(triton.next_power_of_2(shape.group))
+    group_rows = power_of_two(shape.group)
     if config.block_queries * group_rows < MIN_ROWS:
         group_rows = MIN_ROWS // config.block_queries
     return {
@@ -144,11 +157,6 @@ def attention_constants(
         "BLOCK_QUERIES": config.block_queries,
         "BLOCK_KEYS": config.block_keys,
         "SPLIT_KEYS": MIN_SPLIT_KEYS,
-        "HAS_SPLITS": has_splits,
-        "HAS_TREE": has_tree,
-        "HAS_WINDOW": params.window is not None,
-        "HAS_SOFTCAP": params.softcap is not None,
-        "HAS_SINKS": params.sinks is not None,
     }
 
 
@@ -167,7 +175,7 @@ def max_splits(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int
     """Returns the splits of a decode that fill the device, a power of two. It depends on nothing else, as CUDA graphs require."""
     programs = max(1, num_decodes * kv_heads)
     wanted = -(-num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // programs)
-    return min(MAX_SPLITS, int(triton.next_power_of_2(wanted)))
+    return min(MAX_SPLITS, power_of_two(wanted))
 
 
 @operator(

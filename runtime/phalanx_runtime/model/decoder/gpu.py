@@ -1,10 +1,10 @@
 """`DecoderOps` by Triton kernels: launches and the backend. `TorchOps` computes what they exclude."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from phalanx_runtime.model.attention.compression import HeadSteps, compress
@@ -12,6 +12,7 @@ from phalanx_runtime.model.attention.gpu import can_attend
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder import triton_kernels as kernels
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, pointer, variant_of
 from phalanx_runtime.model.layers import HeadNorm, Heads, QkNorm, TorchOps
 from phalanx_runtime.model.operators import operator
@@ -30,36 +31,40 @@ MAX_PARTS = 8
 """Ranks of `add_parts_norm`."""
 
 
+@cache
 def norm_constants(size: int, *, has_sum: bool, has_after: bool, has_before: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `add_norm`."""
     return {
-        "SIZE_PADDED": triton.next_power_of_2(size),
+        "SIZE_PADDED": power_of_two(size),
         "HAS_SUM": has_sum,
         "HAS_AFTER": has_after,
         "HAS_BEFORE": has_before,
     }
 
 
+@cache
 def norm_warps(size: int) -> int:
     """Returns the warps of a norm, for 16 elements per thread up to 16 warps."""
-    return min(16, max(1, int(triton.next_power_of_2(size)) // 512))
+    return min(16, max(1, power_of_two(size) // 512))
 
 
+@cache
 def gate_constants(size: int, activation: Activation) -> dict[str, Any]:
     """Returns the compile-time arguments of `gate`. `size`: columns of its result."""
-    return {"BLOCK": min(GATE_BLOCK, triton.next_power_of_2(size)), "IS_SILU": activation == "silu"}
+    return {"BLOCK": min(GATE_BLOCK, power_of_two(size)), "IS_SILU": activation == "silu"}
 
 
+@cache
 def heads_constants(dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `prepare_heads`. `rotated`: dimensions of a head that rotate."""
     half = rotated // 2 if rotated else dim // 2
-    padded = int(triton.next_power_of_2(dim))
+    padded = power_of_two(dim)
     return {
         "DIM": dim,
         "DIM_PADDED": padded,
         "HALF": half,
-        "HALF_PADDED": triton.next_power_of_2(half),
-        "REST_PADDED": triton.next_power_of_2(max(1, dim - 2 * half)),
+        "HALF_PADDED": power_of_two(half),
+        "REST_PADDED": power_of_two(max(1, dim - 2 * half)),
         "BLOCK_HEADS": max(1, HEADS_TILE // padded),
         "HAS_ROTARY": rotated > 0,
         "HAS_NORM": has_norm,
@@ -105,7 +110,7 @@ def parts_constants(size: int, parts: int, *, has_after: bool, has_before: bool)
     """Returns the compile-time arguments of `add_parts_norm`."""
     return {
         "SIZE": size,
-        "SIZE_PADDED": triton.next_power_of_2(size),
+        "SIZE_PADDED": power_of_two(size),
         "PARTS": parts,
         "HAS_AFTER": has_after,
         "HAS_BEFORE": has_before,
@@ -148,7 +153,7 @@ def _gate(gate_up: Tensor, out: Tensor, is_silu: bool) -> None:
     rows, size = out.shape
     constants = gate_constants(size, "silu" if is_silu else "gelu_tanh")
     arguments = {"gate_up": gate_up, "out": out, "row_stride": gate_up.stride(0), "size": size, **constants}
-    launch(kernels.gate, (rows, triton.cdiv(size, constants["BLOCK"])), arguments, num_warps=GATE_WARPS)
+    launch(kernels.gate, (rows, num_blocks(size, constants["BLOCK"])), arguments, num_warps=GATE_WARPS)
 
 
 def gate_variant(size: int, dtype: torch.dtype, activation: Activation) -> KernelVariant:

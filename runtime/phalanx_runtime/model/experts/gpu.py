@@ -5,12 +5,12 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from phalanx_runtime.model.experts import triton_kernels as kernels
 from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertList, ExpertWeights, Routing
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.operators import operator
@@ -64,9 +64,9 @@ def route_constants(num_experts: int, per_token: int, norm_topk_prob: bool) -> d
     """Returns the compile-time arguments of `route_experts`."""
     return {
         "EXPERTS": num_experts,
-        "EXPERTS_PADDED": triton.next_power_of_2(num_experts),
+        "EXPERTS_PADDED": power_of_two(num_experts),
         "PER_TOKEN": per_token,
-        "PER_TOKEN_PADDED": triton.next_power_of_2(per_token),
+        "PER_TOKEN_PADDED": power_of_two(per_token),
         "NORM_TOPK_PROB": norm_topk_prob,
     }
 
@@ -75,8 +75,8 @@ def sort_constants(num_pairs: int, num_experts: int, block_rows: int) -> dict[st
     """Returns the compile-time arguments of `sort_pairs`."""
     return {
         "EXPERTS": num_experts,
-        "BINS": triton.next_power_of_2(num_experts + 1),
-        "BLOCK_PAIRS": min(MAX_BLOCK_PAIRS, max(MIN_BLOCK_PAIRS, triton.next_power_of_2(num_pairs))),
+        "BINS": power_of_two(num_experts + 1),
+        "BLOCK_PAIRS": min(MAX_BLOCK_PAIRS, max(MIN_BLOCK_PAIRS, power_of_two(num_pairs))),
         "BLOCK_ROWS": block_rows,
     }
 
@@ -99,7 +99,7 @@ def multiply_constants(
 
 def combine_constants(num_experts: int, size: int, per_token: int, adds: bool) -> dict[str, Any]:
     """Returns the compile-time arguments of `combine_experts`."""
-    block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
+    block = min(COMBINE_BLOCK, power_of_two(size))
     return {"EXPERTS": num_experts, "SIZE": size, "BLOCK": block, "PER_TOKEN": per_token, "ADDS": adds}
 
 
@@ -141,7 +141,7 @@ def _multiply(
     )
     values = (x, weight, weight if bias is None else bias, out, *tiles, x.stride(0))
     arguments = {**dict(zip(kernels.multiply_experts.arg_names, values, strict=False)), **constants}
-    grid = (len(tiles[0]), triton.cdiv(out.shape[1], constants["BLOCK_OUTPUTS"]))
+    grid = (len(tiles[0]), num_blocks(out.shape[1], constants["BLOCK_OUTPUTS"]))
     launch(kernels.multiply_experts, grid, arguments, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -152,7 +152,7 @@ def _combine(outputs: Tensor, experts: Tensor, weights: Tensor, out: Tensor, fir
     constants = combine_constants(num_experts, out.shape[1], experts.shape[1], adds)
     tensors = {"outputs": outputs, "experts": experts, "weights": weights, "out": out}
     arguments = {**tensors, "out_stride": out.stride(0), "first": first, **constants}
-    launch(kernels.combine_experts, (len(out), triton.cdiv(out.shape[1], constants["BLOCK"])), arguments, num_warps=WARPS)
+    launch(kernels.combine_experts, (len(out), num_blocks(out.shape[1], constants["BLOCK"])), arguments, num_warps=WARPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

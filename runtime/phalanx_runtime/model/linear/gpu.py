@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.linear import triton_kernels as kernels
 from phalanx_runtime.model.linear.packed import Format, PackedWeight
 from phalanx_runtime.model.operators import operator
@@ -75,7 +75,7 @@ def constants_of(weight: PackedWeight, *, has_bias: bool, add: bool) -> dict[str
 
 def row_constants(num_rows: int, width: int) -> dict[str, Any]:
     """Returns the other compile-time arguments of `multiply_rows`."""
-    return {"ROWS": triton.next_power_of_2(num_rows), "BLOCK_OUTPUTS": ROW_OUTPUTS, "BLOCK_SPANS": ROW_WORDS // width}
+    return {"ROWS": power_of_two(num_rows), "BLOCK_OUTPUTS": ROW_OUTPUTS, "BLOCK_SPANS": ROW_WORDS // width}
 
 
 def tile_constants(tile: LinearTile, splits: int) -> dict[str, Any]:
@@ -111,12 +111,12 @@ def _multiply_packed(
     strides = {"x_stride": x.stride(0), "word_stride": word_stride, "y_stride": y.stride(0)}
     constants = constants_of(weight, has_bias=bias is not None, add=add)
     if not tile:
-        grid = (triton.cdiv(outputs, ROW_OUTPUTS),)
+        grid = (num_blocks(outputs, ROW_OUTPUTS),)
         kernels.multiply_rows[grid](**tensors, **sizes, **strides, **constants, **row_constants(rows, width), num_warps=4)
         return
     config, splits = LinearTile(*tile[:-1]), tile[-1]
     sums, arrivals = partial or (x, x)
-    kernels.multiply_tiles[(triton.cdiv(outputs, config.block_outputs), triton.cdiv(rows, config.block_rows), splits)](
+    kernels.multiply_tiles[(num_blocks(outputs, config.block_outputs), num_blocks(rows, config.block_rows), splits)](
         **tensors,
         partial=sums,
         arrivals=arrivals,

@@ -5,12 +5,13 @@ Reference: `DenseLinear` and `TorchOps`. With two rows and more tensor cores are
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.sizes import num_blocks
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.triton_row import multiply_row
@@ -42,6 +43,7 @@ def row_tile(inputs: int, form: str) -> RowTile:
     return tiles["gate" if form in GATES else form]
 
 
+@cache
 def row_constants(tile: RowTile, *, has_norm: bool, has_bias: bool, form: str) -> dict[str, Any]:
     """Returns the compile-time arguments. `form`: "", "add" or a key of `GATES`."""
     return {
@@ -69,7 +71,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | Non
         "inputs": inputs,
         **row_constants(tile, has_norm=norm is not None, has_bias=bias is not None, form=form),
     }
-    launch(multiply_row, (triton.cdiv(outputs, tile.block_outputs),), arguments, num_warps=tile.num_warps)
+    launch(multiply_row, (num_blocks(outputs, tile.block_outputs),), arguments, num_warps=tile.num_warps)
 
 
 def row_variant(inputs: int, dtype: torch.dtype, norm: torch.dtype | None, *, has_bias: bool, form: str) -> KernelVariant:

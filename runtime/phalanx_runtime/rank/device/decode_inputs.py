@@ -6,10 +6,10 @@ A step of size B computes the first B batch rows, in the order of the plan. `Bat
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import Segments, StepBatch
+from phalanx_runtime.model.kernels.sizes import power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.device_rows import DeviceRows, table_block
@@ -52,7 +52,7 @@ def _build(
         "page_size": page_size,
         "table_pages": tables.shape[1],
         "window": window,
-        "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
+        "KV_HEADS_PADDED": power_of_two(kv_heads),
         "BLOCK": block,
         "HAS_WINDOW": window > 0,
         "HAS_PARTS": part_of is not None,
@@ -68,7 +68,7 @@ def input_variant(kv_heads: int, max_pages: int, has_window: bool = False, has_p
         **dict.fromkeys(("tokens", "positions", "slots"), torch.int64),
         **dict.fromkeys(("kv_heads", "page_size", "window"), 1),
         "table_pages": block,
-        "KV_HEADS_PADDED": triton.next_power_of_2(kv_heads),
+        "KV_HEADS_PADDED": power_of_two(kv_heads),
         "BLOCK": block,
         "HAS_WINDOW": has_window,
         "HAS_PARTS": has_parts,

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.model.copies.uploads import upload
+from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.host_tokens import free_after_device, store_variant
@@ -98,7 +98,7 @@ _NUM_BUFFERS = 2
 
 def table_block(max_pages: int) -> int:
     """Returns the pages of a block; a page table is a multiple of it, so that blocks need no mask."""
-    return min(MAX_BLOCK, max(_MIN_BLOCK, int(triton.next_power_of_2(max_pages))))
+    return min(MAX_BLOCK, max(_MIN_BLOCK, power_of_two(max_pages)))
 
 
 @operator(
@@ -134,7 +134,7 @@ def _update(
 def _record(sampled: Tensor, batch_rows: Tensor, last_tokens: Tensor) -> None:
     num_rows = len(sampled)
     arguments = {"sampled": sampled, "batch_rows": batch_rows, "last_tokens": last_tokens, "num_rows": num_rows}
-    launch(record_tokens, (triton.cdiv(num_rows, RECORD_BLOCK),), {**arguments, "BLOCK": RECORD_BLOCK})
+    launch(record_tokens, (num_blocks(num_rows, RECORD_BLOCK),), {**arguments, "BLOCK": RECORD_BLOCK})
 
 
 def row_variants(max_pages: int) -> list[KernelVariant]:

@@ -3,9 +3,9 @@
 import weakref
 
 import torch
-import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.sizes import num_blocks
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.triton_kernels import store_tokens
@@ -19,7 +19,7 @@ NUM_SLOTS = 4
 def _store(host: Tensor, sampled: Tensor) -> None:
     num_rows = len(sampled)
     arguments = {"host": host, "sampled": sampled, "num_rows": num_rows, "BLOCK": BLOCK}
-    launch(store_tokens, (triton.cdiv(num_rows, BLOCK),), arguments)
+    launch(store_tokens, (num_blocks(num_rows, BLOCK),), arguments)
 
 
 def store_variant() -> KernelVariant:

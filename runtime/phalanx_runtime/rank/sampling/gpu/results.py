@@ -6,9 +6,9 @@ References: `logprobs.token_details`, and `verification.VerificationRun` of rows
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.sizes import num_blocks
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.sampling.gpu.sample import padded_blocks
@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int, block: int = BL
     if logits.stride(1) != 1:
         raise ValueError(f"logits with strides {logits.stride()} are not contiguous in the vocabulary")
     draws, vocab_size = logits.shape
-    blocks = triton.cdiv(vocab_size, block)
+    blocks = num_blocks(vocab_size, block)
     normalizers, logprobs = (torch.empty(draws, device=logits.device) for _ in range(2))
     ranks = torch.empty(draws, dtype=torch.int32, device=logits.device)
     _token_logprobs(
@@ -167,4 +167,4 @@ def _accept_drafts(
         "HAS_PARENTS": has_parents,
         "BLOCK": DRAWS_PER_PROGRAM,
     }
-    launch(accept_drafts, (triton.cdiv(draws, DRAWS_PER_PROGRAM),), arguments, num_warps=1)
+    launch(accept_drafts, (num_blocks(draws, DRAWS_PER_PROGRAM),), arguments, num_warps=1)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature, RowState
@@ -43,14 +43,14 @@ class SamplingWorkspace:
 
 def padded_blocks(vocab_size: int, block: int) -> int:
     """Returns the size of the tile that holds one value per block of a row."""
-    return max(MIN_BLOCKS_PADDED, int(triton.next_power_of_2(triton.cdiv(vocab_size, block))))
+    return max(MIN_BLOCKS_PADDED, power_of_two(num_blocks(vocab_size, block)))
 
 
 def make_workspace(
     vocab_size: int, max_draws: int, device: torch.device, block: int = BLOCK, num_candidates: int = CANDIDATES
 ) -> SamplingWorkspace:
     """Allocates a workspace: 4 * `num_candidates` bytes per draw and little more."""
-    blocks = triton.cdiv(vocab_size, block)
+    blocks = num_blocks(vocab_size, block)
     return SamplingWorkspace(
         block=block,
         maxima=torch.empty(max_draws, blocks, device=device),
@@ -167,7 +167,7 @@ def _sample_rows(
 ) -> None:
     tensors = dict(locals())
     vocab_size = logits.shape[1]
-    sizes = {"vocab_size": vocab_size, "num_blocks": triton.cdiv(vocab_size, block), "capacity": candidates.shape[1]}
+    sizes = {"vocab_size": vocab_size, "num_blocks": num_blocks(vocab_size, block), "capacity": candidates.shape[1]}
     constants = constants_of(vocab_size, block, RowFeature(features), is_final)
     arguments = {**tensors, **constants, **sizes, "stride": logits.stride(0)}
     blocks = (len(rows), sizes["num_blocks"])
