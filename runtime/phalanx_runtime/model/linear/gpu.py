@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
 from phalanx_runtime.model.linear.packed import Format, PackedWeight
 from phalanx_runtime.model.operators import operator
@@ -19,8 +20,11 @@ FORMATS: Mapping[Format, int] = {"int4": 4, "int8": 8, "fp8": 9}
 MAX_ROWS: Mapping[Format, int] = {"int4": 2, "int8": 4, "fp8": 4}
 """Rows that are multiplied without tensor cores."""
 ROW_OUTPUTS = 4
+ROW_WARPS = 4
 ROW_WORDS = 256
 """Words of each output that a program of `multiply_rows` loads at once."""
+LARGEST_ROWS = 1025
+"""More rows have the largest tile and no splits."""
 MAX_SPLITS = 8
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that splits of the inputs aim at."""
@@ -83,8 +87,9 @@ def tile_constants(tile: LinearTile, splits: int) -> dict[str, Any]:
     return {"BLOCK_ROWS": tile.block_rows, "BLOCK_OUTPUTS": tile.block_outputs, "SPLITS": splits}
 
 
-def _stages(tile: LinearTile, x: Tensor) -> int:
-    return tile.num_stages if x.element_size() == 2 else 1  # wider tiles fill the shared memory
+def _tile_options(tile: LinearTile, itemsize: int) -> dict[str, int]:
+    """Returns the options of the compilation. Wider tiles of float32 fill the shared memory: they have one stage."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages if itemsize == 2 else 1}
 
 
 @operator(
@@ -110,23 +115,16 @@ def _multiply_packed(
     sizes = {"num_rows": rows, "outputs": outputs, "inputs": inputs, "num_groups": scales.shape[1]}
     strides = {"x_stride": x.stride(0), "word_stride": word_stride, "y_stride": y.stride(0)}
     constants = constants_of(weight, has_bias=bias is not None, add=add)
+    arguments = {**tensors, **sizes, **strides, **constants}
     if not tile:
-        grid = (num_blocks(outputs, ROW_OUTPUTS),)
-        kernels.multiply_rows[grid](**tensors, **sizes, **strides, **constants, **row_constants(rows, width), num_warps=4)
+        blocks = num_blocks(outputs, ROW_OUTPUTS)
+        launch(kernels.multiply_rows, (blocks,), {**arguments, **row_constants(rows, width)}, num_warps=ROW_WARPS)
         return
     config, splits = LinearTile(*tile[:-1]), tile[-1]
     sums, arrivals = partial or (x, x)
-    kernels.multiply_tiles[(num_blocks(outputs, config.block_outputs), num_blocks(rows, config.block_rows), splits)](
-        **tensors,
-        partial=sums,
-        arrivals=arrivals,
-        **sizes,
-        **strides,
-        **constants,
-        **tile_constants(config, splits),
-        num_warps=config.num_warps,
-        num_stages=_stages(config, x),
-    )
+    grid = (num_blocks(outputs, config.block_outputs), num_blocks(rows, config.block_rows), splits)
+    arguments |= {"partial": sums, "arrivals": arrivals, **tile_constants(config, splits)}
+    launch(kernels.multiply_tiles, grid, arguments, **_tile_options(config, x.element_size()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +179,7 @@ class PackedTritonLinear:
         tile: tuple[int, ...] = ()
         partial: list[Tensor] = []
         if rows > MAX_ROWS[weight.format]:
-            config = tile_of(rows, self._gpu.capability)
-            splits = num_splits(config, rows, weight, self._gpu.num_multiprocessors)
+            config, splits = self._tile(rows)
             tile = (*astuple(config), splits)
             if splits > 1:
                 outputs, padded = (-(-size // block) * block for size, block in ((weight.outputs, tile[0]), (rows, tile[1])))
@@ -199,3 +196,33 @@ class PackedTritonLinear:
             tile=tile,
             add=add,
         )
+
+    def _tile(self, rows: int) -> tuple[LinearTile, int]:
+        """Returns the tile of this many rows, and the splits of the inputs."""
+        tile = tile_of(rows, self._gpu.capability)
+        return tile, num_splits(tile, rows, self.weight, self._gpu.num_multiprocessors)
+
+    def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
+        """Returns the variants of any number of contiguous rows of a dtype. `add`: those of `add_to`."""
+        weight, most = self.weight, MAX_ROWS[self.weight.format]
+        arguments = {
+            **dict.fromkeys(("x", "bias", "y"), dtype),
+            "words": torch.int32,
+            "scales": weight.scales.dtype,
+            **dict.fromkeys(("num_rows", "outputs", "num_groups"), 1),
+            "inputs": weight.inputs,
+            "x_stride": weight.inputs,
+            "word_stride": weight.words.shape[1],
+            "y_stride": weight.outputs,
+            **constants_of(weight, has_bias=self.bias is not None, add=add),
+        }
+        found = [
+            variant_of(kernels.multiply_rows, {**arguments, **row_constants(1 << size, weight.width)}, num_warps=ROW_WARPS)
+            for size in range(most.bit_length())
+        ]
+        for tile, splits in dict.fromkeys(self._tile(rows) for rows in range(most + 1, LARGEST_ROWS)):
+            partial = {"partial": torch.float32, "arrivals": torch.int32} if splits > 1 else {"partial": dtype, "arrivals": dtype}
+            constants = tile_constants(tile, splits)
+            options = _tile_options(tile, dtype.itemsize)
+            found.append(variant_of(kernels.multiply_tiles, {**arguments, **partial, **constants}, **options))
+        return found

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
 from phalanx_runtime.model.linear.gpu import GpuShape, PackedTritonLinear, read_gpu_shape
 from phalanx_runtime.model.linear.packed import FP8, Format, Fp8Weight, PackedWeight, pack
@@ -12,23 +13,24 @@ MAX_UNROUNDED_ROWS = 64
 """Rows for which reading the weights takes longer than bf16 products: their activations are not rounded."""
 BLOCK_WORDS = 1024
 """Words of a row that a program of `quantize_rows` holds."""
+QUANTIZE_WARPS = 8
 _UNIT = 16
 """Outputs of `torch._scaled_mm` are a multiple."""
 
 
 @operator("quantize_rows(Tensor x, Tensor(a!) words, Tensor(b!) scales, int width)")
 def _quantize_rows(x: Tensor, words: Tensor, scales: Tensor, width: int) -> None:
-    kernels.quantize_rows[(x.shape[0],)](
-        x=x,
-        words=words,
-        scales=scales,
-        inputs=x.shape[1],
-        x_stride=x.stride(0),
-        word_stride=words.shape[1],
-        WIDTH=width,
-        BLOCK_WORDS=BLOCK_WORDS,
-        num_warps=8,
-    )
+    arguments = {
+        "x": x,
+        "words": words,
+        "scales": scales,
+        "inputs": x.shape[1],
+        "x_stride": x.stride(0),
+        "word_stride": words.shape[1],
+        "WIDTH": width,
+        "BLOCK_WORDS": BLOCK_WORDS,
+    }
+    launch(kernels.quantize_rows, (x.shape[0],), arguments, num_warps=QUANTIZE_WARPS)
 
 
 class ScaledLinear:
@@ -66,6 +68,21 @@ class ScaledLinear:
             self.packed.add_to(residual, x)
         else:
             residual.add_(self(x))
+
+    def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
+        """See `PackedTritonLinear`."""
+        weight = self.packed.weight
+        arguments = {
+            "x": dtype,
+            "words": torch.int32,
+            "scales": torch.float32,
+            "inputs": weight.inputs,
+            "x_stride": weight.inputs,
+            "word_stride": weight.words.shape[1],
+            "WIDTH": weight.width,
+            "BLOCK_WORDS": BLOCK_WORDS,
+        }
+        return [*self.packed.variants(dtype, add=add), variant_of(kernels.quantize_rows, arguments, num_warps=QUANTIZE_WARPS)]
 
 
 def make_triton_linear(

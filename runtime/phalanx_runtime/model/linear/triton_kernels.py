@@ -35,7 +35,11 @@ def split_pair(pairs):
     return scale, (pairs & -65536).to(tl.float32, bitcast=True) - 16.0 * scale
 
 
-@triton.jit
+NUMBERS = ("num_rows", "outputs", "num_groups")
+"""Arguments that no load depends on."""
+
+
+@triton.jit(do_not_specialize=[*NUMBERS])
 def multiply_rows(
     x,
     words,
@@ -138,7 +142,7 @@ def finish(
     tl.store(target, sums.to(y.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*NUMBERS])
 def multiply_tiles(
     x,
     words,

@@ -16,6 +16,7 @@ from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
+from phalanx_runtime.rank.kernels.linears import quantized_variants
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ class RankKernels:
                     has_dense_layers=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
                     has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
                 )
-                self._load(model_variants(model.config, model.shard, options))
+                quantized = quantized_variants(model, self._dtype, size)
+                self._load([*model_variants(model.config, model.shard, options), *quantized])
 
     def load_steps(self, model: Model, max_pages: int, has_window: bool = False, has_parts: bool = False) -> None:
         """See `KernelLoader`."""

@@ -1,0 +1,73 @@
+"""Quantised linears launch variants that are listed from their weights, on fake tensors."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.config import parse_config
+from phalanx_runtime.model.decoder.decoder import Layer
+from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.kernels.variant import observed_launches
+from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
+from phalanx_runtime.model.linear.packed import Format
+from phalanx_runtime.model.linear.scaled import make_triton_linear
+from phalanx_runtime.rank.kernels.linears import quantized_variants
+from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.rank.device.fake_decoders import DTYPE
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1024,
+}
+"""With biases of queries, keys and values."""
+
+
+@pytest.fixture(autouse=True)
+def fake_tensors() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_quantised_linears_launch_listed_variants(kind: Format, world_size: int) -> None:
+    """Steps of any number of rows: without tensor cores, in tiles with and without splits, and with rounded activations."""
+    config = parse_config(CONFIG)
+    decoder = fake_decoder(config, world_size)
+    decoder.layers = [scaled_layer(layer, kind) for layer in decoder.layers]
+    decoder.head = make_triton_linear(empty(decoder.shard.vocab.size, config.hidden_size), None, kind)
+    expected = quantized_variants(decoder, DTYPE, world_size)
+    caches = [
+        LayerCache(*(empty(64, decoder.shard.kv_heads.size, PAGE, config.head_dim) for _ in range(2))) for _ in decoder.layers
+    ]
+    with observed_launches() as found:
+        for rows in (1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 300, 1100):
+            batch = fake_batch([(5, 1)] * rows, decoder.shard.kv_heads.size)
+            decoder.hidden(batch, caches, empty(rows, config.hidden_size))
+            decoder.logits(empty(rows, config.hidden_size))
+    launched = [variant for variant in found if variant.name in ("multiply_rows", "multiply_tiles", "quantize_rows")]
+    assert set(launched) <= set(expected)
+    assert {variant.name for variant in launched} == {variant.name for variant in expected}
+
+
+def scaled_layer(layer: Layer, kind: Format) -> Layer:
+    """Returns the layer with quantised linears."""
+
+    def quantized(linear: Linear) -> Linear:
+        assert isinstance(linear, DenseLinear)
+        return make_triton_linear(linear.weight, linear.bias, kind)
+
+    assert isinstance(layer.gate_up, PlainGated)
+    gated = PlainGated(quantized(layer.gate_up.linear), layer.gate_up.activation, TritonOps().gate)
+    return replace(layer, qkv=quantized(layer.qkv), o=quantized(layer.o), down=quantized(layer.down), gate_up=gated)
