@@ -119,5 +119,6 @@ class TritonRowLinears:
         self, x: Tensor, linear: DenseLinear, norm: Tensor | None, y: Tensor, *, eps: float = 0.0, form: str = ""
     ) -> Tensor:
         self.num_launched += 1
+        assert linear.weight.is_contiguous(), "the loader makes contiguous weights"
         _multiply(x=x, weight=linear.weight, bias=linear.bias, norm=norm, y=y, eps=eps, form=form)
         return y
