@@ -1,4 +1,7 @@
-"""Conditions of an InferenceService. True is good, except `Stalled` and `Reconciling` (kstatus), which are absent unless true."""
+"""Conditions of an InferenceService. True is good, except in those that are absent unless true.
+
+These are `Stalled` and `Reconciling` (kstatus), and `ControlPlanePartitioned`.
+"""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -23,7 +26,10 @@ ConditionType = Literal[
     "Speculating",
     "DevicesHealthy",
     "CacheSized",
+    "ControlPlanePartitioned",
 ]
+ALARMS: tuple[ConditionType, ...] = ("Stalled", "ControlPlanePartitioned")
+"""Conditions that are bad when true."""
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -43,7 +49,7 @@ class Reason(StrEnum):
     ROLLING_OUT = "RollingOut"
     GROUPS_NOT_READY = "GroupsNotReady"
     UNREACHABLE = "Unreachable"
-    """A group's node is silent to the control plane, but routers receive the group's load."""
+    """A group's node is silent to the control plane, but routers receive the group's load, or many nodes are silent."""
     ROUTER_NOT_READY = "RouterNotReady"
     SERVING = "Serving"
     NO_READY_GROUP = "NoReadyGroup"
@@ -89,6 +95,8 @@ class Reason(StrEnum):
     DEVICE_FAULT = "DeviceFault"
     """An Xid or ECC error, or a lost device."""
     DEVICE_THROTTLED = "DeviceThrottled"
+    NODES_SILENT = "NodesSilent"
+    """Many nodes became not ready together: the control plane is partitioned."""
     WORKING_SET_FITS = "WorkingSetFits"
     TOO_FEW_PAGES = "TooFewPages"
     TOO_FEW_HOST_PAGES = "TooFewHostPages"

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx_api.conditions import ALARMS
 from phalanx_kubectl.gauges import Buckets, GroupLoad, RouterLoad, merge
 from phalanx_kubectl.show import NOTHING, Json, conditions_of, groups_of, revisions_of, wanted_groups
 
@@ -142,5 +143,5 @@ def _notes(body: Json) -> list[str]:
     return [
         f"{kind}: {found.get('reason')}: {found.get('message', '')}".removesuffix(": ")
         for kind, found in conditions_of(body).items()
-        if found.get("status") == ("True" if kind == "Stalled" else "False") and kind != "Reconciling" and found.get("reason")
+        if found.get("status") == ("True" if kind in ALARMS else "False") and kind != "Reconciling" and found.get("reason")
     ]

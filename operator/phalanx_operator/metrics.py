@@ -8,6 +8,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from phalanx_api import labels
+from phalanx_api.conditions import find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide.scaling.scale import ScaleDecision
 from phalanx_operator.kube.client import Json, KubeClient, KubeError, Page, Resource
@@ -39,6 +40,9 @@ class Metrics:
         self.groups = Gauge("phalanx_service_groups", "Groups that are not draining.", names, registry=r)
         self.draining_groups = Gauge("phalanx_service_draining_groups", "Groups that are draining.", names, registry=r)
         self.hot_groups = Gauge("phalanx_service_hot_groups", "Groups that are hotspots.", names, registry=r)
+        self.partitioned = Gauge(
+            "phalanx_service_partitioned", "Whether nothing is deleted because many nodes are silent.", names, registry=r
+        )
         self.desired_groups = Gauge(
             "phalanx_operator_desired_groups", "Groups that the autoscaler wants, for HPA or KEDA.", names, registry=r
         )
@@ -53,6 +57,7 @@ class Metrics:
         self.ready_groups.labels(*key).set(status.ready_replicas)
         self.draining_groups.labels(*key).set(status.draining_replicas)
         self.hot_groups.labels(*key).set(len(status.rebalancing.hotspots))
+        self.partitioned.labels(*key).set(find_condition(status.conditions, "ControlPlanePartitioned") is not None)
 
     def show_scaling(self, key: Key, decision: ScaleDecision | None) -> None:
         """Updates the autoscaler's gauges; removes them without a decision."""
@@ -65,7 +70,7 @@ class Metrics:
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
-        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
+        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups, self.partitioned)
         _remove((*status_gauges, self.desired_groups, self.needed_groups), key)
 
 

@@ -34,6 +34,7 @@ Speculating       False    DraftLost
 Speculating       Unknown  NoReadyGroup
 DevicesHealthy    True     Healthy
 DevicesHealthy    False    DeviceFault DeviceThrottled
+ControlPlanePartitioned True NodesSilent
 CacheSized        True     WorkingSetFits
 CacheSized        False    TooFewPages TooFewHostPages
 CacheSized        Unknown  TooFewLookups

@@ -241,7 +241,9 @@ class FakeCluster:
             self.kube.put(PODS, {"metadata": metadata, "spec": {}, "status": status})
 
     def lose_node(self, name: str, since: str) -> None:
-        """Makes a node and its pods unready; their deletion never ends."""
+        """Makes a node and its pods unready; their deletion never ends. Another node without pods stays ready."""
+        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+        self.kube.put(NODES, {"metadata": {"name": "spare", "namespace": ""}, "spec": {}, "status": ready})
         condition = {"type": "Ready", "status": "Unknown", "lastTransitionTime": since}
         self.kube.put(NODES, {"metadata": {"name": name, "namespace": ""}, "spec": {}, "status": {"conditions": [condition]}})
         for pod in list(self.kube.of_kind(PODS).values()):

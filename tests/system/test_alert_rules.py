@@ -1,5 +1,6 @@
 """Debian's promtool evaluates the rules over minutes to a day: each alert fires by its cause, and none in a healthy fleet."""
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ HEALTHY: Mapping[str, str] = {
     'phalanx_operator_reconcile_errors_total{error="Denied"}': "0",
     'phalanx_operator_reconcile_errors_total{error="Conflict"}': "0+60",
     "phalanx_operator_queue_keys": "3",
+    'phalanx_service_partitioned{namespace="team",service="chat"}': "0",
 }
 """A series, and its value or slope per minute."""
 
@@ -75,6 +77,13 @@ CAUSES = (
     cause("PhalanxNoLeader", {'phalanx_operator_is_leader{pod="a"}': "0"}, "3m", "1m"),
     cause("PhalanxReconcileErrors", {'phalanx_operator_reconcile_errors_total{error="Denied"}': "0+60"}, error="Denied"),
     cause("PhalanxReconcileBacklog", {"phalanx_operator_queue_keys": "21"}),
+    cause(
+        "PhalanxControlPlanePartitioned",
+        {'phalanx_service_partitioned{namespace="team",service="chat"}': "1"},
+        *("4m", "1m"),
+        namespace="team",
+        service="chat",
+    ),
     *(
         cause("PhalanxErrorBudgetBurnsFast", {events(objective, "bad"): f"0+{bad}"}, "10m", "1m", objective=objective)
         for objective, bad in (("availability", 200), ("ttft", 30_000), ("itl", 30_000))
@@ -97,9 +106,7 @@ def expectation(alert: str, at: str, labels: Mapping[str, str] | None) -> dict[s
     if labels is not None:
         rule = ALERTS[alert]
         texts = {
-            name: text.replace("{{ $labels.objective }}", labels.get("objective", "")).replace(
-                "{{ $labels.error }}", labels.get("error", "")
-            )
+            name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels.get(found[1], ""), text)
             for name, text in rule["annotations"].items()
         }
         test["exp_alerts"] = [{"exp_labels": {**rule["labels"], **labels}, "exp_annotations": texts}]

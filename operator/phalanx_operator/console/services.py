@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx_api.conditions import ALARMS
 from phalanx_operator.kube.client import Json
 
 
@@ -73,7 +74,7 @@ def service_row(body: Json) -> ServiceRow:
 
 def _is_trouble(condition: Mapping[str, Any]) -> bool:
     kind = condition.get("type")
-    return kind != "Reconciling" and condition.get("status") == ("True" if kind == "Stalled" else "False")
+    return kind != "Reconciling" and condition.get("status") == ("True" if kind in ALARMS else "False")
 
 
 def _trouble(condition: Mapping[str, Any]) -> Trouble:

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide.conditions import cache, capacity, devices, traffic
+from phalanx_operator.decide.conditions import cache, capacity, devices, nodes, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
@@ -147,8 +148,8 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     """Returns the snapshot with assessed groups."""
     spec = service.spec
     groups = lost_nodes.assess(snapshot.groups, _node_states(service, snapshot, fleet, now))
-    unheard = [group for group in groups if not group.assessment.alive_reason]
-    failures = admission.placement_failures(unheard, spec.placement.gang.timeout_seconds, now)
+    given_up = [group for group in groups if not (group.assessment.alive_reason or group.assessment.kept_reason)]
+    failures = admission.placement_failures(given_up, spec.placement.gang.timeout_seconds, now)
     groups = tuple(
         with_assessment(group, lost_reason=group.assessment.lost_reason or failures.get(group.uid, "")) for group in groups
     )
@@ -158,7 +159,14 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:
-    return NodeStates(snapshot.nodes, service.spec.restart_policy.node_lost_seconds, now, fleet)
+    return NodeStates(
+        nodes=snapshot.nodes,
+        limit_s=service.spec.restart_policy.node_lost_seconds,
+        now=now,
+        fleet=fleet,
+        census=snapshot.census,
+        was_partitioned=find_condition(snapshot.status.conditions, "ControlPlanePartitioned") is not None,
+    )
 
 
 def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups, now: str) -> Plan:
@@ -277,6 +285,7 @@ def _status(
     status = model_conditions.with_model_status(status, spec.model, snapshot, fleet)
     status = traffic.with_balanced_condition(status, fleet, snapshot, now)
     status = traffic.with_compatible_condition(status, fleet, snapshot, now)
+    status = nodes.with_partition_condition(status, snapshot, now)
     status = devices.with_devices_condition(status, fleet, snapshot, now)
     status = cache.with_cache_condition(status, spec.engine, fleet=fleet, snapshot=snapshot, revision=desired.revision, now=now)
     status = traffic.with_speculating_condition(

@@ -1,6 +1,6 @@
 """Records of child objects by service."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +41,10 @@ class Store(Generic[T]):
         """Returns a record, if it exists. `namespace` may be empty."""
         item = self._items.get((namespace, name))
         return item.record if item else None
+
+    def records(self) -> Iterator[T]:
+        """Yields all records."""
+        return (item.record for item in self._items.values())
 
     def __len__(self) -> int:
         return len(self._items)

@@ -183,6 +183,14 @@ def _join_lines(lines: Sequence[str]) -> list[str]:
     return parts
 
 
+def _partition_notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventNote]:
+    """Returns the event of a partition of the control plane that begins or ends."""
+    old, new = (find_condition(conditions, "ControlPlanePartitioned") for conditions in (before, after))
+    if new and not old:
+        return [EventNote("Warning", new.reason, new.message)]
+    return [EventNote("Normal", "PartitionEnded", "silent nodes may be given up again")] if old and not new else []
+
+
 _TRANSIENT = (
     Reason.GROUPS_NOT_READY,
     Reason.ROLLING_OUT,
@@ -199,7 +207,7 @@ def _transition_notes(before: Sequence[Condition], after: Sequence[Condition]) -
 
     `True` is reported only after `False`, and `Progressing` only for `_ROLLOUT_PROBLEMS`.
     """
-    notes = []
+    notes = _partition_notes(before, after)
     for kind in (
         "Ready",
         "Progressing",

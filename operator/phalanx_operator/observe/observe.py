@@ -15,6 +15,7 @@ from phalanx_operator.decide.groups.drain import FINAL_GRACE_S
 from phalanx_operator.decide.groups.recovery import RETRIED_ANNOTATION
 from phalanx_operator.decide.state.snapshot import (
     DrainMark,
+    NodeCensus,
     ObservedDeployment,
     ObservedGroup,
     ObservedNode,
@@ -241,6 +242,7 @@ def take_snapshot(body: Json, children: Children) -> Snapshot:
         groups=_groups(key, uid, children),
         replicas_writer=replicas_writer(metadata),
         nodes=_nodes(key, children),
+        census=_census(children),
         router=routers[0] if routers else None,
         router_pods=tuple(sorted((pod for pod in pods if pod.component == "router"), key=lambda pod: pod.name)),
     )
@@ -267,6 +269,11 @@ def _nodes(key: Key, children: Children) -> dict[str, ObservedNode]:
     names = {pod.node for pod in children.pods.of_service(key) if pod.node}
     nodes = ((name, children.nodes.find("", name)) for name in names)
     return {name: node for name, node in nodes if node is not None}
+
+
+def _census(children: Children) -> NodeCensus:
+    silent = [node for node in children.nodes.records() if not node.ready]
+    return NodeCensus(len(children.nodes), tuple(sorted(silent, key=lambda node: node.name)))
 
 
 def replicas_writer(metadata: Mapping[str, Any]) -> ReplicasWriter | None:

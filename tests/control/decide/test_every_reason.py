@@ -13,7 +13,7 @@ from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem
-from phalanx_operator.decide.conditions import cache, capacity, devices, traffic
+from phalanx_operator.decide.conditions import cache, capacity, devices, nodes, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import rollback
@@ -116,6 +116,10 @@ def devices_after(*fleets: Fleet) -> Conditions:
     return status.conditions
 
 
+def partition_of(group: ObservedGroup) -> Conditions:
+    return nodes.with_partition_condition(Status(), make_snapshot(group), NOW).conditions
+
+
 def cache_size_of(lookups: int, *hit_rates: float, tiers: TierCurve = NO_TIERS) -> Conditions:
     curve = CacheCurve(lookups, list(hit_rates), tiers)
     return cache.with_cache_condition(
@@ -208,6 +212,7 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Speculating True Proposing", lambda: speculation_of(group("a"))),
     ("Speculating False DraftLost", lambda: speculation_of(group("a", draft_lost="no tensors"))),
     ("Speculating Unknown NoReadyGroup", lambda: speculation_of()),
+    ("ControlPlanePartitioned True NodesSilent", lambda: partition_of(make_group("a", kept_reason="2 of 3 nodes are silent"))),
     ("CacheSized True WorkingSetFits", lambda: cache_size_of(4000, 0.4, 0.5, 0.54, 0.6)),
     ("CacheSized False TooFewPages", lambda: cache_size_of(4000, 0.4, 0.5, 0.56, 0.6)),
     (

@@ -203,9 +203,9 @@ def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason 
         return failure
     if desired.spent_reason:
         return Reason.RESTART_BUDGET_SPENT, desired.spent_reason
-    if kept := [group for group in unready if group.assessment.alive_reason]:
+    if kept := [group for group in unready if _kept_reason(group)]:
         more = f"; {len(kept) - 1} more groups are kept likewise" if len(kept) > 1 else ""
-        return Reason.UNREACHABLE, f"group {kept[0].name} is kept: {kept[0].assessment.alive_reason}{more}"
+        return Reason.UNREACHABLE, f"group {kept[0].name} is kept: {_kept_reason(kept[0])}{more}"
     live = live_groups(snapshot.groups)
     old = _num_old(live, desired) - min(desired.partition, _num_old(staying, desired))
     if old > 0:
@@ -221,6 +221,10 @@ def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason 
     if not has_routers:
         return Reason.ROUTER_NOT_READY, _router_count(snapshot.router, desired.routers)
     return None, ""
+
+
+def _kept_reason(group: ObservedGroup) -> str:
+    return group.assessment.alive_reason or group.assessment.kept_reason
 
 
 def _pod_failure(pods: Sequence[ObservedPod], reasons: Sequence[str], answer: Reason) -> tuple[Reason, str] | None:
@@ -266,7 +270,7 @@ def _group_reason(group: ObservedGroup, fleet: Fleet) -> str:
     if group.draining:
         return group.draining.why[:256]
     causes = [
-        *(group.assessment.lost_reason, group.assessment.alive_reason, group.rejection),
+        *(group.assessment.lost_reason, _kept_reason(group), group.rejection),
         *(_pod_reason(pod) for pod in group.pods),
         last_death(group, fleet),
     ]

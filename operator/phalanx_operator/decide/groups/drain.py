@@ -96,13 +96,13 @@ def pods_to_delete(groups: Iterable[ObservedGroup], timeout_s: float, now: str) 
 
 
 def groups_to_evacuate(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:
-    """Returns the groups that lose a pod, then draining ones."""
+    """Returns the groups that lose a pod, then draining ones. In a partition, pods that are evicted from silent nodes go on."""
     actions = tuple(actions)
     drained = {action.uid for action in actions if isinstance(action, DrainGroup)}
     kept = {action.uid for action in actions if isinstance(action, KeepGroup)}
     losing_pods, draining = [], []
     for group in groups:
-        if group.terminating or any(pod.terminating for pod in group.pods):
+        if group.terminating or (any(pod.terminating for pod in group.pods) and not group.assessment.kept_reason):
             losing_pods.append(group.name)
         elif (group.draining or group.uid in drained) and group.uid not in kept:
             draining.append(group.name)

@@ -3,10 +3,14 @@
 A silent node may only be cut off from the control plane. The first rule that applies decides:
 
     its nodes are ready                                                 not lost
+    many nodes are silent (`partition`)                                 not lost
     a pod is evicted: routers send it no more requests                  as the control plane reports its node
     a router receives its load reports, at most `EVIDENCE_S` ago        alive: it stays, whatever other routers report
     no router had time to answer, as after a start of the operator      alive, until one answers or fails to
     a node is not ready for `nodeLostSeconds`                           lost
+
+A node that is ready again counts as silent for `RETURN_S` for a group with a pod that has been unready since before: its kubelet
+has yet to report the pod, and the group would be deleted or restarted for that. After a partition it is kept without evidence.
 
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
 runs cannot join a later group of that name, because each group has its own key.
@@ -15,14 +19,17 @@ runs cannot join a later group of that name, because each group has its own key.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from phalanx_operator.decide.groups.partition import partition_reason
 from phalanx_operator.decide.state.actions import DeletePod
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, with_assessment
+from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedGroup, ObservedNode, ObservedPod, age_s, with_assessment
 
 EVIDENCE_S = 40.0
 """Age at which a router's report no longer counts: the longest poll, and time for its answer."""
 POLL_S = 10.0
 """Longest poll of routers while a node is silent, so that reports are young when the node counts as lost."""
+RETURN_S = 60.0
+"""Time for a kubelet to report its pods after its node is ready again."""
 FIRST_ANSWER_S = 10.0
 """Time until a new router has answered or failed to."""
 
@@ -36,26 +43,52 @@ class NodeStates:
     """`nodeLostSeconds`."""
     now: str
     fleet: Fleet = field(default_factory=Fleet)
+    census: NodeCensus = field(default_factory=NodeCensus)
+    was_partitioned: bool = False
+    """In the former status."""
 
 
 def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[ObservedGroup, ...]:
     """Sets the state of the groups' nodes."""
-    return tuple(_assess_group(group, states) for group in groups)
+    groups = tuple(groups)
+    names = {pod.node for group in groups for pod in group.pods if pod.node in states.nodes}
+    partition = partition_reason([states.nodes[name] for name in names], states.census, states.fleet, states.now)
+    return tuple(_assess_group(group, states, partition) for group in groups)
 
 
-def _assess_group(group: ObservedGroup, states: NodeStates) -> ObservedGroup:
-    alive_reason = _alive_reason(group, states)
+def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> ObservedGroup:
+    alive_reason, kept_reason = _alive_reason(group, states), _kept_reason(group, states, partition)
     return with_assessment(
         group,
         alive_reason=alive_reason,
-        lost_reason="" if alive_reason else _lost_reason(group, states),
+        kept_reason=kept_reason,
+        lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),
         has_unready_node=bool(_silent_nodes(group, states)),
         has_cordoned_node=any(pod.node in states.nodes and states.nodes[pod.node].cordoned for pod in group.pods),
     )
 
 
 def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
-    return [pod.node for pod in group.pods if pod.node in states.nodes and not states.nodes[pod.node].ready]
+    return [
+        pod.node
+        for pod in group.pods
+        if pod.node in states.nodes
+        and (not states.nodes[pod.node].ready or _is_returning(pod, states.nodes[pod.node], states.now))
+    ]
+
+
+def _is_returning(pod: ObservedPod, node: ObservedNode, now: str) -> bool:
+    """Returns whether the node has just become ready again, and its kubelet has yet to report the pod."""
+    age, lead = age_s(node.since, now), age_s(pod.unready_since, node.since)
+    return not pod.ready and age is not None and age < RETURN_S and lead is not None and lead >= 0
+
+
+def _kept_reason(group: ObservedGroup, states: NodeStates, partition: str) -> str:
+    silent = _silent_nodes(group, states)
+    if not silent or partition:
+        return partition if silent else ""
+    is_back = states.was_partitioned and all(states.nodes[name].ready for name in silent)
+    return f"node {silent[0]} is ready again, and has yet to report its pods" if is_back else ""
 
 
 def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
@@ -64,7 +97,8 @@ def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
     if not silent or group.terminating or any(pod.terminating for pod in group.pods):
         return ""
     if (age := _evidence_age_s(group, states.fleet)) is not None and age <= EVIDENCE_S:
-        return f"node {silent[0]} is silent, but routers report that the group serves"
+        state = "ready again, and has yet to report its pods" if states.nodes[silent[0]].ready else "silent"
+        return f"node {silent[0]} is {state}, but routers report that the group serves"
     return f"node {silent[0]} is silent, and routers have yet to report" if states.fleet.is_new else ""
 
 
@@ -86,24 +120,33 @@ def loss_reason(node: ObservedNode | None, limit_s: float, now: str) -> str:
 
 
 def due_in_s(groups: Iterable[ObservedGroup], states: NodeStates) -> float | None:
-    """Returns the seconds until the next unready node is lost, or the evidence of a group on one gets old."""
+    """Returns the seconds until the next unready node is lost, the evidence of a group on one gets old, or a partition may end.
+
+    Nodes of other services, which return without an event for this one, may end it.
+    """
     groups = tuple(groups)
     silent = {name for group in groups for name in _silent_nodes(group, states)}
-    ages = [age for name in silent if (age := age_s(states.nodes[name].since, states.now)) is not None and age < states.limit_s]
-    due = [states.limit_s - age for age in ages]
+    due = [left_s for name in silent if (left_s := _left_s(states.nodes[name], states)) > 0]
     for group in groups:
         if group.assessment.alive_reason:
             age = _evidence_age_s(group, states.fleet)
             due.append(FIRST_ANSWER_S if age is None or age > EVIDENCE_S else EVIDENCE_S - age + 1.0)
+    due += [POLL_S for group in groups if group.assessment.kept_reason][:1]
     return min(due, default=None)
 
 
+def _left_s(node: ObservedNode, states: NodeStates) -> float:
+    """Returns the seconds until a silent node is lost, or one that is ready again counts as ready; 0 if unknown."""
+    age, limit_s = age_s(node.since, states.now), RETURN_S if node.ready else states.limit_s
+    return limit_s - age if age is not None else 0.0
+
+
 def pods_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
-    """Returns pods on lost nodes of lost and terminating groups."""
+    """Returns pods on lost nodes of lost and terminating groups; none during a partition."""
     return [
         DeletePod(pod.name, pod.uid, 0, why)
         for group in groups
-        if group.terminating or group.assessment.lost_reason
+        if (group.terminating or group.assessment.lost_reason) and not group.assessment.kept_reason
         for pod in group.pods
         if pod.uid and (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))
     ]

@@ -25,8 +25,8 @@ def unplaced_s(group: ObservedGroup, now: str) -> float | None:
 
 
 def unready_s(group: ObservedGroup, now: str) -> float | None:
-    """Returns how long a group has been unready, across restarts. One that serves on a silent node is not."""
-    if group.alive:
+    """Returns how long a group has been unready, across restarts. One that is kept on a silent node is not."""
+    if group.is_spared:
         return None
     incident_s = age_s(group.restarts.since, now) if group.restarts.since else None
     pods_s = pods_unready_s(group, now)

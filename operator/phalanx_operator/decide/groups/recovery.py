@@ -116,7 +116,7 @@ def _assess_group(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now
     count = count_restarts(group, fleet, policy, now)
     group = with_assessment(group, restarts_to_store=count.record, recent_restarts=count.recent)
     is_within_budget = policy.mode == "None" or count.recent <= policy.max_group_restarts
-    if is_within_budget or group.assessment.lost_reason or group.alive:
+    if is_within_budget or group.assessment.lost_reason or group.is_spared:
         return group
     window_s = _incident_window_s(policy) if count.record.since else policy.window_seconds
     why = f"it was restarted {count.recent} times within {window_s:.0f} s"

@@ -3,7 +3,7 @@
     lost                      delete
     too many stay             drain the surplus in order of deletion; unready groups are deleted at once
     too few stay              keep draining groups of the newest revision
-    drained, or not alive     delete; alive: ready, or on a silent node while routers report that it serves
+    drained, or not spared    delete; spared: ready, or on a silent node while routers report that it serves, or in a partition
     too few exist             create
     old revision, unready     delete, which costs no availability; not with a `stuck_reason`
     old revision, ready       drain as many as `max_unavailable` allows, or as are ready above `replicas` (surge)
@@ -49,7 +49,7 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     """Returns the next step; empty if nothing is to do."""
     live = live_groups(groups)
     old = [] if desired.paused else outdated_groups(groups, desired)
-    broken = [] if desired.stuck_reason else [group for group in old if not group.alive]
+    broken = [] if desired.stuck_reason else [group for group in old if not group.is_spared]
     staying = [group for group in staying_groups(groups) if group not in broken]
     surge = _surge(desired, staying, len(old) - len(broken) + _num_surged_stragglers(desired, staying))
     target = desired.replicas + surge
@@ -67,10 +67,10 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     drain = tuple(
         DrainGroup(name=g.name, uid=g.uid, why=why, successor=successor, purpose=purpose)
         for g, why, purpose in removals
-        if g.alive
+        if g.is_spared
     )
     delete = tuple(DeleteGroup(g.name, g.uid, f"revision {g.revision} is old, and the group is not ready") for g in broken)
-    delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in removals if not g.alive)
+    delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in removals if not g.is_spared)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g in live if g.uid not in kept and (why := _deletion_reason(g)))
     left = len(live) - len(delete)
     create = tuple(
@@ -112,7 +112,7 @@ def _deletion_reason(group: ObservedGroup) -> str:
         return group.assessment.lost_reason
     if group.draining is None:
         return ""
-    if not group.alive:
+    if not group.is_spared:
         return f"{group.draining.why}; it is no longer ready"
     return f"{group.draining.why}; {group.assessment.drained_reason}" if group.assessment.drained_reason else ""
 

@@ -66,6 +66,15 @@ class ObservedNode:
     cordoned: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCensus:
+    """All nodes of the cluster."""
+
+    total: int = 0
+    silent: tuple[ObservedNode, ...] = ()
+    """Those that are not ready, by name."""
+
+
 Record = TypeVar("Record")
 
 
@@ -116,6 +125,8 @@ class GroupAssessment:
     exceeds_restart_budget: bool = False
     alive_reason: str = ""
     """Why it is kept although its node is silent: routers report that it serves."""
+    kept_reason: str = ""
+    """Why it is kept although its node is silent: so many are that the control plane is partitioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +178,11 @@ class ObservedGroup:
     def alive(self) -> bool:
         """Ready, or on a silent node while routers report that it serves."""
         return self.ready or bool(self.assessment.alive_reason)
+
+    @property
+    def is_spared(self) -> bool:
+        """Alive, or on a silent node while the control plane is partitioned: that it is unready is no reason to delete it."""
+        return self.alive or bool(self.assessment.kept_reason)
 
     @property
     def ready_pods(self) -> int:
@@ -231,6 +247,8 @@ class Snapshot:
     groups: tuple[ObservedGroup, ...] = ()
     replicas_writer: ReplicasWriter | None = None
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
+    """Of its pods."""
+    census: NodeCensus = NodeCensus()
     router: ObservedRouter | None = None
     router_pods: tuple[ObservedPod, ...] = ()
 

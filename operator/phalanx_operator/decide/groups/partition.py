@@ -1,0 +1,55 @@
+"""Decides whether nodes are silent because the control plane is partitioned: then no group is given up for its node.
+
+    became not ready within `TOGETHER_S`, and still are               silent together
+    more than a third of the service's nodes, at least 2, together    partitioned
+    more than a third of all nodes, at least 2, or the only one       partitioned, if nodes of the service are silent
+    older than `LONGEST_S`, and half of the routers answer            no longer: what routers report decides
+
+The service's nodes are those of its groups' pods. A node that is deleted from the API is gone, not silent. A loss of a few nodes,
+one after another, is no partition. Without answers of routers it has no end: a successor would start beside a group that serves.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedNode, parse_time
+
+TOGETHER_S = 120.0
+"""Longest time between the first and the last node of a partition. The node controller reports them within 15 s."""
+LONGEST_S = 600.0
+"""Time from the last node of a partition until routers' reports decide. Evicted routers start elsewhere within 300 s."""
+MIN_SILENT = 2
+"""One node of several is more likely to have failed."""
+
+
+def partition_reason(own: Sequence[ObservedNode], census: NodeCensus, fleet: Fleet, now: str) -> str:
+    """Returns how many nodes are silent together; empty without a partition. `own`: the nodes of the service's groups."""
+    silent = [node for node in own if not node.ready]
+    if not silent:
+        return ""
+    areas = (
+        ("the service", silent, len(own), MIN_SILENT),
+        ("the cluster", census.silent, census.total, min(MIN_SILENT, census.total)),
+    )
+    for area, nodes, total, least in areas:
+        found = _latest_partition(nodes, total, least)
+        if found and not _is_over(found[1], fleet, now):
+            return f"{found[0]} of {total} nodes of {area} became not ready within {TOGETHER_S:.0f} s"
+    return ""
+
+
+def _latest_partition(silent: Iterable[ObservedNode], total: int, least: int) -> tuple[int, datetime] | None:
+    """Returns the number of nodes that are silent together and the time of the last, if they are too many."""
+    times = sorted(time for node in silent if (time := parse_time(node.since)))
+    for last in reversed(range(len(times))):
+        count = last + 1 - bisect_left(times, times[last] - timedelta(seconds=TOGETHER_S))
+        if count >= least and 3 * count > total:
+            return count, times[last]
+    return None
+
+
+def _is_over(since: datetime, fleet: Fleet, now: str) -> bool:
+    moment = parse_time(now)
+    return fleet.has_quorum and moment is not None and (moment - since).total_seconds() >= LONGEST_S
