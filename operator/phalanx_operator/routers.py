@@ -155,12 +155,12 @@ class RouterPoller:
         ]
         answered = {report.router for report in reports if report.age_s <= self._timing.stale_s}
         excluded = {router.target.uid for router in routers if router.has_no_endpoint}
-        excluded |= {target.uid for target in targets if not target.is_ready} & (had_time - answered)
-        fleet = merge(reports, len({target.uid for target in targets} - excluded), self._timing.stale_s)
+        unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered) - excluded
+        fleet = merge(reports, len({target.uid for target in targets} - excluded - unanswered), self._timing.stale_s)
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         unknown += fleet.unknown_versions
-        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new)
+        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, unanswered=len(unanswered))
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -236,7 +236,7 @@ def _restarts(
     changed = {action.uid for action in actions if not isinstance(action, CreateGroup)}
     restarts = []
     for group in live_groups(inputs.snapshot.groups):
-        if group.uid in changed:
+        if group.uid in changed or group.assessment.kept_reason:
             continue
         if unfinished := recovery.unfinished_restart(group, policy):
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in unfinished)

@@ -61,10 +61,12 @@ def census_of(nodes: Sequence[ObservedNode]) -> NodeCensus:
         (nodes_of(1, 200), nodes_of(1, 200), "1 of 1 nodes of the cluster"),
         (nodes_of(2), nodes_of(3, 200, 200), ""),
         (nodes_of(0), nodes_of(0), ""),
+        (nodes_of(2, 10), nodes_of(5, 9e5, 9e5), ""),
     ],
     ids=[
         *("a third", "one of one", "one of two", "two of two", "two of five", "two of six", "at the bound", "one by one"),
         *("a late single node", "unknown time", "cluster", "one of two in the cluster", "only node", "others", "no nodes"),
+        "nodes that have been off for days",
     ],
 )
 def test_how_many_silent_nodes_are_a_partition(own: list[ObservedNode], cluster: list[ObservedNode], expected: str) -> None:
@@ -81,8 +83,10 @@ def test_how_many_silent_nodes_are_a_partition(own: list[ObservedNode], cluster:
         (Fleet(polled=3, answered=1), 9e5, True),
         (UNANSWERED, 9e5, True),
         (Fleet(), 9e5, True),
+        (Fleet(polled=1, answered=1, unanswered=1), LONGEST_S, False),
+        (Fleet(polled=1, answered=1, unanswered=3), 9e5, True),
     ],
-    ids=["young", "old", "half of the routers", "a third", "silent routers", "no routers"],
+    ids=["young", "old", "half of the routers", "a third", "silent routers", "no routers", "one cut off", "most cut off"],
 )
 def test_longest_time_needs_answers_of_routers(fleet: Fleet, age_s: float, lasts: bool) -> None:
     """It counts from the last node."""
@@ -124,9 +128,8 @@ def plan_of(
 
 
 def ended(decided: Plan) -> list[DeleteGroup | DeletePod | RestartGroup]:
-    """Returns the actions that end groups or pods, except of groups that a person or the autoscaler drained."""
-    found = [action for action in decided.actions if isinstance(action, DeleteGroup | DeletePod | RestartGroup)]
-    return [action for action in found if not action.why.endswith("no router could hold a stream")]
+    """Returns the actions that end groups or pods."""
+    return [action for action in decided.actions if isinstance(action, DeleteGroup | DeletePod | RestartGroup)]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,16 @@ def test_node_that_returns_alone_needs_evidence(fields: dict[str, Any]) -> None:
     assert len(ended(plan_of(*groups, nodes=nodes))) == (2 if fields else 0)
     nodes, groups = returned(50, 40, **fields)
     assert len(ended(plan_of(*groups, nodes=nodes, fleet=heard))) == (2 if fields else 0), "unready since the node is ready"
+
+
+@pytest.mark.parametrize(("returned_s", "kept"), [(5.0, True), (-5.0, True), (RETURN_S + 1, False), (-3600.0, False)])
+def test_groups_wait_for_nodes_that_return_later(returned_s: float, kept: bool) -> None:
+    """One node of two is back by its own clock; the other may follow."""
+    returned, silent = ObservedNode("node-0", True, ago(returned_s)), ObservedNode("node-1", False, ago(300))
+    former = (Condition(type="ControlPlanePartitioned", status="True", reason="NodesSilent", last_transition_time=NOW),)
+    groups = (group_on("a", ObservedNode("node-0", True, ago(9e5))), group_on("b", silent))
+    decided = plan_of(*groups, nodes=[returned, silent], fleet=ANSWERED, conditions=former)
+    assert (ended(decided) == []) is kept
 
 
 def test_surplus_group_is_drained_during_a_partition() -> None:

@@ -48,7 +48,7 @@ def drained_reason(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: st
     """Returns why a draining group may be deleted."""
     if group.draining is None:
         return ""
-    if not fleet.polled:
+    if not fleet.polled and not group.assessment.kept_reason:
         return "no router could hold a stream"
     report = fleet.groups.get(group.name)
     is_busy = report is not None and report.load.running + report.load.waiting > 0

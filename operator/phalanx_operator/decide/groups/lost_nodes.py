@@ -10,7 +10,8 @@ A silent node may only be cut off from the control plane. The first rule that ap
     a node is not ready for `nodeLostSeconds`                           lost
 
 A node that is ready again counts as silent for `RETURN_S` for a group with a pod that has been unready since before: its kubelet
-has yet to report the pod, and the group would be deleted or restarted for that. After a partition it is kept without evidence.
+has yet to report the pod, and the group would be deleted or restarted for that. After a partition all groups on silent nodes are
+kept as long after each return, without evidence.
 
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
 runs cannot join a later group of that name, because each group has its own key.
@@ -80,15 +81,23 @@ def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
 def _is_returning(pod: ObservedPod, node: ObservedNode, now: str) -> bool:
     """Returns whether the node has just become ready again, and its kubelet has yet to report the pod."""
     age, lead = age_s(node.since, now), age_s(pod.unready_since, node.since)
-    return not pod.ready and age is not None and age < RETURN_S and lead is not None and lead >= 0
+    return not pod.ready and age is not None and abs(age) < RETURN_S and lead is not None and lead >= 0
+
+
+def _has_returned(node: ObservedNode, now: str) -> bool:
+    age = age_s(node.since, now) if node.ready else None
+    return age is not None and abs(age) < RETURN_S
 
 
 def _kept_reason(group: ObservedGroup, states: NodeStates, partition: str) -> str:
     silent = _silent_nodes(group, states)
     if not silent or partition:
         return partition if silent else ""
-    is_back = states.was_partitioned and all(states.nodes[name].ready for name in silent)
-    return f"node {silent[0]} is ready again, and has yet to report its pods" if is_back else ""
+    if not states.was_partitioned or not any(_has_returned(node, states.now) for node in states.nodes.values()):
+        return ""
+    if all(states.nodes[name].ready for name in silent):
+        return f"node {silent[0]} is ready again, and has yet to report its pods"
+    return f"node {silent[0]} is silent, and others have just returned from a partition"
 
 
 def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
