@@ -1,4 +1,4 @@
-"""Times the tiles of kernels that a table lists by architecture, for the shapes of the benchmark's models.
+"""Times the tiles of linears of a single row, for the shapes of the benchmark's models, beside torch's linears.
 
     python -m bench.gpu.tiles
 
@@ -6,7 +6,7 @@ Prints for each size the fastest tiles, and the one that the product uses. Weigh
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from bench.gpu.clock import Clock, open_clock
 from bench.gpu.sizes import Sizes
 from phalanx_api.roofline import ModelShape, shape_of
-from phalanx_runtime.model.linear import single_row
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.single_row import RowTile, TritonRowLinears, row_tile
 
@@ -62,16 +61,16 @@ def tiles_for(case: RowCase) -> list[RowTile]:
     return list(dict.fromkeys([row_tile(case.inputs, case.form), *fitting]))
 
 
-def row_work(case: RowCase, device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object], int]:
-    """Returns our linears of all copies of the weight, torch's linears alone, and the number of copies."""
+def time_rows(case: RowCase, clock: Clock, device: torch.device, dtype: torch.dtype) -> Mapping[RowTile | None, float]:
+    """Returns the seconds of one linear by tile; under `None` those of torch's linear alone."""
     weight_rows = case.outputs * (2 if case.form == "silu" else 1)
     copies = max(1, min(24, CACHE_BYTES // (weight_rows * case.inputs * dtype.itemsize)))
     make = partial(torch.randn, dtype=dtype, device=device)
     linears = [DenseLinear(make(weight_rows, case.inputs), None) for _ in range(copies)]
     x, norm, residual = make(1, case.inputs), make(case.inputs), make(1, case.outputs)
-    rows = TritonRowLinears()
 
-    def ours() -> None:
+    def run(tile: RowTile) -> None:
+        rows = TritonRowLinears(lambda inputs, form: tile)
         for linear in linears:
             if case.form == "add":
                 rows.add(linear, x, residual)
@@ -80,21 +79,8 @@ def row_work(case: RowCase, device: torch.device, dtype: torch.dtype) -> tuple[C
             else:
                 rows.project(x, norm, linear, EPS)
 
-    return ours, lambda: [F.linear(x, linear.weight) for linear in linears], copies
-
-
-def time_rows(case: RowCase, clock: Clock, device: torch.device, dtype: torch.dtype) -> Mapping[RowTile | None, float]:
-    """Returns the seconds of one linear by tile; under `None` those of torch."""
-    ours, theirs, copies = row_work(case, device, dtype)
-    used = single_row.row_tile
-    found: dict[RowTile | None, float] = {None: clock.captured_s(theirs) / copies}
-    try:
-        for tile in tiles_for(case):
-            single_row.row_tile = lambda inputs, form, tile=tile: tile  # type: ignore[misc]
-            found[tile] = clock.captured_s(ours) / copies
-    finally:
-        single_row.row_tile = used
-    return found
+    found: dict[RowTile | None, float] = {tile: clock.captured_s(partial(run, tile)) / copies for tile in tiles_for(case)}
+    return {None: clock.captured_s(lambda: [F.linear(x, linear.weight) for linear in linears]) / copies, **found}
 
 
 def line(case: RowCase, seconds: Mapping[RowTile | None, float]) -> str:

@@ -141,11 +141,9 @@ def test_served_parts_run_whole_programs(bench: Bench) -> None:
 
 
 def test_tiles_of_a_single_row_are_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without meaning; each tile is launched, and the product's is restored."""
+    """On a CPU, where the times mean nothing."""
     monkeypatch.setattr("bench.gpu.tiles.CACHE_BYTES", 1 << 16)
     for case in row_cases("tiny", shape_of({**TINY.large, "hidden_size": 512, "intermediate_size": 24})):
-        before = row_tile(case.inputs, case.form)
         found = time_rows(replace(case, outputs=min(case.outputs, 24)), HostClock(), CPU, torch.float32)
-        assert None in found and len(found) > 1 and before in found
+        assert None in found and len(found) > 1 and row_tile(case.inputs, case.form) in found
         assert line(case, found).startswith(case.name)
-        assert row_tile(case.inputs, case.form) == before

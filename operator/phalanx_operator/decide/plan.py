@@ -148,8 +148,8 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     """Returns the snapshot with assessed groups."""
     spec = service.spec
     groups = lost_nodes.assess(snapshot.groups, _node_states(service, snapshot, fleet, now))
-    given_up = [group for group in groups if not (group.assessment.alive_reason or group.assessment.kept_reason)]
-    failures = admission.placement_failures(given_up, spec.placement.gang.timeout_seconds, now)
+    not_kept = [group for group in groups if not (group.assessment.alive_reason or group.assessment.kept_reason)]
+    failures = admission.placement_failures(not_kept, spec.placement.gang.timeout_seconds, now)
     groups = tuple(
         with_assessment(group, lost_reason=group.assessment.lost_reason or failures.get(group.uid, "")) for group in groups
     )

@@ -188,7 +188,7 @@ def _partition_notes(before: Sequence[Condition], after: Sequence[Condition]) ->
     old, new = (find_condition(conditions, "ControlPlanePartitioned") for conditions in (before, after))
     if new and not old:
         return [EventNote("Warning", new.reason, new.message)]
-    return [EventNote("Normal", "PartitionEnded", "silent nodes may be given up again")] if old and not new else []
+    return [EventNote("Normal", "PartitionEnded", "groups on silent nodes may be replaced again")] if old and not new else []
 
 
 _TRANSIENT = (

@@ -60,7 +60,7 @@ def operator(schema: str, *, num_pinned: int = 0) -> Callable[[Launch], Launch]:
 
 
 def _call(launch: Launch, dispatched: Launch, *arguments: object, **named: object) -> None:
-    """Launches on a GPU without torch's dispatch, which takes half of the host's time of a launch, unless a mode observes it."""
+    """Launches on a GPU without torch's dispatch, which each launch would pay on the host, unless a mode observes it."""
     first = arguments[0] if arguments else next(iter(named.values()))
     if type(first) is torch.Tensor and first.is_cuda and not torch._C._len_torch_dispatch_stack():
         launch(*arguments, **named)

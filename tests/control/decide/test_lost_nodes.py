@@ -202,7 +202,7 @@ def test_evicted_group_on_a_silent_node_is_replaced(state: str) -> None:
     assert decided.evacuate == ("a",) and replacements(decided)
 
 
-def test_rollout_goes_on_beside_a_cut_off_group() -> None:
+def test_rollout_continues_beside_a_cut_off_group() -> None:
     """It counts as available: of three old groups one drains at a time."""
     made = [make_group(name, revision="old") for name in ("b", "c")]
     others = [replace(one, pods=tuple(replace(pod, node="node-9") for pod in one.pods)) for one in made]
@@ -249,7 +249,7 @@ def test_fresh_evidence_alone_decides(
 
 
 async def test_partition_deletes_no_group_that_serves() -> None:
-    """The control plane loses the nodes of both groups and of their router, which still hears both."""
+    """The control plane loses the nodes of both groups and of their router, whose links to both are alive."""
     world = await world_with_routers(replicas=2, restartPolicy={"nodeLostSeconds": 60})
     before = world.groups
     (router,) = [pod for name, pod in world.kube.of_kind(PODS).items() if name.startswith("chat-router")]

@@ -25,7 +25,7 @@ from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import KEY, World
 
 ANSWERED = fleet_of(summary())
-"""The only router answers, and hears no group."""
+"""The only router answers, and reports no group."""
 UNANSWERED = Fleet(polled=2)
 
 
@@ -162,7 +162,7 @@ def test_nothing_ends_for_silent_nodes(fleet: Fleet, fields: dict[str, Any], spe
 
 
 def test_kept_groups_are_not_available() -> None:
-    """A rollout drains no group that serves beside them, and `Ready` names them."""
+    """A rollout drains no other group meanwhile, and `Ready` names them."""
     nodes = nodes_of(3, 300, 310)
     groups = [group_on(name, node, revision="old") for name, node in zip("abc", nodes, strict=True)]
     decided = plan_of(*groups, nodes=nodes)
@@ -171,7 +171,7 @@ def test_kept_groups_are_not_available() -> None:
     assert ready is not None and ready.reason == "Unreachable" and ready.message.startswith("group a is kept: 2 of 3 nodes")
     alone = plan_of(groups[0], groups[1], nodes=nodes)
     available = find_condition(alone.status.conditions, "Available")
-    assert available is not None and available.status == "False", "no router hears them"
+    assert available is not None and available.status == "False", "no router reports them"
 
 
 FIELDS = pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_healing_ends_nothing_before_kubelets_report(fields: dict[str, Any]) -> 
 
 @FIELDS
 def test_node_that_returns_alone_needs_evidence(fields: dict[str, Any]) -> None:
-    """Without a partition before, groups are kept that routers hear; none restarts."""
+    """Without a partition before, groups that routers report are kept, and none restarts."""
     nodes, groups = returned(5, 4000, **fields)
-    heard = fleet_of(summary(group("a"), group("b")))
-    assert ended(plan_of(*groups, nodes=nodes, fleet=heard)) == []
+    reported = fleet_of(summary(group("a"), group("b")))
+    assert ended(plan_of(*groups, nodes=nodes, fleet=reported)) == []
     assert len(ended(plan_of(*groups, nodes=nodes))) == (2 if fields else 0)
     nodes, groups = returned(50, 40, **fields)
-    assert len(ended(plan_of(*groups, nodes=nodes, fleet=heard))) == (2 if fields else 0), "unready since the node is ready"
+    assert len(ended(plan_of(*groups, nodes=nodes, fleet=reported))) == (2 if fields else 0), "unready since the node is ready"
 
 
 @pytest.mark.parametrize(("returned_s", "kept"), [(5.0, True), (-5.0, True), (RETURN_S + 1, False), (-3600.0, False)])
@@ -231,7 +231,7 @@ def test_surplus_group_is_drained_during_a_partition() -> None:
 
 
 def test_evicted_pods_evacuate_nothing_during_a_partition() -> None:
-    """The taint manager evicts them; where they run, their streams go on."""
+    """The taint manager evicts them, but pods on silent nodes still serve their streams."""
     nodes = nodes_of(2, 300, 310)
     made = group_on("a", *nodes)
     evicted = replace(made, pods=tuple(replace(pod, terminating=True) for pod in made.pods))
@@ -298,7 +298,7 @@ def is_partitioned(world: World) -> float | None:
 
 
 async def test_partition_holds_until_routers_decide() -> None:
-    """Both nodes of the service are silent, and routers hear none of its groups."""
+    """Both nodes of the service are silent, and routers report none of its groups."""
     world = await world_with_routers(replicas=2, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
     before = world.groups
     assert is_partitioned(world) == 0

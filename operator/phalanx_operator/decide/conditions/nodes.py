@@ -1,4 +1,4 @@
-"""`ControlPlanePartitioned`: so many nodes are silent together that nothing is deleted or restarted for them."""
+"""The condition `ControlPlanePartitioned`: true while groups on silent nodes are kept because many nodes are silent."""
 
 from phalanx_api.conditions import Reason, drop_condition, set_condition
 from phalanx_api.status import Status

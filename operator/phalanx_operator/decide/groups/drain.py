@@ -96,7 +96,7 @@ def pods_to_delete(groups: Iterable[ObservedGroup], timeout_s: float, now: str) 
 
 
 def groups_to_evacuate(groups: Iterable[ObservedGroup], actions: Iterable[GroupAction]) -> list[str]:
-    """Returns the groups that lose a pod, then draining ones. In a partition, pods that are evicted from silent nodes go on."""
+    """Returns the groups that lose a pod, then draining ones. In a partition, evicted pods on silent nodes may still serve."""
     actions = tuple(actions)
     drained = {action.uid for action in actions if isinstance(action, DrainGroup)}
     kept = {action.uid for action in actions if isinstance(action, KeepGroup)}

@@ -17,7 +17,7 @@ Pods on a lost node are deleted with grace 0: the StatefulSet controller would w
 runs cannot join a later group of that name, because each group has its own key.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_operator.decide.groups.partition import partition_reason
@@ -58,18 +58,20 @@ def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[Observe
 
 
 def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> ObservedGroup:
-    alive_reason, kept_reason = _alive_reason(group, states), _kept_reason(group, states, partition)
+    silent = _silent_nodes(group, states)
+    alive_reason, kept_reason = _alive_reason(group, silent, states), _kept_reason(silent, states, partition)
     return with_assessment(
         group,
         alive_reason=alive_reason,
         kept_reason=kept_reason,
         lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),
-        has_unready_node=bool(_silent_nodes(group, states)),
+        has_unready_node=bool(silent),
         has_cordoned_node=any(pod.node in states.nodes and states.nodes[pod.node].cordoned for pod in group.pods),
     )
 
 
 def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
+    """Returns the group's nodes that are not ready, and those that have just become ready again."""
     return [
         pod.node
         for pod in group.pods
@@ -89,8 +91,8 @@ def _has_returned(node: ObservedNode, now: str) -> bool:
     return age is not None and abs(age) < RETURN_S
 
 
-def _kept_reason(group: ObservedGroup, states: NodeStates, partition: str) -> str:
-    silent = _silent_nodes(group, states)
+def _kept_reason(silent: Sequence[str], states: NodeStates, partition: str) -> str:
+    """Returns why a group with these silent nodes is kept without evidence: a partition, or nodes that have just returned."""
     if not silent or partition:
         return partition if silent else ""
     if not states.was_partitioned or not any(_has_returned(node, states.now) for node in states.nodes.values()):
@@ -100,9 +102,8 @@ def _kept_reason(group: ObservedGroup, states: NodeStates, partition: str) -> st
     return f"node {silent[0]} is silent, and others have just returned from a partition"
 
 
-def _alive_reason(group: ObservedGroup, states: NodeStates) -> str:
+def _alive_reason(group: ObservedGroup, silent: Sequence[str], states: NodeStates) -> str:
     """Returns why a group on a silent node is not lost. Its text does not change while the evidence is renewed."""
-    silent = _silent_nodes(group, states)
     if not silent or group.terminating or any(pod.terminating for pod in group.pods):
         return ""
     if (age := _evidence_age_s(group, states.fleet)) is not None and age <= EVIDENCE_S:

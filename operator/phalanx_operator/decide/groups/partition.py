@@ -1,12 +1,12 @@
-"""Decides whether nodes are silent because the control plane is partitioned: then no group is given up for its node.
+"""Decides whether the control plane is partitioned from its nodes: then no group counts as lost because its node is silent.
 
     became not ready within `TOGETHER_S`, and still are               silent together
     more than a third of the service's nodes, at least 2, together    partitioned
     more than a third of all nodes, at least 2, or the only one       partitioned, if a node of the service is among them
     older than `LONGEST_S`, and half of the routers answer            no longer: what routers report decides
 
-The service's nodes are those of its groups' pods. A node that is deleted from the API is gone, not silent. A loss of a few nodes,
-one after another, is no partition. Without answers of routers it has no end: a successor would start beside a group that serves.
+The service's nodes are those of its groups' pods. A node that was deleted from the API is not silent. If routers do not answer, a
+partition lasts until nodes return: a successor would start beside a group that may still serve.
 """
 
 from bisect import bisect_left

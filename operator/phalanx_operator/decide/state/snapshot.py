@@ -126,7 +126,7 @@ class GroupAssessment:
     alive_reason: str = ""
     """Why it is kept although its node is silent: routers report that it serves."""
     kept_reason: str = ""
-    """Why it is kept although its node is silent: so many are that the control plane is partitioned."""
+    """Why it is kept although its node is silent: the control plane is partitioned, or was until nodes returned just now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

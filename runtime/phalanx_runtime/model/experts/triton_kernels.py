@@ -10,6 +10,8 @@ Reference: `ExpertList`. Sources: MegaBlocks (Gale et al. 2022) for tiles of one
 import triton
 import triton.language as tl
 
+from phalanx_runtime.model.kernels.arithmetic import gelu_exponent, times_sigmoid
+
 
 @triton.jit
 def route_experts(
@@ -106,9 +108,8 @@ def activated(gates, up, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         exponent = gates
     else:
-        exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
-    power = tl.exp(-tl.abs(exponent))
-    return gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power) * up
+        exponent = gelu_exponent(gates)
+    return times_sigmoid(gates, exponent) * up
 
 
 @triton.jit

@@ -15,15 +15,25 @@ def weighted(values, scale, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def gelu_exponent(gates):
+    """Returns the exponent of gelu by tanh: 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation. fp32."""
+    return 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+
+
+@triton.jit
+def times_sigmoid(gates, exponent):
+    """Returns gates * sigmoid(exponent). fp32."""
+    power = tl.exp(-tl.abs(exponent))
+    return gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
+
+
+@triton.jit
 def gated(gates, up, dtype: tl.constexpr, is_silu: tl.constexpr):
     """Returns activation(gates) * up in fp32, the activation rounded to `dtype`: silu, or gelu by tanh. Both fp32."""
     exponent = gates
     if not is_silu:
-        # 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
-        exponent = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
-    power = tl.exp(-tl.abs(exponent))
-    active = gates * tl.where(exponent < 0, power, 1.0) / (1.0 + power)
-    return active.to(dtype).to(tl.float32) * up
+        exponent = gelu_exponent(gates)
+    return times_sigmoid(gates, exponent).to(dtype).to(tl.float32) * up
 
 
 @triton.jit

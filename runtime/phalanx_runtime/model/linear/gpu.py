@@ -23,8 +23,6 @@ ROW_OUTPUTS = 4
 ROW_WARPS = 4
 ROW_WORDS = 256
 """Words of each output that a program of `multiply_rows` loads at once."""
-LARGEST_ROWS = 1025
-"""More rows have the largest tile and no splits."""
 MAX_SPLITS = 8
 PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that splits of the inputs aim at."""
@@ -202,6 +200,14 @@ class PackedTritonLinear:
         tile = tile_of(rows, self._gpu.capability)
         return tile, num_splits(tile, rows, self.weight, self._gpu.num_multiprocessors)
 
+    def _tiles(self, rows: int) -> list[tuple[LinearTile, int]]:
+        """Returns each tile with each of its numbers of splits, for `rows` and more: at last the largest tile without splits."""
+        found = dict[tuple[LinearTile, int], None]()
+        while (one := self._tile(rows)) != (tile_of(1 << 29, self._gpu.capability), 1):
+            found[one] = None
+            rows += one[0].block_rows - (rows - 1) % one[0].block_rows  # the next row that needs a further block
+        return [*found, one]
+
     def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
         """Returns the variants of any number of contiguous rows of a dtype. `add`: those of `add_to`."""
         weight, most = self.weight, MAX_ROWS[self.weight.format]
@@ -220,7 +226,7 @@ class PackedTritonLinear:
             variant_of(kernels.multiply_rows, {**arguments, **row_constants(1 << size, weight.width)}, num_warps=ROW_WARPS)
             for size in range(most.bit_length())
         ]
-        for tile, splits in dict.fromkeys(self._tile(rows) for rows in range(most + 1, LARGEST_ROWS)):
+        for tile, splits in self._tiles(most + 1):
             partial = {"partial": torch.float32, "arrivals": torch.int32} if splits > 1 else {"partial": dtype, "arrivals": dtype}
             constants = tile_constants(tile, splits)
             options = _tile_options(tile, dtype.itemsize)

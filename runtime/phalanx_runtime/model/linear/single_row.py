@@ -1,10 +1,10 @@
-"""Dense linears of a single row on a GPU in one launch each, with the norm before them and what follows: tiles and launches.
+"""Dense linears of a single row on a GPU, in one launch each with the norm before and the activation or residual after them.
 
-Reference: `DenseLinear` and `TorchOps`. With two rows and more tensor cores are faster.
+Reference: `DenseLinear` and `TorchOps`. From two rows on, torch's products on tensor cores are faster.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,7 @@ class RowTile:
 
 WIDE: Mapping[str, RowTile] = {"": RowTile(2, 1024, 4), "add": RowTile(4, 2048, 8), "gate": RowTile(2, 2048, 8)}
 NARROW: Mapping[str, RowTile] = {"": RowTile(4, 512, 4), "add": RowTile(4, 1024, 8), "gate": RowTile(8, 512, 4)}
-"""Tiles of more than `MAX_NARROW` inputs and of up to as many: the fastest on an H100 for Llama-3.1-8B and Qwen3-0.6B."""
+"""Tiles of more than `MAX_NARROW` inputs, and of up to as many. `python -m bench.gpu.tiles` compares them with others."""
 MAX_NARROW = 1024
 
 
@@ -56,10 +56,19 @@ def row_constants(tile: RowTile, *, has_norm: bool, has_bias: bool, form: str) -
     }
 
 
-@operator("multiply_row(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) y, float eps, str form)")
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, y: Tensor, eps: float, form: str) -> None:
-    inputs, outputs = x.shape[1], y.shape[1]
-    tile = row_tile(inputs, form)
+@operator("multiply_row(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) y, float eps, str form, int[] tile)")
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    y: Tensor,
+    eps: float,
+    form: str,
+    tile: Sequence[int],
+) -> None:
+    """`tile`: the fields of a `RowTile`."""
+    inputs, outputs, config = x.shape[1], y.shape[1], RowTile(*tile)
     arguments = {
         "x": x,
         "weight": weight,
@@ -69,9 +78,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | Non
         "eps": eps,
         "outputs": outputs,
         "inputs": inputs,
-        **row_constants(tile, has_norm=norm is not None, has_bias=bias is not None, form=form),
+        **row_constants(config, has_norm=norm is not None, has_bias=bias is not None, form=form),
     }
-    launch(multiply_row, (num_blocks(outputs, tile.block_outputs),), arguments, num_warps=tile.num_warps)
+    launch(multiply_row, (num_blocks(outputs, config.block_outputs),), arguments, num_warps=config.num_warps)
 
 
 def row_variant(inputs: int, dtype: torch.dtype, norm: torch.dtype | None, *, has_bias: bool, form: str) -> KernelVariant:
@@ -91,11 +100,12 @@ def row_variant(inputs: int, dtype: torch.dtype, norm: torch.dtype | None, *, ha
 class TritonRowLinears:
     """`RowLinears` by the kernel."""
 
-    __slots__ = ("num_launched",)
+    __slots__ = ("_tile_of", "num_launched")
 
-    def __init__(self) -> None:
+    def __init__(self, tile_of: Callable[[int, str], RowTile] = row_tile) -> None:
         self.num_launched = 0
         """Kernels launched."""
+        self._tile_of = tile_of
 
     def supports(self, x: Tensor) -> bool:
         """See `RowLinears`."""
@@ -120,5 +130,6 @@ class TritonRowLinears:
     ) -> Tensor:
         self.num_launched += 1
         assert linear.weight.is_contiguous(), "the loader makes contiguous weights"
-        _multiply(x=x, weight=linear.weight, bias=linear.bias, norm=norm, y=y, eps=eps, form=form)
+        tile = astuple(self._tile_of(x.shape[1], form))
+        _multiply(x=x, weight=linear.weight, bias=linear.bias, norm=norm, y=y, eps=eps, form=form, tile=tile)
         return y

@@ -219,7 +219,7 @@ class DeviceRows:
 
 
 class _Staging:
-    """Memory of the host that the kernel of an update reads, pinned for a GPU: a copy would change engines between two steps."""
+    """Memory of the host that the kernel of an update reads, pinned for a GPU. See `host_tokens` for why it is not copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda" and torch.cuda.is_available()

@@ -1,6 +1,10 @@
-"""Sampled tokens in memory of the host, which a kernel writes: a copy would delay the next step by two changes of engines."""
+"""Sampled tokens in pinned memory of the host, which a kernel writes.
+
+A copy would delay the next step: the device changes to its copy engine and back.
+"""
 
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -28,15 +32,17 @@ def store_variant() -> KernelVariant:
 
 
 def free_after_device(owner: object, pinned: list[Tensor]) -> None:
-    """Keeps the pinned memory of an owner that is freed until the device has ended its work: torch knows of no such launch."""
+    """Keeps pinned memory after its owner is freed, until the device has ended its work.
+
+    Torch reuses pinned memory once no tensor has it: it does not know the kernels of ours that read or write it.
+    """
     weakref.finalize(owner, _await_device, pinned).atexit = False
 
 
 def _await_device(pinned: list[Tensor]) -> None:
-    try:
+    """`pinned`: memory that exists until this returns."""
+    with suppress(RuntimeError):  # a device that failed writes no more
         torch.cuda.synchronize()
-    except RuntimeError:  # a device that failed writes no more
-        pinned.clear()
 
 
 class HostTokens:

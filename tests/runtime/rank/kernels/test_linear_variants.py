@@ -12,25 +12,16 @@ from phalanx_runtime.model.config import parse_config
 from phalanx_runtime.model.decoder.decoder import Layer
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.kernels.variant import observed_launches
+from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
-from phalanx_runtime.model.linear.packed import Format
+from phalanx_runtime.model.linear.packed import Format, pack
 from phalanx_runtime.model.linear.scaled import make_triton_linear
 from phalanx_runtime.rank.kernels.linears import quantized_variants
 from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
 from tests.runtime.rank.device.fake_decoders import DTYPE
+from tests.runtime.rank.kernels.config import BASE
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 1024,
-}
-"""With biases of queries, keys and values."""
+ROWS = (1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 300, 1100)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +34,7 @@ def fake_tensors() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantised_linears_launch_listed_variants(kind: Format, world_size: int) -> None:
     """Steps of any number of rows: without tensor cores, in tiles with and without splits, and with rounded activations."""
-    config = parse_config(CONFIG)
+    config = parse_config({**BASE, "architectures": ["Qwen2ForCausalLM"]})  # with biases of queries, keys and values
     decoder = fake_decoder(config, world_size)
     decoder.layers = [scaled_layer(layer, kind) for layer in decoder.layers]
     decoder.head = make_triton_linear(empty(decoder.shard.vocab.size, config.hidden_size), None, kind)
@@ -52,7 +43,7 @@ def test_quantised_linears_launch_listed_variants(kind: Format, world_size: int)
         LayerCache(*(empty(64, decoder.shard.kv_heads.size, PAGE, config.head_dim) for _ in range(2))) for _ in decoder.layers
     ]
     with observed_launches() as found:
-        for rows in (1, 2, 3, 4, 5, 16, 17, 33, 64, 65, 300, 1100):
+        for rows in ROWS:
             batch = fake_batch([(5, 1)] * rows, decoder.shard.kv_heads.size)
             decoder.hidden(batch, caches, empty(rows, config.hidden_size))
             decoder.logits(empty(rows, config.hidden_size))
@@ -71,3 +62,14 @@ def scaled_layer(layer: Layer, kind: Format) -> Layer:
     assert isinstance(layer.gate_up, PlainGated)
     gated = PlainGated(quantized(layer.gate_up.linear), layer.gate_up.activation, TritonOps().gate)
     return replace(layer, qkv=quantized(layer.qkv), o=quantized(layer.o), down=quantized(layer.down), gate_up=gated)
+
+
+@pytest.mark.parametrize("outputs", [64, 300])
+def test_narrow_weights_list_splits_of_many_rows(outputs: int) -> None:
+    """Few blocks of outputs are split even with thousands of rows."""
+    linear = PackedTritonLinear(pack(empty(outputs, 4096), "int4"), None)
+    expected = linear.variants(DTYPE, add=False)
+    with observed_launches() as found:
+        for rows in (1100, 2100, 4200, 8400, 20_000):
+            linear(empty(rows, 4096))
+    assert set(found) <= set(expected) and len(set(found)) > 2

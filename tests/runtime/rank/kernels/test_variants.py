@@ -24,18 +24,8 @@ from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_de
 from tests.runtime.rank.device.fake_decoders import ALONE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M
 from tests.runtime.rank.device.fake_plans import decode, mixed, speculative, with_logprobs
 from tests.runtime.rank.device.fake_rank import FakeRank
+from tests.runtime.rank.kernels.config import BASE
 
-BASE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 1024,
-    "sliding_window": 256,
-}
 CHANGES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"num_key_value_heads": 2},
