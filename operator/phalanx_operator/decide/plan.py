@@ -155,7 +155,9 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     )
     groups = recovery.assess(groups, fleet, spec.restart_policy, now)
     groups = progress.assess(groups, spec.rollout, now)
-    return replace(snapshot, groups=drain.assess(groups, fleet, spec.drain.timeout_seconds, now))
+    return replace(
+        snapshot, groups=drain.assess(groups, fleet, spec.drain.timeout_seconds, now, replicas=wanted_replicas(service))
+    )
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:

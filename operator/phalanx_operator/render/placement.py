@@ -7,6 +7,8 @@ from phalanx_operator.render.objects import Object
 HOST = "kubernetes.io/hostname"
 PRODUCT = "nvidia.com/gpu.product"
 _WEIGHT = 100
+SILENT_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""Of nodes that are silent to the control plane. `decide.groups.lost_nodes` decides what becomes of their groups."""
 
 
 def pod_placement(service: InferenceService, group: str, avoid_nodes: tuple[str, ...] = ()) -> Object:
@@ -25,6 +27,17 @@ def pod_placement(service: InferenceService, group: str, avoid_nodes: tuple[str,
     fields |= {name: value for name, value in names.items() if value}
     affinity = _affinity(service, group, avoid_nodes)
     return fields | ({"affinity": affinity} if affinity else {})
+
+
+def tolerate_silent_nodes(pod: Object) -> Object:
+    """Returns the pod's spec with tolerations that keep it on silent nodes: without, Kubernetes evicts it after 300 s.
+
+    A toleration of the pod for such a taint applies instead, with its `tolerationSeconds`.
+    """
+    specified = pod.get("tolerations", [])
+    kept = {toleration.get("key") for toleration in specified if toleration.get("effect", "NoExecute") == "NoExecute"}
+    added = [] if None in kept else [taint for taint in SILENT_TAINTS if taint not in kept]
+    return pod | {"tolerations": [*specified, *({"key": taint, "operator": "Exists", "effect": "NoExecute"} for taint in added)]}
 
 
 def _affinity(service: InferenceService, group: str, avoid_nodes: tuple[str, ...]) -> Object:

@@ -94,7 +94,10 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
             "updateStrategy": {"type": "OnDelete"},
             "revisionHistoryLimit": 0,
             "selector": {"matchLabels": identity},
-            "template": {"metadata": template_metadata, "spec": merge_overlay(pod, overlay.overlay())},
+            "template": {
+                "metadata": template_metadata,
+                "spec": placement.tolerate_silent_nodes(merge_overlay(pod, overlay.overlay())),
+            },
         },
     )
     rendered["metadata"]["labels"] = own | {labels.GANG: build.gang.kind} | additions.labels

@@ -18,8 +18,8 @@ STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), (1, 2))
 """Pairs of `maxUnavailable` and `maxSurge`."""
 MAX_STEPS = 60
 """Bound of a rollout of three groups."""
-STATES = ("ready", "slow", "starting", "draining", "drained", "broken", "lost", "terminating")
-_KINDS = tuple(itertools.product(("new", "old"), [state for state in STATES if state not in ("slow", "broken")]))
+STATES = ("ready", "slow", "starting", "draining", "drained", "broken", "silent", "lost", "terminating")
+_KINDS = tuple(itertools.product(("new", "old"), [state for state in STATES if state not in ("slow", "broken", "silent")]))
 
 
 def make_in_state(name: str, revision: str, state: str, created: int = 1, size: int = 2) -> ObservedGroup:
@@ -27,13 +27,15 @@ def make_in_state(name: str, revision: str, state: str, created: int = 1, size: 
         name,
         revision,
         size=size,
-        ready=state not in ("starting", "broken", "lost"),
+        ready=state not in ("starting", "broken", "silent", "lost"),
         terminating=state == "terminating",
         created=str(created),
         draining=DRAINING if state in ("draining", "drained", "broken") else None,
         drained_reason="it has no streams" if state == "drained" else "",
         lost_reason="its node is lost" if state == "lost" else "",
         straggler_reason="a straggler" if state == "slow" else "",
+        alive_reason="its node is silent" if state == "silent" else "",
+        unreachable_reason="its node is lost, and its successor serves" if state == "silent" else "",
     )
 
 
@@ -50,7 +52,7 @@ def small_starts() -> Iterator[Groups]:
 
 
 def run_rollout(
-    desired: DesiredGroups, groups: Groups, settle: Callable[[Groups], Groups], max_steps: int = 10_000
+    desired: DesiredGroups, groups: Groups, settle: Callable[[Groups], Groups], max_steps: int = 1000
 ) -> list[tuple[RolloutStep, Groups]]:
     """Returns every step with the groups after it. `settle` simulates the cluster between two steps.
 
@@ -98,6 +100,9 @@ def apply_step(step: RolloutStep, desired: DesiredGroups, groups: Groups, moment
 
 
 def with_pods(group: ObservedGroup, ready: bool) -> ObservedGroup:
+    """No kubelet changes the pods of a silent node."""
+    if group.assessment.alive_reason:
+        return group
     pods = tuple(ObservedPod(name=f"{group.name}-{i}", index=i, owner_uid=group.uid, ready=ready) for i in range(group.size))
     return with_assessment(replace(group, pods=pods), lost_reason="")
 
@@ -116,14 +121,16 @@ def start_one(groups: Groups) -> Groups:
     live = live_groups(groups)
     draining = next((group.name for group in live if group.draining and not group.assessment.drained_reason), None)
     left = [drain(group) if group.name == draining else group for group in live]
-    starting = next((group.name for group in left if not group.ready), None)
+    starting = next((group.name for group in left if not group.alive), None)
     return tuple(with_pods(group, ready=True) if group.name == starting else group for group in left)
 
 
 def phase(group: ObservedGroup) -> str:
     if group.terminating:
         return "terminating"
-    return "draining" if group.draining else "ready" if group.ready else "starting"
+    if group.draining:
+        return "draining"
+    return "ready" if group.ready else "silent" if group.alive else "starting"
 
 
 def describe(step: RolloutStep, groups: Groups) -> str:
@@ -136,7 +143,7 @@ def describe(step: RolloutStep, groups: Groups) -> str:
 
 
 def num_serving(groups: Groups) -> int:
-    return sum(group.serving for group in staying_groups(groups))
+    return sum(group.alive for group in staying_groups(groups))
 
 
 def check_step(desired: DesiredGroups, groups: Groups, moment: int) -> tuple[RolloutStep, Groups]:
@@ -154,8 +161,9 @@ def check_step(desired: DesiredGroups, groups: Groups, moment: int) -> tuple[Rol
     if desired.max_surge and any(action.purpose == "revision" for action in step.drain):
         assert num_serving(after) >= desired.replicas, "a group drains before its successor serves"
     by_uid = {group.uid: group for group in groups}
-    assert not any(by_uid[action.uid].serving for action in step.delete), "a serving group is deleted without drain"
+    deleted = [by_uid[action.uid] for action in step.delete]
+    assert not any(group.alive and group.draining is None for group in deleted), "a serving group is deleted without drain"
     if any(by_uid[action.uid].revision != desired.revision for action in step.drain):
-        left = [g for g in staying_groups(after) if g.revision != desired.revision and not g.ready]
+        left = [g for g in staying_groups(after) if g.revision != desired.revision and not g.alive]
         assert len(left) <= desired.partition, "a serving group drains before an unready one"
     return step, after

@@ -16,8 +16,8 @@ from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, KeepGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, RestartRecord
-from phalanx_operator.kube.client import EVENTS, PODS
-from tests.control.builders import NOW, make_group, make_service, make_snapshot
+from phalanx_operator.kube.client import EVENTS, PODS, STATEFUL_SETS
+from tests.control.builders import NOW, make_group, make_service, make_snapshot, pod_body
 from tests.control.loop.scenes import world_with_routers
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World
@@ -269,6 +269,39 @@ async def test_partition_deletes_no_group_that_serves() -> None:
     world.routers.age_s = EVIDENCE_S + 1
     await world.reconcile()
     assert world.deleted() == before, "old evidence does not count"
+
+
+async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
+    """With `maxSurge`; other nodes are ready, so it is no partition."""
+    spec: dict[str, Any] = {
+        "rollout": {"maxSurge": 1},
+        "placement": {"gang": {"mode": "None"}},
+        "restartPolicy": {"nodeLostSeconds": 60},
+    }
+    world = await world_with_routers(replicas=2, **spec)
+    before = world.groups
+    cut, other = sorted(before)
+    for name, pod in list(world.kube.of_kind(PODS).items()):
+        world.kube.put(PODS, pod | {"spec": {"nodeName": f"node-of-{name}"}})
+    world.routers.summary = summary(group(cut), group(other))
+    world.cluster.lose_node(f"node-of-{cut}-0", "2026-01-02T03:03:30Z")
+    await world.reconcile()
+    assert world.groups == before, "the node may return"
+    world.now = "2026-01-02T03:04:31Z"
+    await world.reconcile()
+    (successor,) = world.groups - before
+    await world.reconcile()
+    assert (world.deleted(), world.draining()) == (set(), {}), "the successor starts"
+    world.kube.put(PODS, pod_body(world.kube.of_kind(STATEFUL_SETS)[successor], 0, ready=True, uid="new"))
+    await world.reconcile()
+    assert world.draining()[cut].endswith(
+        f"unreachable node node-of-{cut}-0 has not been ready for 60 s, and its successor serves"
+    )
+    assert world.routers.policy.evacuate == [cut] and not world.deleted()
+    world.routers.summary = summary(group(cut, running=0), group(other), group(successor), evacuated=[cut])
+    writes = await world.reconcile()
+    assert world.deleted() == {cut} and "force-delete pods" in " ".join(await world.reconcile() + writes)
+    assert world.groups - world.deleted() == {other, successor}
 
 
 async def test_partition_that_heals_changes_nothing() -> None:

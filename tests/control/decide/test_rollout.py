@@ -18,6 +18,8 @@ from tests.control.decide.rollouts import (
     describe,
     drain,
     group_lists,
+    make_in_state,
+    num_serving,
     run_rollout,
     start_all,
     start_one,
@@ -61,6 +63,21 @@ SCENARIOS = {
         make_desired(2, max_unavailable=0, max_surge=1),
         (make_group("a", straggler_reason="a straggler for 60 s"), make_group("b")),
     ),
+    "unreachable": (make_desired(2), (make_in_state("a", "new", "silent"), make_group("b"))),
+    "unreachable-with-a-surge": (make_desired(2, max_surge=1), (make_in_state("a", "new", "silent"), make_group("b"))),
+    "unreachable-without-capacity": (
+        make_desired(2, max_surge=1, no_surge_reason="c waited 600 s for nodes"),
+        (make_in_state("a", "new", "silent"), make_group("b"), make_group("c", ready=False)),
+    ),
+    "unreachable-and-old": (
+        make_desired(3, max_surge=1),
+        (make_in_state("a", "new", "silent"), make_in_state("b", "old", "silent"), make_group("c", "old")),
+    ),
+    "unreachable-held": (
+        make_desired(2, max_surge=1, hold_reason="c is waiting for nodes"),
+        (make_in_state("a", "new", "silent"), make_group("b"), make_group("c", ready=False)),
+    ),
+    "unreachable-paused": (make_desired(2, max_surge=1, paused=True), (make_in_state("a", "new", "silent"), make_group("b"))),
     "two-at-once": (make_desired(4, max_unavailable=2), tuple(make_group(n, "old", created=n) for n in "abcd")),
     "canary": (make_desired(3, partition=2), tuple(make_group(n, "old", created=n) for n in "abc")),
     "paused": (make_desired(3, paused=True), (make_group("a", "old"), make_group("b", "old", ready=False))),
@@ -99,10 +116,13 @@ def failing(name: str) -> ObservedGroup:
         ([make_group("a", "old"), make_group("b", has_cordoned_node=True)], "a"),
         ([make_group("a", ready=False), make_group("b", pods=())], "b"),
         ([make_group("a", pods=()), failing("b")], "b"),
+        ([make_in_state("a", "new", "silent"), make_group("b")], "a"),
+        ([make_in_state("a", "new", "silent"), make_group("b", ready=False)], "b"),
     ],
     ids=[
         *("youngest", "old revision before youngest", "not ready before old revision", "both", "same age", "fewest tokens"),
         *("old revision before tokens", "cordoned before tokens", "old revision before cordoned", "no node", "failing first"),
+        *("silent before ready", "starting before silent"),
     ],
 )
 def test_order_of_deletion(groups: list[ObservedGroup], first: str) -> None:
@@ -159,7 +179,10 @@ def test_every_rollout_settles(groups: Groups, replicas: int, chance: object) ->
     desired = make_desired(replicas)
     for settle in (start_all, start_one):
         last = run_rollout(desired, groups, settle)[-1][1]
-        assert [(group.revision, group.serving) for group in live_groups(last)] == [("new", True)] * replicas
+        assert [(group.revision, group.alive) for group in live_groups(last)] == [("new", True)] * replicas
+        if replicas:
+            surged = run_rollout(make_desired(replicas, max_surge=1), groups, settle)[-1][1]
+            assert [(group.revision, group.ready) for group in live_groups(surged)] == [("new", True)] * replicas
 
 
 @settings(deadline=None)
@@ -168,10 +191,10 @@ def test_no_step_removes_a_second_ready_group(groups: Groups, replicas: int) -> 
     """At most one ready group becomes unavailable, and no step exceeds both the wanted and the former number of groups."""
     desired = make_desired(replicas)
     for _ in range(60):
-        before = sum(group.serving for group in staying_groups(groups))
+        before = num_serving(groups)
         step = next_step(desired, groups)
         after = apply_step(step, desired, groups, 0)
-        serving = sum(group.serving for group in staying_groups(after))
+        serving = num_serving(after)
         assert serving >= min(before, replicas - desired.max_unavailable)
         assert len(staying_groups(after)) <= replicas <= len(live_groups(after)) <= max(len(live_groups(groups)), replicas)
         groups = start_one(after)
@@ -188,11 +211,12 @@ def test_serving_group_is_drained_before_its_deletion(groups: Groups, replicas: 
         for deletion in step.delete:
             victim = by_uid[deletion.uid]
             assessment = victim.assessment
-            assert not victim.ready or assessment.drained_reason or assessment.lost_reason, victim
+            assert not victim.alive or assessment.drained_reason or assessment.lost_reason, victim
         for drained in step.drain:
-            assert by_uid[drained.uid].serving and drained.uid not in {kept.uid for kept in step.keep}
+            group = by_uid[drained.uid]
+            assert group.alive and not group.draining and drained.uid not in {kept.uid for kept in step.keep}
         groups = start_one(apply_step(step, desired, groups, turn))
-    assert [group.serving for group in live_groups(groups)] == [True] * then
+    assert [group.alive for group in live_groups(groups)] == [True] * then
 
 
 @settings(deadline=None)
@@ -210,7 +234,7 @@ def test_groups_that_fail_do_not_stop_a_rollout(groups: Groups, replicas: int, b
 
     after_failures = run_rollout(desired, groups, settle)[-1][1]
     last = run_rollout(desired, after_failures, start_all)[-1][1]
-    assert [(group.revision, group.ready) for group in live_groups(last)] == [("new", True)] * replicas
+    assert [(group.revision, group.alive) for group in live_groups(last)] == [("new", True)] * replicas
 
 
 @settings(deadline=None)

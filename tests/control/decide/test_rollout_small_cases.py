@@ -40,7 +40,7 @@ def test_every_small_rollout(unavailable: int, surge: int, partition: int) -> No
                 groups = settled
             else:
                 raise AssertionError(f"no end: {start}, {desired}")
-            assert [group.serving for group in live_groups(groups)] == [True] * replicas, start
+            assert [group.alive for group in live_groups(groups)] == [True] * replicas, start
             assert sum(group.revision != "new" for group in live_groups(groups)) <= partition, start
 
 
@@ -120,5 +120,5 @@ def test_repeated_spec_changes_end_at_the_latest_spec(
             moment += 1
             _, after = check_step(desired, groups, moment)
             groups = start_one(after)
-    assert [group.serving for group in live_groups(groups)] == [True] * replicas
+    assert [group.alive for group in live_groups(groups)] == [True] * replicas
     assert sum(group.revision != revision for group in live_groups(groups)) <= partition

@@ -16,7 +16,7 @@ from phalanx_operator.decide.groups.drain import (
 )
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
-from phalanx_operator.kube.client import PODS, Conflict
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Conflict
 from phalanx_operator.observe.observe import parse_drain_mark
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
@@ -298,6 +298,23 @@ async def test_draining_straggler_is_replaced_without_reports() -> None:
     world.cluster.start_pods()
     await world.reconcile()
     assert world.draining() == {}
+
+
+async def test_stragglers_successor_serves_first_with_a_surge() -> None:
+    world = await world_with_routers(replicas=2, rollout={"maxUnavailable": 0, "maxSurge": 1})
+    before = world.groups
+    victim = min(before)
+    world.routers.summary = summary(hotspots=[straggler(victim)])
+    await world.reconcile()
+    (successor,) = world.groups - before
+    body = world.kube.of_kind(STATEFUL_SETS)[successor]
+    world.kube.put(STATEFUL_SETS, body | {"metadata": body["metadata"] | {"creationTimestamp": NOW}})
+    for _ in range(3):
+        await world.reconcile()
+    assert (world.deleted(), world.draining()) == (set(), {}), "the successor starts"
+    world.cluster.start_pods()
+    await world.reconcile()
+    assert list(world.draining()) == [victim]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,28 @@ def test_every_scheduling_policy_is_accepted(policy: str) -> None:
 REQUIRED, PREFERRED = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
 
 
+@pytest.mark.parametrize(
+    ("specified", "added"),
+    [
+        ([], ["not-ready", "unreachable"]),
+        ([{"key": "nvidia.com/gpu", "operator": "Exists"}], ["not-ready", "unreachable"]),
+        ([{"key": "node.kubernetes.io/not-ready", "operator": "Exists", "tolerationSeconds": 60}], ["unreachable"]),
+        ([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}], ["not-ready", "unreachable"]),
+        ([{"operator": "Exists"}], []),
+        ([{"operator": "Exists", "effect": "NoSchedule"}], ["not-ready", "unreachable"]),
+    ],
+    ids=["default", "other", "one", "other effect", "all", "all of another effect"],
+)
+@pytest.mark.parametrize("field", ["placement", "podTemplate"])
+def test_pods_tolerate_silent_nodes(field: str, specified: list[dict[str, Any]], added: list[str]) -> None:
+    spec = {"placement": {"tolerations": specified}, "podTemplate": {"spec": {"tolerations": specified}}}
+    service = make_service(**{field: spec[field]})
+    rendered = pods.group(service, "chat-a", pods.GroupBuild(revision="r", images=IMAGES))
+    tolerations = rendered["spec"]["template"]["spec"]["tolerations"]
+    expected = [{"key": f"node.kubernetes.io/{name}", "operator": "Exists", "effect": "NoExecute"} for name in added]
+    assert tolerations == specified + expected
+
+
 def expression(key: str, *values: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": [*values]}
 

@@ -101,7 +101,7 @@ def _set_progressing(
         verdict, reason, message = False, Reason.PROGRESS_DEADLINE_EXCEEDED, desired.late_reason
     elif is_outdated and desired.paused:
         verdict, reason, message = None, Reason.PAUSED, "spec.rollout.paused"
-    elif is_outdated and desired.no_surge_reason:
+    elif desired.no_surge_reason:
         verdict, reason, message = True, Reason.SURGE_UNSCHEDULABLE, desired.no_surge_reason
     else:
         verdict, message = True, ""

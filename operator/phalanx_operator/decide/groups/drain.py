@@ -15,13 +15,15 @@ START_TIMEOUT_S = 600.0
 """Age of a starting group up to which requests are held."""
 STRAGGLER_S = 60.0
 SETTLED_S = 600.0
-"""Least age of all groups before a straggler is replaced."""
+"""Least age of the wanted number of groups before a straggler is replaced. A successor that is one more may be younger."""
 
 
-def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str) -> tuple[ObservedGroup, ...]:
+def assess(
+    groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now: str, *, replicas: int
+) -> tuple[ObservedGroup, ...]:
     """Sets KV tokens, stragglers and drained groups."""
     groups = tuple(groups)
-    stragglers = _stragglers(groups, fleet, now)
+    stragglers = _stragglers(groups, fleet, replicas, now)
     return tuple(
         with_assessment(
             group,
@@ -33,9 +35,9 @@ def assess(groups: Iterable[ObservedGroup], fleet: Fleet, timeout_s: float, now:
     )
 
 
-def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, now: str) -> dict[str, str]:
-    ages = [age_s(group.created, now) for group in groups]
-    if any(age is None or age < SETTLED_S for age in ages):
+def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, replicas: int, now: str) -> dict[str, str]:
+    ages = sorted((age_s(group.created, now) or 0.0 for group in groups), reverse=True)
+    if any(age < SETTLED_S for age in ages[:replicas]):
         return {}
     return {
         hotspot.group: f"a straggler for {STRAGGLER_S:.0f} s"

@@ -4,10 +4,13 @@ A silent node may only be cut off from the control plane. The first rule that ap
 
     its nodes are ready                                                 not lost
     many nodes are silent (`partition`)                                 not lost
-    a pod is evicted: routers send it no more requests                  as the control plane reports its node
+    a pod is deleted: routers send it no more requests                  as the control plane reports its node
     a router receives its load reports, at most `EVIDENCE_S` ago        alive: it stays, whatever other routers report
     no router had time to answer, as after a start of the operator      alive, until one answers or fails to
     a node is not ready for `nodeLostSeconds`                           lost
+
+A group that is alive on a node that has not been ready for `nodeLostSeconds` is replaced within `maxSurge`, once its successor
+serves (`rollout`).
 
 A node that is ready again counts as silent for `RETURN_S` for a group with a pod that has been unready since before: its kubelet
 has yet to report the pod, and the group would be deleted or restarted for that. After a partition all groups on silent nodes are
@@ -64,6 +67,7 @@ def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> O
         group,
         alive_reason=alive_reason,
         kept_reason=kept_reason,
+        unreachable_reason=_unreachable_reason(group, states) if alive_reason and not kept_reason else "",
         lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),
         has_unready_node=bool(silent),
         has_cordoned_node=any(pod.node in states.nodes and states.nodes[pod.node].cordoned for pod in group.pods),
@@ -112,13 +116,24 @@ def _alive_reason(group: ObservedGroup, silent: Sequence[str], states: NodeState
     return f"node {silent[0]} is silent, and routers have yet to report" if states.fleet.is_new else ""
 
 
+def _unreachable_reason(group: ObservedGroup, states: NodeStates) -> str:
+    """Returns why a group that routers report as serving gets a successor."""
+    why = "" if states.fleet.is_new else _loss_reason(group, states)
+    return f"{why}, and its successor serves" if why else ""
+
+
 def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:
     return fleet.groups[group.name].load_age_s if group.name in fleet.groups else None
 
 
 def _lost_reason(group: ObservedGroup, states: NodeStates) -> str:
-    why = next((why for pod in group.pods if (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))), "")
+    why = _loss_reason(group, states)
     return f"{why}, and no router reports that the group serves" if why and states.fleet.answered else why
+
+
+def _loss_reason(group: ObservedGroup, states: NodeStates) -> str:
+    reasons = (loss_reason(states.nodes.get(pod.node), states.limit_s, states.now) for pod in group.pods)
+    return next((why for why in reasons if why), "")
 
 
 def loss_reason(node: ObservedNode | None, limit_s: float, now: str) -> str:

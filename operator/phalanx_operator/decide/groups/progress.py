@@ -68,10 +68,10 @@ def deadline_failure(groups: Iterable[ObservedGroup], revision: str, rollout: Ro
 
 
 def surge_failure(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> str:
-    """Returns why a rollout to this revision has no surge."""
+    """Returns why there is no surge for groups of an old revision, or for unreachable ones."""
     groups = tuple(groups)
     staying = staying_groups(groups)
-    if all(group.revision == revision for group in staying):
+    if all(group.revision == revision and not group.assessment.unreachable_reason for group in staying):
         return ""
     former = find_condition(status.conditions, "Progressing")
     reported = status.rollback.to if status.rollback else status.update_revision

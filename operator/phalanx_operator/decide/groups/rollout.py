@@ -7,7 +7,8 @@
     too few exist             create
     old revision, unready     delete, which costs no availability; not with a `stuck_reason`
     old revision, ready       drain as many as `max_unavailable` allows, or as are ready above `replicas` (surge)
-    stragglers                the same, after groups of an old revision
+    unreachable               drain once a successor serves, which takes a surge; after groups of an old revision
+    stragglers                drain as groups of an old revision, after the unreachable ones
 
 A draining group keeps its devices and never counts as available, which bounds how many drain at once. The step that deletes it
 creates its successor. A surge adds up to `max_surge` groups, draining ones included, while old ones are replaced.
@@ -51,10 +52,10 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     old = [] if desired.paused else outdated_groups(groups, desired)
     broken = [] if desired.stuck_reason else [group for group in old if not group.is_spared]
     staying = [group for group in staying_groups(groups) if group not in broken]
-    surge = _surge(desired, staying, len(old) - len(broken) + _num_surged_stragglers(desired, staying))
+    surge = _surge(desired, staying, len(old) - len(broken) + _num_surged(desired, staying))
     target = desired.replicas + surge
     surplus = len(staying) - target
-    keep = tuple(_groups_to_keep(desired, live, -surplus))
+    keep = tuple(_groups_to_keep(desired, live, len(staying), target))
     kept = {action.uid for action in keep}
     if surplus > 0:
         why = f"{len(staying)} groups, {target} wanted"
@@ -62,7 +63,7 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
         removals: list[Removal] = [(group, why, "surplus") for group in victims]
         successor = ""
     else:
-        removals = _replacements(desired, staying, len(kept), 0 if surge else desired.max_unavailable)
+        removals = _replacements(desired, staying, len(kept), surge)
         successor = next(iter(free_names(desired, groups, 1)), "")
     drain = tuple(
         DrainGroup(name=g.name, uid=g.uid, why=why, successor=successor, purpose=purpose)
@@ -81,30 +82,40 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
 
 
 def _surge(desired: DesiredGroups, staying: list[ObservedGroup], num_replaced: int) -> int:
-    """Returns the groups above `replicas`. A held or paused rollout creates no more."""
-    if desired.hold_reason or desired.paused:
-        new = sum(group.revision == desired.revision for group in staying)
-        has_old = new < len(staying) and desired.replicas > 0
-        return min(desired.max_surge, new, max(len(staying) - desired.replicas, 0)) if has_old else 0
-    return min(desired.max_surge, num_replaced) if desired.replicas else 0
-
-
-def _num_surged_stragglers(desired: DesiredGroups, staying: list[ObservedGroup]) -> int:
-    """Returns stragglers that leave only once a successor serves."""
-    if desired.max_unavailable:
+    """Returns the groups above `replicas`. A held rollout creates no more; a paused one only for groups of its revision."""
+    if not desired.replicas:
         return 0
+    wanted = min(desired.max_surge, num_replaced)
+    if not (desired.hold_reason or desired.paused):
+        return wanted
+    new = sum(group.revision == desired.revision for group in staying)
+    is_replacing = num_replaced > 0 or new < len(staying)
+    present = min(desired.max_surge, new, max(len(staying) - desired.replicas, 0)) if is_replacing else 0
+    return present if desired.hold_reason else max(present, wanted)
+
+
+def _num_surged(desired: DesiredGroups, staying: list[ObservedGroup]) -> int:
+    """Returns the groups of the newest revision that leave only once a successor serves."""
     return sum(
-        bool(group.assessment.straggler_reason) and group.ready and group.revision == desired.revision for group in staying
+        (bool(group.assessment.unreachable_reason) and not desired.no_surge_reason)
+        or (bool(group.assessment.straggler_reason) and group.ready and not desired.max_unavailable)
+        for group in staying
+        if group.revision == desired.revision
     )
 
 
-def _groups_to_keep(desired: DesiredGroups, live: list[ObservedGroup], missing: int) -> list[KeepGroup]:
-    """Returns draining groups that are wanted again."""
+def _groups_to_keep(desired: DesiredGroups, live: list[ObservedGroup], num_staying: int, target: int) -> list[KeepGroup]:
+    """Returns draining groups that are wanted again. An unreachable one is no successor of another: it serves no surge."""
     draining = [group for group in live if group.draining and not group.draining.is_final and not group.assessment.lost_reason]
     usable = [group for group in draining if group.alive and group.revision == desired.revision]
-    oldest_first = sorted(usable, key=lambda group: (group.created, group.name))
+    usable.sort(key=lambda group: (bool(group.assessment.unreachable_reason), group.created, group.name))
+    limits = [desired.replicas if group.assessment.unreachable_reason else target for group in usable]
     why = f"{desired.replicas} groups are wanted again"
-    return [KeepGroup(group.name, group.uid, why) for group in oldest_first[: max(missing, 0)]]
+    return [
+        KeepGroup(group.name, group.uid, why)
+        for number, (group, limit) in enumerate(zip(usable, limits, strict=True), num_staying + 1)
+        if number <= limit
+    ]
 
 
 def _deletion_reason(group: ObservedGroup) -> str:
@@ -117,16 +128,17 @@ def _deletion_reason(group: ObservedGroup) -> str:
     return f"{group.draining.why}; {group.assessment.drained_reason}" if group.assessment.drained_reason else ""
 
 
-def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept: int, max_unavailable: int) -> list[Removal]:
-    """Returns old groups and stragglers that may be replaced."""
+def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept: int, surge: int) -> list[Removal]:
+    """Returns groups to replace now: together they leave `replicas` groups less `max_unavailable` available, with a surge all."""
     if desired.hold_reason:
         return []
     old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]
+    current = [group for group in staying if group not in old]
+    unreachable = [group for group in current if surge and group.assessment.unreachable_reason]
+    slow = [group for group in current if group.assessment.straggler_reason and group.ready]
     removals: list[Removal] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
-    removals += [
-        (g, g.assessment.straggler_reason, "straggler")
-        for g in staying
-        if g.assessment.straggler_reason and g.ready and g not in old
-    ]
+    removals += [(g, g.assessment.unreachable_reason, "unreachable") for g in unreachable]
+    removals += [(g, g.assessment.straggler_reason, "straggler") for g in slow]
+    max_unavailable = 0 if surge else desired.max_unavailable
     budget = max_unavailable - (desired.replicas - num_kept - sum(group.available for group in staying))
     return removals[: max(budget, 0)]

@@ -49,7 +49,7 @@ def outdated_groups(groups: Iterable[ObservedGroup], desired: DesiredGroups) -> 
 
 
 def deletion_order(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:
-    """Sorts failing, unplaced, unready, old, cordoned groups first; then by KV tokens and age."""
+    """Sorts failing, unplaced, unready, silent, old, cordoned groups first; then by KV tokens and age."""
     youngest_first = sorted(groups, key=lambda group: (group.created, group.name), reverse=True)
     return sorted(
         youngest_first,
@@ -61,9 +61,9 @@ def deletion_order(groups: Iterable[ObservedGroup], revision: str) -> list[Obser
 
 
 def _health_rank(group: ObservedGroup) -> int:
-    """Failing, unplaced, unready, ready."""
-    if group.ready:
-        return 3
+    """Failing, unplaced, unready, on a silent node but spared, ready."""
+    if group.is_spared:
+        return 4 if group.ready else 3
     if any(pod.reason and pod.node for pod in group.pods):
         return 0
     return 2 if group.pods and all(pod.node for pod in group.pods) else 1

@@ -85,7 +85,7 @@ def replace_fields(record: Record, **fields: Any) -> Record:
     return replace(record, **fields)  # type: ignore[type-var]
 
 
-Purpose = Literal["surplus", "revision", "straggler", "asked"]
+Purpose = Literal["surplus", "revision", "straggler", "unreachable", "asked"]
 """Why a group drains. The last is the request of a user."""
 
 
@@ -113,6 +113,8 @@ class GroupAssessment:
     """Why it may be deleted."""
     straggler_reason: str = ""
     """Why it is replaced although ready."""
+    unreachable_reason: str = ""
+    """Why it is replaced although routers report that it serves: its node is lost to the control plane."""
     is_below_min_ready: bool = False
     """Ready for less than `minReadySeconds`."""
     has_cordoned_node: bool = False
