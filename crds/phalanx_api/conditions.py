@@ -1,6 +1,6 @@
 """Conditions of an InferenceService. True is good, except in those that are absent unless true.
 
-These are `Stalled` and `Reconciling` (kstatus), and `ControlPlanePartitioned`.
+These are `Stalled` and `Reconciling` (kstatus), `ControlPlanePartitioned`, and `DisruptionsHeld`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,9 @@ ConditionType = Literal[
     "DevicesHealthy",
     "CacheSized",
     "ControlPlanePartitioned",
+    "DisruptionsHeld",
 ]
-ALARMS: tuple[ConditionType, ...] = ("Stalled", "ControlPlanePartitioned")
+ALARMS: tuple[ConditionType, ...] = ("Stalled", "ControlPlanePartitioned", "DisruptionsHeld")
 """Conditions that are bad when true."""
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -97,6 +98,10 @@ class Reason(StrEnum):
     DEVICE_THROTTLED = "DeviceThrottled"
     NODES_SILENT = "NodesSilent"
     """Many nodes became not ready together: the control plane is partitioned."""
+    STRAGGLERS_TOGETHER = "StragglersTogether"
+    RESTARTS_TOGETHER = "RestartsTogether"
+    """Many groups exceed their restart budgets together: one at a time is given up."""
+    CLOCK_CHANGED = "ClockChanged"
     WORKING_SET_FITS = "WorkingSetFits"
     TOO_FEW_PAGES = "TooFewPages"
     TOO_FEW_HOST_PAGES = "TooFewHostPages"

@@ -15,12 +15,13 @@ from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.console.endpoint import ServicesConsole, add_console
 from phalanx_operator.decide.pacing import DEFER_S
 from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, KubeClient
+from phalanx_operator.kube.clock import ServerClock
 from phalanx_operator.kube.http import SILENCE_S, HttpKube, connect, without_credentials
 from phalanx_operator.kube.informer import Informer, read_event, watch_age_s
 from phalanx_operator.lease import Lease
 from phalanx_operator.loop import handlers
 from phalanx_operator.loop.placement_queue import PlacementGate
-from phalanx_operator.loop.reconcile import Reconciler, Sources
+from phalanx_operator.loop.reconcile import Clocks, Reconciler, Sources
 from phalanx_operator.loop.reporting import EventRecorder, StatusReporter
 from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import CountingKube, Health, Metrics, make_app, serve
@@ -50,7 +51,8 @@ async def run(settings: Settings) -> None:
         history, bare = ScalingHistory(), without_credentials(client)
         add_console(app, ServicesConsole(lambda token: HttpKube(bare, token=token), history, lambda: health.leads))
     endpoint = await serve(app, settings.port)
-    kube = CountingKube(HttpKube(client, read_event=read_event), metrics)
+    clock = ServerClock()
+    kube = CountingKube(HttpKube(client, read_event=read_event, clock=clock), metrics)
     http = aiohttp.ClientSession()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
@@ -58,7 +60,8 @@ async def run(settings: Settings) -> None:
     reporter = StatusReporter(
         client=kube, services=services, events=EventRecorder(kube, identity), metrics=metrics, history=history
     )
-    loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter)
+    clocks = Clocks(now=clock.now, step_reason=clock.step_reason)
+    loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter, clocks=clocks)
     stop = asyncio.Event()
     _set_on_signals(stop)
     try:
@@ -103,7 +106,7 @@ async def _stop_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], l
 
 
 def _assemble(
-    settings: Settings, kube: KubeClient, *, http: aiohttp.ClientSession, reporter: StatusReporter
+    settings: Settings, kube: KubeClient, *, http: aiohttp.ClientSession, reporter: StatusReporter, clocks: Clocks
 ) -> tuple[Loop, list[Informer], RouterPoller]:
     """Returns the loop for a leader, the informers for every replica, and the poller."""
     children = Children()
@@ -116,6 +119,7 @@ def _assemble(
         placement=PlacementGate(schedulers=SchedulerDiscovery(kube), wake=lambda key: loop.wake(key, after_s=0.0)),
         executor=ActionExecutor(kube, children, images, lambda: secrets.token_hex(32), peers=peers),
         reporter=reporter,
+        clocks=clocks,
     )
     loop = Loop(reconciler.reconcile, reporter.metrics)
     informers = [

@@ -43,6 +43,9 @@ class Metrics:
         self.partitioned = Gauge(
             "phalanx_service_partitioned", "Whether nothing is deleted because many nodes are silent.", names, registry=r
         )
+        self.disruptions_held = Gauge(
+            "phalanx_service_disruptions_held", "Whether no group is replaced because many fail together.", names, registry=r
+        )
         self.desired_groups = Gauge(
             "phalanx_operator_desired_groups", "Groups that the autoscaler wants, for HPA or KEDA.", names, registry=r
         )
@@ -58,6 +61,7 @@ class Metrics:
         self.draining_groups.labels(*key).set(status.draining_replicas)
         self.hot_groups.labels(*key).set(len(status.rebalancing.hotspots))
         self.partitioned.labels(*key).set(find_condition(status.conditions, "ControlPlanePartitioned") is not None)
+        self.disruptions_held.labels(*key).set(find_condition(status.conditions, "DisruptionsHeld") is not None)
 
     def show_scaling(self, key: Key, decision: ScaleDecision | None) -> None:
         """Updates the autoscaler's gauges; removes them without a decision."""
@@ -70,8 +74,8 @@ class Metrics:
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
-        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups, self.partitioned)
-        _remove((*status_gauges, self.desired_groups, self.needed_groups), key)
+        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
+        _remove((*status_gauges, self.partitioned, self.disruptions_held, self.desired_groups, self.needed_groups), key)
 
 
 def _remove(gauges: Iterable[Gauge], key: Key) -> None:

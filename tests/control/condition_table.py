@@ -35,6 +35,7 @@ Speculating       Unknown  NoReadyGroup
 DevicesHealthy    True     Healthy
 DevicesHealthy    False    DeviceFault DeviceThrottled
 ControlPlanePartitioned True NodesSilent
+DisruptionsHeld   True     StragglersTogether RestartsTogether ClockChanged
 CacheSized        True     WorkingSetFits
 CacheSized        False    TooFewPages TooFewHostPages
 CacheSized        Unknown  TooFewLookups

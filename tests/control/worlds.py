@@ -46,6 +46,7 @@ class World:
         self.metrics = Metrics()
         self.routers = FakeRouters()
         self.now = NOW
+        self.clock_reason = ""
         self.woken: list[Key] = []
 
         def clock() -> float:
@@ -73,7 +74,7 @@ class World:
                 clock=clock,
                 write_interval_s=write_interval_s,
             ),
-            clocks=Clocks(lambda: self.now, clock),
+            clocks=Clocks(lambda: self.now, clock, lambda: self.clock_reason),
         )
         if spec or kube is None:
             body = make_body(**spec)

@@ -47,6 +47,7 @@ HEALTHY: Mapping[str, str] = {
     'phalanx_operator_reconcile_errors_total{error="Conflict"}': "0+60",
     "phalanx_operator_queue_keys": "3",
     'phalanx_service_partitioned{namespace="team",service="chat"}': "0",
+    'phalanx_service_disruptions_held{namespace="team",service="chat"}': "0",
 }
 """A series, and its value or slope per minute."""
 
@@ -81,6 +82,12 @@ CAUSES = (
         "PhalanxControlPlanePartitioned",
         {'phalanx_service_partitioned{namespace="team",service="chat"}': "1"},
         *("4m", "1m"),
+        namespace="team",
+        service="chat",
+    ),
+    cause(
+        "PhalanxDisruptionsHeld",
+        {'phalanx_service_disruptions_held{namespace="team",service="chat"}': "1"},
         namespace="team",
         service="chat",
     ),

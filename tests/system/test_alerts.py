@@ -38,8 +38,8 @@ AT_LOAD = {
     "PhalanxErrorBudgetBurnsSlowly",
 }
 OF_OPERATOR = {"PhalanxNoLeader", "PhalanxReconcileErrors", "PhalanxReconcileBacklog"}
-ELSEWHERE = {"PhalanxSemanticCacheDisagrees", "PhalanxControlPlanePartitioned"}
-"""Caused in tests/router/test_semantic_cache, as answers of this model are alike, and in tests/control/decide/test_partition."""
+ELSEWHERE = {"PhalanxSemanticCacheDisagrees", "PhalanxControlPlanePartitioned", "PhalanxDisruptionsHeld"}
+"""Caused in tests/router/test_semantic_cache, as answers of this model are alike, and in tests/control/decide."""
 
 
 @asynccontextmanager

@@ -1,12 +1,13 @@
 """Decides all actions and the status of one service."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from phalanx_api.conditions import find_condition
+from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide.conditions import cache, capacity, devices, nodes, traffic
+from phalanx_operator.decide.conditions import cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
@@ -33,7 +34,7 @@ from phalanx_operator.decide.state.actions import (
 )
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, outdated_groups, staying_groups
-from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, with_assessment
+from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, Snapshot, with_assessment
 
 DEFAULT_REPLICAS = 1
 """Groups without `spec.replicas`."""
@@ -41,6 +42,8 @@ RESYNC_S = 600.0
 POLL_S = 30.0
 """Longest poll without autoscaling."""
 MIN_REQUEUE_S = 0.5
+HOLD_CHECK_S = 10.0
+"""Between checks whether disruptions are still held."""
 POD_CHECK_S = 10.0
 """Between checks of missing pods."""
 RECORD_CHECK_S = 30.0
@@ -153,11 +156,22 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     groups = tuple(
         with_assessment(group, lost_reason=group.assessment.lost_reason or failures.get(group.uid, "")) for group in groups
     )
-    groups = recovery.assess(groups, fleet, spec.restart_policy, now)
+    groups = recovery.assess(groups, fleet, spec.restart_policy, now, snapshot.status.recovery)
     groups = progress.assess(groups, spec.rollout, now)
-    return replace(
-        snapshot, groups=drain.assess(groups, fleet, spec.drain.timeout_seconds, now, replicas=wanted_replicas(service))
-    )
+    timeout_s = math.inf if snapshot.clock_reason else float(spec.drain.timeout_seconds)
+    groups = drain.assess(groups, fleet, timeout_s, now, replicas=wanted_replicas(service))
+    if snapshot.clock_reason:
+        groups = tuple(_without_ages(group, snapshot.clock_reason) for group in groups)
+    return replace(snapshot, groups=groups)
+
+
+def _without_ages(group: ObservedGroup, clock_reason: str) -> ObservedGroup:
+    """Drops conclusions from ages, which are wrong after a change of the clock."""
+    why = group.assessment.lost_reason or group.assessment.straggler_reason
+    if not why:
+        return group
+    hold = Hold(Reason.CLOCK_CHANGED, f"{clock_reason}; group {group.name} is kept although {why}")
+    return with_assessment(group, lost_reason="", straggler_reason="", exceeds_restart_budget=False, hold=hold)
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:
@@ -190,8 +204,9 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
         actions.append(KeepRevision(desired.revision, "a later rollout may roll back to it"))
     actions += _records_to_store(snapshot.groups, group_actions)
     actions += [*group_actions, *drain.leader_marks(snapshot.groups, group_actions)]
-    actions += lost_nodes.pods_to_delete(snapshot.groups, _node_states(service, snapshot, inputs.fleet, now))
-    actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
+    if not snapshot.clock_reason:
+        actions += lost_nodes.pods_to_delete(snapshot.groups, _node_states(service, snapshot, inputs.fleet, now))
+        actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.replicas_to_write is not None:
         actions.append(SetReplicas(scaling.replicas_to_write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     actions += [*_missing_gangs(snapshot.groups), *recovery.due_retries(snapshot.groups, snapshot.router, now)]
@@ -243,7 +258,7 @@ def _restarts(
         if unfinished := recovery.unfinished_restart(group, policy):
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in unfinished)
             record, why = recovery.restart_record(group), "its other pods were replaced"
-        elif recovery.is_overdue(group, policy, now):
+        elif recovery.is_overdue(group, policy, now) and not inputs.snapshot.clock_reason:
             pods = tuple((pod.name, pod.uid) for pod in group.pods)
             record, why = recovery.record_restart(group, policy, now), f"it is not ready after {policy.startup_seconds} s"
         else:
@@ -287,7 +302,8 @@ def _status(
     status = model_conditions.with_model_status(status, spec.model, snapshot, fleet)
     status = traffic.with_balanced_condition(status, fleet, snapshot, now)
     status = traffic.with_compatible_condition(status, fleet, snapshot, now)
-    status = nodes.with_partition_condition(status, snapshot, now)
+    status = holds.with_partition_condition(status, snapshot, now)
+    status = holds.with_held_condition(status, snapshot, now)
     status = devices.with_devices_condition(status, fleet, snapshot, now)
     status = cache.with_cache_condition(status, spec.engine, fleet=fleet, snapshot=snapshot, revision=desired.revision, now=now)
     status = traffic.with_speculating_condition(
@@ -313,6 +329,7 @@ def _requeue_s(
         turn.retry_s if turn.why else None,
         GANG_CHECK_S if _missing_gangs(groups) else None,
         POD_CHECK_S if any(group.incomplete_since for group in live_groups(groups)) else None,
+        HOLD_CHECK_S if any(group.assessment.hold for group in groups) else None,
         POD_CHECK_S if snapshot.router and snapshot.router.rejection else None,
     ]
     return min([max_s, *(max(left_s, MIN_REQUEUE_S) for left_s in due if left_s is not None)])

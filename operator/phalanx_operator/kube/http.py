@@ -1,5 +1,6 @@
 """`KubeClient` over HTTP, with the official client's credentials."""
 
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,6 +24,7 @@ from phalanx_operator.kube.client import (
     Retry,
     Unauthenticated,
 )
+from phalanx_operator.kube.clock import ServerClock
 
 PAGE_SIZE = 500
 REQUEST_TIMEOUT_S = 30
@@ -76,9 +78,11 @@ class HttpKube:
         silence_s: float = SILENCE_S,
         read_event: Callable[[bytes], Json] = msgspec.json.decode,
         token: str | None = None,
+        clock: ServerClock | None = None,
     ) -> None:
-        """token: a user's; `client` is one `without_credentials`."""
+        """token: a user's; `client` is one `without_credentials`. clock: follows the responses."""
         self._client = client
+        self._clock = clock or ServerClock()
         self._token = token
         self._silence_s = silence_s
         self._read_event = read_event
@@ -191,6 +195,7 @@ class HttpKube:
                 headers, None, auth_settings=["BearerToken"], resource_path=path, method=method, body=body
             )
         url = f"{self._client.configuration.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        sent_s = time.monotonic()
         try:
             response = await _session(self._client.rest_client).request(
                 method,
@@ -203,6 +208,7 @@ class HttpKube:
                 server_hostname=self._client.configuration.tls_server_name,
                 allow_redirects=self._token is None,
             )
+            self._clock.observe(response.headers.get("Date", ""), sent_s, time.monotonic())
             if response.status < 300:
                 return response
             text = (await response.read()).decode(errors="replace")

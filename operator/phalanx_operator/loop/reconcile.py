@@ -48,10 +48,12 @@ def rfc3339_now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The wall clock, and a monotonic one in seconds."""
+    """The API server's time, and a monotonic clock in seconds."""
 
     now: Callable[[], str] = rfc3339_now
     monotonic: Callable[[], float] = time.monotonic
+    step_reason: Callable[[], str] = str
+    """Why times of objects are not comparable with `now`; empty if they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class Reconciler:
         now = self.clocks.now()
         self.sources.children.prune(key)
         self.sources.children.track_incomplete(key, now)
-        snapshot = take_snapshot(body, self.sources.children)
+        snapshot = replace(take_snapshot(body, self.sources.children), clock_reason=self.clocks.step_reason())
         service = self.sources.manifests.parse(body)
         if isinstance(service, list):
             self.placement.forget(key)

@@ -3,12 +3,12 @@
 import datetime
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx_api import labels
-from phalanx_api.conditions import Condition, Reason, find_condition
+from phalanx_api.conditions import Condition, ConditionType, Reason, find_condition
 from phalanx_api.spec import inference_service as api
 from phalanx_api.status import Status
 from phalanx_operator.decide import pacing, plan
@@ -183,12 +183,23 @@ def _join_lines(lines: Sequence[str]) -> list[str]:
     return parts
 
 
-def _partition_notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventNote]:
-    """Returns the event of a partition of the control plane that begins or ends."""
-    old, new = (find_condition(conditions, "ControlPlanePartitioned") for conditions in (before, after))
-    if new and not old:
-        return [EventNote("Warning", new.reason, new.message)]
-    return [EventNote("Normal", "PartitionEnded", "groups on silent nodes may be replaced again")] if old and not new else []
+_HOLDS: Mapping[ConditionType, EventNote] = {
+    "ControlPlanePartitioned": EventNote("Normal", "PartitionEnded", "groups on silent nodes may be replaced again"),
+    "DisruptionsHeld": EventNote("Normal", "DisruptionsResumed", "groups may be replaced again"),
+}
+"""Conditions that hold disruptions back, and the event of their end."""
+
+
+def _hold_notes(before: Sequence[Condition], after: Sequence[Condition]) -> list[EventNote]:
+    """Returns the events of holds that begin or end."""
+    notes = []
+    for kind, end in _HOLDS.items():
+        old, new = (find_condition(conditions, kind) for conditions in (before, after))
+        if new and (old is None or old.reason != new.reason):
+            notes.append(EventNote("Warning", new.reason, new.message))
+        elif old and not new:
+            notes.append(end)
+    return notes
 
 
 _TRANSIENT = (
@@ -207,7 +218,7 @@ def _transition_notes(before: Sequence[Condition], after: Sequence[Condition]) -
 
     `True` is reported only after `False`, and `Progressing` only for `_ROLLOUT_PROBLEMS`.
     """
-    notes = _partition_notes(before, after)
+    notes = _hold_notes(before, after)
     for kind in (
         "Ready",
         "Progressing",

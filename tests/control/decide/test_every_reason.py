@@ -13,7 +13,7 @@ from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem
-from phalanx_operator.decide.conditions import cache, capacity, devices, nodes, traffic
+from phalanx_operator.decide.conditions import cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import rollback
@@ -21,7 +21,7 @@ from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedRouter, ReplicasWriter
+from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, ObservedRouter, ReplicasWriter
 from phalanx_operator.kube.client import INFERENCE_SERVICES, Rejected
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 from tests.control.condition_table import ALLOWED, verdicts
@@ -116,8 +116,12 @@ def devices_after(*fleets: Fleet) -> Conditions:
     return status.conditions
 
 
+def held_for(reason: Reason) -> Conditions:
+    return holds.with_held_condition(Status(), make_snapshot(make_group("a", hold=Hold(reason, "why"))), NOW).conditions
+
+
 def partition_of(group: ObservedGroup) -> Conditions:
-    return nodes.with_partition_condition(Status(), make_snapshot(group), NOW).conditions
+    return holds.with_partition_condition(Status(), make_snapshot(group), NOW).conditions
 
 
 def cache_size_of(lookups: int, *hit_rates: float, tiers: TierCurve = NO_TIERS) -> Conditions:
@@ -212,6 +216,10 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Speculating True Proposing", lambda: speculation_of(group("a"))),
     ("Speculating False DraftLost", lambda: speculation_of(group("a", draft_lost="no tensors"))),
     ("Speculating Unknown NoReadyGroup", lambda: speculation_of()),
+    *(
+        (f"DisruptionsHeld True {reason}", lambda reason=reason: held_for(reason))
+        for reason in (Reason.STRAGGLERS_TOGETHER, Reason.RESTARTS_TOGETHER, Reason.CLOCK_CHANGED)
+    ),
     ("ControlPlanePartitioned True NodesSilent", lambda: partition_of(make_group("a", kept_reason="2 of 3 nodes are silent"))),
     ("CacheSized True WorkingSetFits", lambda: cache_size_of(4000, 0.4, 0.5, 0.54, 0.6)),
     ("CacheSized False TooFewPages", lambda: cache_size_of(4000, 0.4, 0.5, 0.56, 0.6)),

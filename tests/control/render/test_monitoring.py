@@ -89,7 +89,7 @@ def test_each_alert_has_a_runbook() -> None:
     for path in ("manifests/components/monitoring/monitors.yaml", "manifests/chart/templates/monitors.yaml"):
         text = (ROOT / path).read_text()
         alerts, runbooks = re.findall(r"- alert: (\w+)", text), re.findall(r"runbook: (\S+)", text)
-        assert len(alerts) == len(runbooks) == 4
+        assert len(alerts) == len(runbooks) == 5
         found |= dict(zip(alerts, runbooks, strict=True))
     assert {alert: f"docs/runbooks.md#{alert.lower()}" for alert in found} == found
     assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == set(found)

@@ -148,7 +148,10 @@ def rejected_status(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldEr
     """Returns the status for a spec that cannot be followed. `replicas`: wanted groups, if known."""
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
     staying = staying_groups(snapshot.groups)
-    conditions = drop_condition(drop_condition(snapshot.status.conditions, "Reconciling"), "ControlPlanePartitioned")
+    conditions = snapshot.status.conditions
+    kinds: tuple[ConditionType, ...] = ("Reconciling", "ControlPlanePartitioned", "DisruptionsHeld")
+    for kind in kinds:
+        conditions = drop_condition(conditions, kind)
     generation = snapshot.generation
     verdicts: list[tuple[ConditionType, bool]] = [("Ready", False), ("Progressing", False), ("Stalled", True)]
     verdicts += [("CapacityAvailable", False)] if len(staying) < replicas else []

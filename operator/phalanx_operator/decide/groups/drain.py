@@ -3,11 +3,13 @@
 A group may be deleted without streams and requests, without routers, or after its timeout. All state is in its annotation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from phalanx_api.conditions import Reason
 from phalanx_operator.decide.state.actions import CreateGroup, DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, with_assessment
+from phalanx_operator.decide.state.groups import are_together
+from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, age_s, with_assessment
 
 FINAL_GRACE_S = 10
 """After the drain timeout: streams end with an error event or continue elsewhere."""
@@ -24,11 +26,13 @@ def assess(
     """Sets KV tokens, stragglers and drained groups."""
     groups = tuple(groups)
     stragglers = _stragglers(groups, fleet, replicas, now)
+    hold = _hold(stragglers, groups)
     return tuple(
         with_assessment(
             group,
+            hold=group.assessment.hold or (hold if group.name in stragglers else None),
             kv_tokens=fleet.groups[group.name].load.kv_tokens if group.name in fleet.groups else 0,
-            straggler_reason=stragglers.get(group.name, ""),
+            straggler_reason="" if hold else stragglers.get(group.name, ""),
             drained_reason=drained_reason(group, fleet, timeout_s, now) if group.draining else "",
         )
         for group in groups
@@ -44,6 +48,14 @@ def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, replicas: int, no
         for hotspot in fleet.hotspots
         if hotspot.cause == "straggler" and hotspot.action == "evacuate" and hotspot.since_s >= STRAGGLER_S
     }
+
+
+def _hold(stragglers: Mapping[str, str], groups: Sequence[ObservedGroup]) -> Hold | None:
+    """Returns why no straggler is replaced: successors would be as slow."""
+    found = [group for group in groups if group.name in stragglers and group.draining is None]
+    if not are_together(len(found), len(groups)):
+        return None
+    return Hold(Reason.STRAGGLERS_TOGETHER, f"{len(found)} of {len(groups)} groups are stragglers; none is replaced")
 
 
 def drained_reason(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: str) -> str:

@@ -4,6 +4,7 @@
     unready for `startupSeconds`, all pods placed        recorded; all pods are deleted, once per incident
     over `maxGroupRestarts` in `windowSeconds`           lost: a successor avoids its nodes
     a second group lost                                  `Stalled`; each successor follows after a longer pause
+    many over it together                                one is lost; the next one after the pause, the others keep restarting
 
 The record names the pods before the first is deleted, so that another operator completes the deletion and deletes no later pod.
 """
@@ -12,13 +13,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from phalanx_api.conditions import Reason
 from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.status import MAX_AVOIDED, RecoveryStatus
 from phalanx_operator.decide.groups.progress import pods_unready_s
 from phalanx_operator.decide.state.actions import RetryPods, RetryRouters
 from phalanx_operator.decide.state.fleet import EngineHealth, Fleet
-from phalanx_operator.decide.state.groups import live_groups, staying_groups
+from phalanx_operator.decide.state.groups import are_together, live_groups, staying_groups
 from phalanx_operator.decide.state.snapshot import (
+    Hold,
     ObservedGroup,
     ObservedRouter,
     RestartRecord,
@@ -105,9 +108,23 @@ def _deaths(group: ObservedGroup, record: RestartRecord, fleet: Fleet) -> tuple[
     return engine, before, max(reported, before)
 
 
-def assess(groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str) -> tuple[ObservedGroup, ...]:
-    """Sets the records to store, and groups over the restart budget."""
-    return tuple(_assess_group(group, fleet, policy, now) for group in groups)
+def assess(
+    groups: Iterable[ObservedGroup], fleet: Fleet, policy: RestartPolicy, now: str, former: RecoveryStatus | None = None
+) -> tuple[ObservedGroup, ...]:
+    """Sets the records to store, and groups over the restart budget. `former`: in the stored status."""
+    assessed = tuple(_assess_group(group, fleet, policy, now) for group in groups)
+    spent = [group for group in live_groups(assessed) if group.assessment.exceeds_restart_budget]
+    total = len(live_groups(assessed))
+    if not are_together(len(spent), total):
+        return assessed
+    is_paced = former is not None and _pause_left_s(former, former.given_up, policy, now) > 0
+    held = {group.uid for group in spent[0 if is_paced else 1 :]}
+    why = f"{len(spent)} of {total} groups exceed their restart budgets; one at a time is replaced"
+    hold = Hold(Reason.RESTARTS_TOGETHER, why)
+    return tuple(
+        with_assessment(group, lost_reason="", exceeds_restart_budget=False, hold=hold) if group.uid in held else group
+        for group in assessed
+    )
 
 
 def _assess_group(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> ObservedGroup:
@@ -205,10 +222,13 @@ def recovery_status(
 
 def pause_s(status: RecoveryStatus | None, policy: RestartPolicy, now: str) -> float:
     """Returns the seconds until a successor may be created."""
-    if status is None or status.given_up < 2:
-        return 0.0
+    return _pause_left_s(status, status.given_up - 1, policy, now) if status and status.given_up > 1 else 0.0
+
+
+def _pause_left_s(status: RecoveryStatus, number: int, policy: RestartPolicy, now: str) -> float:
+    """Returns what is left of the pause with this number, from 1."""
     age = age_s(status.last_time, now)
-    pause = min(FIRST_PAUSE_S * 2.0 ** min(status.given_up - 2, 20), float(policy.window_seconds))
+    pause = min(FIRST_PAUSE_S * 2.0 ** min(number - 1, 20), float(policy.window_seconds))
     return max(pause - age, 0.0) if age is not None else 0.0
 
 

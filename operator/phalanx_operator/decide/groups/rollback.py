@@ -41,6 +41,8 @@ def due_rollback(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> Rol
         return None
     if former and former.revision == revision:
         return former
+    if snapshot.clock_reason:
+        return None
     target, why = snapshot.status.current_revision, progress.deadline_failure(snapshot.groups, revision, rollout, now)
     status = recovery.recovery_status(snapshot.status.recovery, snapshot.groups, revision, spec.restart_policy, now)
     if not why and status and status.given_up > 1:

@@ -123,6 +123,8 @@ def autoscale(
         cold_start_s=_cold_start_s(state, former),
     )
     history, decision = evaluate(state.history, inputs, scaling_rules(service, policy, bounds))
+    if snapshot.clock_reason and decision.verdict == "Bounds" and decision.groups < count:
+        decision = replace(decision, groups=count, verdict="Steady", why=f"{snapshot.clock_reason}: schedules remove no group")
     state = replace(state, history=history, advised=decision.groups)
     conflict = _conflict(policy, snapshot, former, replicas, now)
     writes = policy.mode == "Internal" and not conflict and decision.groups != replicas

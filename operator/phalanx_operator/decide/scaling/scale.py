@@ -6,7 +6,8 @@
     Zero        no request for `idle_s`
     Out         two evaluations need more: the smaller number; one evaluation if growth is expected
     Panic       the last 6 s alone need 1.5 times as many: at once
-    In          fewer suffice for the whole stabilisation time: one less, or a tenth
+    In          fewer suffice for the whole stabilisation time: one less, or a tenth; all routers answered, and report
+                the load of at least two thirds of the serving groups
 
 Scale-out at most doubles the groups, or adds 4, in 15 s. After the serving groups change, pages, queues and steps have to settle:
 for two evaluations, four if groups flap, only arrivals count, and only for scale-out.
@@ -310,6 +311,9 @@ def _scale_in(
 ) -> tuple[ScaleHistory, ScaleDecision]:
     n, now_s = inputs.groups, inputs.now_s
     steady = ScaleDecision(groups=n, verdict="Steady", why="", needed=need.groups)
+    if why := _missing_reports(inputs):
+        history = replace(history, evidence=replace(history.evidence, fits_since_s=None))
+        return history, replace(steady, why=why)
     step = rules.down_max_step or max(1, n // IN_SHARE)
     floor = max(rules.min_groups, need.groups, 1)
     load, groups = heaviest_load(inputs.fleet, capacity), fresh_loads(inputs.fleet)
@@ -330,6 +334,15 @@ def _scale_in(
         return history, replace(steady, why=f"{fitting} would do, but not for long enough yet")
     why = f"{fitting} have done for {now_s - since_s:.0f} s"
     return history, ScaleDecision(groups=fitting, verdict="In", why=why, needed=need.groups)
+
+
+def _missing_reports(inputs: ScaleInputs) -> str:
+    """Returns which reports are missing for a scale-in: load that vanishes with its reports is no reason."""
+    fleet, serving = inputs.fleet, inputs.serving
+    if not fleet.is_complete:
+        return f"{fleet.answered} of {fleet.polled} routers answered recently"
+    reported = sum(name in fleet.groups and fleet.groups[name].load.is_fresh for name in serving)
+    return f"the load of {reported} of {len(serving)} groups is reported" if 3 * (len(serving) - reported) > len(serving) else ""
 
 
 def _in_stabilization_s(history: ScaleHistory, inputs: ScaleInputs, rules: ScalingRules) -> float:

@@ -125,9 +125,9 @@ class Fleet:
     answered: int = 0
     """Routers with recent summaries."""
     is_new: bool = False
+    """No router had time to answer."""
     unanswered: int = 0
     """Routers on silent nodes that do not answer; not in `polled`."""
-    """No router had time to answer."""
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
     requests: RequestLoad = field(default_factory=RequestLoad)
     hotspots: tuple[Hotspot, ...] = ()

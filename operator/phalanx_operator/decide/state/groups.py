@@ -32,6 +32,11 @@ class DesiredGroups:
     holds_requests: bool = False
 
 
+def are_together(count: int, total: int) -> bool:
+    """Returns whether so many of them more likely have one common cause: at least 2, and more than a third."""
+    return count >= 2 and 3 * count > total
+
+
 def live_groups(groups: Iterable[ObservedGroup]) -> list[ObservedGroup]:
     """Returns the groups that are not terminating."""
     return [group for group in groups if not group.terminating]

@@ -85,6 +85,14 @@ def replace_fields(record: Record, **fields: Any) -> Record:
     return replace(record, **fields)  # type: ignore[type-var]
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Why an operation that would end groups is held: its cause is more likely a common one, or a wrong clock."""
+
+    reason: Reason
+    why: str
+
+
 Purpose = Literal["surplus", "revision", "straggler", "unreachable", "asked"]
 """Why a group drains. The last is the request of a user."""
 
@@ -127,6 +135,8 @@ class GroupAssessment:
     exceeds_restart_budget: bool = False
     alive_reason: str = ""
     """Why it is kept although its node is silent: routers report that it serves."""
+    hold: Hold | None = None
+    """Why it is neither replaced nor given up now."""
     kept_reason: str = ""
     """Why it is kept although its node is silent: the control plane is partitioned, or was until nodes returned just now."""
 
@@ -251,6 +261,8 @@ class Snapshot:
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     """Of its pods."""
     census: NodeCensus = NodeCensus()
+    clock_reason: str = ""
+    """Why times are not comparable: the clock of the API server or of the operator has just changed."""
     router: ObservedRouter | None = None
     router_pods: tuple[ObservedPod, ...] = ()
 

@@ -38,6 +38,7 @@ def steps(fleet: Fleet, groups: int, rules: ScalingRules, seconds: float, histor
 
 BUSY = fleet_of(summary(group("a"), rate=rate_for(2.9)))
 CALM = fleet_of(summary(group("a"), group("b"), group("c"), rate=rate_for(0.4)))
+SILENT_GROUPS = fleet_of(summary(group("a"), group("b", state="suspect"), group("c", state="suspect"), rate=rate_for(0.4)))
 IDLE = fleet_of(summary(group("a", streams=0, running=0)))
 EMPTY = fleet_of(summary())
 HELD = fleet_of(summary(held=2, queued=2, queued_tokens=2000))
@@ -56,6 +57,8 @@ ZERO = replace(RULES, min_groups=0, scales_to_zero=True)
         pytest.param(BUSY, 1, replace(RULES, up_max_step=1), 0.0, (2, "Panic"), id="by no more than a step"),
         pytest.param(CALM, 3, RULES, 58.0, (3, "Steady"), id="not stable yet"),
         pytest.param(CALM, 3, RULES, 62.0, (2, "In"), id="a minute if streams move"),
+        pytest.param(replace(CALM, polled=2), 3, RULES, 900.0, (3, "Steady"), id="one of two routers answers"),
+        pytest.param(SILENT_GROUPS, 3, RULES, 900.0, (3, "Steady"), id="two of three groups report no load"),
         pytest.param(CALM, 3, replace(RULES, can_move_streams=False), 290.0, (3, "Steady"), id="else five, not yet"),
         pytest.param(CALM, 3, replace(RULES, can_move_streams=False), 302.0, (2, "In"), id="else five"),
         pytest.param(CALM, 3, replace(RULES, down_stabilization_s=0.0), 0.0, (2, "In"), id="as the spec says"),

@@ -1,0 +1,53 @@
+"""The time of the API server, which also sets the times in objects: the clock of the operator's node does not matter.
+
+`Date` headers have whole seconds, so an estimate is up to a second and half a round trip off; it changes only if a response
+contradicts it. A change of more than `STEP_S` is a step: ages of objects are wrong by as much for a while.
+"""
+
+import datetime
+import email.utils
+import time
+from collections.abc import Callable
+
+TOLERANCE_S = 1.0
+"""Contradiction of an estimate and a response that is not explained by whole seconds and its round trip."""
+STEP_S = 10.0
+HOLD_S = 300.0
+"""Time after a step in which no conclusion from ages ends a group."""
+
+
+class ServerClock:
+    """The API server's time, from its responses; before the first one, the operator's."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._monotonic = monotonic
+        self._offset_s = wall() - monotonic()
+        self._is_known = False
+        self._stepped_s: float | None = None
+        self._step_s = 0.0
+
+    def observe(self, date: str, sent_s: float, received_s: float) -> None:
+        """Takes the `Date` of a response, and monotonic times. An invalid header has no effect."""
+        try:
+            server_s = email.utils.parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError):
+            return
+        low_s, high_s = server_s - received_s - TOLERANCE_S, server_s + 1.0 - sent_s + TOLERANCE_S
+        if self._is_known and low_s <= self._offset_s <= high_s:
+            return
+        offset_s = server_s + 0.5 - (sent_s + received_s) / 2
+        change_s = offset_s - self._offset_s
+        if self._is_known and abs(change_s) > STEP_S:
+            self._stepped_s, self._step_s = received_s, change_s
+        self._offset_s, self._is_known = offset_s, True
+
+    def now(self) -> str:
+        """Returns the time in RFC 3339, in whole seconds."""
+        moment = datetime.datetime.fromtimestamp(self._monotonic() + self._offset_s, datetime.UTC)
+        return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def step_reason(self) -> str:
+        """Returns how the time changed within `HOLD_S`; empty without a step."""
+        if self._stepped_s is None or self._monotonic() - self._stepped_s >= HOLD_S:
+            return ""
+        return f"the API server's clock changed by {self._step_s:+.0f} s"
