@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx_api.summary import MAX_ORDERED_MOVES
 from phalanx_kubectl import frame
 from phalanx_kubectl.commands import Commands
+from phalanx_kubectl.keys import add_key, run_key
 from phalanx_kubectl.replaying import Window, window_around
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     purge = "drop all stored responses of the routers instead (needs the right to exec into pods)"
     cache.add_argument("action", nargs="?", choices=["purge"], help=purge)
     cache.add_argument("name", metavar="NAME")
+    add_key(add("key", "make an API key, and the entry with its hash for spec.router.apiKeys"))
     _add_logs(add("logs", "logs of all ranks, each line with its pod"))
     return parser
 
@@ -139,6 +141,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = commands.drain(options.name, options.group)
         case "move":
             text = commands.move(options.name, options.group, options.to, options.count)
+        case "key":
+            text = run_key(options)
         case "restart":
             text = commands.restart(options.name)
         case "cache":

@@ -169,7 +169,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
-    keys = "keys with names: JSON, or lines of `name key [priority] [requests_per_minute=N] [tokens_per_minute=N] [concurrent=N]`"
+    keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
     serve.add_argument(
         "--shared-services-dir",

@@ -240,7 +240,12 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any free port")
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that requests must carry one of")
-    add("--api-keys-file", type=Path, metavar="FILE", help="keys with names: JSON, or lines of `name key [priority]`")
+    add(
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
+    )
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
 
 

@@ -26,7 +26,8 @@ class ApiKeys(Record):
 
     name: str = Field(min_length=1, max_length=253, pattern=_NAME)
     key: str = Field(default="keys", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
-    """Key in the Secret. Its value is JSON, or a line `name key [priority]` per client."""
+    """Key in the Secret. Its value is a JSON array with an entry per API key, or a line `name key [priority] [field=value ...]`
+    per key; hashes may replace keys (docs/security.md)."""
 
 
 class Gateway(Record):

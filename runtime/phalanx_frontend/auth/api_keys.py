@@ -1,16 +1,23 @@
-"""API keys: tenant, highest priority and quotas."""
+"""API keys: tenant, models, expiry, highest priority and quotas.
+
+A file may hold the SHA-256 of a key in its place. A fast hash suffices, because `kubectl phalanx key` draws keys of 256 bits:
+a salt or a slow hash protects only secrets that can be guessed.
+"""
 
 import hashlib
-import hmac
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
 
 from phalanx_frontend.fields import valid_text
 
-QUOTAS = ("requests_per_minute", "tokens_per_minute", "concurrent")
-"""Names of quotas in a keys file."""
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
 
 
 class KeysUnreadable(Exception):
@@ -19,36 +26,50 @@ class KeysUnreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of a tenant; null is unlimited. Each choice counts."""
+    """Limits of a tenant; null is unlimited. Each choice counts as a request; tokens are those of prompt and output."""
 
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # prompt and output
+    tokens_per_minute: int | None = None
     concurrent: int | None = None  # requests in progress
+    requests_per_day: int | None = None  # a day of UTC
+    tokens_per_day: int | None = None
+
+
+QUOTAS = tuple(Quota.__dataclass_fields__)
+"""Names of quotas in a keys file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key."""
+    """One key. A tenant may have several, for example an old and a new one."""
 
     name: str  # tenant of its requests
-    key: str = field(repr=False)
+    key: str = field(default="", repr=False)
     priority: int | None = None  # most urgent (lowest) priority; null allows any
-    quota: Quota | None = None
+    quota: Quota | None = None  # of the tenant
     may_write_console: bool = False
+    models: tuple[str, ...] | None = None  # names that requests may use; null allows all
+    expires: datetime | None = None
+    hash: str = field(default="", repr=False)  # sha256:<hex>, in place of `key`
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        return bytes.fromhex(self.hash.removeprefix("sha256:")) if self.hash else _digest(self.key.encode())
 
 
 class ApiKeys:
-    """All keys of an API server, as digests compared in constant time."""
+    """All keys of an API server, found by digest: how long that takes depends on the digest, which reveals no key."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
-        self._keys: list[tuple[bytes, ApiKey]] = []
+        self._keys: dict[bytes, ApiKey] = {}
         self._quotas: dict[str, Quota | None] = {}
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Replaces all keys. Accepted requests continue."""
-        self._keys = [(_digest(key.key.encode()), key) for key in keys]
-        self._quotas = {key.name: key.quota for _, key in self._keys}
+        self._keys = {key.digest: key for key in keys}
+        self._quotas = {key.name: key.quota for key in self._keys.values()}
 
     def quota_of(self, name: str) -> Quota | None:
         """Returns the quota of a tenant, if limited."""
@@ -58,14 +79,9 @@ class ApiKeys:
         return bool(self._keys)
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """Returns the key of an Authorization header."""
+        """Returns the key of an Authorization header, also an expired one."""
         scheme, _, token = authorization.partition(b" ")
-        digest = _digest(token.strip())
-        found: ApiKey | None = None
-        for known, key in self._keys:
-            if hmac.compare_digest(known, digest):
-                found = key
-        return found if scheme.lower() == b"bearer" else None
+        return self._keys.get(_digest(token.strip())) if scheme.lower() == b"bearer" else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -73,18 +89,29 @@ def _digest(key: bytes) -> bytes:
 
 
 def gather_keys(flag_keys: Sequence[str], file: Path | None) -> list[ApiKey]:
-    """Returns the keys of the flags, named key-1, key-2, ..., and of the file. Raises KeysUnreadable."""
+    """Returns the keys of the flags, named key-1, key-2, ..., and of the file. Raises KeysUnreadable.
+
+    Entries with one name are keys of one tenant: their quotas must be equal.
+    """
     keys = [ApiKey(f"key-{number}", key) for number, key in enumerate(flag_keys, 1)]
     keys += read_keys(file) if file is not None else []
-    if any(not key.key or not key.key.isascii() or not key.key.isprintable() or " " in key.key for key in keys):
-        raise KeysUnreadable(
-            "a key must be printable ASCII without spaces, and not empty; generate one with openssl rand -hex 24"
-        )
-    if any(not _is_valid_name(key.name) for key in keys):
-        raise KeysUnreadable("a name must be valid Unicode and not empty: it is the tenant of the key's requests")
-    if len({key.name for key in keys}) < len(keys) or len({key.key for key in keys}) < len(keys):
-        raise KeysUnreadable("two keys have the same name or the same value; make both unique")
+    if any(not key.hash and not _fits_header(key.key) for key in keys):
+        raise KeysUnreadable("a key must be printable ASCII without spaces, and not empty; make one with kubectl phalanx key")
+    if any(_HASH.fullmatch(key.key) for key in keys):
+        raise KeysUnreadable('a key has the form of a hash; write "hash" for the hash of a key')
+    if any(not _is_valid_name(name) for key in keys for name in (key.name, *(key.models or ()))):
+        raise KeysUnreadable("a name must be valid Unicode and not empty: it is the tenant of the key's requests, or a model")
+    if len({key.digest for key in keys}) < len(keys):
+        raise KeysUnreadable("two entries have the same key; remove one")
+    quotas: dict[str, Quota | None] = {}
+    for key in keys:
+        if quotas.setdefault(key.name, key.quota) != key.quota:
+            raise KeysUnreadable(f"the entries of {key.name} have different quotas; a tenant has one: repeat it in each entry")
     return keys
+
+
+def _fits_header(key: str) -> bool:
+    return bool(key) and key.isascii() and key.isprintable() and " " not in key
 
 
 def _is_valid_name(name: str) -> bool:
@@ -94,8 +121,49 @@ def _is_valid_name(name: str) -> bool:
         return False
 
 
+_Limit = Annotated[int, msgspec.Meta(gt=0)] | None
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One key of a file."""
+
+    name: str
+    key: str = ""
+    hash: str = ""
+    priority: int | None = None
+    models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    console: Literal["read", "write"] = "read"
+    requests_per_minute: _Limit = None
+    tokens_per_minute: _Limit = None
+    concurrent: _Limit = None
+    requests_per_day: _Limit = None
+    tokens_per_day: _Limit = None
+
+    def api_key(self) -> ApiKey:
+        """Returns the key. Raises ValueError."""
+        if bool(self.key) == bool(self.hash):
+            raise ValueError("an entry needs either a key or a hash")
+        if self.hash and not _HASH.fullmatch(self.hash):
+            raise ValueError("a hash must be sha256: and 64 digits of lower-case hexadecimal")
+        limits = {limit: getattr(self, limit) for limit in QUOTAS}
+        return ApiKey(
+            name=self.name,
+            key=self.key,
+            priority=self.priority,
+            quota=Quota(**limits) if any(limits.values()) else None,
+            may_write_console=self.console == "write",
+            models=None if self.models is None else tuple(self.models),
+            expires=self.expires,
+            hash=self.hash,
+        )
+
+
 def read_keys(file: Path) -> list[ApiKey]:
-    """Reads a JSON array of {"name", "key", ...}, or lines `name key [priority] [quota=number ...]`. Raises KeysUnreadable."""
+    """Reads a JSON array of {"name", "key" or "hash", ...}, or lines `name key [priority] [field=value ...]`.
+
+    Raises KeysUnreadable.
+    """
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -108,28 +176,11 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 def _parse_json(file: Path, text: str) -> list[ApiKey]:
     try:
-        entries = json.loads(text)
+        decoded = msgspec.json.decode(text, type=_Entry | list[_Entry])
+        return [entry.api_key() for entry in ([decoded] if isinstance(decoded, _Entry) else decoded)]
     except ValueError as error:
-        raise KeysUnreadable(f"{file}: not valid JSON; expected an array of keys") from error
-    return [_parse_entry(file, entry) for entry in (entries if isinstance(entries, list) else [entries])]
-
-
-def _parse_entry(file: Path, entry: object) -> ApiKey:
-    if isinstance(entry, Mapping) and set(entry) <= {"name", "key", "priority", "console", *QUOTAS}:
-        name, key, priority = entry.get("name"), entry.get("key"), entry.get("priority")
-        is_named = isinstance(name, str) and name and isinstance(key, str)
-        if is_named and (priority is None or type(priority) is int) and entry.get("console", "read") in ("read", "write"):
-            quota = _parse_quota(file, {limit: entry[limit] for limit in QUOTAS if limit in entry})
-            return ApiKey(str(name), str(key), priority, quota, may_write_console=entry.get("console") == "write")
-    fields = ", ".join(f'"{limit}"' for limit in QUOTAS) + ' and "console": "read" or "write"'
-    shape = f'{{"name": text, "key": text, "priority": whole number or null}}, optionally with {fields}'
-    raise KeysUnreadable(f"{file}: every entry must be {shape}")
-
-
-def _parse_quota(file: Path, limits: Mapping[str, object]) -> Quota | None:
-    if not all(type(limit) is int and limit > 0 for limit in limits.values()):
-        raise KeysUnreadable(f"{file}: {', '.join(QUOTAS)} must be whole numbers above 0")
-    return Quota(**{name: limit for name, limit in limits.items() if isinstance(limit, int)}) if limits else None
+        fields = ", ".join(name for name in _Entry.__struct_fields__ if name not in ("name", "hash"))
+        raise KeysUnreadable(f"{file}: {_without_value(error)}; {_EXAMPLE} {fields}") from error
 
 
 def _parse_lines(file: Path, text: str) -> list[ApiKey]:
@@ -138,17 +189,30 @@ def _parse_lines(file: Path, text: str) -> list[ApiKey]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        pairs = [word.partition("=") for word in words[2:] if "=" in word]
         plain = words[:2] + [word for word in words[2:] if "=" not in word]
+        if not 2 <= len(plain) <= 3:
+            raise KeysUnreadable(f"{file}: line {number} is not `name key [priority] [field=value ...]`")
+        fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
         try:
-            name, key = plain[:2]
-            limits = {limit: int(value) for limit, _, value in pairs}
-            if set(limits) - set(QUOTAS):
-                raise ValueError(f"unknown quota in {sorted(limits)}")
-            priority = int(plain[2]) if len(plain) > 2 else None
+            keys.append(_parse_line(plain, fields).api_key())
         except ValueError as error:
-            raise KeysUnreadable(f"{file}: line {number} is not `name key [priority] [quota=number ...]`") from error
-        if len(plain) > 3:
-            raise KeysUnreadable(f"{file}: line {number} has more than name, key and priority; write quotas as quota=number")
-        keys.append(ApiKey(name, key, priority, _parse_quota(file, limits)))
+            raise KeysUnreadable(f"{file}: line {number}: {_without_value(error)}") from error
     return keys
+
+
+def _parse_line(plain: Sequence[str], fields: Mapping[str, str]) -> _Entry:
+    """Returns the entry of a line: name, key or hash, priority, and the other fields. Raises ValueError."""
+    values: dict[str, object] = dict(fields)
+    if values.keys() & {"name", "key", "hash", "priority"}:
+        raise ValueError("name, key and priority have no `=`")
+    values |= {"name": plain[0], "hash" if _HASH.fullmatch(plain[1]) else "key": plain[1]}
+    if len(plain) == 3:
+        values["priority"] = plain[2]
+    if "models" in fields:
+        values["models"] = fields["models"].split(",")
+    return msgspec.convert(values, _Entry, strict=False)
+
+
+def _without_value(error: ValueError) -> str:
+    """The reason without the value, which may be a key in the wrong place."""
+    return re.sub(r"'[^']*'", "value", str(error))

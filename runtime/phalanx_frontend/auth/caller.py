@@ -47,6 +47,11 @@ class Caller:
             return self.key.name if self.key is not None else ""
         return tenant or user or ""
 
+    def may_use(self, model: str) -> bool:
+        """Returns whether the key allows requests to a model of this name."""
+        models = self.key.models if self.key is not None else None
+        return models is None or model in models
+
     def priority(self, requested: int | None) -> int:
         """Returns the priority; lower is more urgent. Raises ApiError 400 or 403."""
         bound = self.key.priority if self.key is not None else None
@@ -83,9 +88,10 @@ class CallerMiddleware:
         requested = headers.get(b"x-request-id", b"").decode("latin-1")
         has_random_id = not _REQUEST_ID.fullmatch(requested)
         id = random_id("") if has_random_id else requested
-        key = self._keys.find(headers.get(b"authorization", b""))
-        is_refused = bool(self._keys) and key is None and scope["path"] not in OPEN_PATHS
-        status, trace = 0, None if is_refused else self._open_trace(scope, headers)
+        authorization = headers.get(b"authorization", b"")
+        key = self._keys.find(authorization)
+        refusal = None if scope["path"] in OPEN_PATHS else key_refusal(self._keys, authorization, time.time())
+        status, trace = 0, None if refusal is not None else self._open_trace(scope, headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -109,8 +115,8 @@ class CallerMiddleware:
         )
         token = TRACE_ID.set(str if trace is None else lambda: trace.identity.trace_id)
         try:
-            if is_refused:
-                await error_response(unauthorized(b"authorization" in headers))(scope, receive, send_with_id)
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         finally:
@@ -138,9 +144,17 @@ def end_trace(trace: RequestTrace, id: str, status: int) -> None:
     trace.end()
 
 
-def unauthorized(has_key: bool) -> ApiError:
-    """Returns a 401 in OpenAI's form."""
-    message = "Incorrect API key provided." if has_key else "You didn't provide an API key: send Authorization: Bearer <key>."
+def key_refusal(keys: ApiKeys, authorization: bytes, unix_s: float) -> ApiError | None:
+    """Returns why a header is refused, as a 401 in OpenAI's form; null if its key is valid, or if there are no keys."""
+    key = keys.find(authorization)
+    if not keys or (key is not None and (key.expires is None or unix_s < key.expires.timestamp())):
+        return None
+    if key is not None and key.expires is not None:
+        message = f"This API key expired at {key.expires.isoformat(timespec='seconds')}: use another key of {key.name}."
+        return ApiError(401, message, code="api_key_expired")
+    message = (
+        "Incorrect API key provided." if authorization else "You didn't provide an API key: send Authorization: Bearer <key>."
+    )
     return ApiError(401, message, code="invalid_api_key")
 
 

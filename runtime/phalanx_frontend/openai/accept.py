@@ -57,7 +57,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
     model = await server.model()
-    name = model.name_for(body.model)
+    name = model.name_for(body.model, caller)
     check_fields(body, server.limits)
     prompts = await endpoint.prompts(body, model)
     per_prompt = body.n or 1

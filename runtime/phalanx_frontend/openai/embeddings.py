@@ -157,7 +157,7 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
     model = await server.model()
-    name, embedding = model.name_for(body.model), model.embedding()
+    name, embedding = model.name_for(body.model, caller), model.embedding()
     refuse_unsupported(body.model_extra or {})
     if len(body.input) > server.limits.max_inputs:
         raise invalid("input", f"one request may have at most {server.limits.max_inputs} inputs")

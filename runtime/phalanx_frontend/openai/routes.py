@@ -14,6 +14,7 @@ from phalanx_frontend.openai.embeddings import ROUTE as EMBEDDINGS
 from phalanx_frontend.openai.embeddings import accept_embeddings
 from phalanx_frontend.openai.prompt import tokenize_prompt
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from phalanx_frontend.openai.served_model import usable_names
 from phalanx_frontend.stream.held import HeldAnswer
 
 CurrentCaller = Annotated[Caller, Depends(caller_of)]
@@ -38,31 +39,31 @@ def openai_routes(server: ServerContext) -> APIRouter:
         return await accept(server, CHAT, body, caller)
 
     @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model names that requests may use."""
+    async def models(caller: CurrentCaller) -> dict[str, Any]:
+        """The model names that requests with this API key may use."""
         assets = server.assets()
-        return {"object": "list", "data": [model_card(server, assets, name) for name in assets.served_names]}
+        return {"object": "list", "data": [model_card(server, assets, name) for name in usable_names(assets, caller)]}
 
     @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, caller: CurrentCaller) -> dict[str, Any]:
         """One model by name."""
         model = await server.model()
-        return model_card(server, model.assets, model.name_for(name))
+        return model_card(server, model.assets, model.name_for(name, caller))
 
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, caller: CurrentCaller) -> dict[str, Any]:
         """Token ids of a prompt or of messages."""
         model = await server.model()
-        model.name_for(body.model)
+        model.name_for(body.model, caller)
         ids = await tokenize_prompt(body, model)
         tokens = [model.tokenizer.token(id) for id in ids] if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": model.assets.max_model_len, "tokens": ids, "token_strs": tokens}
 
     @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, caller: CurrentCaller) -> dict[str, str]:
         """Text of token ids, special tokens included."""
         model = await server.model()
-        model.name_for(body.model)
+        model.name_for(body.model, caller)
         return {"prompt": model.tokenizer.decode(model.checked_ids(body.tokens, "tokens"), skip_special_tokens=False)}
 
     routes.include_router(embedding_routes(server))

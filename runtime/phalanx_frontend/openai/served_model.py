@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from phalanx_api import wire
+from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai.sampling import Defaults, read_defaults
 from phalanx_frontend.openai.structured import GrammarCheck
@@ -47,12 +48,15 @@ class ServedModel:
             raise invalid("model", f"this model computes no embeddings: {embedding.obstacle}", "no_embeddings")
         return embedding
 
-    def name_for(self, requested: str | None) -> str:
-        """Returns the model name of the response. Raises ApiError 404."""
-        if requested is None:
-            return self.assets.served_names[0]
-        if requested not in self.assets.served_names:
-            raise ApiError(404, f"The model `{requested}` does not exist.", "model", "model_not_found")
+    def name_for(self, requested: str | None, caller: Caller) -> str:
+        """Returns the model name of the response. Raises ApiError 404, also for a name that the caller's key does not allow."""
+        allowed = usable_names(self.assets, caller)
+        if requested is None and allowed:
+            return allowed[0]
+        if requested not in allowed:
+            name = self.assets.served_names[0] if requested is None else requested
+            message = f"The model `{name}` does not exist or you do not have access to it."
+            raise ApiError(404, message, "model", "model_not_found")
         return requested
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:
@@ -74,6 +78,11 @@ class ServedModel:
             return self.checked_ids(ids, param)
         except UnicodeEncodeError as error:
             raise invalid(param, f"{param} is not valid Unicode: it contains half of a surrogate pair; remove it") from error
+
+
+def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:
+    """Returns the names of a model that the caller's key allows."""
+    return [name for name in assets.served_names if caller.may_use(name)]
 
 
 def load_model(assets: wire.Assets) -> ServedModel:

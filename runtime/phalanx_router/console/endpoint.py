@@ -5,6 +5,7 @@ so another site cannot send them.
 """
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.pages.static_files import API, HEADERS, PATH, StaticFile, static_files
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.auth.caller import unauthorized
+from phalanx_frontend.auth.caller import key_refusal
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.backend import RouterBackend
@@ -66,10 +67,10 @@ class Console:
     async def data(self, request: Request) -> Response:
         """Answers a path below `/ui/api/`. Raises ApiError."""
         authorization = request.headers.get("authorization", "").encode()
-        key = self.keys.find(authorization)
-        if self.keys and key is None:
-            raise unauthorized(bool(authorization))
-        viewer = viewer_of(key, bool(self.keys))
+        refusal = key_refusal(self.keys, authorization, time.time())
+        if refusal is not None:
+            raise refusal
+        viewer = viewer_of(self.keys.find(authorization), bool(self.keys))
         name = request.url.path.removeprefix(API)
         writes: dict[str, Callable[[bytes], Response]] = {"drain": self._drain, "move": self._move}
         if name in writes:

@@ -1,5 +1,6 @@
 """Limits on requests at the router: tenant quotas, cold-start holds, time limits of waiting."""
 
+import time
 from collections.abc import Callable
 
 from phalanx_api import wire
@@ -17,12 +18,13 @@ from phalanx_router.streams.stream import GroupLost
 class TenantQuotas:
     """Quota usage of tenants."""
 
-    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float], unix_s: Callable[[], float] = time.time) -> None:
         self.quota_of: Callable[[str], Quota | None] = lambda name: None
         self.num_routers = 1  # that share the quotas
         self._quotas = Quotas()
         self._metrics = metrics
         self._clock = clock
+        self._unix_s = unix_s
 
     def charge(self, session: StreamSession) -> None:
         """Charges a new stream, once. Raises BackendError 429 over quota."""
@@ -32,10 +34,19 @@ class TenantQuotas:
             return
         demand, now = journal.demand(), self._clock()
         grant = self._quotas.take(
-            journal.tenant, quota, demand.prompt_tokens, demand.output_tokens, now, share=1 / self.num_routers
+            journal.tenant,
+            quota,
+            demand.prompt_tokens,
+            demand.output_tokens,
+            now,
+            share=1 / self.num_routers,
+            unix_s=self._unix_s(),
         )
         if isinstance(grant, QuotaExceeded):
             self._metrics.shed(f"quota_{grant.limit}")
+            if grant.is_of_day:
+                why = f"Budget reached for {journal.tenant}: {grant.why}."
+                raise BackendError(429, "insufficient_quota", why, grant.retry_after_s)
             why = f"Rate limit reached for {journal.tenant}: {grant.why}."
             raise BackendError(429, "rate_limit_exceeded", why, grant.retry_after_s)
         session.charge.grant, session.charge.granted_at = grant, now

@@ -1,7 +1,9 @@
-"""Quotas of a tenant: requests per minute, tokens per minute, concurrent requests.
+"""Quotas of a tenant: requests and tokens per minute and per day, concurrent requests.
 
 A bucket has the capacity of one minute's quota and refills steadily; n is granted when level >= min(n, capacity).
-A request reserves its prompt plus min(max_tokens, default output tokens), and settles the difference at its end.
+A budget has that of a day of UTC and is full again at midnight; n is granted when used + min(n, capacity) <= capacity.
+A request reserves its prompt plus min(max_tokens, default output tokens), and settles the difference at its end,
+in the budget of the day on which it was granted.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +13,9 @@ from phalanx_frontend.auth.api_keys import Quota
 from phalanx_router.routing.cost import DEFAULT_OUTPUT_TOKENS
 
 MINUTE_S = 60.0
+DAY_S = 86_400.0
 DURATION_SMOOTHING = 0.2
-QuotaLimit = Literal["requests", "tokens", "concurrent"]
+QuotaLimit = Literal["requests", "tokens", "concurrent", "requests_per_day", "tokens_per_day"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class QuotaGrant:
     """The request may run and has reserved `tokens`."""
 
     tokens: int
+    day: int = 0  # of the Unix epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,11 @@ class QuotaExceeded:
     limit: QuotaLimit
     why: str
     retry_after_s: float  # of concurrent requests from the tenant's mean request duration
+
+    @property
+    def is_of_day(self) -> bool:
+        """Whether the tenant waits until midnight, UTC."""
+        return self.limit in ("requests_per_day", "tokens_per_day")
 
 
 @dataclass(slots=True)
@@ -42,9 +51,22 @@ class _QuotaBucket:
 
 
 @dataclass(slots=True)
+class _DayUsage:
+    day: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+    def turn(self, day: int) -> None:
+        """Starts a new day; a clock that is set back does not."""
+        if day > self.day:
+            self.day, self.requests, self.tokens = day, 0, 0
+
+
+@dataclass(slots=True)
 class _TenantUsage:
     running: int = 0
     mean_duration_s: float = 1.0
+    today: _DayUsage = field(default_factory=_DayUsage)
     buckets: dict[QuotaLimit, _QuotaBucket] = field(default_factory=dict)
 
 
@@ -55,17 +77,21 @@ class Quotas:
         self._tenants: dict[str, _TenantUsage] = {}
 
     def take(
-        self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, share: float = 1.0
+        self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, *, share: float = 1.0, unix_s: float = 0.0
     ) -> QuotaGrant | QuotaExceeded:
-        """Reserves quota for one request, which `end` settles. `share`: of this router."""
+        """Reserves quota for one request, which `end` settles. `share`: of this router; `unix_s`: the time of day."""
         tenant = self._tenants.setdefault(name, _TenantUsage())
         tokens = prompt_tokens + int(min(max_tokens, DEFAULT_OUTPUT_TOKENS))
+        tenant.today.turn(int(unix_s // DAY_S))
         if quota.concurrent is not None:
             max_running = max(1, int(quota.concurrent * share))
             if tenant.running >= max_running:
                 return QuotaExceeded(
                     "concurrent", f"all {max_running} concurrent requests are running", tenant.mean_duration_s / max_running
                 )
+        exceeded = _exceeded_budget(tenant.today, quota, tokens, share, until_midnight_s=DAY_S - unix_s % DAY_S)
+        if exceeded is not None:
+            return exceeded
         amounts: list[tuple[QuotaLimit, int | None, int]] = [
             ("requests", quota.requests_per_minute, 1),
             ("tokens", quota.tokens_per_minute, tokens),
@@ -78,7 +104,9 @@ class Quotas:
             if per_minute is not None:
                 tenant.buckets[limit].level -= amount
         tenant.running += 1
-        return QuotaGrant(tokens)
+        tenant.today.requests += 1
+        tenant.today.tokens += tokens
+        return QuotaGrant(tokens, tenant.today.day)
 
     def end(self, name: str, grant: QuotaGrant, used_tokens: int, duration_s: float) -> None:
         """Settles the reserved tokens."""
@@ -87,6 +115,8 @@ class Quotas:
         tenant.mean_duration_s += DURATION_SMOOTHING * (duration_s - tenant.mean_duration_s)
         if "tokens" in tenant.buckets:
             tenant.buckets["tokens"].level += grant.tokens - used_tokens
+        if grant.day == tenant.today.day:
+            tenant.today.tokens += used_tokens - grant.tokens
 
     def _wait_s(
         self, tenant: _TenantUsage, limit: QuotaLimit, per_minute: int | None, share: float, amount: int, now: float
@@ -97,3 +127,17 @@ class Quotas:
         bucket = tenant.buckets.setdefault(limit, _QuotaBucket(capacity, now))
         bucket.fill(capacity, now)
         return (min(amount, capacity) - bucket.level) * MINUTE_S / capacity
+
+
+def _exceeded_budget(
+    today: _DayUsage, quota: Quota, tokens: int, share: float, *, until_midnight_s: float
+) -> QuotaExceeded | None:
+    budgets: list[tuple[QuotaLimit, str, int | None, int, int]] = [
+        ("requests_per_day", "requests", quota.requests_per_day, today.requests, 1),
+        ("tokens_per_day", "tokens", quota.tokens_per_day, today.tokens, tokens),
+    ]
+    for limit, unit, per_day, used, amount in budgets:
+        capacity = max(1.0, (per_day or 0) * share)
+        if per_day is not None and used + min(amount, capacity) > capacity:
+            return QuotaExceeded(limit, f"{per_day} {unit} per day are allowed; the day ends at midnight, UTC", until_midnight_s)
+    return None

@@ -1,7 +1,5 @@
 """Request ids, API keys, tenants and priorities."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +7,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError
 from tests.frontend.fakes import FakeBackend
@@ -121,67 +119,6 @@ async def test_a_bug_is_answered_with_the_request_s_id() -> None:
     async with client_of(BrokenBackend()) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (500, ["mine"])
-
-
-# Keys
-
-
-def written(folder: Path, content: str) -> Path:
-    file = folder / "keys"
-    file.write_text(content)
-    return file
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        json.dumps([{"name": "alice", "key": "sk-alice", "priority": -5}, {"name": "bob", "key": "sk-bob"}]),
-        "# who may ask\nalice sk-alice -5\n\nbob sk-bob # any priority\n",
-    ],
-    ids=["JSON", "lines"],
-)
-def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path, content: str) -> None:
-    keys = gather_keys(["one", "two"], written(tmp_path, content))
-    assert [(key.name, key.key, key.priority) for key in keys] == [
-        ("key-1", "one", None), ("key-2", "two", None), ("alice", "sk-alice", -5), ("bob", "sk-bob", None)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "alice",
-        "alice key high",
-        "a b 1 c",
-        "[1]",
-        "[",
-        '[{"name": "a"}]',
-        '[{"name": "a", "key": "k", "x": 1}]',
-        "a k\na l",
-        '[{"name": "\\ud800", "key": "k"}]',
-        "a k\nb k",
-        "a k concurrent=0",
-        "a k concurrent=high",
-        "a k requests=3",
-        '[{"name": "a", "key": "k", "tokens_per_minute": 1.5}]',
-        '[{"name": "a", "key": "k", "concurrent": true}]',
-    ],
-)
-def test_unusable_key_file_is_refused_without_revealing_keys(tmp_path: Path, content: str) -> None:
-    with pytest.raises(KeysUnreadable) as caught:
-        gather_keys([], written(tmp_path, content))
-    assert "high" not in str(caught.value)
-
-
-@pytest.mark.parametrize("flag_keys", [[""], ["a b"], ["ключ"], ["same", "same"]])
-def test_a_key_that_no_header_can_bring_is_refused(flag_keys: list[str]) -> None:
-    with pytest.raises(KeysUnreadable):
-        gather_keys(flag_keys, None)
-
-
-def test_a_key_is_never_shown() -> None:
-    assert "sk-alice" not in repr(ALICE) and "sk-alice" not in repr(Caller(request_id="id", key=ALICE, has_keys=True))
 
 
 # Health

@@ -90,6 +90,53 @@ def test_routers_share_a_quota() -> None:
     assert granted == [True, True, False, False]
 
 
+DAY_S = 86_400.0
+
+
+def test_a_budget_is_full_again_at_midnight() -> None:
+    quotas, quota, evening_s = Quotas(), Quota(requests_per_day=2), 7 * DAY_S - 60
+    grants = [quotas.take("t", quota, 1, 1, now=0.0, unix_s=evening_s) for _ in range(3)]
+    assert [isinstance(grant, QuotaGrant) for grant in grants] == [True, True, False]
+    refused = grants[2]
+    assert isinstance(refused, QuotaExceeded) and (refused.is_of_day, refused.retry_after_s) == (True, 60.0)
+    assert isinstance(quotas.take("other", quota, 1, 1, now=0.0, unix_s=evening_s), QuotaGrant)
+    assert isinstance(quotas.take("t", quota, 1, 1, now=0.0, unix_s=evening_s + 60), QuotaGrant)
+    refused = quotas.take("t", Quota(requests_per_day=1), 1, 1, now=0.0, unix_s=evening_s)
+    assert isinstance(refused, QuotaExceeded), "a clock that is set back brings no second budget"
+
+
+def test_tokens_settle_in_the_budget_of_their_day() -> None:
+    quotas, quota = Quotas(), Quota(tokens_per_day=1000)
+    granted = quotas.take("t", quota, 400, 10_000, now=0.0, unix_s=DAY_S - 1)
+    assert granted == QuotaGrant(528)
+    assert isinstance(granted, QuotaGrant)
+    assert isinstance(quotas.take("t", quota, 400, 100, now=0.0, unix_s=DAY_S - 1), QuotaExceeded)
+    quotas.end("t", granted, used_tokens=410, duration_s=1.0)
+    today = quotas.take("t", quota, 400, 100, now=0.0, unix_s=DAY_S - 1)
+    assert isinstance(today, QuotaGrant)
+    tomorrow = quotas.take("t", quota, 900, 100, now=2.0, unix_s=DAY_S + 1)
+    assert isinstance(tomorrow, QuotaGrant)
+    quotas.end("t", today, used_tokens=100_000, duration_s=1.0)
+    quotas.end("t", tomorrow, used_tokens=900, duration_s=1.0)
+    assert isinstance(quotas.take("t", quota, 50, 50, now=3.0, unix_s=DAY_S + 2), QuotaGrant)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 100), st.floats(0, 4 * 3600)), max_size=60), st.integers(1, 3))
+def test_routers_keep_a_budget_together(arrivals: list[tuple[int, int, float]], routers: int) -> None:
+    """Outputs within the estimate never exceed the budget of a day; a request above the whole budget is alone in its day."""
+    quota, budget, now = Quota(tokens_per_day=6000, requests_per_day=9), 6000, 0.0
+    shares = [Quotas() for _ in range(routers)]
+    used: dict[int, list[int]] = {}
+    for index, (prompt, output, pause_s) in enumerate(arrivals):
+        now += pause_s
+        quotas = shares[index % routers]
+        found = quotas.take("t", quota, prompt, output, now, share=1 / routers, unix_s=now)
+        if isinstance(found, QuotaGrant):
+            quotas.end("t", found, prompt + output, 1.0)
+            used.setdefault(int(now // DAY_S), []).append(min(prompt + output, budget // routers))
+    assert all(sum(tokens) <= budget and len(tokens) <= 9 for tokens in used.values())
+
+
 @asynccontextmanager
 async def running_server(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
     leader = FakeLeader(script=Script(assets=tiny_assets()))
@@ -127,6 +174,36 @@ async def test_exceeded_quota_returns_429_in_openai_form() -> None:
         assert (await post(http, "sk-other")).status_code == 200
         metrics = (await http.get("/metrics")).text
         assert 'phalanx_router_shed_total{why="quota_requests"} 1.0' in metrics
+
+
+async def test_exceeded_budget_returns_429_until_midnight() -> None:
+    small = ApiKey("small", "sk-small", quota=Quota(requests_per_day=1))
+    async with running_server([small, ApiKey("small", "sk-new", quota=small.quota), ApiKey("other", "sk-other")]) as http:
+        assert (await post(http, "sk-small")).status_code == 200
+        refused = await post(http, "sk-new")
+        assert refused.status_code == 429, "the budget is the tenant's, not the key's"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "insufficient_quota")
+        assert error["message"].startswith("Budget reached for small: 1 requests per day are allowed;")
+        assert 0 < int(refused.headers["retry-after"]) <= DAY_S
+        assert (await post(http, "sk-other")).status_code == 200
+        assert 'phalanx_router_shed_total{why="quota_requests_per_day"} 1.0' in (await http.get("/metrics")).text
+
+
+async def test_a_rotation_has_no_gap(tmp_path: Path) -> None:
+    volume, file, accepted = SecretVolume(tmp_path), tmp_path / "list", list[int]()
+    volume.write("list", "team sk-old\n")
+    async with running_server(gather_keys((), file), KeyFile((), file)) as http:
+        volume.write("list", "team sk-old\nteam sk-new\n")
+
+        async def is_accepted(key: str) -> bool:
+            accepted.append((await post(http, "sk-old")).status_code)
+            return (await post(http, key)).status_code == 200
+
+        await until(partial(is_accepted, "sk-new"))
+        assert set(accepted) == {200}, "the old key is valid until the new one is"
+        volume.write("list", "team sk-new\n")
+        await until(partial(are_applied, http, "sk-new", "sk-old"))
 
 
 async def test_a_rotated_key_works_without_a_restart(tmp_path: Path) -> None:
