@@ -27,3 +27,12 @@ def set_up(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FieldFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+log = logging.getLogger("phalanx.audit")
+
+
+def audit(verb: str, object: str, service: str, why: str) -> None:
+    """Writes the audit line of a change that the operator has made. The audit log of Kubernetes has the API calls."""
+    fields = {"verb": verb, "object": object, "service": service, "outcome": "done", "caller": "operator", "why": why}
+    log.info("audit", extra=fields)

@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.summary import MAX_ORDERED_MOVES, BalancePolicy, RouterSummary, StartedMoves, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_frontend.auth.audit import audited
+from phalanx_frontend.auth.caller import audit_refusal, safe_request_id
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.migration.manual import GroupMoveOrder
@@ -26,6 +28,8 @@ from phalanx_router.summary import UrgentState
 
 log = logging.getLogger(__name__)
 
+ADMINISTRATOR = "service token"
+"""Caller of orders with the service token, whose file only users read that may exec into the service's pods."""
 PURGE_PATH = "/phalanx/cache/purge"
 MOVES_PATH = "/phalanx/moves"
 MAX_BODY_BYTES = 1 << 20
@@ -108,8 +112,10 @@ class PurgeEndpoint:
     async def answer(self, request: Request) -> Response:
         """Returns the number of dropped responses. Raises ApiError."""
         check_internal(request, self._token)
-        count = self._purge()
-        log.info("purged the response cache", extra={"responses": count})
+        with audited("purge", ADMINISTRATOR, _request_id(request)) as entry:
+            entry.subject = "responses"
+            count = self._purge()
+            entry.detail = {"responses": count}
         return Response(msgspec.json.encode({"purged": count}), media_type="application/json")
 
 
@@ -123,12 +129,18 @@ class MovesEndpoint:
     async def answer(self, request: Request) -> Response:
         """Returns the moves that the router started. Raises ApiError."""
         check_internal(request, self._token)
-        order = decode_body(_decode_order, await read_body(request, MAX_BODY_BYTES), "a valid order of moves")
-        if not 1 <= order.count <= MAX_ORDERED_MOVES:
-            raise ApiError(400, f"count is {order.count}: expected 1 to {MAX_ORDERED_MOVES}", "count")
-        started = self._start(order)
-        log.info("moves ordered", extra={"group": order.group, "targets": started.targets, "obstacles": started.obstacles})
+        with audited("move", ADMINISTRATOR, _request_id(request)) as entry:
+            order = decode_body(_decode_order, await read_body(request, MAX_BODY_BYTES), "a valid order of moves")
+            entry.subject = f"groups/{order.group}"
+            if not 1 <= order.count <= MAX_ORDERED_MOVES:
+                raise ApiError(400, f"count is {order.count}: expected 1 to {MAX_ORDERED_MOVES}", "count")
+            started = self._start(order)
+            entry.detail = {"targets": started.targets, "obstacles": started.obstacles}
         return Response(msgspec.json.encode(started), media_type="application/json")
+
+
+def _request_id(request: Request) -> str:
+    return safe_request_id(request.headers.get("x-request-id", "").encode())
 
 
 def check_internal(request: Request, token: str) -> None:
@@ -160,5 +172,7 @@ class InternalRouteMiddleware:
         try:
             response = await answer(Request(scope, receive))
         except ApiError as error:
+            if error.status == 401:
+                audit_refusal(error, None, _request_id(Request(scope)), scope["path"])
             response = error_response(error)
         await response(scope, receive, send)

@@ -316,7 +316,8 @@ async def purge(router: CachedRouter, token: str = TOKEN, method: str = "POST") 
     return await router.http.request(method, PURGE_PATH, headers={"authorization": f"Bearer {token}"})
 
 
-async def test_purge_drops_all_responses() -> None:
+async def test_purge_drops_all_responses(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "phalanx.audit")
     async with cached_router(printing_leader()) as router:
         for key in ("sk-1", "sk-2"):
             await router.post(COMPLETION, key=key)
@@ -326,6 +327,12 @@ async def test_purge_drops_all_responses() -> None:
         assert await router.metric("entries") == 2
         assert (await purge(router)).json() == {"purged": 2}
         assert result_of(await router.post(COMPLETION)) == "miss"
+    lines = [record.__dict__ for record in caplog.records if record.name == "phalanx.audit"]
+    assert [(line["verb"], line["caller"], line["outcome"]) for line in lines] == [
+        ("authenticate", "", "refused"),
+        ("purge", "service token", "done"),
+    ]
+    assert (lines[1]["object"], lines[1]["responses"]) == ("responses", 2)
 
 
 async def test_response_in_computation_at_a_purge_is_not_stored() -> None:

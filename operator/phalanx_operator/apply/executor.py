@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels
@@ -45,6 +45,7 @@ from phalanx_operator.kube.client import (
     Resource,
 )
 from phalanx_operator.kube.store import Key
+from phalanx_operator.logs import audit
 from phalanx_operator.observe.api_discovery import POD_GROUPS
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.render import gangs, pods
@@ -119,6 +120,7 @@ class ActionExecutor:
                 await self._execute_other(action, execution)
             elif await self._change_groups(action, run):
                 execution.done.append(action)
+                _audit(action, execution.service)
 
     async def _change_groups(self, action: GroupAction | SetReplicas, run: "_Run") -> bool:
         """Returns whether the action changed anything."""
@@ -286,6 +288,7 @@ class ActionExecutor:
             return
         fields = {"pod": action.name, "grace_s": str(action.grace_s)}
         log.info("pod deleted", extra=_fields(service, "", action.why) | fields)
+        audit("delete", f"pods/{action.name}", f"{service.namespace}/{service.name}", action.why)
 
     async def _delete_group(self, action: DeleteGroup, execution: Execution) -> bool:
         service, was_deleted = execution.service, True
@@ -310,6 +313,21 @@ class _Run:
         """Whether a group is being deleted."""
         is_terminating = any(group.terminating for group in self.execution.snapshot.groups)
         return is_terminating or any(isinstance(action, DeleteGroup) for action in self.actions)
+
+
+_VERBS: Mapping[type[GroupAction | SetReplicas], str] = {
+    CreateGroup: "create",
+    DrainGroup: "drain",
+    KeepGroup: "undrain",
+    DeleteGroup: "delete",
+    RestartGroup: "restart",
+    SetReplicas: "scale",
+}
+
+
+def _audit(action: GroupAction | SetReplicas, service: InferenceService) -> None:
+    object = f"replicas/{action.replicas}" if isinstance(action, SetReplicas) else f"groups/{action.name}"
+    audit(_VERBS[type(action)], object, f"{service.namespace}/{service.name}", action.why)
 
 
 def _fields(service: InferenceService, group: str, why: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.auth.audit import AuditEntry
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
 from phalanx_frontend.logs import TRACE_ID
@@ -60,8 +61,15 @@ class Caller:
         if requested not in PRIORITIES:
             raise ApiError(400, f"priority must be between {PRIORITIES[0]} and {PRIORITIES[-1]}", "priority")
         if bound is not None and requested < bound:
-            raise ApiError(403, f"this API key allows no priority below {bound}", "priority", "priority_not_allowed")
+            message = f"this API key allows no priority below {bound}"
+            self.audit_use(f"priority/{requested}", message)
+            raise ApiError(403, message, "priority", "priority_not_allowed")
         return requested
+
+    def audit_use(self, subject: str, why: str) -> None:
+        """Writes the audit line of a use that the key does not allow."""
+        caller = self.key.name if self.key is not None else ""
+        AuditEntry(verb="use", caller=caller, request_id=self.request_id, subject=subject).write("refused", why)
 
 
 def caller_of(request: Request) -> Caller:
@@ -85,9 +93,8 @@ class CallerMiddleware:
             return
         start_s = time.perf_counter()
         headers = dict(scope["headers"])
-        requested = headers.get(b"x-request-id", b"").decode("latin-1")
-        has_random_id = not _REQUEST_ID.fullmatch(requested)
-        id = random_id("") if has_random_id else requested
+        requested = safe_request_id(headers.get(b"x-request-id", b""))
+        has_random_id, id = not requested, requested or random_id("")
         authorization = headers.get(b"authorization", b"")
         key = self._keys.find(authorization)
         refusal = None if scope["path"] in OPEN_PATHS else key_refusal(self._keys, authorization, time.time())
@@ -116,6 +123,7 @@ class CallerMiddleware:
         token = TRACE_ID.set(str if trace is None else lambda: trace.identity.trace_id)
         try:
             if refusal is not None:
+                audit_refusal(refusal, key, id, scope["path"] if scope["path"] in TRACED_PATHS else "other")
                 await error_response(refusal)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
@@ -132,6 +140,18 @@ class CallerMiddleware:
         if self._tracer is None or scope["path"] not in TRACED_PATHS:
             return None
         return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
+
+
+def safe_request_id(header: bytes) -> str:
+    """Returns the client's request id if it is safe to log, else an empty string."""
+    id = header.decode("latin-1")
+    return id if _REQUEST_ID.fullmatch(id) else ""
+
+
+def audit_refusal(refusal: ApiError, key: ApiKey | None, request_id: str, subject: str) -> None:
+    """Writes the audit line of a refused key. `subject`: a path, never the client's text."""
+    caller = key.name if key is not None else ""
+    AuditEntry(verb="authenticate", caller=caller, request_id=request_id, subject=subject).write("refused", refusal.message)
 
 
 def end_trace(trace: RequestTrace, id: str, status: int) -> None:

@@ -55,6 +55,8 @@ class ServedModel:
             return allowed[0]
         if requested not in allowed:
             name = self.assets.served_names[0] if requested is None else requested
+            if name in self.assets.served_names:
+                caller.audit_use(f"models/{name}", "this API key does not allow the model")
             message = f"The model `{name}` does not exist or you do not have access to it."
             raise ApiError(404, message, "model", "model_not_found")
         return requested

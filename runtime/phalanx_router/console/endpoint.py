@@ -4,7 +4,6 @@ A key that may write can move a stream, and request the drain of a group from th
 so another site cannot send them.
 """
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.pages.static_files import API, HEADERS, PATH, StaticFile, static_files
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.auth.caller import key_refusal
+from phalanx_frontend.auth.audit import AuditEntry, audited
+from phalanx_frontend.auth.caller import audit_refusal, key_refusal, safe_request_id
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.backend import RouterBackend
@@ -24,8 +24,6 @@ from phalanx_router.console.answers import Answer, ConsoleAnswers
 from phalanx_router.console.records import Viewer
 from phalanx_router.drain_requests import DrainRequests
 from phalanx_router.request_log import RequestTimeline
-
-log = logging.getLogger(__name__)
 
 REQUEST_PATH = f"{API}requests/"
 MAX_BODY_BYTES = 1 << 14
@@ -67,33 +65,20 @@ class Console:
     async def data(self, request: Request) -> Response:
         """Answers a path below `/ui/api/`. Raises ApiError."""
         authorization = request.headers.get("authorization", "").encode()
-        refusal = key_refusal(self.keys, authorization, time.time())
+        id = safe_request_id(request.headers.get("x-request-id", "").encode())
+        key, refusal = self.keys.find(authorization), key_refusal(self.keys, authorization, time.time())
         if refusal is not None:
+            audit_refusal(refusal, key, id, "console")
             raise refusal
-        viewer = viewer_of(self.keys.find(authorization), bool(self.keys))
+        viewer = viewer_of(key, bool(self.keys))
         name = request.url.path.removeprefix(API)
-        writes: dict[str, Callable[[bytes], Response]] = {"drain": self._drain, "move": self._move}
-        if name in writes:
+        orders = {"drain": self._drain, "move": self._move}
+        if name in orders:
             _check_method(request, "POST")
-            return await self._write(request, name, writes[name], viewer)
+            with audited(name, viewer.tenant, id, outcome="accepted") as entry:
+                return orders[name](await _order(request, viewer), entry)
         _check_method(request, "GET")
         return self._read(request, name, viewer)
-
-    async def _write(self, request: Request, name: str, write: Callable[[bytes], Response], viewer: Viewer) -> Response:
-        """Executes an order, and logs it with the name of its key, also a refused one."""
-        entry = {"action": name, "api_key": viewer.tenant}
-        try:
-            if not viewer.may_write:
-                why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
-                raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
-            body = await read_body(request, MAX_BODY_BYTES)
-            entry["order"] = body.decode(errors="replace")
-            response = write(body)
-        except ApiError as error:
-            log.warning("refused an order of the console", extra=entry | {"why": str(error)})
-            raise
-        log.info("order of the console", extra=entry)
-        return response
 
     def _read(self, request: Request, name: str, viewer: Viewer) -> Response:
         tenant = None if viewer.sees_all else viewer.tenant
@@ -119,8 +104,9 @@ class Console:
             raise ApiError(404, message, code="unknown_request")
         return found
 
-    def _drain(self, body: bytes) -> Response:
+    def _drain(self, body: bytes, entry: AuditEntry) -> Response:
         group = decode_body(_decode_drain, body, "a valid drain").group
+        entry.subject = f"groups/{group}"
         draining = {link.endpoint.group: self.backend.links.fleet_view.is_leaving(link) for link in self.backend.links.all()}
         if group not in draining:
             raise ApiError(404, f"no group {group[:100]}", "group", "unknown_group")
@@ -131,8 +117,9 @@ class Console:
         self.drain_requested()
         return Response(msgspec.json.encode({"group": group, "requested": True}), 202, media_type=JSON)
 
-    def _move(self, body: bytes) -> Response:
+    def _move(self, body: bytes, entry: AuditEntry) -> Response:
         order = decode_body(_decode_move, body, "a valid move")
+        entry.subject, entry.detail = f"requests/{order.request}", {"target": order.target[:100]}
         if order.instance != self.answers.instance:
             raise ApiError(409, "another router answers now, whose requests have other numbers", "instance", "another_router")
         session = self._find(str(order.request), None).session
@@ -145,6 +132,14 @@ class Console:
         if obstacle is not None:
             raise ApiError(409, obstacle, "request", "not_moved")
         return Response(msgspec.json.encode({"request": order.request, "target": order.target}), 202, media_type=JSON)
+
+
+async def _order(request: Request, viewer: Viewer) -> bytes:
+    """Returns the body of an order. Raises ApiError 403 for a viewer that may not write."""
+    if not viewer.may_write:
+        why = "this API key may only read the console" if viewer.has_keys else "without API keys the console is read-only"
+        raise ApiError(403, f'{why}: give a key "console": "write" in the keys file', code="console_read_only")
+    return await read_body(request, MAX_BODY_BYTES)
 
 
 def viewer_of(key: ApiKey | None, has_keys: bool) -> Viewer:

@@ -85,6 +85,21 @@ async def test_scaling_keeps_existing_groups() -> None:
     assert (world.groups, world.ready) == (set(), ("True", "ScaledToZero"))
 
 
+async def test_changes_of_groups_leave_audit_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "phalanx.audit")
+    world = World(replicas=1)
+    await world.settle()
+    [created] = world.groups
+    await world.change(replicas=0)
+    await world.settle()
+    lines = [record.__dict__ for record in caplog.records if record.name == "phalanx.audit"]
+    assert [(line["verb"], line["object"]) for line in lines] == [
+        (verb, f"groups/{created}") for verb in ("create", "drain", "delete")
+    ]
+    assert {(line["service"], line["caller"], line["outcome"]) for line in lines} == {("/".join(KEY), "operator", "done")}
+    assert all(line["why"] for line in lines)
+
+
 async def test_a_changed_spec_rolls_group_by_group() -> None:
     world = World(replicas=3)
     await world.settle()

@@ -54,7 +54,9 @@ async def test_writes_need_a_key_that_may_write(caplog: pytest.LogCaptureFixture
         for name, body in {"drain": {"group": "a"}, "move": {"request": 1, "target": "a"}}.items():
             refused = await console.post(name, body, "sk-alice")
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "console_read_only")
-            assert caplog.records[-1].__dict__["api_key"] == "alice" and "may only read" in caplog.records[-1].__dict__["why"]
+            line = caplog.records[-1].__dict__
+            assert (line["verb"], line["caller"], line["outcome"]) == (name, "alice", "refused")
+            assert "may only read" in line["why"]
             assert (await console.post(name, body)).status_code == 401
             assert (await console.post(name, {"other": 1}, "sk-root")).status_code == 400
             large = await console.post(name, {"group": "a" * 20_000}, "sk-root")
@@ -65,7 +67,7 @@ async def test_writes_need_a_key_that_may_write(caplog: pytest.LogCaptureFixture
         assert (await console.data("viewer"))["sees_all"]
 
 
-async def test_moved_request_shows_which_group_computed_what() -> None:
+async def test_moved_request_shows_which_group_computed_what(caplog: pytest.LogCaptureFixture) -> None:
     async with running_console(*leaders(5, 5), keys=KEYS) as console:
         reading = asyncio.create_task(console.complete("hello", "sk-alice", "moved"))
         number = await console.until_delivered(5)
@@ -84,7 +86,10 @@ async def test_moved_request_shows_which_group_computed_what() -> None:
         console.fleet.links.fleet_view.evacuating = frozenset()
         same = await console.post("move", order | {"target": source}, "sk-root")
         assert (same.status_code, same.json()["error"]["code"]) == (409, "not_moved")
-        assert (await console.post("move", order | {"target": target}, "sk-root")).status_code == 202
+        with caplog.at_level("INFO", "phalanx.audit"):
+            assert (await console.post("move", order | {"target": target}, "sk-root")).status_code == 202
+        line = next(record.__dict__ for record in caplog.records if record.__dict__.get("outcome") == "accepted")
+        assert (line["verb"], line["object"], line["target"], line["caller"]) == ("move", f"requests/{number}", target, "root")
         await reading
         details = await console.data("requests/cmpl-moved", "sk-alice")
         ended = await console.post("move", order | {"target": target}, "sk-root")
