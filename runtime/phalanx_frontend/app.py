@@ -61,6 +61,7 @@ def create_app(
     keys: ApiKeys | None = None,
     make_health_source: Callable[[ServerContext], HealthSource] = ServerHealthSource,
     metrics_prefix: str = "phalanx",
+    has_tenant_metrics: bool = False,
     keep_alive_s: float = 5.0,
     cache: ResponseCache = NO_RESPONSE_CACHE,
     tracer: Tracer | None = None,
@@ -71,7 +72,8 @@ def create_app(
     limits = limits if limits is not None else Limits()
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
-    metrics = ApiMetrics(registry, responses, metrics_prefix, ObjectiveCounter(registry, metrics_prefix, latency_targets))
+    objectives = ObjectiveCounter(registry, metrics_prefix, latency_targets)
+    metrics = ApiMetrics(registry, responses, metrics_prefix, objectives, has_tenants=has_tenant_metrics)
     server = ServerContext(
         backend=backend,
         metrics=metrics,
@@ -81,7 +83,7 @@ def create_app(
     )
     app = _make_app(responses, lifespan, metrics.objectives)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
-    app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer)
+    app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from phalanx_api import wire
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.objectives import ObjectiveCounter
@@ -58,10 +59,52 @@ class RequestTotals:
         return self._totals
 
 
+class TenantCounters:
+    """Counters by tenant. The first `wire.MAX_TENANTS` have their names, all later ones are `wire.OTHER_TENANTS`.
+
+    Without API keys a client chooses its tenant, so names must be few and short. Without a registry nothing is shown.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None, prefix: str) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}_{name}_by_tenant", text, ("tenant", *labels), registry=registry)
+
+        self._names: set[str] = set()
+        self._responses = counter("responses", "Responses of the API to the keys of a tenant, by status.", "status")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests of a tenant.")
+        self._generation_tokens = counter("generation_tokens", "Tokens that ended requests of a tenant got.")
+
+    def responded(self, tenant: str, status: int) -> None:
+        """Counts a response of the API. `tenant`: name of the key; empty for an unknown key."""
+        self._responses.labels(self._name(tenant), str(status)).inc()
+
+    def used(self, tenant: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """Counts the tokens of an ended request."""
+        name = self._name(tenant)
+        self._prompt_tokens.labels(name).inc(prompt_tokens)
+        self._generation_tokens.labels(name).inc(generation_tokens)
+
+    def _name(self, tenant: str) -> str:
+        name = tenant[: wire.MAX_TENANT_NAME]
+        if name and name not in self._names:
+            if len(self._names) >= wire.MAX_TENANTS:
+                return wire.OTHER_TENANTS
+            self._names.add(name)
+        return name
+
+
 class ApiMetrics:
     """Metric families of the API server."""
 
-    def __init__(self, registry: CollectorRegistry, responses: Counter, prefix: str, objectives: ObjectiveCounter) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        responses: Counter,
+        prefix: str,
+        objectives: ObjectiveCounter,
+        *,
+        has_tenants: bool = False,
+    ) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"{prefix}_{name}", text, _MODEL, buckets=buckets, registry=registry)
 
@@ -86,6 +129,7 @@ class ApiMetrics:
         self.in_progress = Gauge(f"{prefix}_requests_in_progress", "Requests between arrival and end.", _MODEL, registry=registry)
         self.responses = responses
         self.objectives = objectives
+        self.tenants = TenantCounters(registry if has_tenants else None, prefix)
         self.request_totals = RequestTotals()
 
     def meter(
@@ -96,10 +140,13 @@ class ApiMetrics:
         arrived_s: float,
         clock: Clock,
         *,
+        tenant: str,
         trace: RequestTrace | None = None,
     ) -> "RequestMeter":
         """Returns the meter of an accepted request. A trace that is exported becomes the exemplar of its latencies."""
-        return RequestMeter(self, model, num_prompt_tokens, max_tokens, arrived_s=arrived_s, clock=clock, trace=trace)
+        return RequestMeter(
+            self, model, num_prompt_tokens, max_tokens, arrived_s=arrived_s, clock=clock, tenant=tenant, trace=trace
+        )
 
 
 class RequestMeter:
@@ -114,9 +161,11 @@ class RequestMeter:
         *,
         arrived_s: float,
         clock: Clock,
+        tenant: str,
         trace: RequestTrace | None,
     ) -> None:
         self._metrics = metrics
+        self._tenant = tenant
         self._trace = trace
         self._model = model
         self._num_prompt_tokens = num_prompt_tokens
@@ -167,6 +216,7 @@ class RequestMeter:
             metrics.objectives.left_without_token(now_s - self._arrived_s)
         metrics.e2e.labels(model).observe(now_s - self._arrived_s)
         metrics.generation_tokens.labels(model).inc(self._num_tokens)
+        metrics.tenants.used(self._tenant, self._num_prompt_tokens, self._num_tokens)
         metrics.cached_tokens.labels(model).inc(cached_tokens)
         metrics.request_generation.labels(model).observe(self._num_tokens)
         if self._first_s is not None and self._num_tokens > 1:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
@@ -122,6 +124,18 @@ def _make_console(
     return Console(backend, answers, summaries.drains, keys, endpoint.notify_if_changed)
 
 
+def _order_routes(
+    token: str, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder
+) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    """Answers of the paths that commands in the router's pod call."""
+    moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
+    return {
+        SNAPSHOT_PATH: SnapshotEndpoint(token, summaries.summary).answer,
+        PURGE_PATH: PurgeEndpoint(token, cache.purge).answer,
+        MOVES_PATH: MovesEndpoint(token, moves.start).answer,
+    }
+
+
 def make_router(
     settings: FleetSettings,
     source: LeaderSource,
@@ -131,6 +145,7 @@ def make_router(
     peers: LeaderSource = NO_PEERS,
     tracer: Tracer | None = None,
     has_console: bool = False,
+    has_tenant_metrics: bool = False,
 ) -> tuple[Starlette, RouterBackend]:
     """Returns the application and its backend, which follows `source`. `on_error` receives its error."""
     registry = CollectorRegistry()
@@ -158,16 +173,13 @@ def make_router(
         lifespan=_make_lifespan(jobs, on_error, cache.close),
         keys=api_keys,
         metrics_prefix="phalanx_router",
+        has_tenant_metrics=has_tenant_metrics,
         keep_alive_s=settings.keep_alive_s,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
-    purge = PurgeEndpoint(settings.link.token, cache.purge)
-    snapshot = SnapshotEndpoint(settings.link.token, summaries.summary)
-    moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
-    ordered = MovesEndpoint(settings.link.token, moves.start)
-    routes = {SUMMARY_PATH: endpoint.answer, SNAPSHOT_PATH: snapshot.answer, PURGE_PATH: purge.answer, MOVES_PATH: ordered.answer}
-    app.add_middleware(InternalRouteMiddleware, routes=routes)
+    orders = _order_routes(settings.link.token, backend, cache, summaries)
+    app.add_middleware(InternalRouteMiddleware, routes=orders | {SUMMARY_PATH: endpoint.answer})
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

@@ -108,6 +108,7 @@ async def serve(settings: Settings) -> int:
         peers=peers,
         tracer=start_tracer(settings.tracing),
         has_console=settings.has_console,
+        has_tenant_metrics=settings.has_tenant_metrics,
     )
     config = uvicorn.Config(
         ConnectionCloser(app, backend),

@@ -47,6 +47,7 @@ class Settings:
     shared_services_dir: pathlib.Path | None = None  # see `links.holders`
     flight_dir: pathlib.Path | None = None  # of the flight recorder; null: none
     has_console: bool = False
+    has_tenant_metrics: bool = False
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -97,6 +98,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         shared_services_dir=args.shared_services_dir,
         flight_dir=flight_dir(args, environment),
         has_console=args.console,
+        has_tenant_metrics=args.tenant_metrics,
     )
 
 
@@ -177,6 +179,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         help="a file per service that shares cached pages: its token for pages, and leaders where none are watched",
     )
     serve.add_argument("--console", action="store_true", help="serve the console at /ui (default: no)")
+    serve.add_argument(
+        "--tenant-metrics", action="store_true", help="count by tenant at /metrics, which needs no key (default: no)"
+    )
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
 
 

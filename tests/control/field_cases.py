@@ -213,6 +213,7 @@ _ROUTER = [
     change("observability.tracing.protocol", "grpc", TRACED),
     change("observability.tracing.sampleRatio", 0.5, TRACED),
     change("observability.tracing.slowFirstTokenSeconds", 60, TRACED),
+    change("observability.tenantMetrics", True),
     change("slo.ttftP95Ms", 900, OBJECTIVES),
     change("slo.itlP95Ms", 90, OBJECTIVES),
     change("slo.availability", 99.5, OBJECTIVES),

@@ -28,6 +28,9 @@ class Observability(Record):
     """What the service reports about itself, beyond metrics."""
 
     tracing: Tracing = Field(default_factory=Tracing)
+    tenant_metrics: bool = False
+    """Routers count tokens and responses by tenant, 32 of them by name. `/metrics` of a router needs no API key, so all clients
+    that reach it may read the names. A change restarts the routers."""
 
 
 class Slo(Record):

@@ -127,6 +127,8 @@ def _container(service: InferenceService, images: Images) -> Object:
         arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{keys.key}"]
     if service.spec.router.console:
         arguments.append("--console")
+    if service.spec.observability.tenant_metrics:
+        arguments.append("--tenant-metrics")
     if service.spec.rebalancing.share_pages:
         arguments += ["--shared-services-dir", labels.SHARED_PAGES_DIR]
     if tracing.endpoint:

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -81,10 +81,17 @@ def caller_of(request: Request) -> Caller:
 class CallerMiddleware:
     """ASGI middleware that refuses requests without a valid key and returns a request id, the client's if it is safe to log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        tracer: Tracer | None = None,
+        responded: Callable[[str, int], None] = lambda tenant, status: None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._tracer = tracer
+        self._responded = responded  # with the tenant of the key and the status, for paths of the API
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the request or returns 401."""
@@ -109,15 +116,13 @@ class CallerMiddleware:
                     message["headers"].append((b"traceparent", trace.identity.traceparent().encode("ascii")))
             await send(message)
 
-        last_event_id = headers.get(b"last-event-id", b"").decode("latin-1")
-        cache_control = b",".join(value for name, value in scope["headers"] if name == b"cache-control")  # may be repeated
         scope[_SCOPE_KEY] = Caller(
             request_id=id,
             key=key,
             has_keys=bool(self._keys),
             has_random_id=has_random_id,
-            last_event_id=last_event_id,
-            no_store=b"no-store" in map(bytes.strip, cache_control.lower().split(b",")),
+            last_event_id=headers.get(b"last-event-id", b"").decode("latin-1"),
+            no_store=_forbids_storing(scope),
             trace=trace,
         )
         token = TRACE_ID.set(str if trace is None else lambda: trace.identity.trace_id)
@@ -133,6 +138,8 @@ class CallerMiddleware:
                 fields |= {"seconds": round(time.perf_counter() - start_s, 4), "api_key": key.name if key is not None else None}
                 if trace is not None:
                     end_trace(trace, id, status)
+                if status and self._keys and scope["path"] in TRACED_PATHS:
+                    self._responded(key.name if key is not None else "", status)
                 log.info("request ended", extra=fields)
             TRACE_ID.reset(token)
 
@@ -176,6 +183,12 @@ def key_refusal(keys: ApiKeys, authorization: bytes, unix_s: float) -> ApiError 
         "Incorrect API key provided." if authorization else "You didn't provide an API key: send Authorization: Bearer <key>."
     )
     return ApiError(401, message, code="invalid_api_key")
+
+
+def _forbids_storing(scope: Scope) -> bool:
+    """Returns whether a Cache-Control header, which may be repeated, has `no-store`."""
+    cache_control = b",".join(value for name, value in scope["headers"] if name == b"cache-control")
+    return b"no-store" in map(bytes.strip, cache_control.lower().split(b","))
 
 
 def _path(scope: Scope) -> str:

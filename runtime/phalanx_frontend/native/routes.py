@@ -115,7 +115,8 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     if last is not None:
         [(request, resume_point)] = await find_resumable(server.backend, last, [request], caller.trace)
     reply = Reply(make_detokenizer(model.tokenizer, True), sampling, fields.stop, fields.stop_token_ids or (), shown=TOKEN_IDS)
-    meter = server.metrics.meter(name, len(prompt), max_tokens, arrived_s, server.seconds, trace=caller.trace)
+    metrics, clock = server.metrics, server.seconds
+    meter = metrics.meter(name, len(prompt), max_tokens, arrived_s, clock, tenant=request.tenant, trace=caller.trace)
     format = GenerationFormat(id, arrived_s, server.seconds)
     job = AnswerJob(
         id=id,

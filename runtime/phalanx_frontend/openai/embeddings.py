@@ -167,7 +167,8 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
     id = f"embd-{caller.request_id}"
     requests = pooled_requests(id, inputs, embedding.pooling, body, caller)
     describe_request(caller.trace, ROUTE, name, requests)
-    meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, server.seconds) for tokens in inputs]
+    tenant, clock = caller.tenant(body.tenant, body.user), server.seconds
+    meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, clock, tenant=tenant) for tokens in inputs]
     job = EmbeddingJob(
         id=id,
         model=name,

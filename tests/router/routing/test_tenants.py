@@ -141,7 +141,7 @@ def test_routers_keep_a_budget_together(arrivals: list[tuple[int, int, float]], 
 async def running_server(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
     leader = FakeLeader(script=Script(assets=tiny_assets()))
     await leader.start()
-    app, fleet = make_router(make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file)
+    app, fleet = make_router(make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file, has_tenant_metrics=True)
     assert isinstance(app, FastAPI)
     try:
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
@@ -174,6 +174,7 @@ async def test_exceeded_quota_returns_429_in_openai_form() -> None:
         assert (await post(http, "sk-other")).status_code == 200
         metrics = (await http.get("/metrics")).text
         assert 'phalanx_router_shed_total{why="quota_requests"} 1.0' in metrics
+        assert 'phalanx_router_responses_by_tenant_total{status="429",tenant="small"} 1.0' in metrics
 
 
 async def test_exceeded_budget_returns_429_until_midnight() -> None:
