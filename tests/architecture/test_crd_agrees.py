@@ -33,35 +33,55 @@ def test_samples_are_valid(path: pathlib.Path) -> None:
     assert len(revision(service)) == 10
 
 
-def rules(name: str) -> list[dict[str, Any]]:
-    """Returns the rules of the role of this kind in the base."""
+def cluster_role(name: str) -> dict[str, Any]:
+    """Returns a ClusterRole of the base."""
     documents = yaml.safe_load_all((ROOT / "manifests" / "base" / "rbac.yaml").read_text())
-    found: list[dict[str, Any]] = next(d for d in documents if d["kind"] == name)["rules"]
+    found: dict[str, Any] = next(d for d in documents if (d["kind"], d["metadata"]["name"]) == ("ClusterRole", name))
+    return found
+
+
+def rules(name: str = "phalanx-operator") -> list[dict[str, Any]]:
+    """Returns its rules."""
+    found: list[dict[str, Any]] = cluster_role(name)["rules"]
     return found
 
 
 def test_operator_may_grant_the_permissions_of_routers() -> None:
     """An account can grant only permissions that it has."""
-    pods = [rule for rule in rules("ClusterRole") if "pods" in rule["resources"]]
+    pods = [rule for rule in rules() if "pods" in rule["resources"]]
     assert len(pods) == 1 and {"get", "list", "watch"} <= set(pods[0]["verbs"])
 
 
 def test_operator_cannot_replace_groups_create_pods_or_list_secrets() -> None:
-    unbounded = [rule for rule in rules("ClusterRole") if "resourceNames" not in rule]
+    unbounded = [rule for rule in rules() if "resourceNames" not in rule]
     verbs = {resource: set(rule["verbs"]) for rule in unbounded for resource in rule["resources"]}
     assert "update" not in verbs["statefulsets"]
     assert verbs["pods"] & {"create", "update"} == set()
-    assert verbs["nodes"] == {"get", "list", "watch"}
     assert verbs["secrets"] == {"get", "create"}
     assert not any("*" in verb for verb in verbs.values())
-    (named,) = [rule for rule in rules("ClusterRole") if "resourceNames" in rule]
+    (named,) = [rule for rule in rules() if "resourceNames" in rule]
     assert (named["resources"], named["resourceNames"], named["verbs"]) == (["secrets"], [SHARED_PAGES], ["patch"])
+
+
+def test_rights_beyond_namespaces_only_read() -> None:
+    verbs = {resource: rule["verbs"] for rule in rules("phalanx-operator-cluster") for resource in rule["resources"]}
+    assert verbs == {kind: ["get", "list", "watch"] for kind in ("customresourcedefinitions", "nodes")}
+
+
+@pytest.mark.parametrize(("name", "roles"), [("view", 3), ("edit", 2), ("admin", 1)])
+def test_roles_of_people_extend_those_of_kubernetes(name: str, roles: int) -> None:
+    extended = ["admin", "edit", "view"][:roles]
+    labels = cluster_role(f"phalanx-{name}")["metadata"]["labels"]
+    assert labels == {f"rbac.authorization.k8s.io/aggregate-to-{role}": "true" for role in extended}
+    verbs = {resource: set(rule["verbs"]) for rule in rules(f"phalanx-{name}") for resource in rule["resources"]}
+    assert ("delete" in verbs["inferenceservices"], "pods/exec" in verbs) == (name != "view", name == "admin")
+    assert "secrets" not in verbs and not verbs.get("inferenceservices/status", set()) & {"patch", "update"}
 
 
 def test_operator_may_create_and_delete_every_rendered_kind() -> None:
     verbs = {
         (group, resource): set(rule["verbs"])
-        for rule in rules("ClusterRole")
+        for rule in rules()
         if "resourceNames" not in rule
         for group in rule["apiGroups"]
         for resource in rule["resources"]

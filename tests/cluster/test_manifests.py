@@ -114,6 +114,9 @@ def test_every_value_is_rendered(cluster: Cluster) -> None:
     assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
     assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
     assert env["PHALANX_OPERATOR_CONSOLE"] == "true"
+    bindings = {key for key in objects if key[2] == "phalanx-operator-services" or key[0] == "ClusterRoleBinding"}
+    own = {("RoleBinding", namespace, "phalanx-operator-services") for namespace in ("a", "b")}
+    assert bindings - own == {key for key in bindings if key[2] == "phalanx-operator-cluster"} and own <= bindings
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"disk": "fast"}, "high")
     assert pod["tolerations"] == [{"operator": "Exists"}] and pod["affinity"] == {"nodeAffinity": {"x": "y"}}
     container = pod["containers"][0]

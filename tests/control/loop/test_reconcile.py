@@ -62,6 +62,17 @@ async def test_settled_service_causes_no_writes() -> None:
     assert world.next_s == RESYNC_S
 
 
+async def test_only_two_secrets_are_read_by_name() -> None:
+    world = World(rebalancing={"sharePages": True})
+    await world.settle()
+    asked = {call for call in (*world.kube.calls, *world.kube.reads) if "secrets" in call}
+    assert asked == {
+        "create secrets chat-token",
+        "get secrets chat-token",
+        "apply secrets phalanx-shared-pages",
+    }
+
+
 async def test_missing_replicas_are_written_once() -> None:
     world = World(replicas=None)
     await world.settle()

@@ -53,6 +53,18 @@ def test_chart_equals_the_base(name: str) -> None:
     assert template == base.replace("phalanx-system", "{{ .Release.Namespace }}")
 
 
+def test_chart_binds_the_operator_where_it_watches() -> None:
+    _, _, base = (MANIFESTS / "base" / "rbac-binding.yaml").read_text().partition("\n")
+    in_namespaces, _, everywhere = (CHART / "templates" / "rbac-binding.yaml").read_text().partition("{{- else }}\n")
+    assert everywhere == base.replace("phalanx-system", "{{ .Release.Namespace }}") + "{{- end }}\n"
+    loop, _, binding = in_namespaces.partition("---\n")
+    assert loop == "{{- range .Values.watchNamespaces }}\n"
+    body = yaml.safe_load(binding.replace("{{ . }}", "team").replace("{{ $.Release.Namespace }}", "phalanx-system"))
+    assert (body["kind"], body["metadata"]["namespace"]) == ("RoleBinding", "team")
+    same = yaml.safe_load(base)
+    assert (body["roleRef"], body["subjects"]) == (same["roleRef"], same["subjects"])
+
+
 @pytest.mark.parametrize("name", ["gpu-cluster", "installation"])
 def test_documented_fields_exist(name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
