@@ -44,6 +44,7 @@ ENV_GROUP = "PHALANX_GROUP"
 ENV_GROUP_KEY = "PHALANX_GROUP_KEY"
 """Random per StatefulSet and proved between its pods: excludes a pod of a former group of the same name."""
 ENV_REVISION = "PHALANX_REVISION"
+ENV_PRIVATE_SOURCES = "PHALANX_PRIVATE_SOURCES"  # hosts of model sources that may have private addresses; also of the operator
 ENV_FLIGHT_RECORDER = "PHALANX_FLIGHT_RECORDER_DIR"  # also of routers
 FLIGHT_RECORDER_DIR = "/tmp/phalanx-flight"  # in an emptyDir, so that it survives a restart of the container
 

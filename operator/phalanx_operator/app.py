@@ -117,7 +117,9 @@ def _assemble(
         client=kube,
         sources=Sources(children=children, rejections=PodRejections(kube), routers=poller, services=reporter.services),
         placement=PlacementGate(schedulers=SchedulerDiscovery(kube), wake=lambda key: loop.wake(key, after_s=0.0)),
-        executor=ActionExecutor(kube, children, images, lambda: secrets.token_hex(32), peers=peers),
+        executor=ActionExecutor(
+            kube, children, images, lambda: secrets.token_hex(32), peers=peers, private_sources=settings.private_sources
+        ),
         reporter=reporter,
         clocks=clocks,
     )

@@ -1,10 +1,13 @@
 """Settings from flags or environment variables."""
 
 import argparse
+import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from phalanx_api import labels
 
 RUNTIME_IMAGE = "PHALANX_RUNTIME_IMAGE"
 ROUTER_IMAGE = "PHALANX_ROUTER_IMAGE"
@@ -16,6 +19,8 @@ PORT = "PHALANX_OPERATOR_PORT"
 WORKERS = "PHALANX_OPERATOR_WORKERS"
 LEASE_SECONDS = "PHALANX_LEASE_SECONDS"
 CONSOLE = "PHALANX_OPERATOR_CONSOLE"
+PRIVATE_SOURCES = labels.ENV_PRIVATE_SOURCES
+_HOST_PATTERN = r"\*|(\*\.)?[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?"
 _NAMESPACE_PATTERN = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -42,6 +47,8 @@ class Settings:
     lease_seconds: int = 8
     console: bool = False
     """Serves the page of all services at /ui."""
+    private_sources: tuple[str, ...] = ()
+    """Hosts of model sources that may have private addresses, for new groups: names, *.suffix, addresses, networks; *: all."""
 
 
 class BadSetting(Exception):
@@ -59,6 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
     parser.add_argument("--workers", help=f"{WORKERS}; default: 4")
     parser.add_argument("--lease-seconds", help=f"{LEASE_SECONDS}; default: 8")
+    sources = "hosts of model sources that may have private addresses (docs/security.md); default: none"
+    parser.add_argument("--private-sources", nargs="+", action="extend", help=f"{PRIVATE_SOURCES}; {sources}")
     parser.add_argument("--console", action="store_true", help=f"serve the page of all services at /ui; {CONSOLE}=true")
     return parser
 
@@ -78,6 +87,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     for variable, namespace in [*((NAMESPACES, namespace) for namespace in namespaces), (PROMETHEUS_NAMESPACE, prometheus)]:
         if not re.fullmatch(_NAMESPACE_PATTERN, namespace) and (namespace or variable == NAMESPACES):
             raise BadSetting(f"{variable}: {namespace!r} is not a namespace name")
+    sources = flags.private_sources or environment.get(PRIVATE_SOURCES, "").replace(",", " ").split()
+    for source in sources:
+        if not re.fullmatch(_HOST_PATTERN, source) and not _is_network(source):
+            raise BadSetting(f"{PRIVATE_SOURCES}: {source!r} is no host name, *.suffix, address or network")
     return Settings(
         runtime_image=text(flags.runtime_image, RUNTIME_IMAGE),
         router_image=text(flags.router_image, ROUTER_IMAGE),
@@ -88,8 +101,17 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         port=_number(text(flags.port, PORT, "8080"), PORT, 0, 65_535),
         workers=_number(text(flags.workers, WORKERS, "4"), WORKERS, 1, 64),
         lease_seconds=_number(text(flags.lease_seconds, LEASE_SECONDS, "8"), LEASE_SECONDS, 3, 300),
+        private_sources=tuple(sources),
         console=flags.console or _is_true(environment.get(CONSOLE, ""), CONSOLE),
     )
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_true(text: str, name: str) -> bool:

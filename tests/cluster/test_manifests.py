@@ -58,7 +58,11 @@ def test_existing_namespace_release_omits_only_the_namespace(cluster: Cluster) -
 
 def test_chart_renders_the_same_objects_as_the_overlay(cluster: Cluster) -> None:
     images = [f"images.{name}=localhost/phalanx-{name}:dev" for name in ("operator", "runtime", "router")]
-    flags = [word for value in ("createNamespace=true", "console=true", *images) for word in ("--set", value)]
+    flags = [
+        word
+        for value in ("createNamespace=true", "console=true", "privateModelSources={*}", *images)
+        for word in ("--set", value)
+    ]
     assert helm_objects(cluster, *flags) == kustomize_objects(cluster, MANIFESTS / "overlays" / "test")
 
 
@@ -103,6 +107,7 @@ def test_invalid_values_are_rejected(cluster: Cluster, values: tuple[str, ...], 
 def test_every_value_is_rendered(cluster: Cluster) -> None:
     values = (
         *("replicas=3", "leaseSeconds=20", "workers=8", "watchNamespaces={a,b}", "prometheusNamespace=monitoring"),
+        *("privateModelSources={minio.store,10.0.0.0/8}",),
         *("imagePullSecrets[0].name=pull", "nodeSelector.disk=fast", "priorityClassName=high", "imagePullPolicy=Always"),
         *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y", "console=true"),
     )
@@ -113,7 +118,7 @@ def test_every_value_is_rendered(cluster: Cluster) -> None:
     assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}]
     assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
     assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
-    assert env["PHALANX_OPERATOR_CONSOLE"] == "true"
+    assert (env["PHALANX_OPERATOR_CONSOLE"], env["PHALANX_PRIVATE_SOURCES"]) == ("true", "minio.store,10.0.0.0/8")
     bindings = {key for key in objects if key[2] == "phalanx-operator-services" or key[0] == "ClusterRoleBinding"}
     own = {("RoleBinding", namespace, "phalanx-operator-services") for namespace in ("a", "b")}
     assert bindings - own == {key for key in bindings if key[2] == "phalanx-operator-cluster"} and own <= bindings

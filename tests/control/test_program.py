@@ -39,6 +39,9 @@ def test_settings_come_from_the_environment_or_flags() -> None:
     )
     for arguments, extra in ((["--console"], {}), ([], {"PHALANX_OPERATOR_CONSOLE": "true"})):
         assert read_settings(arguments, IMAGES | extra).console
+    sources = ("minio.store", "*.corp", "10.0.0.0/8", "fd00::1")
+    for arguments, extra in ((["--private-sources", *sources], {}), ([], {"PHALANX_PRIVATE_SOURCES": ",".join(sources)})):
+        assert read_settings(arguments, IMAGES | extra).private_sources == sources
     flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
     assert read_settings(flags, environment) == Settings(
         runtime_image="x", router_image="o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p"
@@ -55,6 +58,8 @@ def test_settings_come_from_the_environment_or_flags() -> None:
         ([], IMAGES | {"PHALANX_OPERATOR_CONSOLE": "yes"}, "PHALANX_OPERATOR_CONSOLE: 'yes'"),
         (["--prometheus-namespace", "A_b"], IMAGES, "PHALANX_PROMETHEUS_NAMESPACE: 'A_b'"),
         (["--namespace", "A_b"], IMAGES, "PHALANX_NAMESPACES: 'A_b'"),
+        (["--private-sources", "https://store"], IMAGES, "PHALANX_PRIVATE_SOURCES: 'https://store'"),
+        ([], IMAGES | {"PHALANX_PRIVATE_SOURCES": "10.0.0.0/33"}, "PHALANX_PRIVATE_SOURCES: '10.0.0.0/33'"),
     ],
 )
 def test_invalid_setting_is_named(arguments: list[str], environment: dict[str, str], message: str) -> None:

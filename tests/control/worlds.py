@@ -37,6 +37,7 @@ class World:
         manifests: ManifestCache | None = None,
         write_interval_s: float = 0.0,
         draw: float = 0.0,
+        private_sources: tuple[str, ...] = (),
         **spec: Any,
     ) -> None:
         self.kube = kube or FakeKube()
@@ -65,7 +66,15 @@ class World:
             placement=PlacementGate(
                 schedulers=SchedulerDiscovery(self.kube, clock=clock), wake=lambda key: self.woken.append(key), clock=clock
             ),
-            executor=ActionExecutor(self.kube, self.children, images, lambda: "drawn", clock=clock, draw=lambda: draw),
+            executor=ActionExecutor(
+                self.kube,
+                self.children,
+                images,
+                lambda: "drawn",
+                private_sources=private_sources,
+                clock=clock,
+                draw=lambda: draw,
+            ),
             reporter=StatusReporter(
                 client=self.kube,
                 services=services,

@@ -95,6 +95,7 @@ class ActionExecutor:
         draw_token: Callable[[], str],
         *,
         peers: PeerNamespaces = DEFAULT_PEERS,
+        private_sources: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -102,6 +103,7 @@ class ActionExecutor:
         self._children = children
         self._images = images
         self._draw_token = draw_token
+        self._private_sources = private_sources
         self._clock = clock
         self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
         self._shared = SharedObjects(client, children, images=images, peers=peers, draw_token=draw_token, clock=clock, draw=draw)
@@ -113,7 +115,10 @@ class ActionExecutor:
 
     async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
         """Executes the actions in order. Raises the first KubeError."""
-        run = _Run(execution, GroupBuild(revision=execution.revision, images=self._images, gang=execution.gang), actions)
+        build = GroupBuild(
+            revision=execution.revision, images=self._images, gang=execution.gang, private_sources=self._private_sources
+        )
+        run = _Run(execution, build, actions)
         await self._dry_run_successor(run)
         for action in actions:
             if not isinstance(action, GroupAction | SetReplicas):

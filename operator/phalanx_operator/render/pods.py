@@ -70,6 +70,8 @@ class GroupBuild:
     """Nodes with lower preference."""
     key: str = ""
     """Shared by its pods only."""
+    private_sources: tuple[str, ...] = ()
+    """Hosts of model sources that may have private addresses."""
 
 
 def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
@@ -142,6 +144,7 @@ def _container(service: InferenceService, name: str, build: GroupBuild, source: 
             *([{"name": labels.ENV_GROUP_KEY, "value": build.key}] if build.key else []),
             {"name": labels.ENV_REVISION, "valueFrom": revision},
             {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
+            {"name": labels.ENV_PRIVATE_SOURCES, "value": ",".join(build.private_sources)},
             *source.env,
         ],
         "ports": [

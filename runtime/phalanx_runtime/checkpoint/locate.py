@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx_runtime.checkpoint.folder import check_model_folder
 from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, convert_once
 from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
+from phalanx_runtime.checkpoint.sources.addresses import read_private_sources
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
 from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl
 from phalanx_runtime.errors import ModelError
@@ -62,7 +63,7 @@ def locate(
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    control = DownloadControl(progress=progress, stop=stop, cached_only=cached_only)
+    control = _control(progress, stop, cached_only)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, control)
         return _from_hub(hub, rest, revision, cache_dir)
@@ -85,6 +86,11 @@ def locate(
         stop=stop,
         cached_only=cached_only,
     )
+
+
+def _control(progress: Callable[[str], None], stop: threading.Event, cached_only: bool) -> DownloadControl:
+    private = read_private_sources(os.environ)
+    return DownloadControl(progress=progress, stop=stop, cached_only=cached_only, private_sources=private)
 
 
 def _file_path(url: str) -> Path:
@@ -180,7 +186,7 @@ def locate_exit(
 ) -> Path:
     """Returns the exit's file, downloaded into `cache_dir` if necessary. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    control = DownloadControl(progress=progress, stop=stop or threading.Event(), cached_only=cached_only)
+    control = _control(progress, stop or threading.Event(), cached_only)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:

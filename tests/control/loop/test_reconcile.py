@@ -62,6 +62,16 @@ async def test_settled_service_causes_no_writes() -> None:
     assert world.next_s == RESYNC_S
 
 
+@pytest.mark.parametrize(("sources", "value"), [((), ""), (("minio.store", "10.0.0.0/8"), "minio.store,10.0.0.0/8")])
+async def test_groups_get_the_private_sources(sources: tuple[str, ...], value: str) -> None:
+    """An empty value allows none; without the variable a runtime would allow all."""
+    world = World(private_sources=sources)
+    await world.settle()
+    [group] = world.kube.of_kind(STATEFUL_SETS).values()
+    variables = group["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PHALANX_PRIVATE_SOURCES", "value": value} in variables
+
+
 async def test_only_two_secrets_are_read_by_name() -> None:
     world = World(rebalancing={"sharePages": True})
     await world.settle()

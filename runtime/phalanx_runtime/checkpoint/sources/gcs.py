@@ -95,7 +95,7 @@ def read_store(environment: Mapping[str, str]) -> GcsStore:
 
 def download(store: GcsStore, address: BucketAddress, cache_dir: Path, control: DownloadControl) -> Snapshot:
     """Returns a snapshot, downloaded if not cached. Raises ModelError."""
-    with httpx.Client(timeout=TIMEOUT, auth=store.auth) as client:
+    with httpx.Client(timeout=TIMEOUT, auth=store.auth, transport=control.transport()) as client:
         source = _GcsPrefix(store.endpoint, address, client, control)
         return fetch_snapshot(source, address.cache_folder(cache_dir, store.endpoint), "latest", file=address.file)
 

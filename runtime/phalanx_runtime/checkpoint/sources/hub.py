@@ -36,7 +36,7 @@ def download(hub: Hub, repository: str, revision: str | None, cache_dir: Path, f
     revision = revision or "main"
     folder = cache_dir / repository.replace("/", "--")
     commit = revision if _COMMIT.fullmatch(revision) else None
-    with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=hub.headers) as client:
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=hub.headers, transport=hub.control.transport()) as client:
         return fetch_snapshot(_Repository(hub, client, repository, revision), folder, revision, file=file, version=commit)
 
 

@@ -168,7 +168,7 @@ def download(address: ImageAddress, credentials: Credentials, cache_dir: Path, c
     auth = RegistryAuth(str(address), address.host, credentials)
     folder = cache_dir / "oci" / re.sub(r"[/:]", "--", f"{address.registry}/{address.repository}")[-200:]
     digest = _DIGEST.fullmatch(address.reference)
-    with httpx.Client(follow_redirects=True, timeout=TIMEOUT, auth=auth) as client:
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT, auth=auth, transport=control.transport()) as client:
         source = _Image(address, credentials, client, control)
         return fetch_snapshot(source, folder, address.reference, version=digest[1] if digest else None)
 

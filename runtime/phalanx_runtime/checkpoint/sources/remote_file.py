@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from phalanx_runtime.checkpoint.sources.addresses import ANY_SOURCE, CheckedTransport, PrivateSources
 from phalanx_runtime.errors import ModelError
 
 # CRC-32C (Castagnoli) in numpy, over many lanes at once.
@@ -122,6 +123,12 @@ class DownloadControl:
     """Minimum interval of progress reports."""
     cached_only: bool = False
     """Disables requests and writes."""
+    private_sources: PrivateSources = ANY_SOURCE
+    """Sources that may have private addresses."""
+
+    def transport(self) -> httpx.BaseTransport | None:
+        """Returns the transport of requests to the source; null for httpx's own."""
+        return None if self.private_sources.entries is None else CheckedTransport(self.private_sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def read_store(environment: Mapping[str, str]) -> S3Store:
 
 def download(store: S3Store, address: BucketAddress, cache_dir: Path, control: DownloadControl) -> Snapshot:
     """Returns a snapshot, downloaded if not cached. Raises ModelError."""
-    with httpx.Client(timeout=TIMEOUT, auth=store.key.auth(store.region)) as client:
+    with httpx.Client(timeout=TIMEOUT, auth=store.key.auth(store.region), transport=control.transport()) as client:
         source = _S3Prefix(store.endpoint, address, client, control, store)
         return fetch_snapshot(source, address.cache_folder(cache_dir, store.endpoint), "latest", file=address.file)
 

@@ -1,0 +1,175 @@
+"""Which addresses model sources may have.
+
+A URI may be chosen by a tenant who has no other access to the cluster's network, and a registry chooses where it redirects. So
+addresses are checked when a connection is opened, after the name is resolved, and the connection goes to the checked address.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from phalanx_api import labels
+from phalanx_runtime.errors import ModelError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+METADATA_NAMES = ("metadata", "metadata.google.internal", "instance-data")
+"""Names of metadata services, for proxies, which resolve names themselves."""
+METADATA_ADDRESSES = tuple(map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254")))
+"""Metadata services with addresses that are not link-local."""
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses of the Internet (RFC 4291); `is_global` also accepts site-local and IPv4-compatible ones."""
+_EVERYTHING = "*"
+
+
+def embedded(address: Address) -> Address:
+    """Returns the IPv4 address that an IPv6 address stands for, as mapped, 6to4, Teredo or NAT64 (RFC 4291, 3056, 4380, 6052)."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    teredo = address.teredo
+    return address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else address)
+
+
+def is_public(address: Address) -> bool:
+    """Returns whether an address belongs to the Internet (RFC 6890): it is not private, shared, loopback, multicast, reserved."""
+    target = embedded(address)
+    if isinstance(target, ipaddress.IPv6Address) and target not in _GLOBAL_UNICAST:
+        return False
+    return target.is_global and not target.is_multicast and target not in METADATA_ADDRESSES
+
+
+def is_metadata(address: Address) -> bool:
+    """Returns whether an address is link-local, as most metadata services of clouds, or one of the others."""
+    target = embedded(address)
+    return target.is_link_local or target in METADATA_ADDRESSES
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateSources:
+    """Hosts with private addresses that an administrator allows: names, `*.suffix`, addresses, networks; `*` is all.
+
+    Only a network of that size or an address allows a metadata service. Null: every address is allowed.
+    """
+
+    entries: tuple[str, ...] | None = None
+
+    def allow(self, host: str, address: Address) -> bool:
+        """Returns whether a connection to `host` may go to this address."""
+        if self.entries is None or is_public(address):
+            return True
+        target = embedded(address)
+        if any(target in network for network in map(_network, self.entries) if network is not None):
+            return True
+        return not is_metadata(address) and any(_matches(entry, host) for entry in self.entries)
+
+    def allow_name(self, host: str) -> bool:
+        """Returns whether a proxy may be told to connect to `host`."""
+        try:
+            return self.allow(host, ipaddress.ip_address(host))
+        except ValueError:
+            return self.entries is None or host.rstrip(".").lower() not in METADATA_NAMES
+
+
+ANY_SOURCE = PrivateSources()
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
+
+
+def _matches(entry: str, host: str) -> bool:
+    name, wanted = host.rstrip(".").lower(), entry.lower()
+    return wanted in (_EVERYTHING, name) or (wanted.startswith("*.") and name.endswith(wanted[1:]))
+
+
+def read_private_sources(environment: Mapping[str, str]) -> PrivateSources:
+    """Reads the operator's setting. Without it, as on a machine of one's own, every address is allowed."""
+    setting = environment.get(labels.ENV_PRIVATE_SOURCES)
+    return PrivateSources(None if setting is None else tuple(setting.replace(",", " ").split()))
+
+
+Resolve = Callable[[str, int], Sequence[str]]
+"""Returns the addresses of a host and port. Raises OSError."""
+
+
+def resolve_host(host: str, port: int) -> list[str]:
+    """Returns the addresses of a host, in the order of the resolver. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[4][0]) for address in found))
+
+
+class CheckedTransport(httpx.BaseTransport):
+    """Sends each request, redirected ones too, to an address of its host that the policy allows. Raises ModelError for none.
+
+    The certificate is verified for the name. With a proxy of the environment only names and literal addresses are checked.
+    """
+
+    def __init__(self, policy: PrivateSources, resolve: Resolve = resolve_host) -> None:
+        self._policy = policy
+        self._resolve = resolve
+        self._transports: dict[str, httpx.HTTPTransport] = {}
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Returns the response. Raises httpx.RequestError, ModelError."""
+        host = request.url.host
+        proxy = _proxy_of(request.url)
+        if proxy:
+            if not self._policy.allow_name(host):
+                raise _refused(host, host)
+            return self._transport(proxy, proxy).handle_request(request)
+        error: httpx.ConnectError | None = None
+        for address in self._addresses(request):
+            url = request.url.copy_with(host=address)
+            extensions = request.extensions | {"sni_hostname": host}
+            sent = httpx.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)
+            try:
+                return self._transport(host).handle_request(sent)
+            except httpx.ConnectError as failure:
+                error = failure
+        raise error or httpx.ConnectError(f"{host} has no address", request=request)
+
+    def _addresses(self, request: httpx.Request) -> list[str]:
+        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+        try:
+            found = [address.partition("%")[0] for address in self._resolve(host, port)]
+        except OSError as error:
+            raise httpx.ConnectError(f"{host}: {error.strerror or error}", request=request) from error
+        allowed = [address for address in found if self._policy.allow(host, ipaddress.ip_address(address))]
+        if found and not allowed:
+            raise _refused(host, found[0])
+        return allowed
+
+    def _transport(self, key: str, proxy: str | None = None) -> httpx.HTTPTransport:
+        """Returns the connections of a host: two hosts of one address share none, because a certificate is that of a name."""
+        if key not in self._transports:
+            self._transports[key] = httpx.HTTPTransport(proxy=proxy)
+        return self._transports[key]
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for transport in self._transports.values():
+            transport.close()
+
+
+def _proxy_of(url: httpx.URL) -> str:
+    """Returns the proxy for a URL; empty for a direct connection."""
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all") or ""
+    return "" if not proxy or proxy_bypass(url.host) else proxy
+
+
+def _refused(host: str, address: str) -> ModelError:
+    shown = f"{host} ({address})" if host != address else host
+    return ModelError(
+        f"the model source {shown} has a private address, which the operator does not allow: "
+        f"an administrator may add the host to its setting {labels.ENV_PRIVATE_SOURCES} (privateModelSources of the chart)"
+    )
