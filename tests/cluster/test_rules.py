@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.cluster.rule_cases import REFUSED, STRANGE, Refused, scaled
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
+MANIFESTS = Path(__file__).parents[2] / "manifests"
 ZERO = {"enabled": True}
 
 
@@ -26,6 +28,42 @@ def test_each_rule_rejects_its_invalid_manifest(cluster: Cluster, namespace: str
     """One line of the error starts with the field."""
     with pytest.raises(Failed, match=rf"(^|[ ]){re.escape(case.field)}: .*{re.escape(case.words)}"):
         dry_run(cluster, namespace, case.spec)
+
+
+REFUSED_TO_TENANTS: dict[str, dict[str, Any]] = {
+    "podTemplate": {"podTemplate": {}},
+    "engine.image": {"engine": {"image": "image:1"}},
+    "router.expose": {"router": {"expose": {"type": "Ingress"}}},
+    "observability.tracing": {"observability": {"tracing": {"endpoint": "http://collector:4318"}}},
+}
+
+
+def test_tenants_are_refused_what_runs_pods(cluster: Cluster, namespace: str) -> None:
+    policy = (MANIFESTS / "components" / "tenants" / "policy.yaml").read_text()
+    manifest = svc.manifest("rules", model="hf://org/name", replicas=1)
+    plain = {name: value for name, value in manifest["spec"].items() if name != "podTemplate"}
+
+    def create(spec: dict[str, Any]) -> None:
+        body = json.dumps(manifest | {"spec": plain | spec})
+        cluster.kubectl("-n", namespace, "create", "--dry-run=server", "-f", "-", stdin=body)
+
+    def is_refused(name: str) -> bool:
+        try:
+            create(REFUSED_TO_TENANTS[name])
+        except Failed as error:
+            return f"spec.{name} is for administrators" in str(error)
+        return False
+
+    cluster.kubectl("apply", "-f", "-", stdin=policy)
+    try:
+        create(REFUSED_TO_TENANTS["podTemplate"])  # without the label
+        cluster.kubectl("label", "namespace", namespace, "phalanx-tenant=true")
+        svc.wait_for(lambda: is_refused("podTemplate"), 60, "the policy refuses a pod template")
+        assert [name for name in REFUSED_TO_TENANTS if not is_refused(name)] == []
+        create({})
+    finally:
+        cluster.kubectl("label", "namespace", namespace, "phalanx-tenant-")
+        cluster.kubectl("delete", "-f", "-", stdin=policy)
 
 
 @pytest.mark.parametrize(("field", "spec"), STRANGE.items(), ids=STRANGE)

@@ -16,7 +16,7 @@ from tests.control.builders import make_service
 
 NOT_FOREIGN = {
     *("", "apps", "batch", "policy", "networking.k8s.io", "rbac.authorization.k8s.io", "scheduling.k8s.io", "autoscaling"),
-    *("apiextensions.k8s.io", api.GROUP, "kustomize.config.k8s.io"),
+    *("apiextensions.k8s.io", "admissionregistration.k8s.io", api.GROUP, "kustomize.config.k8s.io"),
 }
 """API groups of Kubernetes, Phalanx and kustomize."""
 Kind = tuple[str, str]

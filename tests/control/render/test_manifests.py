@@ -53,6 +53,16 @@ def test_chart_equals_the_base(name: str) -> None:
     assert template == base.replace("phalanx-system", "{{ .Release.Namespace }}")
 
 
+def test_policy_for_tenants_names_fields_of_the_spec() -> None:
+    """tests/cluster applies it."""
+    policy, binding = yaml.safe_load_all((MANIFESTS / "components" / "tenants" / "policy.yaml").read_text())
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    api = (ROOT / "docs" / "api.md").read_text()
+    for validation in policy["spec"]["validations"]:
+        [field] = re.findall(r"spec[.\w]+", validation["message"])
+        assert f"`{field}`" in api and f"object.{field})" in validation["expression"]
+
+
 def test_chart_binds_the_operator_where_it_watches() -> None:
     _, _, base = (MANIFESTS / "base" / "rbac-binding.yaml").read_text().partition("\n")
     in_namespaces, _, everywhere = (CHART / "templates" / "rbac-binding.yaml").read_text().partition("{{- else }}\n")
