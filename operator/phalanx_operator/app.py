@@ -118,7 +118,13 @@ def _assemble(
         sources=Sources(children=children, rejections=PodRejections(kube), routers=poller, services=reporter.services),
         placement=PlacementGate(schedulers=SchedulerDiscovery(kube), wake=lambda key: loop.wake(key, after_s=0.0)),
         executor=ActionExecutor(
-            kube, children, images, lambda: secrets.token_hex(32), peers=peers, private_sources=settings.private_sources
+            kube,
+            children,
+            images,
+            lambda: secrets.token_hex(32),
+            peers=peers,
+            watches_nodes=not settings.namespaces,
+            private_sources=settings.private_sources,
         ),
         reporter=reporter,
         clocks=clocks,

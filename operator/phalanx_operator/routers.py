@@ -160,7 +160,7 @@ class RouterPoller:
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         unknown += fleet.unknown_versions
-        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, unanswered=len(unanswered))
+        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, unanswered=frozenset(unanswered))
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,19 @@ class Cluster:
     def rejoin(self) -> None:
         """Reconnects the second node."""
         network.rejoin(self._local_files("rejoin"))
+
+    @contextmanager
+    def separated(self, *names: str) -> Iterator[None]:
+        """Separates nodes, without their pods, from the API server until the block ends."""
+        files, programs = self._local_files("separated"), installed()
+        nodes = [node_named(name) for name in names]
+        for target in nodes:
+            network.separate(files, programs, target)
+        try:
+            yield
+        finally:
+            for target in nodes:
+                network.unite(files, programs, target)
 
     def kill_node(self, name: str) -> None:
         """Kills a node with all its pods. `repair` starts it again."""

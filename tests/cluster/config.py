@@ -14,7 +14,10 @@ GPUS_PER_NODE = 8
 GPU_RESOURCE = "nvidia.com/gpu"
 
 API_IP = "172.30.0.1"  # also the first node's: the control plane shares its network
-API_URL = f"https://{API_IP}:6443"
+API_PORT = 6443
+API_URL = f"https://{API_IP}:{API_PORT}"
+NODE_GROUP = 10250
+"""Group ID of kubelets and kube-proxies, which packet filters match."""
 NETWORK_BITS = 24
 SERVICE_CIDR = "10.96.0.0/16"
 KUBERNETES_SERVICE_IP = "10.96.0.1"

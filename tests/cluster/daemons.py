@@ -22,8 +22,8 @@ class Daemon:
     log: Path
 
 
-def start(name: str, *command: str | Path, log: Path, env: Mapping[str, str] | None = None) -> Daemon:
-    """Starts a daemon that outlives this process."""
+def start(name: str, *command: str | Path, log: Path, env: Mapping[str, str] | None = None, group: int | None = None) -> Daemon:
+    """Starts a daemon that outlives this process, with a group ID of its own for packet filters."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -34,6 +34,7 @@ def start(name: str, *command: str | Path, log: Path, env: Mapping[str, str] | N
             env={**os.environ, **(env or {})},
             cwd="/",
             start_new_session=True,
+            group=group,
         )
     return Daemon(name, process, log)
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tests.cluster import namespaces
-from tests.cluster.config import API_IP, NETWORK_BITS, NODES, ClusterFiles
+from tests.cluster.config import API_IP, API_PORT, NETWORK_BITS, NODE_GROUP, NODES, ClusterFiles, Node
+from tests.cluster.programs import Programs
 from tools.errors import Failed, Missing
 from tools.shell import output
 
@@ -47,6 +48,23 @@ def _switch_on(netns: Path) -> None:
             if not path.exists():
                 raise Missing(f"a kernel with {setting} (modprobe br_netfilter)")
             path.write_text("1\n")
+
+
+def separate(files: ClusterFiles, programs: Programs, node: Node) -> None:
+    """Rejects packets of the node's kubelet and kube-proxy to the API server. Pods reach it, and one another."""
+    _filter(files, programs, node, "--insert")
+
+
+def unite(files: ClusterFiles, programs: Programs, node: Node) -> None:
+    """Accepts them again."""
+    _filter(files, programs, node, "--delete")
+
+
+def _filter(files: ClusterFiles, programs: Programs, node: Node, verb: str) -> None:
+    of_node = ("--match", "owner", "--gid-owner", str(NODE_GROUP))
+    rule = ("--protocol", "tcp", "--dport", str(API_PORT), *of_node, "--jump", "REJECT", "--reject-with", "tcp-reset")
+    with namespaces.inside(files.netns(node)):
+        output(programs.bin / "iptables", "--wait", verb, "OUTPUT", *rule, env=programs.environment())
 
 
 def cut(files: ClusterFiles) -> None:

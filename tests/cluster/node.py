@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.cluster import daemons, namespaces, node_files
 from tests.cluster.api import Api
-from tests.cluster.config import GPU_RESOURCE, GPUS_PER_NODE, ClusterFiles, Node
+from tests.cluster.config import GPU_RESOURCE, GPUS_PER_NODE, NODE_GROUP, ClusterFiles, Node
 from tests.cluster.programs import Programs
 from tools.errors import Failed
 from tools.shell import output
@@ -107,9 +107,10 @@ def join(files: ClusterFiles, programs: Programs, node: Node) -> daemons.Daemon:
     flags = (f"--hostname-override={node.name}", f"--node-ip={node.ip}", f"--kubeconfig={files.pki}/{node.name}.kubeconfig")
     folders = (f"--config={folder}/kubelet.yaml", f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet/pki")
     command = (*enter, str(programs.kube("kubelet")), *flags, *folders)
-    kubelet = daemons.start("kubelet", *command, log=files.logs / f"{node.name}-kubelet.log", env=environment)
+    log = files.logs / f"{node.name}-kubelet.log"
+    kubelet = daemons.start("kubelet", *command, log=log, env=environment, group=NODE_GROUP)
     command = (*enter, str(programs.kube("kube-proxy")), f"--config={folder}/proxy.yaml")
-    daemons.start("kube-proxy", *command, log=files.logs / f"{node.name}-kube-proxy.log", env=environment)
+    daemons.start("kube-proxy", *command, log=files.logs / f"{node.name}-kube-proxy.log", env=environment, group=NODE_GROUP)
     return kubelet
 
 

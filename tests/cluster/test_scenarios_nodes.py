@@ -1,9 +1,10 @@
-"""A lost node returns: its groups have successors on other nodes, and streams continue.
+"""Lost nodes: their groups have successors elsewhere, and streams continue. Nodes lost to the control plane alone keep theirs.
 
 tests/control/decide/test_lost_nodes.py covers the decisions; these tests use real kubelets and controllers.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -26,6 +27,10 @@ LOST_S = 10
 """Time until the service declares a node lost."""
 NUM_STREAMS, TOKENS = 16, 600
 CALM_S = 30.0
+CUT_S = float(os.environ.get("PHALANX_CUT_S", "120"))
+"""Time for which nodes are separated from the API server. Kubernetes evicts pods without tolerations after 300 s."""
+SUCCESSOR_LIMIT_S = 60.0
+"""From the routers' loss of a group to its successor."""
 HOME, LOST = (node.name for node in NODES)
 """The first node has the control plane and the route to the routers."""
 KINDS = ("StatefulSet", "Pod", "ReplicaSet", "Deployment")
@@ -155,3 +160,59 @@ def test_returning_node_duplicates_and_moves_nothing(spread: Scene) -> None:
     assert (spread.uids(), uids(spread), at(spread, LOST)) == (pods, sets, {})
     assert [result.error for result in Streams(spread.url, bodies()).run()] == [None] * NUM_STREAMS
     assert spread.num_takeovers() == takeovers
+
+
+def stream_for(scene: Scene, seconds: float, expected: list[StreamResult]) -> int:
+    """Returns the number of streams that began within `seconds`. Each is whole and equal to the expected one."""
+    end_s, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end_s:
+        assert_equal(Streams(scene.url, bodies()).run(), expected)
+        count += NUM_STREAMS
+    return count
+
+
+def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> None:
+    """Both nodes. The successor of the first test's group is replaced first, so that each node has a group again."""
+    spread.scale(1)
+    spread.wait_ready(1, 240)
+    spread.scale(2)
+    spread.wait_ready(2, 400)
+    assert at(spread, LOST), "a group on each node"
+    expected = Streams(spread.url, bodies()).run()
+    pods, sets = spread.uids(), uids(spread)
+    with always(lambda: "; ".join(duplicates(view(spread)))) as doubles:
+        with spread.cluster.separated(HOME, LOST):
+            for node in (HOME, LOST):
+                svc.wait_for(lambda node=node: unready_since(spread, node), 90, f"{node} is not ready")  # type: ignore[misc]
+            svc.wait_for(lambda: spread.condition("ControlPlanePartitioned")[0] == "True", 60, "the partition is reported")
+            count = stream_for(spread, CUT_S, expected)
+            assert (spread.uids(), uids(spread)) == (pods, sets), "nothing was deleted"
+        for node in (HOME, LOST):
+            svc.wait_for(lambda node=node: not unready_since(spread, node), 120, f"{node} is ready")  # type: ignore[misc]
+        count += stream_for(spread, CALM_S, expected)
+    svc.wait_for(lambda: spread.condition("Ready")[0] == "True", 120, "the service is ready")
+    assert doubles == [] and (spread.uids(), uids(spread)) == (pods, sets)
+    assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0]
+    print(f"{count} streams while both nodes were cut off for {CUT_S:.0f} s and after; nothing was deleted or restarted")
+
+
+def test_cut_off_node_that_dies_gets_successors(spread: Scene) -> None:
+    expected = Streams(spread.url, bodies()).run()
+    (victim,) = {pod["metadata"]["labels"]["phalanx.dev/group"] for pod in at(spread, LOST).values()}
+    sets = uids(spread)
+    try:
+        with spread.cluster.separated(LOST):
+            svc.wait_for(lambda: unready_since(spread, LOST), 90, "the node is not ready")
+            count = stream_for(spread, 2 * LOST_S, expected)
+            assert uids(spread) == sets and spread.condition("Ready") == ("False", "Unreachable")
+            assert "routers report that the group serves" in spread.message("Ready")
+            spread.cluster.kill_node(LOST)
+            killed_s = time.monotonic()
+            svc.wait_for(lambda: set(uids(spread)) - set(sets), SUCCESSOR_LIMIT_S, "a successor")
+            successor_s = time.monotonic() - killed_s
+        svc.wait_for(lambda: victim not in spread.groups(), 60, "the group is deleted")
+        spread.wait_ready(2, 300)
+        assert_equal(Streams(spread.url, bodies()).run(), expected)
+    finally:
+        spread.cluster.repair()
+    print(f"{count} streams while the node was only cut off; a successor {successor_s:.1f} s after it died")

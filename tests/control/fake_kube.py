@@ -48,6 +48,7 @@ class FakeRouters:
         self.summary: RouterSummary | None = None
         self.age_s = 0.0
         self.is_new = False
+        self.unanswered: frozenset[str] = frozenset()
         self.targets: list[RouterTarget] = []
         self.policy = BalancePolicy()
         self.poll_s = 0.0
@@ -56,7 +57,7 @@ class FakeRouters:
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         reports = [RouterReport(target.uid, self.age_s, self.summary) for target in targets] if self.summary else []
-        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new)
+        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new, unanswered=self.unanswered)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -96,6 +96,7 @@ class ActionExecutor:
         *,
         peers: PeerNamespaces = DEFAULT_PEERS,
         private_sources: tuple[str, ...] = (),
+        watches_nodes: bool = True,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -106,7 +107,16 @@ class ActionExecutor:
         self._private_sources = private_sources
         self._clock = clock
         self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
-        self._shared = SharedObjects(client, children, images=images, peers=peers, draw_token=draw_token, clock=clock, draw=draw)
+        self._shared = SharedObjects(
+            client,
+            children,
+            images=images,
+            peers=peers,
+            watches_nodes=watches_nodes,
+            draw_token=draw_token,
+            clock=clock,
+            draw=draw,
+        )
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""

@@ -76,7 +76,9 @@ class SharedObjects:
         client: KubeClient,
         children: Children,
         images: Images,
+        *,
         peers: PeerNamespaces,
+        watches_nodes: bool,
         draw_token: Callable[[], str],
         clock: Callable[[], float],
         draw: Callable[[], float],
@@ -85,6 +87,7 @@ class SharedObjects:
         self._children = children
         self._images = images
         self._peers = peers
+        self._watches_nodes = watches_nodes
         self._draw_token = draw_token
         self._clock = clock
         self._draw = draw
@@ -136,7 +139,10 @@ class SharedObjects:
         return self.due_in_s(key) is not None
 
     def _watched(self, service: InferenceService) -> frozenset[tuple[str, str]]:
-        bodies = [services.groups_service(service), *router.router_objects(service, self._images)]
+        bodies = [
+            services.groups_service(service),
+            *router.router_objects(service, self._images, watches_nodes=self._watches_nodes),
+        ]
         return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
     async def _keep_all(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> bool:
@@ -146,7 +152,10 @@ class SharedObjects:
         await self._shared_pages.keep(service, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)
-        for body in [services.groups_service(service), *router.router_objects(service, self._images)]:
+        for body in [
+            services.groups_service(service),
+            *router.router_objects(service, self._images, watches_nodes=self._watches_nodes),
+        ]:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in inputs.existing
             is_router = body["kind"] == "Deployment"

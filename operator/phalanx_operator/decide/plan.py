@@ -205,7 +205,9 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     actions += _records_to_store(snapshot.groups, group_actions)
     actions += [*group_actions, *drain.leader_marks(snapshot.groups, group_actions)]
     if not snapshot.clock_reason:
-        actions += lost_nodes.pods_to_delete(snapshot.groups, _node_states(service, snapshot, inputs.fleet, now))
+        states = _node_states(service, snapshot, inputs.fleet, now)
+        actions += lost_nodes.pods_to_delete(snapshot.groups, states)
+        actions += lost_nodes.routers_to_delete(snapshot.router_pods, snapshot.groups, states)
         actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.replicas_to_write is not None:
         actions.append(SetReplicas(scaling.replicas_to_write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
@@ -322,7 +324,7 @@ def _requeue_s(
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
         progress.due_in_s(groups, desired.revision, spec.rollout, now),
-        lost_nodes.due_in_s(groups, _node_states(service, snapshot, inputs.fleet, now)),
+        lost_nodes.due_in_s(groups, snapshot.router_pods, _node_states(service, snapshot, inputs.fleet, now)),
         recovery.due_in_s(groups, policy, now),
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),
         capacity.due_in_s(groups, now),

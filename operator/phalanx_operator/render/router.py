@@ -22,8 +22,11 @@ MEMORY_MIB = 128
 """Memory request without stored responses."""
 
 
-def router_objects(service: InferenceService, images: Images) -> list[Object]:
-    """Returns the routers and their objects, in order of creation."""
+def router_objects(service: InferenceService, images: Images, *, watches_nodes: bool = True) -> list[Object]:
+    """Returns the routers and their objects, in order of creation.
+
+    watches_nodes: the operator deletes pods on lost nodes; otherwise Kubernetes does, after 300 s.
+    """
     name = names.router(service.name)
     rbac = "rbac.authorization.k8s.io"
     watch_pods = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
@@ -36,7 +39,7 @@ def router_objects(service: InferenceService, images: Images) -> list[Object]:
         _client_service(service),
         _policy(service),
         services.router_budget(service),
-        _deployment(service, images),
+        _deployment(service, images, watches_nodes=watches_nodes),
     ]
 
 
@@ -57,14 +60,15 @@ def _selector(service: InferenceService) -> dict[str, str]:
     return {labels.SERVICE: service.name, labels.COMPONENT: COMPONENT}
 
 
-def _deployment(service: InferenceService, images: Images) -> Object:
+def _deployment(service: InferenceService, images: Images, *, watches_nodes: bool) -> Object:
     """An update starts a router before it ends one."""
+    pod = placement.tolerate_silent_nodes(_pod(service, images)) if watches_nodes else _pod(service, images)
     spec = {
         "replicas": service.spec.router.replicas,
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _selector(service)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-        "template": {"metadata": {"labels": child_labels(service, COMPONENT)}, "spec": _pod(service, images)},
+        "template": {"metadata": {"labels": child_labels(service, COMPONENT)}, "spec": pod},
     }
     return child(service, "apps/v1", "Deployment", names.router(service.name), COMPONENT, spec=spec)
 

@@ -9,13 +9,20 @@ from hypothesis import strategies as st
 
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.groups import drain
-from phalanx_operator.decide.groups.lost_nodes import EVIDENCE_S, NodeStates, due_in_s, loss_reason, pods_to_delete
+from phalanx_operator.decide.groups.lost_nodes import (
+    EVIDENCE_S,
+    NodeStates,
+    due_in_s,
+    loss_reason,
+    pods_to_delete,
+    routers_to_delete,
+)
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, KeepGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
-from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, RestartRecord
+from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, ObservedPod, RestartRecord
 from phalanx_operator.kube.client import EVENTS, PODS, STATEFUL_SETS
 from tests.control.builders import NOW, make_group, make_service, make_snapshot, pod_body
 from tests.control.loop.scenes import world_with_routers
@@ -224,7 +231,7 @@ def test_long_partition_is_no_failed_rollout() -> None:
 )
 def test_next_look_is_when_evidence_gets_old(fleet: Fleet, due_s: float | None) -> None:
     snapshot = plan.assess(make_service(), make_snapshot(cut_off(), nodes=SILENT), fleet, NOW)
-    assert due_in_s(snapshot.groups, NodeStates(SILENT, 120, NOW, fleet)) == due_s
+    assert due_in_s(snapshot.groups, (), NodeStates(SILENT, 120, NOW, fleet)) == due_s
 
 
 def test_routers_are_polled_faster_while_nodes_are_silent() -> None:
@@ -302,6 +309,44 @@ async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
     writes = await world.reconcile()
     assert world.deleted() == {cut} and "force-delete pods" in " ".join(await world.reconcile() + writes)
     assert world.groups - world.deleted() == {other, successor}
+
+
+@pytest.mark.parametrize(
+    ("unanswered", "since", "deleted"),
+    [
+        ({"router-0"}, LONG_AGO, ["chat-router-0"]),
+        (set(), LONG_AGO, []),
+        ({"router-0"}, "2026-01-02T03:03:06Z", []),
+        ({"router-1"}, LONG_AGO, []),
+    ],
+    ids=["silent", "answers", "not yet", "another"],
+)
+def test_which_routers_are_lost(unanswered: set[str], since: str, deleted: list[str]) -> None:
+    routers = [
+        ObservedPod(name=f"chat-router-{i}", index=i, owner_uid="d", uid=f"router-{i}", node=f"node-{i}") for i in range(2)
+    ]
+    states = NodeStates({"node-0": ObservedNode("node-0", False, since)}, 60, NOW, Fleet(unanswered=frozenset(unanswered)))
+    assert [pod.name for pod in routers_to_delete(routers, [make_group("a", pods=())], states)] == deleted
+
+
+def test_no_router_is_lost_in_a_partition() -> None:
+    nodes = {f"node-{i}": ObservedNode(f"node-{i}", False, LONG_AGO) for i in range(2)}
+    router = ObservedPod(name="chat-router-0", index=0, owner_uid="d", uid="router-0", node="node-0")
+    states = NodeStates(nodes, 60, NOW, Fleet(unanswered=frozenset({"router-0"})))
+    assert routers_to_delete([router], [make_group("a")], states) == []
+    assert len(routers_to_delete([router], [make_group("a", size=1)], states)) == 1, "one node is no partition"
+
+
+async def test_lost_router_is_deleted_by_the_operator() -> None:
+    world = await world_with_routers(replicas=1)
+    router = world.kube.of_kind(PODS)["chat-router-0"]
+    world.kube.put(PODS, router | {"spec": {"nodeName": "far"}})
+    world.routers.unanswered = frozenset({"router-0"})
+    world.cluster.lose_node("far", "2026-01-02T03:03:05Z")
+    await world.reconcile()
+    assert world.next_s == 10.0, "the next look is not later than the limit"
+    world.now = "2026-01-02T03:06:05Z"
+    assert "force-delete pods chat-router-0" in await world.reconcile()
 
 
 async def test_partition_that_heals_changes_nothing() -> None:

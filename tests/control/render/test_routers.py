@@ -84,3 +84,9 @@ def test_traces_are_configured_by_variables_of_routers_alone() -> None:
     assert settings == TracingSettings("grpc", service.name, SamplingRules(0.5))
     assert container["args"][-2:] == ["--slow-first-token-s", "3"]
     assert revision(service) == revision(make_service()), "groups keep running"
+
+
+@pytest.mark.parametrize(("watches_nodes", "number"), [(True, 2), (False, 0)])
+def test_routers_tolerate_nodes_that_the_operator_watches(watches_nodes: bool, number: int) -> None:
+    deployment = router.router_objects(make_service(), IMAGES, watches_nodes=watches_nodes)[-1]
+    assert len(deployment["spec"]["template"]["spec"].get("tolerations", [])) == number

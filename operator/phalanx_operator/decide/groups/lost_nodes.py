@@ -16,6 +16,8 @@ A node that is ready again counts as silent for `RETURN_S` for a group with a po
 has yet to report the pod, and the group would be deleted or restarted for that. After a partition all groups on silent nodes are
 kept as long after each return, without evidence.
 
+Routers on a lost node are deleted once they do not answer the operator either; their Deployment starts others.
+
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
 runs cannot join a later group of that name, because each group has its own key.
 """
@@ -55,9 +57,13 @@ class NodeStates:
 def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[ObservedGroup, ...]:
     """Sets the state of the groups' nodes."""
     groups = tuple(groups)
-    names = {pod.node for group in groups for pod in group.pods if pod.node in states.nodes}
-    partition = partition_reason([states.nodes[name] for name in names], states.census, states.fleet, states.now)
+    partition = _partition(groups, states)
     return tuple(_assess_group(group, states, partition) for group in groups)
+
+
+def _partition(groups: Sequence[ObservedGroup], states: NodeStates) -> str:
+    names = {pod.node for group in groups for pod in group.pods if pod.node in states.nodes}
+    return partition_reason([states.nodes[name] for name in names], states.census, states.fleet, states.now)
 
 
 def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> ObservedGroup:
@@ -144,19 +150,21 @@ def loss_reason(node: ObservedNode | None, limit_s: float, now: str) -> str:
     return f"node {node.name} has not been ready for {limit_s:.0f} s" if age is not None and age >= limit_s else ""
 
 
-def due_in_s(groups: Iterable[ObservedGroup], states: NodeStates) -> float | None:
-    """Returns the seconds until the next unready node is lost, the evidence of a group on one gets old, or a partition may end.
+def due_in_s(groups: Iterable[ObservedGroup], routers: Iterable[ObservedPod], states: NodeStates) -> float | None:
+    """Returns the seconds until the next unready node is lost, the evidence of a pod on one gets old, or a partition may end.
 
     Nodes of other services, which return without an event for this one, may end it.
     """
     groups = tuple(groups)
     silent = {name for group in groups for name in _silent_nodes(group, states)}
+    silent_routers = {pod.node for pod in routers if pod.node in states.nodes and not states.nodes[pod.node].ready}
     due = [left_s for name in silent if (left_s := _left_s(states.nodes[name], states)) > 0]
     for group in groups:
         if group.assessment.alive_reason:
             age = _evidence_age_s(group, states.fleet)
             due.append(FIRST_ANSWER_S if age is None or age > EVIDENCE_S else EVIDENCE_S - age + 1.0)
     due += [POLL_S for group in groups if group.assessment.kept_reason][:1]
+    due += [POLL_S] if silent_routers else []
     return min(due, default=None)
 
 
@@ -164,6 +172,17 @@ def _left_s(node: ObservedNode, states: NodeStates) -> float:
     """Returns the seconds until a silent node is lost, or one that is ready again counts as ready; 0 if unknown."""
     age, limit_s = age_s(node.since, states.now), RETURN_S if node.ready else states.limit_s
     return limit_s - age if age is not None else 0.0
+
+
+def routers_to_delete(routers: Iterable[ObservedPod], groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
+    """Returns routers on lost nodes that do not answer; none during a partition."""
+    is_partitioned = bool(_partition(tuple(groups), states))
+    return [
+        DeletePod(pod.name, pod.uid, 0, f"{why}, and it does not answer")
+        for pod in routers
+        if pod.uid in states.fleet.unanswered and not is_partitioned
+        if (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))
+    ]
 
 
 def pods_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:

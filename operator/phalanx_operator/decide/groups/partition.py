@@ -57,5 +57,5 @@ def _latest_partition(
 
 def _is_over(since: datetime, fleet: Fleet, now: str) -> bool:
     moment = parse_time(now)
-    answers = fleet.has_quorum and 2 * fleet.answered >= fleet.polled + fleet.unanswered
+    answers = fleet.has_quorum and 2 * fleet.answered >= fleet.polled + len(fleet.unanswered)
     return answers and moment is not None and (moment - since).total_seconds() >= LONGEST_S

@@ -126,8 +126,8 @@ class Fleet:
     """Routers with recent summaries."""
     is_new: bool = False
     """No router had time to answer."""
-    unanswered: int = 0
-    """Routers on silent nodes that do not answer; not in `polled`."""
+    unanswered: frozenset[str] = frozenset()
+    """UIDs of routers on silent nodes that had time to answer, and did not; not in `polled`."""
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
     requests: RequestLoad = field(default_factory=RequestLoad)
     hotspots: tuple[Hotspot, ...] = ()
