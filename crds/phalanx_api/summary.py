@@ -20,6 +20,8 @@ SNAPSHOT_PATH = "/phalanx/summary/now"
 """The present summary at once, without a policy."""
 
 MAX_ORDERED_MOVES = 1000
+MAX_LISTED_STREAMS = 64
+"""Of one router."""
 MEAN_BOUND = 1e15
 """Larger means of a faulty router count as this."""
 LATENCY_GROWTH = 1.25
@@ -300,3 +302,26 @@ class StartedMoves(msgspec.Struct, frozen=True):
     """Number of streams by target."""
     obstacles: list[str]
     """Why other streams do not move; each reason is listed once."""
+
+
+class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
+    """An open stream of a router. Without text, and without the id that permits to resume it."""
+
+    number: int  # unique in the process of the router
+    tenant: str
+    group: str  # that computes it; empty while it waits
+    prompt_tokens: int
+    tokens: int  # delivered
+    age_s: float  # since its request arrived
+    moves: int  # completed
+    moving_to: str = ""  # target of the move in progress
+    left: str = ""  # group that its last move left, for a while after the move
+    joined: bool = False  # an equal request computes its tokens
+
+
+class StreamList(msgspec.Struct, frozen=True, kw_only=True):
+    """Open streams of a router, at most MAX_LISTED_STREAMS: moving ones, then those that moved last, then the oldest."""
+
+    at_s: float  # monotonic clock of the router
+    total: int
+    streams: list[OpenStream]

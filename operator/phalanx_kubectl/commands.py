@@ -18,6 +18,7 @@ from phalanx_api.status import ScaleChange, Status
 from phalanx_api.summary import RouterSummary, StartedMoves
 from phalanx_kubectl import show
 from phalanx_kubectl.dump import Dump
+from phalanx_kubectl.following import StreamFollower
 from phalanx_kubectl.frame import Reading
 from phalanx_kubectl.gauges import RouterLoad, merge, read_router
 from phalanx_kubectl.perfetto import trace
@@ -120,6 +121,10 @@ class Commands:
         reader = replace(self, warn=warnings.append)
         body = reader._service(name)
         return Reading(service=body, routers=reader._routers(body), warnings=warnings, at_s=time.monotonic())
+
+    def stream_follower(self, every_s: float) -> StreamFollower:
+        """Returns what follows the streams of routers, for `watch`."""
+        return StreamFollower(self.kubectl, _ROUTER, every_s)
 
     def pause_rollout(self, name: str, *, is_paused: bool) -> str:
         """Pauses or resumes the rollout of a service."""

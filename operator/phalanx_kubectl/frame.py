@@ -5,12 +5,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx_api.conditions import ALARMS
+from phalanx_api.explain.findings import counted
+from phalanx_api.summary import OpenStream, StreamList
 from phalanx_kubectl.gauges import Buckets, GroupLoad, RouterLoad, merge
 from phalanx_kubectl.show import NOTHING, Json, conditions_of, groups_of, revisions_of, wanted_groups
 
 COLUMNS = ("GROUP", "PHASE", "STREAMS", "BATCH", "WAIT", "KV", "HIT", "STEP", "HOTSPOT")
 WIDTHS = (12, 11, 7, 5, 4, 4, 4, 6, 9)
 """Of the cells, which have a space on both sides: 80 columns."""
+STREAM_COLUMNS = ("STREAM", "TENANT", "GROUP", "AGE", "PROMPT", "TOKENS", "RATE", "MOVES")
+STREAM_WIDTHS = (6, 9, 12, 5, 6, 6, 6, 14)
+StreamLists = tuple[StreamList, StreamList | None]
+"""The newest list of a router, and the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,14 @@ class Reading:
     """Why others did not."""
     at_s: float
     """Monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFrame:
+    """The line above the table of streams, and its rows by router and number."""
+
+    head: str
+    rows: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,49 @@ def text(shown: Frame) -> str:
     return "\n".join([*lines, *(["", *shown.foot] if shown.foot else [])]) + "\n"
 
 
+def stream_frame(lists: Mapping[str, StreamLists]) -> StreamFrame:
+    """Returns the streams that routers list, moving ones first. Rates are those between the two lists of a router."""
+    found = [(router, stream) for router, (now, _) in lists.items() for stream in now.streams]
+    found.sort(key=lambda pair: (not pair[1].moving_to, not pair[1].left))  # keeps the order of each router
+    rows = {f"{router}/{stream.number}": _stream_row(stream, _rate(stream, *lists[router])) for router, stream in found}
+    total = sum(now.total for now, _ in lists.values())
+    which = (
+        f"{len(rows)} of {total:,} streams, moving ones first, then the oldest" if len(rows) < total else counted(total, "stream")
+    )
+    return StreamFrame(which, rows)
+
+
+def _rate(stream: OpenStream, now: StreamList, before: StreamList | None) -> str:
+    """Tokens per second since the list before."""
+    former = next((each for each in before.streams if each.number == stream.number), None) if before is not None else None
+    if before is None or former is None or now.at_s <= before.at_s:
+        return NOTHING
+    rate = max(0, stream.tokens - former.tokens) / (now.at_s - before.at_s)
+    return f"{rate:.0f}/s" if rate >= 10 or not rate else f"{rate:.1f}/s"
+
+
+def _stream_row(stream: OpenStream, rate: str) -> tuple[str, ...]:
+    move = str(stream.moves or NOTHING)
+    if stream.moving_to:
+        move = f"to {_short(stream.moving_to, 11)}"
+    elif stream.left:
+        move = f"{stream.moves} from {_short(stream.left, 7)}"
+    elif stream.joined:
+        move = "joined"
+    counts = (str(stream.prompt_tokens), str(stream.tokens), rate)
+    group = _short(stream.group, STREAM_WIDTHS[2]) if stream.group else "waits"
+    return (str(stream.number), stream.tenant[: STREAM_WIDTHS[1]] or NOTHING, group, _age(stream.age_s), *counts, move)
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f}s" if seconds < 1000 else f"{seconds / 60:.0f}m" if seconds < 60_000 else f"{seconds / 3600:.0f}h"
+
+
+def _short(name: str, width: int) -> str:
+    """The end of a name: its start is that of the service."""
+    return name if len(name) <= width else "…" + name[1 - width :]
+
+
 def quantile(share: float, now: Buckets, before: Buckets) -> float | None:
     """Returns a quantile in seconds of the values between two readings of a histogram, if there are any.
 
@@ -75,7 +132,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _row(name: str, phase: str, load: GroupLoad | None, former: GroupLoad | None, hotspot: str) -> tuple[str, ...]:
-    short = name if len(name) <= WIDTHS[0] else "…" + name[1 - WIDTHS[0] :]
+    short = _short(name, WIDTHS[0])
     if load is None:
         return (short, phase or NOTHING, *[NOTHING] * 6, hotspot or NOTHING)
     change = load.streams - former.streams if former is not None else 0

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,18 @@ TIMEOUT_S = 60.0
 
 class KubectlFailed(Exception):
     """The message is kubectl's."""
+
+
+class Lines(Protocol):
+    """The output of a running kubectl."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Returns the lines as they arrive. Raises KubectlFailed at the end if kubectl fails without being stopped."""
+        ...
+
+    def stop(self) -> None:
+        """Ends kubectl, from any thread."""
+        ...
 
 
 class Kubectl(Protocol):
@@ -24,6 +36,40 @@ class Kubectl(Protocol):
     def run_attached(self, *arguments: str) -> int:
         """Runs kubectl on the terminal. Returns its exit status. Raises KubectlFailed."""
         ...
+
+    def follow(self, *arguments: str) -> Lines:
+        """Starts kubectl. Raises KubectlFailed."""
+        ...
+
+
+class ProgramLines:
+    """The output of a process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._is_stopped = False
+
+    def __iter__(self) -> Iterator[str]:
+        """See Lines."""
+        process = self._process
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        with process.stdout, process.stderr:
+            yield from process.stdout
+            error = process.stderr.read().strip()
+        if process.wait() and not self._is_stopped:
+            raise KubectlFailed(error or f"kubectl ended with status {process.returncode}")
+
+    def stop(self) -> None:
+        """See Lines."""
+        self._is_stopped = True
+        self._process.terminate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +102,13 @@ class KubectlProgram:
         """See Kubectl."""
         try:
             return subprocess.run([self.program, *self.flags, *arguments]).returncode
+        except OSError as error:
+            raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
+
+    def follow(self, *arguments: str) -> ProgramLines:
+        """See Kubectl."""
+        try:
+            return ProgramLines([self.program, *self.flags, *arguments])
         except OSError as error:
             raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
 

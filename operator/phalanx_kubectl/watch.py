@@ -11,7 +11,19 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from phalanx_kubectl.commands import Commands
-from phalanx_kubectl.frame import COLUMNS, WIDTHS, Frame, Reading, frame, is_paused
+from phalanx_kubectl.following import StreamFollower
+from phalanx_kubectl.frame import (
+    COLUMNS,
+    STREAM_COLUMNS,
+    STREAM_WIDTHS,
+    WIDTHS,
+    Frame,
+    Reading,
+    StreamFrame,
+    frame,
+    is_paused,
+    stream_frame,
+)
 from phalanx_kubectl.transport import KubectlFailed
 
 INTERVAL_S = 3.0
@@ -38,15 +50,72 @@ class Question(ModalScreen[bool]):
         self.dismiss(is_yes)
 
 
-class WatchApp(App[None]):
-    """Groups of one service, refreshed every `interval_s` seconds."""
+class RowTable(DataTable[str]):
+    """A table that changes only the cells that differ."""
 
-    CSS = "#head { padding: 0 1; } #foot { padding: 0 1; color: $warning; max-height: 8; } DataTable { height: 1fr; }"
+    def __init__(self, columns: Sequence[str], widths: Sequence[int], id: str) -> None:
+        super().__init__(cursor_type="row", id=id)
+        self._widths = dict(zip(columns, widths, strict=True))
+
+    def on_mount(self) -> None:
+        """Adds the columns."""
+        for column, width in self._widths.items():
+            self.add_column(column, width=width, key=column)
+
+    @property
+    def chosen(self) -> str | None:
+        """Key of the row under the cursor."""
+        return None if not self.row_count else self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+
+    def show_rows(self, new: Mapping[str, Sequence[str]]) -> None:
+        """Shows these rows in their order; the cursor stays at its row."""
+        old, chosen = [str(key.value) for key in self.rows], self.chosen
+        kept = [name for name in old if name in new]
+        if kept != list(new)[: len(kept)]:
+            self.clear()
+            old = kept = []
+        for name in set(old) - set(kept):
+            self.remove_row(name)
+        for name, row in new.items():
+            if name not in self.rows:
+                self.add_row(*row, key=name)
+                continue
+            for column, cell, former in zip(self._widths, row, self.get_row(name), strict=True):
+                if cell != former:
+                    self.update_cell(name, column, cell)
+        if not kept and chosen is not None and chosen in new:
+            self.move_cursor(row=self.get_row_index(chosen))
+
+
+class Line(Static):
+    """Lines of text that are drawn only if they change."""
+
+    def __init__(self, text: str, id: str) -> None:
+        super().__init__(text, id=id, markup=False)
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Shows these lines."""
+        if (text := "\n".join(lines)) != self.content:
+            self.update(text)
+
+
+class WatchApp(App[None]):
+    """Groups of one service, and its streams on demand, refreshed every `interval_s` seconds."""
+
+    CSS = """
+    Static { padding: 0 1; }
+    #foot { color: $warning; max-height: 8; }
+    DataTable { height: 1fr; }
+    #streams-head, #streams { display: none; }
+    .with-streams #streams-head, .with-streams #streams { display: block; }
+    .with-streams #groups { height: auto; max-height: 40%; }
+    """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "drain", "drain"),
         Binding("m", "move", "move a stream"),
-        Binding("p", "pause", "pause/resume rollout"),
+        Binding("s", "streams", "streams"),
+        Binding("p", "pause", "pause rollout"),
         Binding("l", "logs", "logs"),
         Binding("e", "explain", "explain"),
         Binding("q", "quit", "quit"),
@@ -59,28 +128,27 @@ class WatchApp(App[None]):
         self._service_name = name
         self._interval_s = interval_s
         self._last_reading: Reading | None = None
-        self._shown: Frame | None = None
-        self._head = Static("reading ...", id="head", markup=False)
-        self._table: DataTable[str] = DataTable(cursor_type="row")
-        self._foot = Static("", id="foot", markup=False)
+        self._follower: StreamFollower | None = None
+        self._head = Line("reading ...", id="head")
+        self._table = RowTable(COLUMNS, WIDTHS, id="groups")
+        self._streams_head = Line("", id="streams-head")
+        self._streams = RowTable(STREAM_COLUMNS, STREAM_WIDTHS, id="streams")
+        self._foot = Line("", id="foot")
 
     def compose(self) -> ComposeResult:
         """Yields the parts of the screen, from top to bottom."""
-        with Vertical():
-            yield from (self._head, self._table, self._foot)
+        with Vertical(id="view"):
+            yield from (self._head, self._table, self._streams_head, self._streams, self._foot)
             yield Footer()
 
     def on_mount(self) -> None:
         """Starts to read."""
-        for column, width in zip(COLUMNS, WIDTHS, strict=True):
-            self._table.add_column(column, width=width, key=column)
         self.run_worker(self._follow(), exclusive=True)
 
-    @property
-    def _chosen_group(self) -> str | None:
-        """The group under the cursor."""
-        table = self._table
-        return None if not table.row_count else table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
+    def on_unmount(self) -> None:
+        """Ends the commands that follow streams."""
+        if self._follower is not None:
+            self._follower.stop()
 
     async def _follow(self) -> None:
         while True:
@@ -88,39 +156,51 @@ class WatchApp(App[None]):
                 now = await asyncio.to_thread(self._commands.reading, self._service_name)
                 self.show_frame(frame(now, self._last_reading))
                 self._last_reading = now
+                if self._follower is not None:
+                    self._follower.follow(now.routers.keys())
             except KubectlFailed as error:
-                self._foot.update(f"not up to date: {error}")
+                self._foot.show([f"not up to date: {error}"])
+            self._show_streams()
             await asyncio.sleep(self._interval_s)
 
     def show_frame(self, new: Frame) -> None:
         """Changes the cells that differ from the last frame, and draws them at once."""
+        errors = self._follower.errors() if self._follower is not None else []
         with self.batch_update():
-            self._change_rows(self._shown.rows if self._shown is not None else {}, new.rows)
-            self._head.update("\n".join(new.head))
-            self._foot.update("\n".join(new.foot))
-        self._shown = new
+            self._table.show_rows(new.rows)
+            self._head.show(new.head)
+            self._foot.show([*new.foot, *errors])
 
-    def _change_rows(self, old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> None:
-        table = self._table
-        for name in old.keys() - new.keys():
-            table.remove_row(name)
-        for name, row in new.items():
-            if name not in old:
-                table.add_row(*row, key=name)
-                continue
-            for column, cell, former in zip(COLUMNS, row, old[name], strict=True):
-                if cell != former:
-                    table.update_cell(name, column, cell)
+    def _show_streams(self) -> None:
+        """Shows the newest streams, if there are any lists."""
+        if self._follower is not None and (lists := self._follower.lists()):
+            self.show_streams(stream_frame(lists))
+
+    def show_streams(self, new: StreamFrame) -> None:
+        """Changes the cells of the streams that differ from the last frame."""
+        with self.batch_update():
+            self._streams.show_rows(new.rows)
+            self._streams_head.show([new.head])
+
+    def action_streams(self) -> None:
+        """Shows the streams of the service, or hides them."""
+        if self._follower is None:
+            self._follower = self._commands.stream_follower(self._interval_s)
+            self._streams_head.show(["reading streams ..."])
+        else:
+            self._follower.stop()
+            self._follower = None
+        self.query_one("#view").set_class(self._follower is not None, "with-streams")
 
     def action_drain(self) -> None:
         """Asks, then drains the group under the cursor."""
-        if group := self._chosen_group:
+        if group := self._table.chosen:
             question = f"Drain {group}? Its streams move to other groups, and a new group replaces it."
             self._ask(question, lambda: self._commands.drain(self._service_name, group))
 
     def action_move(self) -> None:
         """Asks, then moves a stream of the group under the cursor."""
-        if group := self._chosen_group:
+        if group := self._table.chosen:
             question = f"Move a stream of {group} to the group with the fewest requests?"
             self._ask(question, lambda: self._commands.move(self._service_name, group))
 
@@ -137,7 +217,7 @@ class WatchApp(App[None]):
 
     def action_logs(self) -> None:
         """Follows the logs of the group under the cursor on the terminal until Ctrl-C."""
-        if group := self._chosen_group:
+        if group := self._table.chosen:
             try:
                 with self.suspend():
                     self._follow_logs(group)

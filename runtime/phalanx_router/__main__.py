@@ -2,14 +2,18 @@
 
 import http.client
 import json
+import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 CALL_TIMEOUT_S = 10.0
+FOLLOW_S = 600.0
+"""After which `streams --every` ends: its reader may be gone without a trace."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A signal during the import exits with 0.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["purge-cache"], ["summary"], ["move"]):
+    if arguments[:1] in (["purge-cache"], ["summary"], ["move"], ["streams"]):
         return call_router(arguments)
     if arguments[:1] == ["recording"]:
         return print_recording(arguments)
@@ -32,39 +36,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def call_router(arguments: Sequence[str]) -> int:
-    """Calls the router in the same pod: purges its response cache, moves streams, or prints its summary as JSON.
+    """Calls the router in the same pod: purges its response cache, moves streams, or prints its summary or its streams as JSON.
 
     Returns the exit code: 1 if the router does not answer. Raises SystemExit 2 for a bad flag.
     """
     from phalanx_api.summary import SNAPSHOT_PATH
-    from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH
+    from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH, STREAMS_PATH
     from phalanx_router.settings import make_parser, read_token
 
     parser = make_parser()
     args = parser.parse_args(arguments)
-    token = read_token(parser, args.token_file)
-    connection = http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
+    token, order = read_token(parser, args.token_file), None
     match arguments[0]:
         case "purge-cache":
-            path, order = PURGE_PATH, None
+            path = PURGE_PATH
         case "move":
             path, order = MOVES_PATH, json.dumps({"group": args.group, "target": args.to, "count": args.count})
+        case "streams":
+            path = STREAMS_PATH
         case _:
-            path, order = SNAPSHOT_PATH, None
+            path = SNAPSHOT_PATH
+    every_s, end_s = getattr(args, "every", None), time.monotonic() + FOLLOW_S
+    while True:
+        try:
+            body = _call(args.port, path, order, token)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
+            return 1
+        if "error" in body:
+            print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
+            return 1
+        is_read = _print_line(str(body["purged"]) if path == PURGE_PATH else json.dumps(body))
+        if not is_read or every_s is None or time.monotonic() + every_s > end_s:
+            return 0
+        time.sleep(every_s)
+
+
+def _call(port: int, path: str, order: str | None, token: str) -> dict[str, Any]:
+    """Returns the answer of the router in the same pod, an error too. Raises OSError, HTTPException or ValueError."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_TIMEOUT_S)
     try:
         connection.request("POST", path, order, headers={"authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-        body = json.loads(response.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
-        return 1
+        body = json.loads(connection.getresponse().read())
     finally:
         connection.close()
-    if response.status != 200:
-        print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
-        return 1
-    print(body["purged"] if path == PURGE_PATH else json.dumps(body))
-    return 0
+    if not isinstance(body, dict):
+        raise ValueError("its answer is no object")
+    return body
+
+
+def _print_line(line: str) -> bool:
+    """Prints a line at once. Returns whether anybody reads it."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return False
+    return True
 
 
 def print_recording(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,8 +10,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
@@ -33,6 +31,8 @@ from phalanx_router.migration.manual import ManualMoves
 from phalanx_router.operator_endpoint import (
     MOVES_PATH,
     PURGE_PATH,
+    STREAMS_PATH,
+    Answering,
     InternalRouteMiddleware,
     MovesEndpoint,
     OperatorEndpoint,
@@ -126,11 +126,12 @@ def _make_console(
 
 def _order_routes(
     token: str, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder
-) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+) -> dict[str, Answering]:
     """Answers of the paths that commands in the router's pod call."""
     moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
     return {
         SNAPSHOT_PATH: SnapshotEndpoint(token, summaries.summary).answer,
+        STREAMS_PATH: SnapshotEndpoint(token, backend.list_streams).answer,
         PURGE_PATH: PurgeEndpoint(token, cache.purge).answer,
         MOVES_PATH: MovesEndpoint(token, moves.start).answer,
     }

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 
 from phalanx_api import wire
+from phalanx_api.summary import StreamList
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.decisions import DecisionRecorder
@@ -27,6 +28,7 @@ from phalanx_router.metrics import RouterMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.mover import Mover
 from phalanx_router.migration.puller import Puller
+from phalanx_router.open_streams import list_streams
 from phalanx_router.request_log import RequestLog
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import PromptKeys
@@ -235,6 +237,10 @@ class RouterBackend:
         """Makes the revisions of all present computations unknown."""
         for session in self.sessions:
             session.revision = ""
+
+    def list_streams(self) -> StreamList:
+        """Returns open streams, without prompts and outputs."""
+        return list_streams(self.sessions, self.mover.board.open(), self.links.group_of, self._clock())
 
     def refuse(self) -> None:
         """Refuses new requests; open streams continue."""

@@ -2,7 +2,8 @@
 
 `POST /phalanx/summary` is the operator's long poll, which carries the balancing policy: the response follows when the urgent
 state changes, else after the requested wait. `POST /phalanx/summary/now` answers at once and changes nothing.
-`POST /phalanx/cache/purge` drops all stored responses. `POST /phalanx/moves` moves streams of a group.
+`POST /phalanx/cache/purge` drops all stored responses. `POST /phalanx/moves` moves streams of a group. `POST /phalanx/streams`
+answers with open streams.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx_api.summary import MAX_ORDERED_MOVES, BalancePolicy, RouterSummary, StartedMoves, SummaryRequest
+from phalanx_api.summary import MAX_ORDERED_MOVES, BalancePolicy, RouterSummary, StartedMoves, StreamList, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.auth.audit import audited
 from phalanx_frontend.auth.caller import audit_refusal, safe_request_id
@@ -32,8 +33,10 @@ ADMINISTRATOR = "service token"
 """Caller of orders with the service token, whose file only users read that may exec into the service's pods."""
 PURGE_PATH = "/phalanx/cache/purge"
 MOVES_PATH = "/phalanx/moves"
+STREAMS_PATH = "/phalanx/streams"
 MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
+Answering = Callable[[Request], Awaitable[Response]]
 _decode = msgspec.json.Decoder(SummaryRequest).decode
 _decode_order = msgspec.json.Decoder(GroupMoveOrder).decode
 
@@ -90,16 +93,16 @@ class OperatorEndpoint:
 
 
 class SnapshotEndpoint:
-    """Answers with the present summary."""
+    """Answers with the present summary, or with the present streams."""
 
-    def __init__(self, token: str, summary: Callable[[], RouterSummary]) -> None:
+    def __init__(self, token: str, read: Callable[[], RouterSummary | StreamList]) -> None:
         self._token = token
-        self._summary = summary
+        self._read = read
 
     async def answer(self, request: Request) -> Response:
-        """Returns the summary. Raises ApiError."""
+        """Returns the record. Raises ApiError."""
         check_internal(request, self._token)
-        return Response(msgspec.json.encode(self._summary()), media_type="application/json")
+        return Response(msgspec.json.encode(self._read()), media_type="application/json")
 
 
 class PurgeEndpoint:
@@ -159,7 +162,7 @@ async def _read(request: Request) -> SummaryRequest:
 class InternalRouteMiddleware:
     """ASGI middleware: answers the paths of `routes`, without API keys."""
 
-    def __init__(self, app: ASGIApp, routes: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+    def __init__(self, app: ASGIApp, routes: Mapping[str, Answering]) -> None:
         self._app = app
         self._routes = routes
 

@@ -14,7 +14,9 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
-PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND, RECORDING_COMMAND = "purge-cache", "summary", "move", "recording"
+PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
+STREAMS_COMMAND, RECORDING_COMMAND = "streams", "recording"
+MIN_INTERVAL_S = 0.1
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
@@ -129,7 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
     move.add_argument("group", metavar="GROUP")
     move.add_argument("--to", default="", metavar="GROUP", help="target (default: those with the fewest requests)")
     move.add_argument("--count", type=_count, default=1, help="number of streams (default %(default)s)")
-    for call in (purge, summary, move):
+    streams = commands.add_parser(STREAMS_COMMAND, help="print open streams of the router on this machine as JSON, without text")
+    streams.add_argument("--every", type=_interval, metavar="SECONDS", help="print them again after this time, for ten minutes")
+    for call in (purge, summary, move, streams):
         call.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
         call.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
     recording = commands.add_parser(RECORDING_COMMAND, help="print the flight recorder of the router as JSON")
@@ -208,6 +212,13 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1: use a positive integer")
     return count
+
+
+def _interval(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds < MIN_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text} is too short: use at least {MIN_INTERVAL_S:g} seconds")
+    return seconds
 
 
 def _seconds(text: str) -> float:

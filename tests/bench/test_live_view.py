@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.router.live_view import ChangingRouter, frame_times_s, main
+from bench.router.live_view import SimulatedRouter, frame_times_s, main
 from phalanx_kubectl.gauges import read_router
 
 
@@ -14,8 +14,13 @@ def test_benchmark_prints_both_bounds(capsys: pytest.CaptureFixture[str]) -> Non
     assert "3 groups, 30 streams" in printed and "a frame" in printed and "router CPU" in printed
 
 
-def test_readings_change_and_are_measured() -> None:
-    router = ChangingRouter(4, 40)
+def test_readings_are_those_of_a_running_fleet() -> None:
+    router = SimulatedRouter(4, 40, step_s=2.0)
     first, second = (read_router(router.read("get", "--raw")) for _ in range(2))
     assert len(first.groups) == 4 and first.streams == 40 and first.groups != second.groups
-    assert len(asyncio.run(frame_times_s(router, 2))) == 2 and len(router.page_s) >= 4
+    assert sum(group.running for group in second.groups.values()) > 0
+    router.read("get", "--raw")
+    streams = router.fleet.read(router.fleet.router.list_streams)
+    assert streams.total == 40 and any(stream.left for stream in streams.streams), "some have moved"
+    assert len(asyncio.run(frame_times_s(router, 2))) == 2 and len(router.reading_s) >= 5
+    router.fleet.close()

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from phalanx_kubectl.commands import Commands
+from phalanx_kubectl.transport import Lines
 from phalanx_operator.kube.client import INFERENCE_SERVICES, STATEFUL_SETS
 from tests.control.builders import NOW
 from tests.control.loop.scenes import world_with_routers
@@ -25,6 +26,9 @@ class WorldKubectl:
         return json.dumps(body)
 
     def run_attached(self, *words: str) -> int:
+        raise NotImplementedError
+
+    def follow(self, *words: str) -> Lines:
         raise NotImplementedError
 
 

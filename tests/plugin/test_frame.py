@@ -1,13 +1,26 @@
 """Frames of `kubectl phalanx watch`, from readings."""
 
 import pathlib
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.cache_curve import CacheCurve
-from phalanx_kubectl.frame import COLUMNS, WIDTHS, Reading, frame, quantile, text
+from phalanx_api.summary import OpenStream, StreamList
+from phalanx_kubectl.frame import (
+    COLUMNS,
+    STREAM_COLUMNS,
+    STREAM_WIDTHS,
+    WIDTHS,
+    Reading,
+    frame,
+    quantile,
+    stream_frame,
+    text,
+)
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, RouterTraffic, read_router
 from tests.plugin.services import METRICS, make_body
 
@@ -88,6 +101,56 @@ def test_text_fits_80_columns() -> None:
     assert max(map(len, table)) <= 80
     assert table[1].startswith("…") and table[1].split()[0].endswith("00000")
     assert sum(WIDTHS) + 2 * len(WIDTHS) == 80
+
+
+def listed(at_s: float, *tokens: int) -> StreamList:
+    """The streams of the example in docs/monitoring.md."""
+    streams = [
+        OpenStream(
+            number=12, tenant="red", group="chat-g-a", prompt_tokens=900, tokens=tokens[0], age_s=8, moves=0, moving_to="chat-g-b"
+        ),
+        OpenStream(
+            number=9, tenant="red", group="chat-g-b", prompt_tokens=4021, tokens=tokens[1], age_s=31, moves=1, left="chat-g-a"
+        ),
+        OpenStream(number=7, tenant="blue", group="chat-g-b", prompt_tokens=120, tokens=tokens[2], age_s=40, moves=0),
+    ]
+    return StreamList(at_s=at_s, total=3, streams=streams)
+
+
+def test_streams_look_as_documented() -> None:
+    shown = stream_frame({"r-a": (listed(102.0, 210, 512, 866), listed(100.0, 160, 464, 820))})
+    documented = (ROOT / "docs/monitoring.md").read_text()
+    lines = documented[documented.index("3 streams\n") :].splitlines()[:5]
+    assert lines[0] == shown.head and lines[1].split() == list(STREAM_COLUMNS)
+    for text_line, row in zip(lines[2:], shown.rows.values(), strict=True):
+        assert text_line == "  ".join(cell.ljust(width) for cell, width in zip(row, STREAM_WIDTHS, strict=True)).rstrip()
+    assert sum(STREAM_WIDTHS) + 2 * len(STREAM_WIDTHS) == 80
+
+
+def test_streams_of_two_routers_keep_apart() -> None:
+    shown = stream_frame({"r-a": (listed(102.0, 1, 2, 3), None), "r-b": (listed(9.0, 1, 2, 3), listed(9.0, 0, 0, 0))})
+    assert [name for name in shown.rows if name.endswith("/12")] == list(shown.rows)[:2], "moving ones first"
+    assert len(shown.rows) == 6 and shown.head == "6 streams"
+    assert {row[6] for row in shown.rows.values()} == {"-"}, "without time between lists there is no rate"
+
+
+@pytest.mark.parametrize(
+    ("fields", "cells"),
+    [
+        ({"group": ""}, {2: "waits"}),
+        ({"joined": True}, {7: "joined"}),
+        ({"moves": 3}, {7: "3"}),
+        ({"tenant": ""}, {1: "-"}),
+        ({"tenant": "a-very-long-name"}, {1: "a-very-lo"}),
+        ({"age_s": 1800.0}, {3: "30m"}),
+        ({"age_s": 100_000.0}, {3: "28h"}),
+    ],
+)
+def test_cells_of_a_stream(fields: dict[str, Any], cells: dict[int, str]) -> None:
+    made = msgspec.structs.replace(listed(1.0, 1, 2, 3).streams[2], **fields)
+    (row,) = stream_frame({"r-a": (StreamList(at_s=1.0, total=1, streams=[made]), None)}).rows.values()
+    assert {column: row[column] for column in cells} == cells
+    assert all(len(cell) <= width for cell, width in zip(row, STREAM_WIDTHS, strict=True))
 
 
 def test_metrics_of_a_router_are_read() -> None:

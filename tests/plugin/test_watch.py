@@ -4,28 +4,56 @@ import json
 import os
 import pathlib
 import pty
+import queue
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
+from phalanx_api.summary import OpenStream, StreamList
 from phalanx_kubectl.__main__ import main
 from phalanx_kubectl.commands import Commands
-from phalanx_kubectl.transport import KubectlFailed
-from phalanx_kubectl.watch import Question, WatchApp
+from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
+from phalanx_kubectl.watch import Question, RowTable, WatchApp
 from tests.plugin.fake_kubectl import FakeKubectl
 from tests.plugin.services import METRICS, make_body
 from tests.polling import until
 
 SET = {"metadata": {"uid": "uid-1", "labels": {"phalanx.dev/service": "chat"}}}
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
+class ScriptedLines:
+    """`Lines` that a test writes."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._lines: queue.Queue[str | KubectlFailed | None] = queue.Queue()
+
+    def write(self, at_s: float, *streams: OpenStream, total: int = 0) -> None:
+        found = StreamList(at_s=at_s, total=total or len(streams), streams=list(streams))
+        self._lines.put(msgspec.json.encode(found).decode() + "\n")
+
+    def end(self, error: KubectlFailed | None = None) -> None:
+        self._lines.put(error)
+
+    def __iter__(self) -> Iterator[str]:
+        while isinstance(line := self._lines.get(), str):
+            yield line
+        if line is not None:
+            raise line
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self.end()
 
 
 class ScriptedKubectl:
@@ -37,6 +65,7 @@ class ScriptedKubectl:
         self.metrics = METRICS.replace("g-a", "chat-g-a")
         self.error = ""
         self.patches: list[list[str]] = []
+        self.followed: list[ScriptedLines] = []
 
     def read(self, *words: str) -> str:
         if self.error:
@@ -59,6 +88,11 @@ class ScriptedKubectl:
     def run_attached(self, *words: str) -> int:
         raise NotImplementedError
 
+    def follow(self, *words: str) -> ScriptedLines:
+        assert words[:2] == ("exec", "r-a") and words[4:7] == ("--", "phalanx-router", "streams")
+        self.followed.append(ScriptedLines())
+        return self.followed[-1]
+
 
 class ObservedApp(WatchApp):
     """Records what it notifies of."""
@@ -72,8 +106,8 @@ class ObservedApp(WatchApp):
         super().notify(message, **options)
 
 
-def rows(app: WatchApp) -> dict[str, list[str]]:
-    table: DataTable[str] = app.query_one(DataTable)
+def rows(app: WatchApp, id: str = "groups") -> dict[str, list[str]]:
+    table: DataTable[str] = app.query_one(f"#{id}", DataTable)
     return {str(key.value): [str(cell) for cell in table.get_row(key)] for key in table.rows}
 
 
@@ -97,8 +131,7 @@ async def test_view_follows_groups() -> None:
         await until(lambda: rows(app)["chat-g-a"][2] == "9")
         kubectl.body["status"]["groups"] = [{"name": "chat-g-c", "phase": "Starting"}]
         await until(lambda: set(rows(app)) == {"chat-g-a", "chat-g-c"})
-        table: DataTable[str] = app.query_one(DataTable)
-        assert table.virtual_size.width <= 80
+        assert app.query_one("#groups", DataTable).virtual_size.width <= 80
 
 
 async def test_view_lives_through_errors_of_kubectl() -> None:
@@ -143,6 +176,61 @@ async def test_keys_drain_and_pause_after_a_question() -> None:
         assert json.loads(kubectl.patches[2][2]) == {"spec": {"rollout": {"paused": False}}}
 
 
+def stream(number: int, **fields: Any) -> OpenStream:
+    made = OpenStream(
+        number=number, tenant="team", group="chat-g-a", prompt_tokens=900, tokens=10, age_s=5.0, moves=0, moving_to="", left=""
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+async def test_streams_are_shown_as_they_run_and_move() -> None:
+    kubectl = ScriptedKubectl()
+    app = ObservedApp(kubectl)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        assert not app.query_one("#streams").display and kubectl.followed == [], "only on demand: it needs more rights"
+        await pilot.press("s")
+        await until(lambda: len(kubectl.followed) == 1)
+        (lines,) = kubectl.followed
+        lines.write(100.0, stream(1), stream(2, moving_to="chat-g-b"), total=70)
+        await until(lambda: list(rows(app, "streams")) == ["r-a/2", "r-a/1"])
+        assert rows(app, "streams")["r-a/2"] == ["2", "team", "chat-g-a", "5s", "900", "10", "-", "to chat-g-b"]
+        assert line(app, "streams-head") == "2 of 70 streams, moving ones first, then the oldest"
+        lines.write(102.0, stream(1, tokens=50), stream(2, tokens=15, group="chat-g-b", moves=1, left="chat-g-a"))
+        await until(lambda: rows(app, "streams")["r-a/2"][5] == "15")
+        assert [row[6:] for row in rows(app, "streams").values()] == [["2.5/s", "1 from …at-g-a"], ["20/s", "-"]]
+        assert app.query_one("#streams", DataTable).virtual_size.width <= 80
+        await pilot.press("s")
+        assert lines.is_stopped and not app.query_one("#streams").display
+
+
+async def test_streams_are_followed_again_after_an_end() -> None:
+    kubectl = ScriptedKubectl()
+    app = ObservedApp(kubectl)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("s")
+        await until(lambda: len(kubectl.followed) == 1)
+        kubectl.followed[0].end()
+        await until(lambda: len(kubectl.followed) == 2)
+        kubectl.followed[1].end(KubectlFailed("usage: ...\npods is forbidden"))
+        await until(lambda: line(app, "foot").endswith("streams of router r-a: pods is forbidden"))
+        await until(lambda: len(kubectl.followed) == 3)
+        kubectl.followed[2].write(1.0, stream(7))
+        await until(lambda: list(rows(app, "streams")) == ["r-a/7"])
+    await until(lambda: kubectl.followed[2].is_stopped)
+
+
+async def test_cursor_stays_at_its_stream() -> None:
+    app = ObservedApp(ScriptedKubectl())
+    async with app.run_test(size=(80, 24)):
+        table = app.query_one("#streams", RowTable)
+        table.show_rows({name: [name] * 8 for name in "abc"})
+        table.move_cursor(row=1)
+        table.show_rows({name: [name] * 8 for name in "cbd"})
+        assert ([str(key.value) for key in table.rows], table.chosen) == (list("cbd"), "b")
+
+
 async def test_failed_commands_are_shown() -> None:
     kubectl = ScriptedKubectl()
     app = ObservedApp(kubectl)
@@ -175,6 +263,8 @@ def answers(fake: FakeKubectl) -> None:
     fake.answer("get --raw", METRICS.replace("g-a", "chat-g-a"))
     fake.answer(pods + "group", {"items": [{"metadata": {"name": "chat-g-a-0"}}]})
     fake.answer("logs -l", "a line of the leader\n")
+    listed = StreamList(at_s=1.0, total=1, streams=[stream(7)])
+    fake.answer("phalanx-router streams", msgspec.json.encode(listed).decode() + "\n")
 
 
 class Terminal:
@@ -212,6 +302,25 @@ class Terminal:
         return self._process.wait(30)
 
 
+def test_followed_program_ends_when_it_is_stopped(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text("#!/bin/sh\necho $1\nexec sleep 600\n")
+    program.chmod(0o755)
+    lines = KubectlProgram(str(program), ["--flag"]).follow("exec")
+    found = iter(lines)
+    assert next(found) == "--flag\n"
+    lines.stop()
+    assert list(found) == []
+
+
+def test_followed_program_that_fails_says_why(tmp_path: pathlib.Path) -> None:
+    FakeKubectl(tmp_path).answer("nothing", "")
+    with pytest.raises(KubectlFailed, match="NotFound"):
+        list(KubectlProgram(str(tmp_path / "kubectl")).follow("exec"))
+    with pytest.raises(KubectlFailed, match="cannot be run"):
+        KubectlProgram(str(tmp_path / "missing")).follow("exec")
+
+
 def test_program_follows_logs_on_a_terminal_and_comes_back(tmp_path: pathlib.Path) -> None:
     answers(FakeKubectl(tmp_path))
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -220,6 +329,8 @@ def test_program_follows_logs_on_a_terminal_and_comes_back(tmp_path: pathlib.Pat
     terminal = Terminal([sys.executable, "-m", "phalanx_kubectl", "watch", "chat", "--interval", "0.2"], env)
     try:
         terminal.until(lambda shown: "chat-g-a" in shown and "41%" in shown)
+        terminal.press("s")
+        terminal.until(lambda shown: "1 stream" in shown and "900" in shown)
         terminal.press("l")
         terminal.until(lambda shown: "a line of the leader" in shown and "press Enter" in shown)
         before = len(terminal.shown)

@@ -21,6 +21,7 @@ from phalanx_api.flight.entries import ClockOffset, Dispatch, GroupSize, MoveEnd
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, SummaryRequest
 from phalanx_kubectl.perfetto import trace
 from phalanx_kubectl.recordings import ServicePod, fetch
+from phalanx_kubectl.transport import Lines
 from tests.polling import until
 from tests.router.clients import ReceivedStream, read
 from tests.system.runtimes import router_flags
@@ -51,6 +52,9 @@ class LocalPods:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     def run_attached(self, *arguments: str) -> int:
+        raise NotImplementedError
+
+    def follow(self, *arguments: str) -> Lines:
         raise NotImplementedError
 
 
