@@ -12,7 +12,7 @@ import msgspec
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.conditions import Cause
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.wire.leader import DeviceProblem, TenantUse
+from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, TenantUse
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
@@ -148,6 +148,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     link_s: float = 0.0  # shortest recent time of a ping and its pong between router and group; 0: unknown
 
     tenants: list[TenantUse] = []  # since the start of the group's engine
+    power: DevicePower = NO_POWER  # of its devices
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

@@ -189,8 +189,8 @@ def _memory(pages: int, page_bytes: int) -> str | None:
 
 def explanation(found: Explanation) -> str:
     """Returns the state of a service and its findings, one per line."""
-    cost = [f"{found.cost}."] if found.cost else []
-    return "".join(f"{line}\n" for line in (f"{found.state}.", *cost, *found.numbered))
+    costs = [f"{text}." for text in (found.cost, found.energy) if text]
+    return "".join(f"{line}\n" for line in (f"{found.state}.", *costs, *found.numbered))
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -214,6 +214,7 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         speculation=load.speculation if load is not None else SpeculationCounts(),
         link_s=link.group_report.delay.value_s,
         tenants=load.tenants if load is not None else [],
+        power=link.state.power,
     )
 
 

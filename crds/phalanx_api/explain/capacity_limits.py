@@ -181,11 +181,8 @@ def prefix_findings(predictor: Predictor) -> list[Finding]:
 
 def surplus_findings(predictor: Predictor) -> list[Finding]:
     """Fewer groups would do."""
-    load, count = predictor.load, predictor.num_groups
-    busy = predictor.busy
-    if busy >= MIN_BUSY:
-        return []
-    fewer = next((fewer for fewer in range(1, count) if may_shrink(load, fewer) and _suffices(predictor, fewer)), count)
+    load, count, busy = predictor.load, predictor.num_groups, predictor.busy
+    fewer = fewest_groups(predictor)
     if fewer == count:
         return []
     after = predictor.with_groups(fewer)
@@ -203,6 +200,14 @@ def surplus_findings(predictor: Predictor) -> list[Finding]:
             effect=predictor.itl_effect(after),
         )
     ]
+
+
+def fewest_groups(predictor: Predictor) -> int:
+    """Returns how many groups the load needs, if groups are idle for much of the time; else the present number."""
+    count = predictor.num_groups
+    if predictor.busy >= MIN_BUSY:
+        return count
+    return next((fewer for fewer in range(1, count) if may_shrink(predictor.load, fewer) and _suffices(predictor, fewer)), count)
 
 
 def _suffices(predictor: Predictor, count: int) -> bool:

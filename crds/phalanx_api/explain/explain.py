@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from phalanx_api.conditions import Reason
 from phalanx_api.explain.capacity_limits import kv_findings, prefix_findings, queue_findings, surplus_findings
-from phalanx_api.explain.costs import cost
+from phalanx_api.explain.costs import cost, energy
 from phalanx_api.explain.findings import Explanation, Finding, counted, number, order
 from phalanx_api.explain.fleet_limits import cold_start_findings, network_findings, router_findings, straggler_findings
 from phalanx_api.explain.predictor import Predictor, make_predictor
@@ -34,7 +34,7 @@ def explain(summaries: Sequence[RouterSummary], spec: Spec, status: Status) -> E
         *(_with_model(predictor) if predictor is not None else ()),
     ]
     state = _obstacle(status) + _state(load, predictor, findings)
-    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=state, cost=cost(load))
+    return Explanation(findings=order(findings)[:MAX_FINDINGS], state=state, cost=cost(load), energy=energy(load, predictor))
 
 
 def _obstacle(status: Status) -> str:

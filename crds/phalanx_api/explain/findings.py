@@ -20,7 +20,7 @@ LimitCause = Literal[
 ]
 """What limits a service; `surplus`: more groups than the load needs."""
 LIMIT_CAUSES: tuple[LimitCause, ...] = get_args(LimitCause)
-Unit = Literal["s", "share", "tokens/s", "requests/s", "count", "x"]
+Unit = Literal["s", "share", "tokens/s", "requests/s", "count", "x", "W", "J"]
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +95,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     cost: str = ""
     """What the output costs; empty if there was none."""
+    energy: str = ""
+    """The energy per output token, and what would lower it; empty if a device does not report its power."""
 
     @property
     def numbered(self) -> list[str]:
@@ -125,6 +127,10 @@ def number(value: float, unit: Unit) -> str:
             return f"{value:,.0f}"
         case "x":
             return f"{_significant(value, 2)}x"
+        case "W":
+            return f"{value:,.0f} W" if value < 10_000 else f"{_significant(value / 1000, 3)} kW"
+        case "J":
+            return f"{_significant(value, 2)} J"
         case "requests/s":
             return f"{_significant(value, 2)} requests/s"
 

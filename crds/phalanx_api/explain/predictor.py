@@ -57,8 +57,7 @@ class Predictor:
 
     def rate_effect(self, after: SteadyState) -> Effect:
         """Returns the effect on the output of all groups: the measured one, changed as the predicted one."""
-        traffic = self.load.traffic
-        before = traffic.output_tokens / traffic.window_s or self.now.tokens_per_s * self.num_groups
+        before = self.load.output_per_s or self.now.tokens_per_s * self.num_groups
         gain = after.tokens_per_s / self.now.tokens_per_s if self.now.tokens_per_s else 1.0
         return Effect(metric="output", before=before, after=before * gain, unit="tokens/s")
 

@@ -47,6 +47,11 @@ class ServiceLoad:
         """Arrivals per second and group."""
         return self.traffic.arrivals / WINDOW_S / max(1, len(self.groups))
 
+    @property
+    def output_per_s(self) -> float:
+        """Output tokens per second, of the requests that ended in the last minute: the only rate of output that is printed."""
+        return self.traffic.output_tokens / self.traffic.window_s
+
     @cached_property
     def streams(self) -> float:
         """Running requests of a group, mean."""

@@ -271,6 +271,21 @@ class DeviceProblem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return f"device {self.device} of pod {self.pod}: {self.message}"
 
 
+class DevicePower(msgspec.Struct, frozen=True, array_like=True):
+    """Power of some devices together, in tens of watts; 0 unless all of them report it."""
+
+    mean_w: float = 0.0  # of the last minute
+    lowest_w: float = 0.0  # reading of the last ten minutes: that of devices that compute nothing, if they ever pause
+
+    def __add__(self, other: "DevicePower") -> "DevicePower":
+        if not self.mean_w or not other.mean_w:
+            return NO_POWER
+        return DevicePower(self.mean_w + other.mean_w, self.lowest_w + other.lowest_w)
+
+
+NO_POWER = DevicePower()
+
+
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=True):
     """State of a group. Requests are lost with a new `incarnation`, or if it neither serves nor drains."""
 
@@ -283,6 +298,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=T
     deaths: int = 0  # failed incarnations of this leader, except by outside causes or the draft model
     death: str = ""  # reason of the last
     devices: list[DeviceProblem] = []  # present problems of all pods
+    power: DevicePower = NO_POWER  # of the devices of all pods
 
 
 class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):

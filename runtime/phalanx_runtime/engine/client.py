@@ -29,6 +29,7 @@ class _ServingState:
         self.stop_reason: str | None = None
         self.deaths, self.last_death = 0, ""
         self.devices: list[wire.DeviceProblem] = []
+        self.power = wire.NO_POWER
         self._is_final = False
         self._subscribers: list[Callable[[], None]] = []
 
@@ -41,7 +42,7 @@ class _ServingState:
         return lambda: self._subscribers.remove(changed)
 
     def change(self, state: wire.State) -> None:
-        state = msgspec.structs.replace(state, deaths=self.deaths, death=self.last_death, devices=self.devices)
+        state = msgspec.structs.replace(state, deaths=self.deaths, death=self.last_death, devices=self.devices, power=self.power)
         if state == self.current or (self._is_final and not self.current.serving):
             return
         self.current = state
@@ -147,12 +148,12 @@ class EngineClient:
         """Sets the deaths to report."""
         self._serving.deaths, self._serving.last_death = deaths, last_death
 
-    def set_devices(self, problems: Iterable[wire.DeviceProblem]) -> None:
-        """Reports the present problems of the group's devices."""
-        devices = list(problems)
-        if devices != self._serving.devices:
-            self._serving.devices = devices
-            self._serving.change(self.state())
+    def set_devices(self, problems: Iterable[wire.DeviceProblem], power: wire.DevicePower = wire.NO_POWER) -> None:
+        """Reports the present problems of the group's devices, and their power."""
+        serving, devices = self._serving, list(problems)
+        if (devices, power) != (serving.devices, serving.power):
+            serving.devices, serving.power = devices, power
+            serving.change(self.state())
 
     def set_reason(self, next_incarnation: int, reason: str) -> None:
         """Updates the reason for not serving."""

@@ -20,7 +20,7 @@ from phalanx_api.spec.inference_service import Spec
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.status import Status
 from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, Hotspot, RouterSummary, Traffic, bucket_index
-from phalanx_api.wire.leader import TenantUse
+from phalanx_api.wire.leader import DevicePower, TenantUse
 from phalanx_kubectl import show
 from tests.control.summaries import group, summary
 
@@ -404,3 +404,36 @@ def test_output_has_its_cost_and_the_shares_of_tenants() -> None:
     assert f"{found.cost}.\n" in show.explanation(found)
     assert explained(busy("a"), traffic=arrivals(4.0)).cost.endswith("of it in use"), "no tenant is named"
     assert explained(busy("a"), traffic=[]).cost == ""
+
+
+def test_energy_names_what_would_lower_it() -> None:
+    power = DevicePower(400.0, 100.0)
+    found = explained(busy(power=power), busy("b", power=power), traffic=arrivals(4.0))
+    assert found.energy.startswith("800 W, 1 J per token, 2% of it without work; more requests per step would lower it: ")
+    assert f"{found.energy}.\n" in show.explanation(found)
+    idle = [busy(name, device_busy=0.05, power=DevicePower(115.0, 100.0)) for name in "abcd"]
+    found = explained(*idle, traffic=arrivals(0.2))
+    assert causes(found) == ["surplus"] and advice(found) == ("spec.replicas", "1")
+    assert found.energy.startswith("460 W, 12 J per token, 83% of it without work; 1 group instead of 4 would use "), found.energy
+    after_j = float(found.energy.rsplit(" ", 2)[1])
+    assert 100 / 40 < after_j < 400 / 40, "between one group without work and one with all of it"
+    assert f"```\n{found.energy}.\n```\n" in (ROOT / "docs/explain.md").read_text(), found.energy
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [busy()],
+        [busy(power=DevicePower(400.0, 100.0)), busy("b")],
+        [],
+    ],
+    ids=["no report", "one of two reports", "no group"],
+)
+def test_energy_is_unknown_without_the_power_of_all(groups: list[GroupSummary]) -> None:
+    assert explained(*groups).energy == ""
+
+
+def test_costs_and_effects_have_one_rate_of_output() -> None:
+    found = explained(busy(pressure=1.2), queued=5, traffic=arrivals(4.0, output=200.0))
+    (effect,) = [finding.effect for finding in found.findings if finding.effect and finding.effect.metric == "output"]
+    assert f" for {number(effect.before, 'tokens/s')} of output" in found.cost

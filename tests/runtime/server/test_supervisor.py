@@ -287,6 +287,21 @@ async def test_problems_of_every_pod_reach_the_routers(tmp_path: Path) -> None:
         await until(lambda: group.client.state().devices == [own, HOT])
 
 
+async def test_power_is_reported_once_all_pods_have(tmp_path: Path) -> None:
+    power = wire.DevicePower(400.0, 100.0)
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        assert group.leader is not None
+        group.leader.devices_changed(DeviceReport(power=power))
+        assert group.client.state().power == wire.NO_POWER
+        group.workers[1].devices_changed(DeviceReport(power=power))
+        await until(lambda: group.client.state().power == wire.DevicePower(800.0, 200.0))
+        await group.end(1)
+        await until(lambda: group.client.state().power == wire.NO_POWER)
+
+
 async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from phalanx_api.wire import DeviceProblem
+from phalanx_api.wire import NO_POWER, DevicePower, DeviceProblem
 from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.problems import DeviceHistory, end_reason
 from phalanx_runtime.server.devices.readings import DeviceReading, DeviceSource
@@ -16,6 +18,8 @@ from phalanx_runtime.server.devices.readings import DeviceReading, DeviceSource
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
+MEAN_S, LOWEST_S = 60.0, 600.0
+"""Times over which the mean and the lowest power are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,27 @@ class DeviceReport:
     problems: tuple[DeviceProblem, ...] = ()
     end_reason: str = ""
     """Why the ranks cannot go on; empty if they can."""
+    power: DevicePower = NO_POWER
+
+
+class PowerHistory:
+    """Power of the pod's devices in the last minutes."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float]] = deque()  # time, watts of all devices
+
+    def add(self, readings: Sequence[DeviceReading], now_s: float) -> DevicePower:
+        """Adds a reading. Returns the power up to now; none while a device does not report it."""
+        watts = [reading.power_w for reading in readings if reading.power_w is not None]
+        if not watts or len(watts) < len(readings):
+            self._readings.clear()
+            return NO_POWER
+        self._readings.append((now_s, sum(watts)))
+        while now_s - self._readings[0][0] > LOWEST_S:
+            self._readings.popleft()
+        mean_w = statistics.fmean(watts for at_s, watts in self._readings if now_s - at_s <= MEAN_S)
+        lowest_w = min(watts for _, watts in self._readings)
+        return DevicePower(max(10.0, round(mean_w, -1)), max(10.0, round(lowest_w, -1)))  # small changes are not reported
 
 
 class DeviceMonitor:
@@ -38,6 +63,7 @@ class DeviceMonitor:
         self._pod = pod
         self._clock = clock
         self._history = DeviceHistory()
+        self._power = PowerHistory()
         self._stop = threading.Event()
 
     def start(self, report: Callable[[DeviceReport], None]) -> None:
@@ -63,7 +89,7 @@ class DeviceMonitor:
             self._history = self._history.after_event(event, now_s)
             log.warning("Xid event", extra={"device": event.device, "xid": event.xid})
         readings = self._source.read()
-        return DeviceReport(self._update(readings, now_s), end_reason(event, readings))
+        return DeviceReport(self._update(readings, now_s), end_reason(event, readings), self._power.add(readings, now_s))
 
     def _update(self, readings: Sequence[DeviceReading], now_s: float) -> tuple[DeviceProblem, ...]:
         self._metrics.update(readings)

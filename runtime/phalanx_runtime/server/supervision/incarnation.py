@@ -12,7 +12,7 @@ Pure: the clock is an argument; `supervisor` executes the actions.
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from phalanx_api.wire.leader import DeviceProblem, MemoryAccount
+from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, MemoryAccount
 
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
@@ -76,10 +76,11 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class DevicesReported:
-    """The present problems of a pod's devices."""
+    """The present problems of a pod's devices, and their power."""
 
     pod: int
     problems: tuple[DeviceProblem, ...]
+    power: DevicePower = NO_POWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,15 @@ class Group:
     """Reason why starts omit the draft."""
     devices: tuple[DeviceProblem, ...] = ()
     """Present problems of the devices, by pod."""
+    powers: tuple[tuple[int, DevicePower], ...] = ()
+    """Power of the devices, by pod."""
+
+    @property
+    def power(self) -> DevicePower:
+        """Power of the devices of all pods."""
+        known = dict(self.powers)
+        first, *others = (known.get(pod, NO_POWER) for pod in range(self.num_pods))
+        return sum(others, first)
 
     def reason(self) -> str:
         """Reason for not serving, or empty."""
@@ -210,9 +220,10 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
             return replace(group, phase="serving", serving_since=now), [StartServing(group.incarnation)]
         case RanksFailed():
             return _failed(group, event, now)
-        case DevicesReported(pod, problems):
+        case DevicesReported(pod, problems, power):
             others = [problem for problem in group.devices if problem.pod != pod]
-            return replace(group, devices=tuple(sorted([*others, *problems], key=lambda problem: problem.pod))), []
+            devices = tuple(sorted([*others, *problems], key=lambda problem: problem.pod))
+            return replace(group, devices=devices, powers=tuple(sorted((dict(group.powers) | {pod: power}).items()))), []
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
@@ -246,6 +257,7 @@ def _without(group: Group, pods: frozenset[int]) -> Group:
         hosts=tuple((pod, host) for pod, host in group.hosts if pod not in pods),
         leaving=group.leaving - pods,
         devices=tuple(problem for problem in group.devices if problem.pod not in pods),
+        powers=tuple((pod, power) for pod, power in group.powers if pod not in pods),
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
-from phalanx_api.wire import PROTOCOL_VERSION, DeviceProblem
+from phalanx_api.wire import NO_POWER, PROTOCOL_VERSION, DevicePower, DeviceProblem
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
@@ -131,8 +131,8 @@ class LeaderRendezvous:
                         self._on_event(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
                         self._on_event(inc.PodLeaving(pod, why_leaving))
-                    case Devices(problems):
-                        self._on_event(inc.DevicesReported(pod, tuple(problems)))
+                    case Devices(problems, power):
+                        self._on_event(inc.DevicesReported(pod, tuple(problems), power))
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -159,9 +159,9 @@ class WorkerRendezvous:
         self._leaving: Leaving | None = None
         self._devices = Devices([])
 
-    def report_devices(self, problems: Sequence[DeviceProblem]) -> None:
-        """Reports the problems of the devices to this and any later leader."""
-        self._devices = Devices(list(problems))
+    def report_devices(self, problems: Sequence[DeviceProblem], power: DevicePower = NO_POWER) -> None:
+        """Reports problems and power of the devices to this and any later leader."""
+        self._devices = Devices(list(problems), power)
         self.send(self._devices)
 
     def announce_leaving(self, why: str) -> None:
@@ -198,7 +198,7 @@ class WorkerRendezvous:
             self._connection = connection
             if self._leaving is not None:
                 self.send(self._leaving)
-            if self._devices.problems:
+            if self._devices != Devices([]):
                 self.send(self._devices)
             ping = asyncio.create_task(connection.keep_alive())
             while True:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx_api.wire.leader import DeviceProblem, MemoryAccount
+from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, MemoryAccount
 
 MAX_FRAME_BYTES = 1 << 16
 
@@ -94,9 +94,10 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
 
 
 class Devices(msgspec.Struct, frozen=True, array_like=True, tag="devices"):
-    """Present problems of the pod's devices."""
+    """Present problems of the pod's devices, and their power."""
 
     problems: list[DeviceProblem]
+    power: DevicePower = NO_POWER
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):

@@ -146,8 +146,8 @@ class LeaderSupervisor:
         )
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems of this pod's devices, and ends the ranks that cannot go on."""
-        self._handle(inc.DevicesReported(0, report.problems))
+        """Reports problems and power of this pod's devices, and ends the ranks that cannot go on."""
+        self._handle(inc.DevicesReported(0, report.problems, report.power))
         if report.end_reason:
             self._launcher.fail(report.end_reason)
 
@@ -157,7 +157,7 @@ class LeaderSupervisor:
         before = self._group
         self._group, actions = inc.advance(before, event, self._clock())
         self._client.set_deaths(self._group.deaths, self._group.death)
-        self._client.set_devices(self._group.devices)
+        self._client.set_devices(self._group.devices, self._group.power)
         for action in actions:
             self._execute(action)
         if self._group.phase != "serving" and self._group.reason() != before.reason():
@@ -273,8 +273,8 @@ class WorkerSupervisor:
         self._rendezvous.send(frames.Failed(launch.incarnation, end.why, end.is_echo, end.is_draft))
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems of this pod's devices to the leader, and ends the ranks that cannot go on."""
-        self._rendezvous.report_devices(report.problems)
+        """Reports problems and power of this pod's devices to the leader, and ends the ranks that cannot go on."""
+        self._rendezvous.report_devices(report.problems, report.power)
         if report.end_reason:
             self._launcher.fail(report.end_reason)
 

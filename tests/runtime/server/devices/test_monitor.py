@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
+from phalanx_api.wire import NO_POWER, DevicePower
 from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
 from phalanx_runtime.server.devices.readings import ThrottleReason, XidEvent
@@ -41,10 +42,27 @@ def test_energy_is_counted_from_the_first_reading() -> None:
         assert registry.get_sample_value("phalanx_device_energy_joules_total", LABELS) == counted
 
 
+def test_power_is_a_mean_and_the_lowest_reading() -> None:
+    now_s, source = 0.0, FakeSource()
+    monitor = DeviceMonitor(source, DeviceMetrics(CollectorRegistry()), 0, lambda: now_s)
+
+    def power(at_s: float, *watts: float | None) -> DevicePower:
+        nonlocal now_s
+        now_s, source.readings = at_s, tuple(replace(GPU, index=index, power_w=each) for index, each in enumerate(watts))
+        return monitor.turn(0.0).power
+
+    assert power(0.0, 50.0, 70.0) == DevicePower(120.0, 120.0), "of all devices"
+    assert power(30.0, 300.0, 301.0) == DevicePower(360.0, 120.0)
+    assert power(80.0, 302.0, 300.0) == DevicePower(600.0, 120.0), "the mean is that of the last minute"
+    assert power(620.0, 300.0, 300.0) == DevicePower(600.0, 600.0), "the lowest is that of the last ten"
+    assert power(625.0, 300.0, None) == NO_POWER
+    assert power(630.0, 100.0, 100.0) == DevicePower(200.0, 200.0), "it begins again"
+
+
 def test_metrics_show_the_last_reading() -> None:
     source = FakeSource((GPU, replace(SECOND, power_w=None)))
     monitor, registry = make_monitor(source)
-    assert monitor.turn(0.0) == DeviceReport()
+    assert monitor.turn(0.0) == DeviceReport(), "without the power of all devices"
     assert registry.get_sample_value("phalanx_device_memory_used_bytes", LABELS) == 1 << 30
     assert registry.get_sample_value("phalanx_device_kernel_time_ratio", LABELS) == 0.5
     assert registry.get_sample_value("phalanx_device_power_watts", {"device": "1", "uuid": "GPU-1"}) is None
@@ -69,17 +87,17 @@ def test_xid_is_counted_reported_and_ends_ranks() -> None:
     assert report.end_reason == "device 0: Xid 94 (contained ECC error)"
     assert [(problem.pod, problem.device, problem.xid) for problem in report.problems] == [(2, 0, 94)]
     assert registry.get_sample_value("phalanx_device_xid_errors_total", {**LABELS, "xid": "94"}) == 1
-    assert monitor.turn(0.0) == DeviceReport(report.problems), "the reason is reported once"
+    assert monitor.turn(0.0) == DeviceReport(report.problems, power=report.power), "the reason is reported once"
 
 
 async def test_thread_reports_changes_to_the_loop() -> None:
     source, reports = FakeSource(), list[DeviceReport]()
     monitor, _ = make_monitor(source)
     monitor.start(reports.append)
-    await until(lambda: reports == [DeviceReport()])
+    await until(lambda: len(reports) == 1 and not reports[0].problems)
     source.events.put(XidEvent(0, 13))
     await until(lambda: len(reports) == 3)
-    assert reports[1].end_reason and reports[2] == DeviceReport(reports[1].problems)
+    assert reports[1].end_reason and reports[2] == DeviceReport(reports[1].problems, power=reports[1].power)
     monitor.stop()
     await until(lambda: source.is_closed)
 
