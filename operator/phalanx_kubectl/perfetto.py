@@ -1,7 +1,8 @@
 """Draws recordings as a trace in Chrome's JSON format, which Perfetto opens.
 
 A process per pod and one for the operator, a thread per rank, a slice per step. Engines add plans, counters, preemptions and
-moves, routers dispatches, moves and hotspots. Times are microseconds since the first entry.
+moves, routers dispatches, moves and hotspots. Times are microseconds since the first entry. Numbers of threads and
+ids of intervals differ over the whole trace: Perfetto looks both up without the process.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,9 @@ from phalanx_api.status import ScaleChange
 
 Event = dict[str, Any]
 ENGINE, TRANSFERS, DISPATCH, BALANCE = 1000, 1001, 1, 2
-"""Threads of a pod beside its ranks, which have their numbers."""
+"""Threads of a pod beside its ranks, which have the numbers below."""
+PER_PROCESS = 10_000
+"""Numbers of threads of a process, from its own number times this."""
 _THREADS = {ENGINE: "plans", TRANSFERS: "page transfers", DISPATCH: "dispatch", BALANCE: "balancing"}
 OPERATOR = 1
 """Process number; pods have the numbers after it."""
@@ -44,24 +47,31 @@ class _Place:
     start_s: float
 
     def instant(self, at_s: float, tid: int, name: str, args: Event) -> Event:
-        return {"ph": "i", "s": "t", "pid": self.pid, "tid": tid, "ts": self.us(at_s), "name": name, "args": args}
+        common = {"pid": self.pid, "tid": thread(self.pid, tid)}
+        return {"ph": "i", "s": "t", "ts": self.us(at_s), "name": name, "args": args} | common
 
     def slice(self, at_s: float, seconds: float, *, tid: int, name: str, args: Event) -> Event:
         """A slice that ends at `at_s`."""
         start = self.us(at_s - seconds)
-        return {"ph": "X", "pid": self.pid, "tid": tid, "ts": start, "dur": self.us(at_s) - start, "name": name, "args": args}
+        common = {"pid": self.pid, "tid": thread(self.pid, tid)}
+        return {"ph": "X", "ts": start, "dur": self.us(at_s) - start, "name": name, "args": args} | common
 
     def counter(self, at_s: float, name: str, values: Event) -> Event:
         return {"ph": "C", "pid": self.pid, "ts": self.us(at_s), "name": name, "args": values}
 
     def interval(self, start_s: float, end_s: float, *, kind: str, id: str, name: str, args: Event) -> list[Event]:
-        """Begin and end of something that may overlap others of its kind."""
-        base = {"cat": kind, "id": id, "pid": self.pid, "tid": BALANCE, "name": name}
+        """Begin and end of something that may overlap others of its kind. `id`: differs from those of its kind and process."""
+        base = {"cat": kind, "id": f"{self.pid} {id}", "pid": self.pid, "tid": thread(self.pid, BALANCE), "name": name}
         return [{"ph": "b", "ts": self.us(start_s), "args": args} | base, {"ph": "e", "ts": self.us(end_s)} | base]
 
     def us(self, at_s: float) -> int:
         """Whole microseconds, so that the end of a step and the start of the next are equal."""
         return max(0, round((at_s - self.start_s) * US))
+
+
+def thread(pid: int, number: int) -> int:
+    """Returns the number of a thread of a process in the trace."""
+    return pid * PER_PROCESS + number
 
 
 def trace(recordings: Sequence[Recording], scaling: Sequence[ScaleChange] = ()) -> Event:
@@ -93,9 +103,10 @@ def _names(recordings: Iterable[Recording], pods: dict[str, int]) -> Iterator[Ev
     """Names of processes and threads."""
 
     def name(kind: str, pid: int, text: str, tid: int = 0) -> Event:
-        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}
+        return {"ph": "M", "name": kind, "pid": pid, "tid": thread(pid, tid), "args": {"name": text}}
 
     yield name("process_name", OPERATOR, "operator")
+    yield name("thread_name", OPERATOR, "scaling", BALANCE)
     for recording in recordings:
         pid = pods[recording.pod]
         is_router = recording.kind == "router"
@@ -165,7 +176,8 @@ def _hotspot(hot: dict[str, tuple[float, HotspotChange]], at_s: float, change: H
 
 def _hotspot_interval(since_s: float, until_s: float, change: HotspotChange, place: _Place) -> list[Event]:
     name = f"hotspot {change.group}: {change.cause}"
-    return place.interval(since_s, until_s, kind="hotspot", id=f"{change.group} {since_s}", name=name, args={"why": change.why})
+    id = f"{change.group} {change.cause} {since_s}"
+    return place.interval(since_s, until_s, kind="hotspot", id=id, name=name, args={"why": change.why})
 
 
 def _scaling(changes: Iterable[ScaleChange], place: _Place, end_s: float) -> list[Event]:

@@ -22,6 +22,7 @@ from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, SummaryRequest
 from phalanx_kubectl.perfetto import trace
 from phalanx_kubectl.recordings import ServicePod, fetch
 from phalanx_kubectl.transport import Lines
+from tests.plugin.trace_rules import problems
 from tests.polling import until
 from tests.router.clients import ReceivedStream, read
 from tests.system.runtimes import router_flags
@@ -137,6 +138,7 @@ def test_recordings_of_a_moved_stream_are_one_trace(fleet: Fleet) -> None:
     phases = {timed.entry.phase for found in recordings for timed in found.entries if isinstance(timed.entry, PageTransfer)}
     assert {"MoveOut", "Prepare", "Prepared", "Frozen", "Arrived", "Release"} <= phases or ended.transfer == "recompute"
     drawn = trace(recordings)
+    assert problems(drawn) == []
     (begin,) = [event for event in drawn["traceEvents"] if event["ph"] == "b" and event.get("cat") == "move"]
     at_groups = [
         event["ts"] for event in drawn["traceEvents"] if event.get("args", {}).get("move") == ended.move and event["ph"] == "i"
