@@ -131,8 +131,11 @@ class RouterBackend:
             await session.stream.wait()
             match session.stream.take():
                 case Delta() as delta:
+                    now = self._clock()
+                    if delta.tokens and session.first_token_at is None:
+                        session.first_token_at = now
                     if session.meter is not None:
-                        session.meter.record(len(delta.tokens), delta.cached_tokens, self._clock())
+                        session.meter.record(len(delta.tokens), delta.cached_tokens, now)
                     return delta
                 case None:
                     if self.coalescing.is_stalled(session):

@@ -144,7 +144,7 @@ class DecisionRecorder:
                 at=self._clock(),
                 request=shown_id(journal.id),
                 arrived_at=session.arrived_at,
-                first_token_at=meter.first_at,
+                first_token_at=session.first_token_at,
                 prompt_tokens=meter.prompt_tokens,
                 output_tokens=meter.tokens,
                 block_tokens=blocks.block_tokens,

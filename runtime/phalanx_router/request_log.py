@@ -99,7 +99,7 @@ class RequestTimeline:
         """When the first token of this router reached its client's stream."""
         if self.end is not None:
             return self.end.first_token_at
-        return self.session.meter.first_at if self.session is not None and self.session.meter is not None else None
+        return self.session.first_token_at if self.session is not None else None
 
     @property
     def last_group(self) -> str:

@@ -151,6 +151,7 @@ class StreamSession:
     moves: MoveHistory = field(default_factory=MoveHistory)
     sharing: Sharing = field(default_factory=Sharing)
     meter: RequestMeter | None = None  # unless it joined another session at first
+    first_token_at: float | None = None  # at its client, also of a session that joined another one
 
     def replay(self, now: float) -> wire.Request:
         """Replay of the journal, with the time waited here."""

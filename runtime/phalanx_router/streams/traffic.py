@@ -151,8 +151,6 @@ class RequestMeter:
     prompt_tokens: int
     last: float
     tokens: int = field(default=0)
-    first_at: float | None = None
-    """Arrival of the first tokens."""
 
     def record(self, tokens: int, cached_tokens: int, now: float) -> None:
         """Records tokens that arrived together."""
@@ -161,7 +159,6 @@ class RequestMeter:
         if self.tokens:
             self.stats.record_gap(now - self.last, tokens, now)
         else:
-            self.first_at = now
             self.stats.record_first_tokens(now - self.last, max(0, self.prompt_tokens - cached_tokens), now)
         self.tokens += tokens
         self.last = now

@@ -162,6 +162,24 @@ async def test_too_many_requested_drains_are_refused(monkeypatch: pytest.MonkeyP
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_drains")
 
 
+async def test_joined_request_has_its_own_time_to_first_token() -> None:
+    (leader,) = leaders(5)
+    async with running_console(leader) as console:
+        console.fleet.balancing.set_policy(BalancePolicy(coalesce_requests=True))
+        first = asyncio.create_task(console.complete("a b c"))
+        await console.until_delivered(5)
+        second = asyncio.create_task(console.complete("a b c"))
+        await until(lambda: any(not session.is_computing for session in console.fleet.sessions))
+        await until(lambda: all(session.first_token_at is not None for session in console.fleet.sessions))
+        leader.release()
+        assert await first and await second
+        joined, computed = (await console.data("requests"))["requests"]
+        assert (joined["end"], computed["end"]) == ("length", "length") and len(leader.submitted) == 1
+        assert 0 <= joined["first_token_s"] <= joined["duration_s"] < computed["duration_s"]
+        details = await console.data(f"requests/{joined['number']}")
+        assert [event["kind"] for event in details["events"]][:3] == ["arrived", "joined", "first token"]
+
+
 async def test_no_text_of_a_request_comes_out() -> None:
     prompt = "the secret marker of a prompt"
     async with running_console(*leaders(None, None), keys=KEYS) as console:
