@@ -117,7 +117,7 @@ def main() -> int:
         raise Failed(f"CLUSTER={mode!r}: expected current, or empty for a cluster on this machine")
     if sys.argv[1:2] not in (["answer"], ["show"]):
         raise Failed(str(__doc__))
-    say("environment, cluster, images (the first run builds Kubernetes from source)")
+    say("environment, cluster, images (the first run builds Kubernetes from source: ten minutes on two cores)")
     if mode != "current":
         cluster_command(["tools"])
     venv = environment()

@@ -25,7 +25,7 @@ from images.layout import DEBIAN_PACKAGES, ENV, PROGRAMS, TEST_REQUIREMENTS, USE
 from tools import debian
 from tools.cache import cache_root, finished, key_of, key_of_folder
 from tools.errors import Failed, Missing
-from tools.shell import output, say
+from tools.shell import output, progress, say
 
 PREFIX = "localhost"
 KEPT_ARCHIVES = 5
@@ -66,10 +66,10 @@ def base() -> Path:
     """Returns the folder of the base layer: `root`, `base.layer` and the list of its Debian packages."""
 
     def make(folder: Path) -> None:
-        say("building the base layer of the images ...")
-        packages = steps.fill_base(folder / "root")
-        (folder / "packages.txt").write_text("\n".join(packages) + "\n")
-        write_layer(folder / "root", folder / "base.layer", USER, {path.lstrip("/") for path in WRITABLE})
+        with progress("building the base layer of the images (a minute the first time)"):
+            packages = steps.fill_base(folder / "root")
+            (folder / "packages.txt").write_text("\n".join(packages) + "\n")
+            write_layer(folder / "root", folder / "base.layer", USER, {path.lstrip("/") for path in WRITABLE})
 
     return finished(cache_root() / f"image-base-{debian.release()}-{key_of(_recipe(), *DEBIAN_PACKAGES)}", make)
 
@@ -139,12 +139,14 @@ def archives() -> list[Path]:
     def make_stable(folder: Path) -> None:
         stable = _stable_layers(on)
         images = [Image(f"{PREFIX}/phalanx-layers-{name}:dev", layers) for name, layers in stable.items()]
-        write_archive(folder / "layers.tar", images)
+        with progress("writing the archive of the images' lower layers"):
+            write_archive(folder / "layers.tar", images)
 
     def make(folder: Path) -> None:
         stable = _stable_layers(on)
-        images = [_image(x, *stable[x.name], _packages_layer(on, x, folder)) for x in PROGRAMS.values()]
-        write_archive(folder / "phalanx.tar", images, {layer for layers in stable.values() for layer in layers})
+        with progress("building the three images of this checkout"):
+            images = [_image(x, *stable[x.name], _packages_layer(on, x, folder)) for x in PROGRAMS.values()]
+            write_archive(folder / "phalanx.tar", images, {layer for layers in stable.values() for layer in layers})
         for layer in folder.glob("*.layer"):
             layer.unlink()
 
@@ -194,10 +196,10 @@ def site_packages() -> Path:
         target = folder / "site-packages"
         steps.install(on / "root", requirements, target, "hardlink")
         (target / ".lock").unlink(missing_ok=True)
-        say("compiling the modules that a rank imports ...")
         command, env = steps.python(on / "root")
         imports = "".join(f"import {name}\n" for name in SITE_PACKAGES_IMPORTS)
-        output(*command, "-c", imports, env={**env, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": ""})
+        with progress("compiling the modules that a rank imports (a minute the first time)"):
+            output(*command, "-c", imports, env={**env, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": ""})
 
     key = key_of(debian.release(), steps.python_version(on / "root"), requirements.read_bytes(), *SITE_PACKAGES_IMPORTS)
     return finished(cache_root() / f"site-packages-{key}", make) / "site-packages"

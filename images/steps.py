@@ -16,7 +16,7 @@ from images.layout import CERTIFICATES, DEBIAN_PACKAGES, USER, WRITABLE, Program
 from tools import debian
 from tools.bootstrap import uv
 from tools.errors import Failed
-from tools.shell import logged, output, say
+from tools.shell import logged, output, progress, say
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("bin", "lib", "lib64", "sbin")  # folders that are links into /usr in Debian
@@ -121,9 +121,9 @@ def fill_kernels(base: Path, program: Program, root: Path) -> None:
         target.mkdir(parents=True)
         say(f"no g++: the image of the {program.name} has no compiled kernels and computes with torch only")
         return
-    say(f"compiling the kernels of the {program.name} ...")
-    module = "phalanx_runtime.model.native.build"
-    levels = output(sys.executable, "-m", module, target, cwd=ROOT, env={"PYTHONPATH": "runtime", "PYTHONDONTWRITEBYTECODE": "1"})
+    module, env = "phalanx_runtime.model.native.build", {"PYTHONPATH": "runtime", "PYTHONDONTWRITEBYTECODE": "1"}
+    with progress(f"compiling the kernels of the {program.name} (a minute the first time)"):
+        levels = output(sys.executable, "-m", module, target, cwd=ROOT, env=env)
     say(f"the image of the {program.name} has kernels for: {levels.strip() or 'no processor (unknown architecture)'}")
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # also runs as a script
 from tools.cache import cache_root, finished, key_of  # noqa: E402
 from tools.debian import install_packages  # noqa: E402
 from tools.errors import Failed, Missing  # noqa: E402
-from tools.shell import logged, output, say  # noqa: E402
+from tools.shell import logged, output, progress, say  # noqa: E402
 
 EXTRAS = ("dev", "operator", "router", "runtime", "api", "clients")
 BUILT = ("clients",)
@@ -33,14 +33,15 @@ def uv() -> Path:
     pins = ROOT / "tools/uv.txt"
 
     def make(folder: Path) -> None:
-        say("fetching uv ...")
-        try:
-            output(sys.executable, "-m", "venv", folder)
-        except Failed:  # Debian ships the module without ensurepip
-            version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            install_packages(f"python{version}-venv")
-            output(sys.executable, "-m", "venv", "--clear", folder)
-        output(folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--require-hashes", "-r", pins)
+        with progress("fetching uv, the installer of Python packages"):
+            try:
+                output(sys.executable, "-m", "venv", folder)
+            except Failed:  # Debian ships the module without ensurepip
+                version = f"{sys.version_info.major}.{sys.version_info.minor}"
+                install_packages(f"python{version}-venv")
+                output(sys.executable, "-m", "venv", "--clear", folder)
+            quiet = ("-q", "--disable-pip-version-check", "--require-hashes")
+            output(folder / "bin/python", "-m", "pip", "install", *quiet, "-r", pins)
 
     return finished(cache_root() / f"uv-{key_of(pins.read_bytes(), python_key())}", make) / "bin/uv"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tools.errors import Failed, Missing
-from tools.shell import output, say
+from tools.shell import output, progress
 
 QUIET = ("--no-recommends", "--no-suggests", "--no-conflicts", "--no-breaks", "--no-replaces", "--no-enhances")
 # Needed only by installation scripts, which dpkg -x does not run.
@@ -62,8 +62,8 @@ def unpack(names: Iterable[str], into: Path, follow: Callable[[str], bool]) -> l
     except Failed:
         if os.geteuid() != 0:
             raise
-        say("fetching Debian's package lists (apt-get update) ...")
-        output("apt-get", "update", "-qq")
+        with progress("fetching Debian's package lists (apt-get update)"):
+            output("apt-get", "update", "-qq")
         packages = closure(names, follow)
         fetch(packages, debs)
     into.mkdir(parents=True, exist_ok=True)
@@ -76,9 +76,9 @@ def unpack(names: Iterable[str], into: Path, follow: Callable[[str], bool]) -> l
 
 def fetch(packages: list[str], folder: Path) -> None:
     """Downloads the packages into `folder`. Raises Failed."""
-    say(f"fetching {len(packages)} Debian packages: {', '.join(packages)[:100]} ...")
     patience = ("-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=30", "-o", "Acquire::https::Timeout=30")
-    output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *patience, *packages, cwd=folder)
+    with progress(f"fetching {len(packages)} Debian packages: {', '.join(packages)[:100]}"):
+        output("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *patience, *packages, cwd=folder)
 
 
 def install_commands(commands: dict[str, str]) -> None:
@@ -92,11 +92,11 @@ def install_packages(*packages: str) -> None:
     """Installs Debian packages on the machine. Raises Missing without root or apt-get."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise Missing(f"the Debian packages {' '.join(packages)} (apt-get install {' '.join(packages)})")
-    say(f"installing {' '.join(packages)} ...")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     install = ("apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages)
-    try:
-        output(*install, env=quiet)
-    except Failed:
-        output("apt-get", "update", "-qq")
-        output(*install, env=quiet)
+    with progress(f"installing {' '.join(packages)}"):
+        try:
+            output(*install, env=quiet)
+        except Failed:
+            output("apt-get", "update", "-qq")
+            output(*install, env=quiet)

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tools.errors import Failed
@@ -16,6 +18,34 @@ PROGRESS_S = 10.0
 def say(message: str) -> None:
     """Prints one line of progress on stderr; stdout is for results."""
     print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ticking(detail: Callable[[], str], every_s: float = PROGRESS_S) -> Iterator[None]:
+    """Prints every ten seconds how long the block has run, and what it does now."""
+    begin, has_ended = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not has_ended.wait(every_s):
+            say(f"  {time.monotonic() - begin:4.0f} s  {detail()}")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+@contextmanager
+def progress(title: str, detail: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Prints the title, progress, and at the end how long the block took."""
+    begin = time.monotonic()
+    say(f"{title} ...")
+    with ticking(lambda: detail() or title):
+        yield
+    say(f"{title}: {time.monotonic() - begin:.0f} s")
 
 
 def tail(log: Path) -> str:
@@ -39,12 +69,11 @@ def output(*command: str | Path, stdin: str | None = None, cwd: Path | None = No
 
 
 def logged(title: str, *command: str | Path, log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-    """Runs a long command with its output in `log`, and prints progress every ten seconds. Raises Failed."""
-    words = [str(word) for word in command]
+    """Runs a long command with its output in `log`, and prints progress. Raises Failed."""
+    words, last = [str(word) for word in command], ""
     log.parent.mkdir(parents=True, exist_ok=True)
-    begin = last = time.monotonic()
-    say(f"{title} ...")
     with (
+        progress(title, lambda: last),
         log.open("w") as out,
         subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env={**os.environ, **(env or {})}
@@ -53,9 +82,7 @@ def logged(title: str, *command: str | Path, log: Path, cwd: Path | None = None,
         assert process.stdout is not None  # because of PIPE
         for number, line in enumerate(process.stdout, start=1):
             out.write(line)
-            if time.monotonic() - last > PROGRESS_S:
-                last = time.monotonic()
-                say(f"  {last - begin:4.0f} s, {number} lines: {line.strip()[:90]}")
-    if process.returncode != 0:
-        raise Failed(f"{title}: exit status {process.returncode}; {log} ends with\n{tail(log)}")
-    say(f"{title}: {time.monotonic() - begin:.0f} s")
+            last = f"{number} lines: {line.strip()[:90]}"
+        out.flush()
+        if process.wait():
+            raise Failed(f"{title}: exit status {process.returncode}; {log} ends with\n{tail(log)}")

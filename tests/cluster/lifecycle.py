@@ -17,7 +17,7 @@ from tests.cluster.node_files import PRIVATE_FOLDERS
 from tests.cluster.programs import Programs
 from tools.cache import locked
 from tools.errors import Failed
-from tools.shell import output, say
+from tools.shell import output, say, ticking
 
 END_LIMIT_S = 10.0
 
@@ -25,7 +25,8 @@ END_LIMIT_S = 10.0
 @contextmanager
 def _stage(name: str) -> Iterator[None]:
     started_s = time.monotonic()
-    yield
+    with ticking(lambda: name):
+        yield
     say(f"  {time.monotonic() - started_s:5.1f} s  {name}")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tools.cache import cache_root, finished, key_of
 from tools.errors import Missing
+from tools.shell import progress
 
 ROOT = Path(__file__).parents[2]
 NAME = "SmolLM2-135M-Instruct"
@@ -25,7 +26,8 @@ def folder() -> Path:
     def convert(part: Path) -> None:
         command = [sys.executable, "-m", "phalanx_runtime", "convert", str(gguf), str(part / NAME)]
         environment = {**os.environ, "PYTHONPATH": "crds:operator:runtime:."}
-        subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=sys.stderr)
+        with progress(f"converting {NAME} (half a minute the first time)"):
+            subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=sys.stderr)
 
     return finished(cache_root() / f"models-{key}", convert)
 

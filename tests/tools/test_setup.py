@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import claims, config, node_files
+from tests.polling import wait_until
 from tools import cache, debian, shell
 from tools.errors import Failed, Missing
 
@@ -101,6 +102,17 @@ def test_a_failed_build_shows_the_end_of_its_log(tmp_path: Path) -> None:
         shell.logged("building", sys.executable, "-c", program, log=tmp_path / "build.log")
     assert "line 99" in str(caught.value) and "line 60\n" not in str(caught.value)
     assert (tmp_path / "build.log").read_text().count("\n") == 100
+
+
+def test_a_silent_command_shows_progress(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with shell.ticking(lambda: "linking", every_s=0.01):
+        wait_until(lambda: "linking" in capsys.readouterr().err)
+    shell.logged("building", sys.executable, "-c", "print('one')", log=tmp_path / "build.log")
+    printed = capsys.readouterr()
+    assert printed.out == "" and "building ..." in printed.err and "building: " in printed.err
+    with pytest.raises(Failed), shell.progress("fetching"):
+        raise Failed("no network")
+    assert "fetching: " not in capsys.readouterr().err, "it did not end"
 
 
 def test_installing_without_apt_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
