@@ -4,6 +4,7 @@ The tests share a service of two groups of two pods and run in order; each leave
 """
 
 import base64
+import itertools
 import json
 import os
 import subprocess
@@ -30,6 +31,15 @@ from phalanx_kubectl.__main__ import main
 main()
 """
 """As pip installs it."""
+COUNT = """
+import contextlib, pathlib
+found = 0
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+        found += b"--" b"every" in path.read_bytes()
+print(found)
+"""
+"""Prints how many commands follow streams in a router's container."""
 WORKERS, TOKENS, LIMIT_S = 4, 100, 90.0
 
 
@@ -111,6 +121,24 @@ def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
     with scene.traffic(WORKERS, TOKENS) as traffic:
         svc.wait_for(lambda: min(streams()) > 0 or None, 60, "streams are shown")
     assert traffic.failed == []
+
+
+def test_streams_are_listed_until_their_reader_leaves(plugin: Plugin) -> None:
+    scene, cluster = plugin.scene, plugin.scene.cluster
+    (router,) = scene.pods("phalanx.dev/component=router,phalanx.dev/service=chat")
+    inside = ("exec", router, f"--namespace={scene.namespace}", "-c", "router", "--")
+    command = cluster.command(cluster.kubectl_program, *inside, "phalanx-router", "streams", "--every=1")
+    following = subprocess.Popen(command, env=cluster.environment(), stdout=subprocess.PIPE, text=True)
+    with scene.traffic(WORKERS, TOKENS) as traffic, following as process:
+        assert process.stdout is not None
+        lists = [json.loads(line) for line in itertools.islice(process.stdout, 8)]
+        process.terminate()
+    assert traffic.failed == []
+    streams = [stream for found in lists for stream in found["streams"]]
+    assert streams and {stream["group"] for stream in streams} <= {*scene.groups(), ""}
+    svc.wait_for(
+        lambda: cluster.kubectl(*inside, "python3", "-c", COUNT).strip() == "0" or None, 60, "the command ends in the pod"
+    )
 
 
 def test_logs_prefix_lines_of_every_rank_with_the_pod(plugin: Plugin) -> None:
