@@ -1,20 +1,23 @@
 """Structured outputs: one grammar per request, from `response_format`, `structured_outputs` or `guided_*`."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import valid_text
 from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
-from phalanx_frontend.text.grammar import GrammarError, grammar_source
+from phalanx_frontend.text.grammar_process import GrammarProcess
 
 MAX_GRAMMAR_CHARS = 100_000
 """About a second to compile."""
+MAX_CHECKED = 256
+"""Grammars with a kept result: many requests have the same."""
 JSON_OBJECT = '{"type":"object"}'
 """The schema of `json_object`."""
 
@@ -115,30 +118,26 @@ def _lark(param: str, grammar: str) -> str:
 
 
 class GrammarCheck:
-    """Compiles grammars against one model's tokenizer."""
+    """Compiles grammars against one model's tokenizer, one after the other."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
-        self._tokenizer_json = tokenizer_json
-        self._tokenizer: LLTokenizer | None = None
+        self._process = GrammarProcess(tokenizer_json)
+        self._thread = ThreadPoolExecutor(1)
+        self._problems: dict[bytes, str] = {}
 
     async def check(self, param: str, grammar: wire.Grammar) -> None:
         """Checks that a rank can apply the grammar. Raises ApiError 400."""
-        problem = await asyncio.to_thread(self._problem, grammar)
+        problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._problem, grammar)
         if problem:
             raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
 
     def _problem(self, grammar: wire.Grammar) -> str:
-        """Returns the problem, or "". The first step's mask shows a costly expression."""
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = LLTokenizer(self._tokenizer_json.decode())
-            except ValueError as error:
-                return f"this model's tokenizer does not allow it ({error})"
-        try:
-            source = grammar_source(grammar)
-        except GrammarError as error:
-            return str(error)
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return " ".join(matcher.get_error().split())
+        """Returns the problem, or "": of a grammar that was checked recently, without another check."""
+        key = hashlib.sha256(wire.encode(grammar)).digest()
+        problem = self._problems.pop(key, None)
+        if problem is None:
+            problem = self._process.problem(grammar)
+        self._problems[key] = problem
+        if len(self._problems) > MAX_CHECKED:
+            del self._problems[next(iter(self._problems))]
+        return problem

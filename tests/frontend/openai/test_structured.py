@@ -13,6 +13,7 @@ from tests.frontend.fakes import tiny_tokenizer_json
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 COMPACT = json.dumps(SCHEMA, separators=(",", ":"))
+CHECK = GrammarCheck(tiny_tokenizer_json())
 STRICT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
 
 
@@ -42,7 +43,7 @@ async def test_each_spelling_gives_its_grammar(fields: dict[str, Any], kind: str
     requested = grammar_of(completion(**fields))
     assert requested is not None
     assert (requested[1].kind, requested[1].text) == (kind, text)
-    await GrammarCheck(tiny_tokenizer_json()).check(*requested)
+    await CHECK.check(*requested)
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}], ids=str)
@@ -85,14 +86,14 @@ def test_conflicting_or_empty_formats_are_refused(fields: dict[str, Any], param:
 )
 async def test_impossible_grammar_is_a_client_error(grammar: wire.Grammar) -> None:
     with pytest.raises(ApiError) as caught:
-        await GrammarCheck(tiny_tokenizer_json()).check("guided_regex", grammar)
+        await CHECK.check("guided_regex", grammar)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "guided_regex", "invalid_grammar")
 
 
 async def test_gbnf_grammar_is_translated() -> None:
     requested = grammar_of(completion(guided_grammar='root ::= "yes" | "no"'))
     assert requested is not None and requested[1].kind == "lark" and "start:" in requested[1].text
-    await GrammarCheck(tiny_tokenizer_json()).check(*requested)
+    await CHECK.check(*requested)
 
 
 async def test_unconstrainable_tokenizer_is_an_error() -> None:
