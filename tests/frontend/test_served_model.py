@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from phalanx_api import wire
 from phalanx_frontend.app import create_app, create_health_app
 from phalanx_frontend.health import Health
 from phalanx_frontend.limits import Limits
@@ -18,7 +19,15 @@ from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
 from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache
-from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, text_script, tiny_assets, tiny_tokenizer, token_ids
+from tests.frontend.fakes import (
+    CHAT_TEMPLATE,
+    FakeBackend,
+    text_script,
+    tiny_assets,
+    tiny_tokenizer,
+    tiny_tokenizer_json,
+    token_ids,
+)
 from tests.frontend.posting import FULL, client_of
 
 
@@ -39,6 +48,31 @@ async def test_a_model_that_cannot_be_read_is_not_ready() -> None:
     async with client_of(FakeBackend(assets=tiny_assets(without=["tokenizer.json"]))) as client:
         answer = await client.get("/readyz")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("tokenizer.json", b"{", "Expecting"),
+        ("tokenizer.json", b"{}", "Model missing"),
+        ("tokenizer.json", b"[" * 100_000, "recursion"),
+        ("tokenizer.json", tiny_tokenizer_json().replace(b'"version": "1.0"', b'"version": "\xff"'), "utf-8"),
+        ("tokenizer.json", tiny_tokenizer_json().replace(b'"merges": [', b'"merges": 5, "x": ['), "untagged"),
+        ("generation_config.json", b"[]", "must have a JSON object"),
+        ("generation_config.json", b'{"temperature": "hot"}', "temperature"),
+        ("generation_config.json", b'{"temperature": NaN}', "temperature"),
+        ("generation_config.json", b'{"top_k": 1e400}', "top_k"),
+        ("generation_config.json", b'{"max_new_tokens": "many"}', "max_tokens"),
+    ],
+)
+async def test_model_with_a_broken_file_names_it(name: str, content: bytes, why: str) -> None:
+    whole = tiny_assets()
+    assets = wire.make_assets({**whole.files, name: content}, ["tiny"], 512, [1], None)
+    async with client_of(FakeBackend(assets=assets)) as client:
+        answer = await client.get("/readyz")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "model_broken")
+    assert f"the model's {name} cannot be read" in error["message"] and why in error["message"]
 
 
 async def test_backend_may_be_ready_without_a_model() -> None:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from phalanx_api import wire
-from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
 from phalanx_frontend.fields import INT64_MAX
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -82,12 +84,19 @@ class Defaults:
 
 
 def read_defaults(generation_config: bytes | None) -> Defaults:
-    """Reads the defaults."""
-    config: Mapping[str, Any] = json.loads(generation_config) if generation_config else {}
-    values = {name: config[name] for name in GENERATION_CONFIG_FIELDS if config.get(name) is not None}
+    """Reads the defaults; they have the bounds of a request's fields. Raises ValueError."""
+    config = json.loads(generation_config) if generation_config else {}
+    if not isinstance(config, dict):
+        raise ValueError("it must have a JSON object")
+    named = {name: config.get(name) for name in GENERATION_CONFIG_FIELDS} | {"max_tokens": config.get("max_new_tokens")}
+    values = {name: value for name, value in named.items() if value is not None}
+    try:
+        GenerationRequest.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(api_error_of_validation(error.errors(), ()).message) from error
+    max_tokens = values.pop("max_tokens", None)
     return Defaults(
-        sampling={name: value if name == "top_k" else float(value) for name, value in values.items()},
-        max_tokens=config.get("max_new_tokens"),
+        sampling={name: value if name == "top_k" else float(value) for name, value in values.items()}, max_tokens=max_tokens
     )
 
 

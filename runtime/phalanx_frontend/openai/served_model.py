@@ -1,7 +1,9 @@
 """A model at the API server."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +15,8 @@ from phalanx_frontend.openai.structured import GrammarCheck
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx_frontend.text.tokenizer import TextTokenizer
 
+T = TypeVar("T")
+Content = TypeVar("Content")
 MAX_CACHED_MODELS = 4
 """Two revisions during a rollout, and a reserve."""
 NO_TEMPLATE = (
@@ -88,7 +92,7 @@ def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:
 
 
 def load_model(assets: wire.Assets) -> ServedModel:
-    """Parses assets, in up to a second. Raises ApiError 500 without a tokenizer."""
+    """Parses assets, in up to a second. Raises ApiError 500 that names a missing or broken file."""
     if "tokenizer.json" not in assets.files:
         raise ApiError(500, "the model has no tokenizer.json; add it to the model's files", code="model_broken")
     try:
@@ -96,10 +100,30 @@ def load_model(assets: wire.Assets) -> ServedModel:
     except ChatTemplateError as error:
         template = str(error)
     document = assets.files["tokenizer.json"]
-    defaults = read_defaults(assets.files.get("generation_config.json"))
     return ServedModel(
-        assets=assets, tokenizer=TextTokenizer(document), template=template, defaults=defaults, grammars=GrammarCheck(document)
+        assets=assets,
+        tokenizer=_parsed("tokenizer.json", document, _tried_tokenizer),
+        template=template,
+        defaults=_parsed("generation_config.json", assets.files.get("generation_config.json"), read_defaults),
+        grammars=GrammarCheck(document),
     )
+
+
+def _tried_tokenizer(document: bytes) -> TextTokenizer:
+    """Returns the tokenizer after a first use: some broken ones fail only then."""
+    tokenizer = TextTokenizer(document)
+    tokenizer.decode(tokenizer.encode("Hello, world", True), True)
+    return tokenizer
+
+
+def _parsed(name: str, content: Content, parse: Callable[[Content], T]) -> T:
+    """Returns what `parse` makes of a file. Raises ApiError 500."""
+    try:
+        return parse(content)
+    except BaseException as error:  # libraries raise various types, and a panic of tokenizers is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ApiError(500, f"the model's {name} cannot be read: {error}; correct the file", code="model_broken") from error
 
 
 class ModelCache:

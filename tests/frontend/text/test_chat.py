@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from phalanx_frontend.text import sandbox
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
 
 USER = [{"role": "user", "content": "hé <b>"}]
@@ -39,12 +40,91 @@ def test_a_template_finds_the_environment_it_is_written_for(source: str, expecte
         ("{{ messages[0].content + 1 }}", "concatenate"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ '{5}'.format(1) }}", "index out of range"),
     ],
-    ids=["refusal", "type error", "escape", "mutation"],
+    ids=["refusal", "type error", "escape", "mutation", "index"],
 )
 def test_template_error_is_reported(source: str, reason: str) -> None:
     with pytest.raises(ChatTemplateError, match=reason):
         template(source).render(USER, True, {})
+
+
+ENDLESS = {
+    "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "blocks": "{% for a in range(99999) %}{% block b scoped %}{% for c in range(99999) %}{% endfor %}{% endblock %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_template_without_an_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CPU_S", 0.05)
+    with pytest.raises(ChatTemplateError, match=r"more than 0\.05 s of processor time"):
+        template(source).render(USER, True, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ 'x' * 10000000000 }}", "longer than"),
+        ("{{ ([1] * 100000) * 100000 }}", "longer than"),
+        ("{% set ns = namespace(x='xy') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "longer than"),
+        ("{% set ns = namespace(x='xy') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "longer than"),
+        ("{% for i in range(999) %}{{ 'x' * 100000 }}{% endfor %}", "longer than"),
+        ("{{ ('a' * 100000) | replace('a', 'b' * 100000) }}", "longer than"),
+        ("{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "longer than"),
+        ("{{ range(100000) | join('b' * 100000) }}", "longer than"),
+        ("{{ ('b' * 100000).join(['a'] * 100000) }}", "longer than"),
+        ("{{ 9 ** 9999 }}", "bits"),
+        ("{{ 10 ** 400 * 10 ** 900 * 10 ** 400 }}", "bits"),
+        ("{{ 'x' | center(1000000000) }}", "width"),
+        ("{{ 'x'.ljust(1000000000) }}", "width"),
+        ("{{ messages | tojson(indent=1000000000) }}", "width"),
+        ("{{ '%1000000000d' % 1 }}", "width"),
+        ("{{ '%*d' | format(1000000000, 1) }}", "width"),
+        ("{{ '{:>1000000000}'.format(1) }}", "width"),
+        ("{{ '{:>{}}'.format('x', 1000000000) }}", "width"),
+        ("{{ strftime_now('%1000000000d') }}", "width"),
+    ],
+)
+def test_template_makes_no_huge_text(source: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match=reason):
+        template(source).render(USER, True, {})
+
+
+def test_bounded_operations_keep_their_meaning() -> None:
+    source = "{{ 'a' ~ 1 ~ none }} {{ 2 ** 3 * 2 }} {{ [1] + [2] }} {{ '%s' % 'x' }} {{ '%03d' | format(7) }} {{ 'a' * 3 }}"
+    assert template(source).render(USER, True, {}) == "a1None 16 [1, 2] x 007 aaa"
+    source = (
+        "{{ messages | map(attribute='role') | join(',') }} {{ messages | join('-', attribute='role') }} {{ ','.join('ab') }}"
+    )
+    assert template(source).render(USER * 2, True, {}) == "user,user user-user a,b"
+    assert template("{{ '{:>3} {}'.format(1, 'a') }} {{ '%5s' % 'a' }}").render(USER, True, {}) == "  1 a     a"
+    assert template("{{ 'aXa' | replace('a', 'b', 1) }} {{ 'aXa'.replace('a', 'c') }}").render(USER, True, {}) == "bXa cXc"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000, "{% for a in b %}" * 50 + "{% endfor %}" * 50, "{% break %}", "{% for %}"]
+)
+def test_template_that_does_not_compile_is_broken(source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="fix chat_template"):
+        template(source)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": b"{"},
+        {"tokenizer_config.json": b"[]"},
+        {"tokenizer_config.json": b'{"chat_template": [1]}'},
+        {"tokenizer_config.json": b"[" * 100_000},
+        {"chat_template.jinja": b"\xff"},
+    ],
+    ids=["no JSON", "no object", "no names", "deep", "no UTF-8"],
+)
+def test_unreadable_files_are_named(files: dict[str, bytes]) -> None:
+    with pytest.raises(ChatTemplateError, match=r"tokenizer_config\.json or chat_template\.jinja cannot be read"):
+        read_chat_template(files)
 
 
 def test_options_do_not_replace_the_messages() -> None:
