@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from phalanx_runtime.checkpoint.folder import INDEX
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.linear.linear import can_pack
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import ModelImpl, open_model
-from phalanx_runtime.model.weights import INDEX
 from phalanx_runtime.rank.loader import prepare_process
 from phalanx_runtime.rank.memory.memory_profiler import HostMemoryProfiler
 from phalanx_runtime.rank.process.cgroup import System

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TypeGuard
 
 import msgspec
 
@@ -9,6 +10,7 @@ from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.errors import ModelError
 
+MAX_COUNT = 2**31 - 1
 _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -27,14 +29,14 @@ def read_assets(
     config = read_json(folder / "config.json")
     length, eos_token_ids = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
     vocab_size = config.get("vocab_size")
-    return wire.make_assets(files, served_names, length, eos_token_ids, vocab_size if isinstance(vocab_size, int) else None)
+    return wire.make_assets(files, served_names, length, eos_token_ids, vocab_size if _is_count(vocab_size) else None)
 
 
 def _max_model_len(folder: Path, config: dict[str, object], requested: int | None) -> int:
     positions = config.get("max_position_embeddings")
-    if not isinstance(positions, int) or positions < 1:
+    if not _is_count(positions):
         if requested is None:
-            raise ModelError(f"{folder}/config.json: max_position_embeddings must be a positive integer, it is {positions!r}")
+            raise ModelError(f"{folder}/config.json: max_position_embeddings must be a positive integer, it is {positions!r:.40}")
         return requested
     if requested is not None and requested > positions:
         raise ModelError(f"--max-model-len {requested} is more than the model's max_position_embeddings, {positions}")
@@ -58,7 +60,12 @@ def _eos_token_ids(folder: Path, config: dict[str, object]) -> list[int]:
 
 def _ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int)]
+    return [item for item in values if isinstance(item, int) and (item == 0 or _is_count(item))]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of a JSON document is a positive number of tokens or positions."""
+    return isinstance(value, int) and 0 < value <= MAX_COUNT
 
 
 def _eos_by_name(folder: Path) -> list[int]:

@@ -13,6 +13,7 @@ from typing import IO
 from phalanx_runtime.errors import ModelError
 
 _LOCK_POLL_S = 0.1
+INDEX = "model.safetensors.index.json"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -66,7 +67,7 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
@@ -84,13 +85,24 @@ def check_model_folder(folder: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the weight files sorted by name: those in the index, else all *.safetensors. Raises ModelError."""
-    index = folder / "model.safetensors.index.json"
+    files = indexed_files(folder)
+    return sorted(folder.glob("*.safetensors") if files is None else set(files.values()))
+
+
+def indexed_files(folder: Path) -> dict[str, Path] | None:
+    """Returns the file of each tensor by the index of the weights, if there is one. Raises ModelError."""
+    index = folder / INDEX
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        return None
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index}: weight_map must be an object")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or not name.isprintable() or Path(name).name != name:
+            raise ModelError(
+                f"{index}: weight_map: tensor {tensor!r:.80} is in {name!r:.80}; expected a file *.safetensors of the folder"
+            )
+    return {tensor: folder / name for tensor, name in weight_map.items()}
 
 
 def _missing_weights(folder: Path) -> list[str]:

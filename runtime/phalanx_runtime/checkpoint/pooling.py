@@ -60,11 +60,11 @@ def _enabled_modes(config: dict[str, Any]) -> list[str]:
 
 def _read(path: Path, kind: type) -> Any:
     """Returns the JSON document, if the file exists. Raises ModelError."""
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(document, kind):
         raise ModelError(f"{path} is not the {'list' if kind is list else 'object'} that sentence-transformers writes")

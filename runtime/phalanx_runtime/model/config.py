@@ -9,7 +9,7 @@ from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantizatio
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
 from phalanx_runtime.model.mixture import Mixture, read_mixture
-from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, read_ropes
+from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, positive, read_ropes
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -19,6 +19,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "swigluoai": "swigluoai",
 }
 """By name in config.json."""
+
+
+MAX_LAYERS = 10_000
+"""Some fields are kept by layer: a number of layers from a broken file must not take all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ def read_json(folder: Path) -> Json:
         raw = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist: expected a model folder with a config.json") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object")
@@ -86,7 +90,7 @@ def parse_config(raw: Json) -> ModelConfig:
     if raw.get("use_bidirectional_attention"):
         raise Unsupported("use_bidirectional_attention is not supported: the engine generates causally")
     attention_bias = bool(raw.get("attention_bias", False))
-    layers = integer(raw, "num_hidden_layers")
+    layers = integer(raw, "num_hidden_layers", most=MAX_LAYERS)
     windows = _windows(raw, family, layers)
     ropes = read_ropes(raw, family, windows)
     head_dim = integer(raw, "head_dim", hidden // heads)
@@ -112,7 +116,7 @@ def parse_config(raw: Json) -> ModelConfig:
         activation=_activation(raw, family),
         joined=family.joined,
         embedding_scale=math.sqrt(hidden) if family.embedding_scaled else None,
-        scale=number(raw, "query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scaled else None,
+        scale=positive(raw, "query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scaled else None,
         softcap=optional_number(raw, "attn_logit_softcapping", family.softcap),
         logit_softcap=optional_number(raw, "final_logit_softcapping", family.logit_softcap),
         windows=windows,
@@ -147,9 +151,9 @@ def _activation(raw: Json, family: Family) -> Activation:
     """Prefers Gemma's own field: early checkpoints set the general one wrongly."""
     field = "hidden_activation" if family.activation != "silu" else "hidden_act"
     name = raw.get(field) or family.activation
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise Unsupported(f"{field} {name!r} is not supported: use one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[str(name)]
+    return ACTIVATIONS[name]
 
 
 def _max_position(raw: Json, ropes: tuple[Rope | None, ...]) -> int:

@@ -14,13 +14,18 @@ from phalanx_runtime.model.families import Family
 Json = Mapping[str, object]
 
 
-def integer(raw: Json, field: str, default: int | None = None) -> int:
-    """Reads a whole number of at least 1. Raises ModelError."""
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = 1e30
+"""Fits fp32 with room for a product."""
+
+
+def integer(raw: Json, field: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
+    """Reads a whole number from 1 to `most`. Raises ModelError."""
     value = raw.get(field)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {field} must be a whole number of at least 1, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"config.json: {field} must be a whole number from 1 to {most}, not {_shown(value)}")
     return value
 
 
@@ -29,9 +34,22 @@ def number(raw: Json, field: str, default: float | None = None) -> float:
     value = raw.get(field)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ModelError(f"config.json: {field} must be a number, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_NUMBER:
+        raise ModelError(f"config.json: {field} must be a number up to {MAX_NUMBER:g}, not {_shown(value)}")
     return float(value)
+
+
+def positive(raw: Json, field: str, default: float | None = None) -> float:
+    """Reads a number above 0, not so small that its inverse is infinite. Raises ModelError."""
+    value = number(raw, field, default)
+    if value < 1 / MAX_NUMBER:
+        raise ModelError(f"config.json: {field} must be above 0, not {value!r}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """Returns the start of a value that a message names; numbers of thousands of digits cannot be written."""
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 200 else f"{value!r:.80}"
 
 
 def optional_number(raw: Json, field: str, default: float | None = None) -> float | None:
@@ -69,14 +87,14 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
     """Returns the rotary embedding of each layer, if it has one. Raises ModelError."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
-        raise ModelError(f"rope_parameters must be a JSON object, not {parameters!r}")
+        raise ModelError(f"rope_parameters must be a JSON object, not {_shown(parameters)}")
     if "full_attention" in parameters:
         full = _read_rope(raw, _object(parameters, "full_attention"), family.theta)
         local = _read_rope(raw, _object(parameters, "sliding_attention"), family.local_theta or family.theta)
     else:
-        full = local = _read_rope(raw, parameters, number(raw, "rope_theta", family.theta))
+        full = local = _read_rope(raw, parameters, positive(raw, "rope_theta", family.theta))
         if family.local_theta is not None:
-            local = Rope(theta=number(raw, "rope_local_base_freq", family.local_theta))
+            local = Rope(theta=positive(raw, "rope_local_base_freq", family.local_theta))
     ropes = tuple(full if window is None else local for window in windows)
     if family.nope_interval is None:
         return ropes
@@ -97,27 +115,31 @@ def _rotating_layers(raw: Json, interval: int, layers: int) -> list[bool]:
 def _object(raw: Json, field: str) -> Json:
     value = raw.get(field)
     if not isinstance(value, dict):
-        raise ModelError(f"rope_parameters.{field} must be a JSON object, not {value!r}")
+        raise ModelError(f"rope_parameters.{field} must be a JSON object, not {_shown(value)}")
     return value
 
 
 def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
     """Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-    theta = number(parameters, "rope_theta", theta)
+    theta = positive(parameters, "rope_theta", theta)
     share = number(parameters, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0))
+    if not 0 < share <= 1:
+        raise ModelError(f"config.json: partial_rotary_factor must be above 0 and at most 1, not {share!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     match kind:
         case "default":
             return Rope(theta=theta, share=share)
         case "linear":
-            return Rope(theta=theta, kind="linear", factor=number(parameters, "factor"), share=share)
+            return Rope(theta=theta, kind="linear", factor=positive(parameters, "factor"), share=share)
         case "llama3":
+            if number(parameters, "high_freq_factor") <= number(parameters, "low_freq_factor"):
+                raise ModelError("config.json: high_freq_factor must be greater than low_freq_factor")
             return Rope(
                 theta=theta,
                 kind="llama3",
-                factor=number(parameters, "factor"),
-                low_freq_factor=number(parameters, "low_freq_factor"),
-                high_freq_factor=number(parameters, "high_freq_factor"),
+                factor=positive(parameters, "factor"),
+                low_freq_factor=positive(parameters, "low_freq_factor"),
+                high_freq_factor=positive(parameters, "high_freq_factor"),
                 original_max_position=integer(parameters, "original_max_position_embeddings"),
                 share=share,
             )
@@ -126,17 +148,21 @@ def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
         case "yarn":
             return _read_yarn(raw, parameters, theta, share)
         case _:
-            raise Unsupported(f"rope type {kind!r} is not supported: use default, linear, llama3, longrope or yarn")
+            raise Unsupported(f"rope type {_shown(kind)} is not supported: use default, linear, llama3, longrope or yarn")
 
 
 def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
     factors = parameters.get("short_factor")
-    if not isinstance(factors, list) or not all(isinstance(factor, int | float) for factor in factors):
-        raise ModelError(f"longrope: short_factor must be a list of numbers, not {factors!r}")
+    if not isinstance(factors, list) or not all(
+        isinstance(x, int | float) and 1 / MAX_NUMBER <= x <= MAX_NUMBER for x in factors
+    ):
+        raise ModelError(f"longrope: short_factor must be a list of positive numbers, not {_shown(factors)}")
     longest = integer(raw, "max_position_embeddings")
     default = integer(raw, "original_max_position_embeddings", longest)
     original = integer(parameters, "original_max_position_embeddings", default)
     stretch = longest / original
+    if original < 2:
+        raise ModelError("config.json: original_max_position_embeddings of longrope must be at least 2")
     scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     scale = number(parameters, "attention_factor", scale)
     return Rope(
@@ -150,8 +176,12 @@ def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> R
 
 
 def _read_yarn(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
-    factor = number(parameters, "factor")
+    factor = positive(parameters, "factor")
+    if theta <= 1:
+        raise ModelError(f"config.json: rope_theta of yarn must be above 1, not {theta!r}")
     scales = [number(parameters, field, 0.0) for field in ("mscale", "mscale_all_dim")]
+    if min(scales) < 0:
+        raise ModelError(f"config.json: mscale and mscale_all_dim of yarn must not be negative, not {scales!r}")
     if all(scales):
         scale = _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1])
     else:
@@ -165,8 +195,8 @@ def _read_yarn(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
         ),
         share=share,
         scale=number(parameters, "attention_factor", scale),
-        fast_rotations=number(parameters, "beta_fast", 32.0),
-        slow_rotations=number(parameters, "beta_slow", 1.0),
+        fast_rotations=positive(parameters, "beta_fast", 32.0),
+        slow_rotations=positive(parameters, "beta_slow", 1.0),
         is_truncated=bool(parameters.get("truncate", True)),
     )
 

@@ -1,6 +1,5 @@
 """Reads slices of a safetensors checkpoint."""
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.folder import INDEX, indexed_files
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
-
-INDEX = "model.safetensors.index.json"
-
 
 FP8 = "F8_E4M3"
 """The stored dtype of e4m3."""
@@ -135,17 +132,12 @@ def _named_as_causal(files: dict[str, Path]) -> tuple[dict[str, Path], str]:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Reads the index, else all *.safetensors."""
-    index = folder / INDEX
-    if index.exists():
-        try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{index} cannot be read: {error!r}") from error
-        files = {name: folder / file for name, file in names.items()}
-        for path in sorted(set(files.values())):
+    indexed = indexed_files(folder)
+    if indexed is not None:
+        for path in sorted(set(indexed.values())):
             if not path.exists():
                 raise ModelError(f"{path} is missing: {INDEX} names it")
-        return files
+        return indexed
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"{folder} holds no *.safetensors")

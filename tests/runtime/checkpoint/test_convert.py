@@ -229,13 +229,13 @@ REFUSALS = {
         TinyGguf(extra_tensors={"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}),
         "rope_freqs.weight is not Llama 3's scaling",
     ),
-    "rope-base": (TinyGguf(extra={"llama.rope.freq_base": "x"}), "rope.freq_base must be a number, it is 'x'"),
+    "rope-base": (TinyGguf(extra={"llama.rope.freq_base": "x"}), "rope.freq_base must be a number above 0, it is 'x'"),
     "split": (TinyGguf(extra={"split.count": 2}), "one part of a split"),
     "rope-scaling": (TinyGguf(extra={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type 'yarn' cannot be converted"),
     "no-size": (TinyGguf(drop={"llama.embedding_length"}), "has no llama.embedding_length"),
     "bad-size": (TinyGguf(extra={"llama.block_count": "many"}), "llama.block_count must be a positive integer, it is 'many'"),
     "kv-per-layer": (TinyGguf(extra={"llama.attention.head_count_kv": [2, 1]}), "head_count_kv must be an integer"),
-    "no-epsilon": (TinyGguf(drop={"llama.attention.layer_norm_rms_epsilon"}), "has no llama.attention.layer_norm_rms_epsilon"),
+    "no-epsilon": (TinyGguf(drop={"llama.attention.layer_norm_rms_epsilon"}), "layer_norm_rms_epsilon must be a number above 0"),
     "sentencepiece": (TinyGguf(extra={"tokenizer.ggml.model": "llama"}), "only byte-level BPE"),
     "pre-tokenizer": (TinyGguf(pre="mystery"), "tokenizer.ggml.pre is 'mystery'; one of these is expected: .*smollm"),
     "no-tokens": (TinyGguf(drop={"tokenizer.ggml.tokens"}), "tokenizer.ggml.tokens must be a list of strings"),
@@ -243,15 +243,39 @@ REFUSALS = {
     "token-types": (TinyGguf(extra={"tokenizer.ggml.token_type": "x"}), "token_type must be a list"),
     "template": (TinyGguf(extra={"tokenizer.chat_template": 3}), "chat_template must be a string, it is 3"),
     "eos-range": (TinyGguf(extra={"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id is 9999, the vocabulary has"),
+    "rope-nan": (TinyGguf(extra={"llama.rope.freq_base": float("nan")}), "rope.freq_base must be a number above 0, it is nan"),
+    "no-factor": (TinyGguf(extra={"llama.rope.scaling.type": "linear"}), "scaling.factor must be a number above 0, it is None"),
+    "no-divisors": (TinyGguf(extra_tensors={"rope_freqs.weight": np.zeros(0, np.float32)}), "rope_freqs.weight is not Llama 3's"),
+    "odd-heads": (TinyGguf(extra={"llama.attention.head_count": 5}), "tensor blk.0.attn_q.weight has 64 rows, .* not 5 heads"),
+    "unknown-merge": (TinyGguf(extra={"tokenizer.ggml.merges": ["x ☃"]}), "tokenizer.ggml.merges make no tokenizer"),
+    "token-twice": (TinyGguf(extra={"tokenizer.ggml.tokens": ["a", "a"]}), "tokenizer.ggml.tokens has a token twice"),
     "alignment": (TinyGguf(extra={"general.alignment": 0}), "general.alignment is 0"),
 }
+
+
+@pytest.mark.parametrize("old", [(2, 64), (64,)], ids=["matrix", "vector"])
+def test_shape_beyond_the_file_is_refused(tmp_path: Path, old: tuple[int, ...]) -> None:
+    gguf = TinyGguf(extra_tensors={"output_norm.weight": np.ones(old, np.float32)}).write(tmp_path / "tiny.gguf")
+    shape = b"".join(size.to_bytes(8, "little") for size in reversed(old))
+    name = b"output_norm.weight" + len(old).to_bytes(4, "little")
+    gguf.write_bytes(gguf.read_bytes().replace(name + shape, name + b"\xff" * 7 + b"\x80" + shape[8:]))
+    with pytest.raises(ModelError, match=r"tiny\.gguf is not a whole GGUF file: .*output_norm\.weight"):
+        convert(gguf, tmp_path / "out")
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    gguf = TinyGguf(tied=False).write(tmp_path / "tiny.gguf")
+    gguf.write_bytes(gguf.read_bytes().replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))
+    with pytest.raises(ModelError, match="two tensors have the same name"):
+        convert(gguf, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("tiny", "reason"), REFUSALS.values(), ids=REFUSALS)
 def test_unsupported_file_is_refused_and_leaves_no_output(tmp_path: Path, tiny: TinyGguf, reason: str) -> None:
     gguf = tiny.write(tmp_path / "tiny.gguf")
-    with pytest.raises(ModelError, match=reason):
+    with pytest.raises(ModelError, match=reason) as refused:
         convert(gguf, tmp_path / "out")
+    assert str(gguf) in str(refused.value)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.part").exists()
 

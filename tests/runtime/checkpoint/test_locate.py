@@ -204,12 +204,20 @@ def test_maximum_length(tmp_path: Path, config: int | None, requested: int | Non
         (("tokenizer.json",), {}, None, "has no tokenizer.json"),
         (("config.json",), {}, None, "cannot read .*config.json: No such file"),
         ((), {"config.json": "{}"}, None, "max_position_embeddings must be a positive integer, it is None"),
+        ((), {"config.json": f'{{"max_position_embeddings": {10**30}}}'}, None, "must be a positive integer, it is 1000"),
+        ((), {"config.json": "[" * 100_000}, None, "config.json is not JSON"),
         ((), {}, 65, "--max-model-len 65 is more than the model's max_position_embeddings, 64"),
     ],
-    ids=["tokenizer", "config", "positions", "too-long"],
+    ids=["tokenizer", "config", "positions", "huge", "deep", "too-long"],
 )
 def test_unreadable_assets_are_reported(
     tmp_path: Path, leave_out: tuple[str, ...], files: dict[str, str], requested: int | None, reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         read_assets(model_folder(tmp_path / "model", *leave_out, **files), ["m"], requested)
+
+
+def test_ids_that_no_vocabulary_has_are_ignored(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 64, "vocab_size": 2**70, "eos_token_id": [2**70, -1, 0, 3]}
+    assets = read_assets(model_folder(tmp_path / "model", **{"config.json": json.dumps(config)}), ["m"], None)
+    assert assets.vocab_size is None and assets.eos_token_ids == [0, 3]

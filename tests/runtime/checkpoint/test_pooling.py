@@ -74,8 +74,14 @@ def test_module_is_an_obstacle_for_each_setting(tmp_path: Path) -> None:
     assert read_embedding(save(tmp_path, [TRANSFORMER, POOLING, DENSE]), SIZE, "last").obstacle
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "5"])
+@pytest.mark.parametrize("content", ["{", "{}", "5", "[" * 100_000], ids=lambda text: text[:9])
 def test_broken_files_are_reported_with_their_path(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ModelError, match=r"modules\.json"):
+        read_embedding(tmp_path, SIZE, "auto")
+
+
+def test_unusable_name_of_the_pooling_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": "x" * 3000}]))
+    with pytest.raises(ModelError, match="File name too long"):
         read_embedding(tmp_path, SIZE, "auto")

@@ -115,6 +115,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"hidden_size": None}, "hidden_size"),
     "negative": ({"vocab_size": -5}, "vocab_size"),
     "no number": ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    "unhashable activation": ({"hidden_act": ["silu"]}, "hidden_act"),
+    "too many layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 10000"),
+    "too large": ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
+    "too many digits": ({"vocab_size": 10**5000}, "vocab_size .* not a number of 16610 bits"),
+    "not finite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number up to 1e"),
+    "no theta": ({"rope_theta": 0}, "rope_theta must be above 0"),
+    "no share": ({"partial_rotary_factor": 2}, "partial_rotary_factor must be above 0 and at most 1"),
+    "no scale": ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be above 0"),
+    "equal bounds of llama3": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor must be greater",
+    ),
+    "yarn of one": ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_theta of yarn"),
+    "yarn that shrinks": ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": -9}}, "mscale"),
+    "longrope of one": (
+        {
+            "max_position_embeddings": 8,
+            "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 1},
+        },
+        "original_max_position_embeddings",
+    ),
+    "longrope of nothing": ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0]}}, "short_factor"),
     "layer types": ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 8, "layer_types": ["x"]}, "layer_types"),
 }
 
@@ -127,8 +149,8 @@ def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], reason: st
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(None, "does not exist"), ("{", "cannot be read"), ("[]", "expected a JSON object")],
-    ids=["missing", "broken", "list"],
+    [(None, "does not exist"), ("{", "cannot be read"), ("[]", "expected a JSON object"), ("[" * 100_000, "cannot be read")],
+    ids=["missing", "broken", "list", "deep"],
 )
 def test_invalid_config_file_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
     if text is not None:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.folder import INDEX
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.generic.load import intersect_spans, read_stack, stacked_experts
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.model.weights import INDEX, Checkpoint
+from phalanx_runtime.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
 EXPERTS, HEIGHT, WIDTH = 3, 4, 6

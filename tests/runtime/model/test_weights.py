@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from phalanx_runtime.checkpoint.folder import INDEX
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.linear import DenseLinear, PackedLinear, TwofoldLinear, can_pack
 from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_linear
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.processor import Processor, choose_dtype, read_processor
-from phalanx_runtime.model.weights import INDEX, Checkpoint
+from phalanx_runtime.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
 A = torch.arange(12.0).view(4, 3)
@@ -84,10 +85,20 @@ def test_a_broken_shard_is_refused(tmp_path: Path) -> None:
         checkpoint.rows("a", (4, 3), Span(0, 1))
 
 
-@pytest.mark.parametrize("text", ["{", "{}"], ids=["no JSON", "no map"])
+NAMES = [5, None, ["a"], "../model.safetensors", "/model.safetensors", "a/model.safetensors", "model.bin", "\0.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "[" * 100_000], ids=["no JSON", "no map", "a list", "deep"])
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (sharded(tmp_path) / INDEX).write_text(text)
     with pytest.raises(ModelError, match=INDEX):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: object) -> None:
+    (sharded(tmp_path) / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": name}}))
+    with pytest.raises(ModelError, match=rf"{INDEX}: weight_map: tensor 'b'"):
         opened(tmp_path)
 
 

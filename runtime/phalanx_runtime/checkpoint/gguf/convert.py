@@ -29,16 +29,14 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     """Returns `rope_parameters` of config.json. Raises ModelError for an unsupported scaling."""
-    theta = file.metadata.get(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
-    if not isinstance(theta, int | float):
-        raise ModelError(f"{file.path}: {architecture}.rope.freq_base must be a number, it is {theta!r:.40}")
+    theta = file.positive(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
     divisors = next((tensor.float32() for tensor in file.tensors if tensor.name == ROPE_DIVISORS), None)
     kind = file.text(f"{architecture}.rope.scaling.type")
     if kind in (None, "none"):
         plain: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
-        return plain if divisors is None else _llama3(file, float(theta), divisors)
+        return plain if divisors is None else _llama3(file, theta, divisors)
     if kind == "linear" and divisors is None:
-        factor = file.metadata.get(f"{architecture}.rope.scaling.factor")
+        factor = file.positive(f"{architecture}.rope.scaling.factor")
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     raise ModelError(
         f"{file.path}: {architecture}.rope.scaling.type {kind!r} cannot be converted; use the safetensors checkpoint"
@@ -46,8 +44,8 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
 
 
 def _llama3(file: GgufFile, theta: float, divisors: npt.NDArray[np.float32]) -> dict[str, object]:
-    factor = float(divisors.max())
-    if not np.allclose(divisors, llama3_divisors(theta, len(divisors), factor), rtol=1e-4):
+    factor = float(divisors.max(initial=1.0))
+    if not divisors.size or not np.allclose(divisors, llama3_divisors(theta, len(divisors), factor), rtol=1e-4):
         raise ModelError(f"{file.path}: {ROPE_DIVISORS} is not Llama 3's scaling; use the safetensors checkpoint")
     return {
         "rope_type": "llama3",
@@ -108,6 +106,9 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> 
     def make(part: Path) -> None:
         try:
             _write_folder(read_gguf(gguf), part, stop)
+        except ModelError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise error if str(gguf) in str(error) else ModelError(f"{gguf}: {error}") from error
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -150,7 +151,7 @@ def model_config(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        "rms_norm_eps": _required(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": file.positive(f"{architecture}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
     }
@@ -221,7 +222,12 @@ def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> 
     for _, tensor in tensors:
         values = tensor.float32()
         num_heads = heads.get(tensor.name.split(".")[-2])
-        yield values if num_heads is None else _deinterleaved(values, int(str(num_heads)))
+        if num_heads is None:
+            yield values
+        elif values.shape[0] % (2 * int(str(num_heads))):
+            raise ModelError(f"tensor {tensor.name} has {values.shape[0]} rows, which are not {num_heads} heads of even size")
+        else:
+            yield _deinterleaved(values, int(str(num_heads)))
 
 
 def _deinterleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:

@@ -3,6 +3,7 @@
 The `gguf` package only dequantises: its reader takes seconds for a vocabulary of 50,000 tokens.
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Value = Scalar | list[Scalar]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+MAX_NUMBER = 1e30
 _STRING, _ARRAY = 8, 9
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -63,8 +65,15 @@ class GgufFile:
     def number(self, key: str) -> int | None:
         """Returns an integer, if present. Raises ModelError."""
         value = self.metadata.get(key)
-        if value is not None and not isinstance(value, int):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise ModelError(f"{self.path}: {key} must be an integer, it is {value!r:.40}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Returns a number above 0 that fits fp32. Raises ModelError, also if it is absent without a default."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+            raise ModelError(f"{self.path}: {key} must be a number above 0, it is {value!r:.40}")
         return value
 
     def flag(self, key: str) -> bool:
@@ -150,6 +159,8 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Value], list[tuple[str, tup
         name = cursor.string()
         shape = tuple(reversed([cursor.uint64() for _ in range(cursor.uint32())]))
         entries.append((name, shape, cursor.uint32(), cursor.uint64()))
+    if len({name for name, *_ in entries}) < len(entries):
+        raise ValueError("two tensors have the same name")
     return metadata, entries
 
 
@@ -159,7 +170,7 @@ def _tensor(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], kind
     if not shape or shape[-1] % block:
         raise ValueError(f"tensor {name}: shape {shape} does not fit blocks of {block}")
     byte_shape = (*shape[:-1], shape[-1] // block * block_bytes)
-    end = start + int(np.prod(byte_shape, dtype=np.int64))
+    end = start + math.prod(byte_shape)
     if end > data.size:
         raise ValueError(f"the file ends early, in tensor {name}")
     return GgufTensor(name, shape, quantization, data[start:end].reshape(byte_shape))

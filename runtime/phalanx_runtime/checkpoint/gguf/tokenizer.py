@@ -59,11 +59,18 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     tokens = file.texts("tokenizer.ggml.tokens")
     merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, file, tokens)
-    _add_template(tokenizer, file, tokens)
+    if len(vocabulary) < len(tokens):
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens has a token twice")
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
+        tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+        tokenizer.decoder = decoders.ByteLevel()
+        _add_tokens(tokenizer, file, tokens)
+        _add_template(tokenizer, file, tokens)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises no other type
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens and tokenizer.ggml.merges make no tokenizer: {error}") from error
     return tokenizer
 
 
