@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from phalanx_frontend.fields import valid_text
+from phalanx_frontend.fields import INT32_MAX, valid_text
 
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
@@ -130,7 +130,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     name: str
     key: str = ""
     hash: str = ""
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = None
     models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
     expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     console: Literal["read", "write"] = "read"
@@ -178,7 +178,7 @@ def _parse_json(file: Path, text: str) -> list[ApiKey]:
     try:
         decoded = msgspec.json.decode(text, type=_Entry | list[_Entry])
         return [entry.api_key() for entry in ([decoded] if isinstance(decoded, _Entry) else decoded)]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fields = ", ".join(name for name in _Entry.__struct_fields__ if name not in ("name", "hash"))
         raise KeysUnreadable(f"{file}: {_without_value(error)}; {_EXAMPLE} {fields}") from error
 
@@ -213,6 +213,6 @@ def _parse_line(plain: Sequence[str], fields: Mapping[str, str]) -> _Entry:
     return msgspec.convert(values, _Entry, strict=False)
 
 
-def _without_value(error: ValueError) -> str:
+def _without_value(error: Exception) -> str:
     """The reason without the value, which may be a key in the wrong place."""
     return re.sub(r"'[^']*'", "value", str(error))
