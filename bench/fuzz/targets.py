@@ -1,0 +1,67 @@
+"""What the fuzzer attacks: one target per kind of case."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+Outcome = Literal["accepted", "refused"]
+
+
+class Defect(Exception):
+    """A case is answered in a way that the product's documents exclude."""
+
+
+class Target(ABC):
+    """One loader or server."""
+
+    @abstractmethod
+    def run(self, draw: Random) -> Outcome:
+        """Makes one case and returns how it is answered. Raises Defect, or what the product raises wrongly."""
+
+    def close(self) -> None:  # noqa: B027 -- most targets hold nothing open
+        """Ends what the target started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of case."""
+
+    name: str
+    open: Callable[[Path], Target]
+    """Opens the target with an empty folder for its files."""
+    group: Literal["requests", "sockets", "files"]
+
+
+def kinds() -> Mapping[str, Kind]:
+    """Returns all kinds by name. Their modules are loaded when a target is opened."""
+
+    def requests(_: Path) -> Target:
+        from bench.fuzz.requests import Requests
+
+        return Requests()
+
+    def sockets(_: Path) -> Target:
+        from bench.fuzz.sockets import Sockets
+
+        return Sockets()
+
+    def file(name: str) -> Callable[[Path], Target]:
+        def open_target(folder: Path) -> Target:
+            from bench.fuzz import checkpoints, texts
+
+            loaders: dict[str, Callable[[Path], Target]] = {**checkpoints.LOADERS, **texts.LOADERS}
+            return loaders[name](folder)
+
+        return open_target
+
+    names = ("gguf", "safetensors", "config", "archive", "tokenizer", "template", "grammar", "keys")
+    found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
+    return {kind.name: kind for kind in (*found, *(Kind(name, file(name), "files") for name in names))}
+
+
+def case_random(kind: str, seed: int, index: int) -> Random:
+    """Returns the source of all choices of a case."""
+    return Random(f"{kind}:{seed}:{index}")

@@ -1,0 +1,30 @@
+"""The fuzzer: a short run of each kind, and the ways in which a case may fail."""
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bench.fuzz.runner import run_kind
+from bench.fuzz.targets import case_random, kinds
+
+CASES = {"requests": 400, "sockets": 60, "gguf": 40, "safetensors": 150, "config": 150, "archive": 60, "tokenizer": 60}
+CASES |= {"template": 40, "grammar": 100, "keys": 200}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", kinds())
+def test_mutated_input_is_accepted_or_refused(kind: str, tmp_path: Path) -> None:
+    with closing(kinds()[kind].open(tmp_path)) as target:
+        outcomes = Counter(target.run(case_random(kind, 7, index)) for index in range(CASES[kind]))
+    assert outcomes["accepted"] and outcomes["refused"] and outcomes.total() == CASES[kind]
+
+
+@pytest.mark.parametrize(
+    ("way", "why"), [("wrong", "Defect: wrong answer"), ("crash", "SIGSEGV"), ("memory", "MemoryError"), ("exit", "status 3")]
+)
+def test_failing_case_is_counted_and_the_run_continues(way: str, why: str) -> None:
+    totals = run_kind(way, 5, 6, child="tests.bench.fuzz_victims")
+    assert why in totals.failures[0].why and totals.failures[0].replay == f"{way}:5:3"
+    assert (totals.accepted, totals.refused, len(totals.failures)) == (3, 2, 1)
