@@ -59,6 +59,13 @@ requirements:  ## pin requirements/ from pyproject.toml
 	@v=$(VENV); for e in operator router runtime dev api clients; do \
 	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --extra $$e --generate-hashes --no-emit-index-url \
 	    --no-emit-find-links --no-header pyproject.toml -o requirements/$$e.txt; done
+	@v=$$(python3 tools/bootstrap.py dev); $$v/bin/python -m images.licences write
+
+licences:  ## licences of all packages in the images; fails for one that is not allowed
+	@$(VENV)/bin/python -m images.licences
+
+sbom:  ## bills of materials of the images in build/sbom
+	@$(VENV)/bin/python -m images.sbom dockerfiles build/sbom
 
 cluster-up:  ## a real two-node Kubernetes cluster on this machine
 	@python3 -m tests.cluster up
@@ -69,4 +76,4 @@ cluster-down:  ## stops the cluster and removes all of it except the cache
 clean: cluster-down  ## cluster-down, and removes build output of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo show test test-all check format-check lint types imports unit house api-check golden requirements cluster-up cluster-down clean
+.PHONY: help demo show test test-all check format-check lint types imports unit house api-check golden requirements licences sbom cluster-up cluster-down clean

@@ -111,7 +111,7 @@ _PLACEMENT = [
     change("placement.queueName", "b", {"placement": {"gang": {"mode": "Kueue"}, "queueName": "a"}}),
 ]
 _ENGINE = [
-    change("engine.image", "other:1"),
+    change("engine.image", "registry.example/other@sha256:" + "ab" * 32),
     change("engine.dtype", "float32"),
     change("engine.maxModelLen", 512),
     change("engine.maxNumSeqs", 8),
