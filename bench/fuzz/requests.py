@@ -17,7 +17,8 @@ from phalanx_frontend.limits import Limits
 from tests.frontend.fakes import FakeBackend, Step, seeded_script, tiny_assets, token_deltas
 
 MAX_BODY_BYTES = 200_000
-MAX_ERROR_BYTES = 4000
+MAX_ERROR_BYTES = 20_000
+"""A message of 1,000 characters, each an escaped surrogate pair, and the rest."""
 MAX_OUTPUT_TOKENS = 6
 DOCUMENTED_503 = {"not_ready"}
 """Codes of docs/errors.md that the backend of these runs may send with 503."""

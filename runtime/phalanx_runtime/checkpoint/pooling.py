@@ -41,7 +41,8 @@ def read_embedding(folder: Path, size: int, setting: PoolingSetting) -> wire.Emb
             pooling = _MODES[modes[0]]
         else:
             obstacle = obstacle or f"its pooling mode {' with '.join(modes) or 'none'} is not supported: set pooling"
-    return wire.Embedding(size=size, pooling=pooling, is_normalised=is_normalised, obstacle=obstacle)
+    encodable = obstacle.encode(errors="backslashreplace").decode()  # JSON may have half of a surrogate pair
+    return wire.Embedding(size=size, pooling=pooling, is_normalised=is_normalised, obstacle=encodable)
 
 
 def _pooling_folder(modules: list[Any] | None) -> str:

@@ -67,8 +67,9 @@ def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
         (tar({"model.safetensors": b"x"}), "have no config.json"),
         (tar({"config.json": b"{}"}), r"has no \*.safetensors"),
         (b"no archive", "cannot read an archive"),
+        (gzip.compress(tar({"config.json": b"{}"})[:1024])[:-8] + b"\0" * 8, "cannot read an archive: CRC check failed"),
     ],
-    ids=["climbs", "link", "no-config", "no-weights", "no-archive"],
+    ids=["climbs", "link", "no-config", "no-weights", "no-archive", "checksum"],
 )
 def test_unsafe_archive_is_reported(kind: Kind, content: bytes, words: str) -> None:
     manifest(kind.store, [layer(kind.store, content, None, kind="application/vnd.oci.image.layer.v1.tar")])

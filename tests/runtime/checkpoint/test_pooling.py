@@ -63,6 +63,7 @@ def test_setting_takes_the_place_of_the_checkpoints_mode(tmp_path: Path, setting
         ([TRANSFORMER, POOLING], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
         ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "with"),
         ([TRANSFORMER, POOLING], {}, "none"),
+        ([TRANSFORMER, POOLING, {"type": "a.\ud800"}], {}, "\\ud800"),
         ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, "Dense"),
     ],
 )

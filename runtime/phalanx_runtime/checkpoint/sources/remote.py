@@ -8,10 +8,12 @@
 import shutil
 import tarfile
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from gzip import BadGzipFile
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import quote
@@ -47,7 +49,7 @@ def unpack(
         for selected in select(sorted({*members_by_name, *downloaded})):
             if selected in members_by_name:
                 _extract(*members_by_name[selected], folder / selected, name, stop)
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    except (tarfile.TarError, EOFError, ValueError, BadGzipFile, zlib.error) as error:
         raise ModelError(f"{name}: cannot read an archive: {error}") from error
     for path in archives:
         path.unlink()
