@@ -20,11 +20,14 @@ from phalanx_frontend.text.grammar import GrammarError, grammar_source
 
 CPU_S = 5
 """Processor time of one grammar. The longest grammar of ordinary rules takes about a second."""
-MEMORY_BYTES = 1 << 30
-"""Private memory of one grammar."""
+MEMORY_BYTES = 256 << 20
+"""Private memory of one grammar. A router requests 128 MiB, and the kernel may end its container when a node has no more."""
 STACK_BYTES = 2 << 20
 """A quarter of the usual stack of a thread: what compiles here, compiles in a rank."""
-TOO_COSTLY = f"it takes more than {CPU_S} s of processor time, more than 1 GiB of memory, or too many nested rules; simplify it"
+TOO_COSTLY = (
+    f"it takes more than {CPU_S} s of processor time, more than {MEMORY_BYTES >> 20} MiB of memory, or too many nested rules; "
+    "simplify it"
+)
 _LENGTH_BYTES = 4
 
 
