@@ -45,9 +45,9 @@ class FleetView:
 
     def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Updates the prefix index."""
-        served = link.group_report.served
-        space = KeySpace(served.page_model, link.group_report.page_size)
-        self.prefixes.apply(link.endpoint.key, space, changes, served.hit_pages)
+        served, load = link.group_report.served, link.group_report.load
+        space, has_host = KeySpace(served.page_model, link.group_report.page_size), load is not None and load.host_total_pages > 0
+        self.prefixes.apply(link.endpoint.key, space, changes, served.hit_pages, has_gaps=has_host)
 
     def link_removed(self, link: LeaderLink) -> None:
         """Removes a group's page keys."""

@@ -1,19 +1,23 @@
 """Index of the page keys in each group's prefix cache, from the groups' reports.
 
-A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages. If layers of a model
-have a window, the last pages before the end are looked up: if all layers have one, these suffice, and else the group reports only
-pages that have what such layers read. At least the last token is computed. Keys: `phalanx_api.prefix`.
+A page is usable only with all pages before it, so bisection over a prompt's keys counts its cached pages; with host memory, which
+may lose a page before those that follow it, each key is looked up. If layers of a model have a window, the last pages before the
+end are looked up: if all layers have one, these suffice, and else the group reports only pages that have what such layers read.
+At least the last token is computed. Keys: `phalanx_api.prefix`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, KeysView, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, longest_hit, root_key
 
 MAX_KEYS = 1 << 20
-"""Per group, about 100 bytes each. Further keys are dropped, which underestimates hits."""
+"""Per group, about 120 bytes each. With more, those that were added or found longest ago are dropped: hits are underestimated."""
+DROPPED_SHARE = 16
+"""Of so many keys one is dropped at once."""
 
 
 class KeySpace(NamedTuple):
@@ -24,56 +28,105 @@ class KeySpace(NamedTuple):
     page_size: int
 
 
+class _CachedKeys:
+    """Page keys of one group, those added first at the front."""
+
+    __slots__ = ("_has_gaps", "_keys", "_max_keys", "hit_pages", "num_dropped", "space")
+
+    def __init__(self, space: KeySpace, max_keys: int) -> None:
+        self.space = space
+        self.hit_pages = 0
+        self.num_dropped = 0
+        self._max_keys = max_keys
+        self._keys: dict[bytes, None] = {}
+        self._has_gaps = False
+        """Whether a page may be there without all pages before it."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def apply(self, changes: wire.PageChanges, *, has_gaps: bool) -> None:
+        if changes.is_snapshot:
+            self._keys.clear()
+            self.num_dropped = 0
+        for is_added, key in changes.changes:
+            if is_added:
+                self._keys[key] = None
+                if len(self._keys) > self._max_keys:
+                    self._drop_oldest()
+            else:
+                self._keys.pop(key, None)
+        self._has_gaps = has_gaps or self.num_dropped > 0
+
+    def num_hit(self, prompt: "PromptKeys") -> int:
+        """Returns how many leading pages of a prompt are cached. If a drop is near, others are dropped first."""
+        keys = prompt.keys(self.space)
+        if self.hit_pages:
+            count = min(len(keys), (prompt.num_tokens - 1) // self.space.page_size)
+            return _count_windowed(self._keys.keys(), keys, count, self.hit_pages)
+        if self._has_gaps:
+            num_pages = next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+        else:
+            num_pages = _count_chained(self._keys, keys)
+        if 2 * len(self._keys) > self._max_keys:
+            for key in reversed(keys[:num_pages]):
+                del self._keys[key]
+                self._keys[key] = None
+        return num_pages
+
+    def _drop_oldest(self) -> None:
+        """Drops a share of the keys at once: finding the first key of a dictionary takes longer after each deletion."""
+        oldest = list(islice(self._keys, max(1, self._max_keys // DROPPED_SHARE)))
+        for key in oldest:
+            del self._keys[key]
+        self.num_dropped += len(oldest)
+
+
 class PrefixIndex:
     """Page keys of each group."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self.num_dropped = 0
         self._max_keys = max_keys
-        self._cached: dict[str, set[bytes]] = {}
-        self._spaces: dict[str, KeySpace] = {}
-        self._hit_pages: dict[str, int] = {}
+        self._groups: dict[str, _CachedKeys] = {}
 
     @property
     def num_keys(self) -> int:
         """Number of keys of all groups."""
-        return sum(map(len, self._cached.values()))
+        return sum(map(len, self._groups.values()))
 
-    def apply(self, group: str, space: KeySpace, changes: wire.PageChanges, hit_pages: int = 0) -> None:
-        """Applies added and removed keys; a snapshot replaces all. hit_pages: `wire.Served.hit_pages`."""
-        cached = self._cached.setdefault(group, set())
-        self._spaces[group], self._hit_pages[group] = space, hit_pages
-        if changes.is_snapshot:
-            cached.clear()
-        for is_added, key in changes.changes:
-            if not is_added:
-                cached.discard(key)
-            elif len(cached) < self._max_keys:
-                cached.add(key)
-            else:
-                self.num_dropped += 1
+    @property
+    def num_dropped(self) -> int:
+        """Keys that were dropped since the groups' last snapshots."""
+        return sum(cached.num_dropped for cached in self._groups.values())
+
+    def apply(
+        self, group: str, space: KeySpace, changes: wire.PageChanges, hit_pages: int = 0, *, has_gaps: bool = False
+    ) -> None:
+        """Applies added and removed keys; a snapshot replaces all.
+
+        hit_pages: `wire.Served.hit_pages`. has_gaps: whether a page may be there without all pages before it, as in host memory.
+        """
+        cached = self._groups.setdefault(group, _CachedKeys(space, self._max_keys))
+        cached.space, cached.hit_pages = space, hit_pages
+        cached.apply(changes, has_gaps=has_gaps)
 
     def forget(self, group: str) -> None:
         """Removes a group."""
-        self._cached.pop(group, None)
-        self._spaces.pop(group, None)
-        self._hit_pages.pop(group, None)
+        self._groups.pop(group, None)
 
     def holders(self, key: bytes) -> list[str]:
-        """Groups that have the page `key` and therefore, without windows, all pages before it."""
-        return [group for group, cached in self._cached.items() if key in cached]
+        """Groups that have the page `key`, and therefore, without gaps and windows, all pages before it."""
+        return [group for group, cached in self._groups.items() if key in cached]
 
     def hits(self, prompt: "PromptKeys") -> dict[str, int]:
         """Cached prompt tokens of each group with a hit."""
         hits = {}
-        for group, cached in self._cached.items():
-            if cached:
-                space = self._spaces[group]
-                hit_pages, keys = self._hit_pages[group], prompt.keys(space)
-                count = min(len(keys), (prompt.num_tokens - 1) // space.page_size)
-                pages = _count_windowed(cached, keys, count, hit_pages) if hit_pages else _count_cached(cached, keys)
-                if pages:
-                    hits[group] = pages * space.page_size
+        for group, cached in self._groups.items():
+            if cached and (num_pages := cached.num_hit(prompt)):
+                hits[group] = num_pages * cached.space.page_size
         return hits
 
 
@@ -129,7 +182,8 @@ def _block(key: bytes, secret: bytes) -> int:
     return int.from_bytes(blake2b(key, key=secret[:64], digest_size=8).digest(), "big") >> 11
 
 
-def _count_cached(cached: set[bytes], keys: Sequence[bytes]) -> int:
+def _count_chained(cached: Container[bytes], keys: Sequence[bytes]) -> int:
+    """Returns how many leading keys are cached, if each cached page has all before it."""
     if not keys or keys[0] not in cached:
         return 0
     low, high = 1, len(keys)
@@ -168,7 +222,7 @@ class PageFeed:
         return "apply"
 
 
-def _count_windowed(cached: set[bytes], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
+def _count_windowed(cached: KeysView[bytes], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
     if cached.isdisjoint(keys):  # the usual miss, which the search below would take long to find
         return 0
     return longest_hit(lambda page: keys[page] in cached, count, hit_pages)
