@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from phalanx_runtime.core.page_window import PageWindow
+from phalanx_runtime.core.page_window import NULL_PAGE, PageWindow
 from phalanx_runtime.core.request import RequestPages
 
 NO_PART = -1
@@ -197,8 +197,9 @@ class WindowParts:
         return self.from_position(pages, first, self.window.first_page(num_computed))
 
     def from_position(self, pages: Sequence[int], first: int, start: int) -> list[int]:
-        """Returns the parts of pages at positions from `first` on; `NO_PART` before position `start`."""
-        return [NO_PART if first + i < start else self._part_of[page] for i, page in enumerate(pages)]
+        """Returns the parts of pages at positions from `first` on; `NO_PART` before position `start`, and for `NULL_PAGE`."""
+        is_read = [first + i >= start and page != NULL_PAGE for i, page in enumerate(pages)]
+        return [self._part_of[page] if is_one else NO_PART for page, is_one in zip(pages, is_read, strict=True)]
 
     def hold(self, pages: Sequence[int], num_spare: int = 0) -> bool:
         """Holds the parts of these pages, and gives one to each that has none.

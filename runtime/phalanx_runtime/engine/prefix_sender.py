@@ -80,18 +80,8 @@ class PrefixSender:
                 self._send(frame)
             case records.StartSend(order=order, first=first, num_computed=num_computed):
                 assert held is not None, "pages are held before they are sent"
-                first, parts = max(first, held.first_readable), self._scheduler.pool.parts
-                pages, slots = held.pages[first:], held.slots[first:]
                 # Plans in flight may write the pages: the copy follows the last planned step.
-                copy = page_orders.PageCopy(
-                    first=first,
-                    pages=pages,
-                    step=self._scheduler.planned_step,
-                    num_computed=num_computed,
-                    num_drafted=self._num_drafted(held.pages),
-                    parts=[] if parts is None else parts.in_window(pages, first, num_computed),
-                    slots=slots if any(slot != NO_SLOT for slot in slots) else [],
-                )
+                copy = self._copy(held, max(first, held.first_readable), num_computed)
                 self._transport.send(order, copy)
             case records.StopCopy(move):
                 self._transport.stop(move)
@@ -99,6 +89,21 @@ class PrefixSender:
                 self._scheduler.prefix_holds.release(move)
             case _:
                 assert_never(action)
+
+    def _copy(self, held: HeldPrefix, first: int, num_computed: int) -> page_orders.PageCopy:
+        """Returns what each rank sends: positions from `first` on."""
+        pages, parts = held.pages[first:], self._scheduler.pool.parts
+        slots, part_slots = list(held.slots[first:]), list(held.part_slots[first:])
+        return page_orders.PageCopy(
+            first=first,
+            pages=pages,
+            step=self._scheduler.planned_step,
+            num_computed=num_computed,
+            num_drafted=self._num_drafted(held.pages),
+            parts=[] if parts is None else parts.in_window(pages, first, num_computed),
+            slots=slots if any(slot != NO_SLOT for slot in slots) else [],
+            part_slots=part_slots if any(slot != NO_SLOT for slot in part_slots) else [],
+        )
 
     def _num_drafted(self, pages: Sequence[int]) -> int:
         """Leading tokens with the draft model's KV."""

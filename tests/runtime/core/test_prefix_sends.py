@@ -4,9 +4,12 @@ import pytest
 
 from phalanx_api import moves
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.migration import records
 from phalanx_runtime.core.migration.prefix import PrefixSends
+from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT, HeldPrefix, NotHeld, PrefixHolds
+from phalanx_runtime.core.window_parts import WindowParts
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 HERE = [moves.PageAddress("b", 8001), moves.PageAddress("b", 8002)]
@@ -152,6 +155,46 @@ def test_a_quarter_of_host_memory_is_held_at_most() -> None:
     held = PrefixHolds(pool).hold("m", KEYS, 0)
     assert isinstance(held, HeldPrefix) and len(held.in_host) == 3
     assert len(pool.host.pin(others)) == 1, "of 16 slots"
+
+
+def parted_pool(num_host_parts: int) -> PagePool:
+    """A pool whose host memory has `KEYS[2:5]` and the parts of `KEYS[3:5]`; a window of two pages is before each page."""
+    window = PageWindow(9, 4)
+    rules = SizingRules.fixed(num_host_parts)
+    pool = PagePool(12, 4, num_host_pages=16, parts=WindowParts(8, 12, window), host_part_rules=rules)
+    pages, parts = pool.allocate(5), pool.parts
+    assert pages is not None and parts is not None and parts.hold(pages)
+    for i, page in enumerate(pages):
+        assert pool.publish(page, KEYS[i], pages[i - 1] if i else None)
+        pool.mark_written(page, 4)
+        parts.mark_written(page, 4)
+    parts.want(pages, 5)
+    parts.unhold(pages)
+    pool.release(pages)
+    pool.evict_ahead(10)
+    pool.host.take()
+    pool.host_parts.take()
+    return pool
+
+
+def test_parts_in_host_memory_are_held_too() -> None:
+    pool = parted_pool(16)
+    holds = PrefixHolds(pool)
+    held = holds.hold("m", KEYS, 1)
+    assert isinstance(held, HeldPrefix) and len(held.pages) == 5 and held.on_device == pool.match(KEYS[:2])
+    assert held.parts_in_host == pool.host_parts.match(KEYS[3:5]) and list(holds.with_parts()) == [[]]
+    holds.release("m")
+    short = holds.hold("m", KEYS[:4], 1)
+    assert isinstance(short, HeldPrefix) and len(short.pages) == 2, "the part of the third page is lost"
+    assert not short.in_host and list(holds.with_parts()) == [pool.match(KEYS[:2])]
+    holds.release("m")
+    assert pool.check([]) == []
+
+
+def test_device_pages_are_held_if_slots_for_parts_lack() -> None:
+    """A quarter of four slots is one, and a window needs two."""
+    held = PrefixHolds(parted_pool(4)).hold("m", KEYS, 1)
+    assert isinstance(held, HeldPrefix) and len(held.pages) == 2 and not held.in_host + held.parts_in_host
 
 
 def test_hold_that_would_fill_the_pool_is_refused() -> None:

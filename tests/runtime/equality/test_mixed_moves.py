@@ -131,6 +131,27 @@ def test_a_holder_without_parts_sends_a_shorter_prefix(model: Path) -> None:
         assert stream.tokens == expected.tokens
 
 
+@pytest.mark.parametrize(("pods", "stages"), [([1], 1), ([1, 1], 2)], ids=["one", "pp2"])
+def test_pages_and_parts_in_host_memory_are_pulled(model: Path, pods: list[int], stages: int) -> None:
+    """Other prompts take all pages of the holder's device; the wanted parts are those at the end of a prefix found twice."""
+    requests = make_requests("host", "greedy", "seeded")
+    build = replace(PARTS, num_pages=60, num_parts=40, num_host_pages=160, num_host_parts=80, stages=stages)
+    with running_groups(model, [pods, pods], build) as field:
+        expected = undisturbed(field.mover, requests)
+        undisturbed(field.mover, [msgspec.structs.replace(request, id=f"{request.id} again") for request in requests])
+        for number in range(8):
+            undisturbed(field.mover, [make_request(f"evicts {number}", prompt=150, max_tokens=4)])
+        pool = scheduler_of(field, 0).pool
+        for request, plain in zip(requests, expected, strict=True):
+            assert not pool.match(keys(request)[NUM_PAGES - 1 :]) and keys(request)[NUM_PAGES - 1] in pool.host_parts
+            stream, arrived = field.mover.pull(request, keys(request), 0, 1, NUM_PAGES * PAGE_SIZE)
+            assert isinstance(arrived, Arrived) and arrived.num_computed == NUM_PAGES * PAGE_SIZE
+            field.mover.until(lambda stream=stream: stream.finish is not None)  # type: ignore[misc]
+            assert stream.tokens == plain.tokens
+        assert pool.host.counters.sent > 0 == pool.host.counters.loaded
+        field.mover.settle()
+
+
 def test_a_target_with_few_parts_refuses(model: Path) -> None:
     """The parts of a prompt of unknown length do not fit; the request is computed there."""
     (request,) = make_requests("few", "greedy")

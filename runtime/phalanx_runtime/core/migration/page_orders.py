@@ -46,6 +46,8 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """By page, if pages have parts; `NO_PART`: not sent."""
     slots: list[int] = []
     """By page, if host memory has some; `NO_SLOT`: the page is on the device."""
+    part_slots: list[int] = []
+    """By page, if host memory has some of the parts; `NO_SLOT`: see `parts`."""
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):

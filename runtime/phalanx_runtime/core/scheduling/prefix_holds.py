@@ -7,6 +7,7 @@ from typing import Literal
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.windowed_pages import WindowedPages
 from phalanx_runtime.core.page_window import NULL_PAGE
+from phalanx_runtime.core.window_parts import WindowParts
 
 NO_SLOT = -1
 MIN_FREE_SHARE = 1 / 16
@@ -29,6 +30,8 @@ class HeldPrefix:
     """`NULL_PAGE` where no layer reads the page, because of a window, or where it is in host memory."""
     slots: list[int]
     """In host memory, or `NO_SLOT`."""
+    part_slots: Sequence[int] = ()
+    """If pages have parts: the slot of the part in host memory, or `NO_SLOT` where it is on the device or not read."""
 
     @property
     def first_readable(self) -> int:
@@ -45,6 +48,11 @@ class HeldPrefix:
     def in_host(self) -> list[int]:
         """The slots of host memory."""
         return [slot for slot in self.slots if slot != NO_SLOT]
+
+    @property
+    def parts_in_host(self) -> list[int]:
+        """The slots of host memory for parts."""
+        return [slot for slot in self.part_slots if slot != NO_SLOT]
 
 
 class PrefixHolds:
@@ -79,16 +87,18 @@ class PrefixHolds:
         found = self._find(keys)
         num_cached = len(found.pages)
         if num_cached <= num_known:
-            pool.host.unpin(found.in_host)
+            self._unpin(found)
             return NotHeld("evicted", f"{num_cached} of {len(keys)} pages are cached, the target has {num_known}")
         if pool.free_pages - pool.num_unheld(found.on_device) < MIN_FREE_SHARE * pool.num_pages:
-            pool.host.unpin(found.in_host)
+            self._unpin(found)
             return NotHeld("no_room", "too few pages would stay free here")
         if parts is not None:
-            in_window = found.pages[parts.window.first_page(num_cached * pool.page_size) :]
-            if not parts.hold(in_window, int(MIN_FREE_SHARE * parts.num_parts)):
+            window = range(parts.window.first_page(num_cached * pool.page_size), num_cached)
+            with_parts = [found.pages[i] for i in window if found.part_slots[i] == NO_SLOT]
+            if not parts.hold(with_parts, int(MIN_FREE_SHARE * parts.num_parts)):
+                self._unpin(found)
                 return NotHeld("no_room", "too few parts of pages would stay free here")
-            self._with_parts[move] = in_window
+            self._with_parts[move] = with_parts
         pool.share(found.on_device)
         pool.host.counters.sent += sum(slot != NO_SLOT for slot in found.slots[num_known:])
         self._held[move] = found
@@ -101,19 +111,41 @@ class PrefixHolds:
             return
         if self._pool.parts is not None:
             self._pool.parts.unhold(self._with_parts.pop(move))
-        self._pool.host.unpin(held.in_host)
+        self._unpin(held)
         self._pool.release(held.on_device)
+
+    def _unpin(self, held: HeldPrefix) -> None:
+        self._pool.host.unpin(held.in_host)
+        self._pool.host_parts.unpin(held.parts_in_host)
 
     def _find(self, keys: Sequence[bytes]) -> HeldPrefix:
         """Returns the longest prefix; its slots are pinned, its pages not held yet."""
-        pool = self._pool
-        if self._windowed is None:
-            pages = self._written(pool.match(keys))
-            if pool.parts is not None:
-                pages = pages[: pool.parts.num_hit(pages)]
-            slots = pool.host.pin(keys[len(pages) :]) if pool.parts is None else []
-            return HeldPrefix(pages + [NULL_PAGE] * len(slots), [NO_SLOT] * len(pages) + slots)
-        return self._find_window(keys, self._windowed)
+        if self._windowed is not None:
+            return self._find_window(keys, self._windowed)
+        pages = self._written(self._pool.match(keys))
+        slots = self._pool.host.pin(keys[len(pages) :])
+        found = HeldPrefix(pages + [NULL_PAGE] * len(slots), [NO_SLOT] * len(pages) + slots)
+        return found if self._pool.parts is None else self._with_window_parts(keys, found, self._pool.parts)
+
+    def _with_window_parts(self, keys: Sequence[bytes], found: HeldPrefix, parts: WindowParts) -> HeldPrefix:
+        """Returns the start of a prefix after which a request could start, with the parts of its last window.
+
+        What is on the device, if slots for parts cannot be pinned.
+        """
+        pool, size = self._pool, self._pool.page_size
+        is_on_device = [page != NULL_PAGE and parts.written(page) == size for page in found.pages]
+        end = parts.window.longest_hit(lambda i: is_on_device[i] or keys[i] in pool.host_parts, len(found.pages))
+        pool.host.unpin(slot for slot in reversed(found.slots[end:]) if slot != NO_SLOT)
+        held = HeldPrefix(found.pages[:end], found.slots[:end], part_slots := [NO_SLOT] * end)
+        for i in range(parts.window.first_page(end * size), end):
+            if not is_on_device[i]:
+                pinned = pool.host_parts.pin([keys[i]])
+                if not pinned:
+                    self._unpin(held)
+                    num_hit = parts.num_hit(held.on_device)
+                    return HeldPrefix(held.pages[:num_hit], [NO_SLOT] * num_hit, [NO_SLOT] * num_hit)
+                part_slots[i] = pinned[0]
+        return held
 
     def _find_window(self, keys: Sequence[bytes], windowed: WindowedPages) -> HeldPrefix:
         """Returns a prefix whose window is on the device and in host memory, or on the device if slots cannot be pinned."""

@@ -89,6 +89,12 @@ class _NoRows(_NoHostPages):
     ) -> float:
         return 0.0
 
+    def write(self, slot: int, page: memoryview) -> None:
+        pass
+
+    def read(self, slot: int) -> list[memoryview]:
+        return []
+
 
 NO_HOST_PAGES: HostCopies = _NoHostPages()
 NO_ROWS: HostCopies = _NoRows()

@@ -107,9 +107,10 @@ class PageSender:
             outgoing.last = self._read(copy, place, pages)
             page_wire.send_page(connection, copy.first + place, outgoing.last)
             sent += pages.page_bytes
-            if parts is not None and copy.parts and copy.parts[place] != NO_PART:
-                page_wire.send_page(connection, copy.first + place, parts.read(copy.parts[place]), page_wire.PART)
-                sent += parts.page_bytes
+            part = None if parts is None else self._read_part(copy, place, parts)
+            if part is not None:
+                page_wire.send_page(connection, copy.first + place, part, page_wire.PART)
+                sent += sum(map(len, part))
             if order.bytes_per_s is not None:
                 outgoing.stopped.wait(max(0.0, start + sent / order.bytes_per_s - time.monotonic()))
             if outgoing.stopped.is_set():
@@ -131,6 +132,13 @@ class PageSender:
             return pages.read(copy.pages[place])
         assert self._pages.host is not None, "rank 0 knows whether ranks have host memory"
         return self._pages.host.read(copy.slots[place])
+
+    def _read_part(self, copy: PageCopy, place: int, parts: Pages) -> list[memoryview] | None:
+        """Returns the part of a page, if it is sent."""
+        if copy.part_slots and copy.part_slots[place] != NO_SLOT:
+            assert self._pages.host_parts is not None, "rank 0 knows whether ranks have host memory"
+            return self._pages.host_parts.read(copy.part_slots[place])
+        return parts.read(copy.parts[place]) if copy.parts and copy.parts[place] != NO_PART else None
 
     def _request_ack(self, order: SendPages, connection: socket.socket, count: int, num_bytes: int, since: float) -> None:
         """Waits until the target has verified `count` pages of the order."""
