@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phalanx_runtime.core.kv.disk_tier import DiskTier, FetchOrder
+from phalanx_runtime.core.kv.disk_tier import DiskTier, FetchOrder, Waiter
 from phalanx_runtime.rank.tiers.disk_pages import max_queued_pages
 
 
@@ -74,14 +74,14 @@ class VirtualDisk:
 
     def run(self, tier: DiskTier, now: float) -> list[int]:
         """Reports the jobs that ended by `now` to the tier. Returns the requests that wait no longer."""
-        ready: list[int] = []
+        ready: list[Waiter] = []
         while self._jobs and self._jobs[0].end_s <= now:
             job = self._jobs.popleft()
             if job.key is not None:
                 tier.changed(0, [job.key], self._insert(job.key))
             if job.order is not None:
                 ready += tier.fetched(0, job.order.number, self._touch(job.order.keys), job.end_s - job.started_s, 1)
-        return ready + tier.tick(now)
+        return [waiter for waiter in ready + tier.tick(now) if isinstance(waiter, int)]
 
     def _add(self, seconds: float, now: float, key: bytes | None = None, order: FetchOrder | None = None) -> None:
         started = max(now, self._jobs[-1].end_s) if self._jobs else now

@@ -1,6 +1,6 @@
 """The disk of a fake runner, and the requests that wait for it, as `engine.disk_fetches` has them wait."""
 
-from phalanx_runtime.core.kv.disk_tier import FetchOrder
+from phalanx_runtime.core.kv.disk_tier import FetchOrder, Waiter
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.fake_runner import FakeRunner
 
@@ -43,7 +43,7 @@ class FakeDisk:
 
     def request_left(self, handle: int) -> None:
         """Forgets an aborted request."""
-        self._tier.request_left(handle)
+        self._tier.leave(handle)
 
     def turn(self, step: int) -> None:
         """Reports what was stored, and what was read of orders whose plans have run."""
@@ -56,11 +56,12 @@ class FakeDisk:
         ready = [order for (order, _, _), is_due in zip(self._orders, is_ready, strict=True) if is_due]
         self._orders = [order for order, is_due in zip(self._orders, is_ready, strict=True) if not is_due]
         for handle in [handle for order in ready for handle in self._read(order)]:
+            assert isinstance(handle, int)
             self._scheduler.release(handle, float(step))
 
-    def _read(self, order: FetchOrder) -> list[int]:
+    def _read(self, order: FetchOrder) -> list[Waiter]:
         """Fills the slots of an order. Returns the requests that wait no longer."""
-        runner, waiting = self._runner, list[int]()
+        runner, waiting = self._runner, list[Waiter]()
         kinds = (
             (False, order.keys, order.slots, runner.disk, runner.put_host),
             (True, order.part_keys, order.part_slots, runner.disk_parts, runner.put_host_part),

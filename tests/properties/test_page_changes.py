@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_router.routing.prefixes import PageFeed
-from phalanx_runtime.core.kv.page_index import PageEvents
+from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_router.routing.prefixes import KeySpace, PageFeed, PrefixIndex, PromptKeys
+from phalanx_runtime.core.kv.page_index import KeyReports, PageEvents, snapshot_of
 from phalanx_runtime.engine.load_feed import PageKeys
 
 LOG = 4
@@ -38,10 +39,7 @@ class Copy:
 
 def take(events: PageEvents, truth: set[bytes]) -> wire.PageChanges:
     """Returns the engine's frame, like `PagePool.take_changes`."""
-    changes = events.drain()
-    if changes is None:
-        return wire.PageChanges(events.next_number, [(True, key) for key in sorted(truth)], is_snapshot=True)
-    return wire.PageChanges(events.next_number - len(changes), changes)
+    return events.drain() or snapshot_of(events.next_number, sorted(truth), [])
 
 
 @settings(max_examples=200)
@@ -66,6 +64,35 @@ def test_router_index_is_exact_or_marked_incomplete(script: list[int | str]) -> 
                 assert keys == truth, "the leader's process receives every frame"
                 if action == "report" and router.is_complete:
                     assert router.found == truth
+
+
+def test_pages_on_disk_reach_routers_by_changes_and_snapshots() -> None:
+    in_memory, on_disk, leader, index = set[bytes](), set[bytes](), PageKeys(), PrefixIndex()
+    reports = KeyReports(LOG, in_memory.__contains__)
+    reports.is_on_disk = on_disk.__contains__
+    keys, space = PrefixKeys(root_key("m"), 4).extend(list(range(20))), KeySpace("m", 4)
+    prompt = PromptKeys([*range(20), 1], "", "")
+
+    def report(expected: int) -> None:
+        reports.update(*keys)
+        frame = reports.take()
+        leader.apply(frame)
+        for each in (frame, leader.snapshot()):
+            index.apply("group", space, each, has_gaps=True)
+            assert index.hits_with_disk(prompt).get("group", 0) == expected
+
+    on_disk.update(keys[2:])
+    report(0)
+    in_memory.update(keys[:2])
+    report(20)
+    assert index.hits(prompt) == {"group": 8}
+    on_disk.discard(keys[3])
+    report(12)
+    in_memory.update(keys)
+    report(0)
+    assert index.hits(prompt) == {"group": 20}
+    in_memory.discard(keys[4])
+    report(20)
 
 
 def test_lost_frame_is_requested_unless_the_log_overflowed() -> None:

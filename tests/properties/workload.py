@@ -184,6 +184,8 @@ class Workload:
         self.lacks_memory = False
         self.found: set[bytes] = set()
         """Keys by the changes so far."""
+        self.on_disk: set[bytes] = set()
+        """Keys of pages that only the disk has."""
         self.next_change = 0
         self.index = PrefixIndex()
         """What a router knows."""
@@ -278,8 +280,10 @@ class Workload:
         changes = pool.take_changes()
         assert changes.first == self.next_change
         self.next_change += len(changes.changes)
-        for is_added, key in changes.changes:
-            (self.found.add if is_added else self.found.remove)(key)
+        for i, (is_added, key) in enumerate(changes.changes):
+            (self.found.add if is_added else self.found.discard)(key)
+            (self.on_disk.add if i in changes.on_disk else self.on_disk.discard)(key)
+        assert self.shape.parts or self.on_disk == self.scheduler.sharing.disk.keys - self.found
         assert self.found == set(pool.keys()) <= self.undisturbed
         self.check_expected_hits(changes)
 

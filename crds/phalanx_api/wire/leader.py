@@ -110,7 +110,8 @@ class PageChanges(msgspec.Struct, frozen=True, array_like=True, tag="page_change
 
     first: int  # number of the first change, from 0 per incarnation
     changes: list[tuple[bool, bytes]]  # (is_added, page key)
-    is_snapshot: bool = False  # `changes` are all cached pages
+    is_snapshot: bool = False  # `changes` are all cached pages, and those that only the disk has
+    on_disk: list[int] = []  # positions in `changes` of pages that only the disk has; `is_added` is false
 
 
 class TenantUse(msgspec.Struct, frozen=True, array_like=True):

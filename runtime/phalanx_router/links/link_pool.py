@@ -40,8 +40,11 @@ class FleetView:
 
     def hits(self, prompt: PromptKeys, links: Mapping[str, LeaderLink]) -> dict[str, int]:
         """Cached prompt tokens, by group key."""
-        hits = self.prefixes.hits(prompt)
-        return {key: hits[link.endpoint.key] for key, link in links.items() if link.endpoint.key in hits} if hits else hits
+        return _of_links(self.prefixes.hits(prompt), links)
+
+    def hits_with_disk(self, prompt: PromptKeys, links: Mapping[str, LeaderLink]) -> dict[str, int]:
+        """Prompt tokens that groups with pages only on disk have in memory and there, by group key."""
+        return _of_links(self.prefixes.hits_with_disk(prompt), links)
 
     def pages_received(self, link: LeaderLink, changes: wire.PageChanges) -> None:
         """Updates the prefix index."""
@@ -52,6 +55,10 @@ class FleetView:
     def link_removed(self, link: LeaderLink) -> None:
         """Removes a group's page keys."""
         self.prefixes.forget(link.endpoint.key)
+
+
+def _of_links(hits: Mapping[str, int], links: Mapping[str, LeaderLink]) -> dict[str, int]:
+    return {key: hits[link.endpoint.key] for key, link in links.items() if link.endpoint.key in hits} if hits else {}
 
 
 class AssetCache:

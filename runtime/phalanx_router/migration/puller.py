@@ -22,7 +22,7 @@ from phalanx_router.migration.warmup import submit_warmup, warmup_request
 from phalanx_router.moves.pull import Pull, PullAction, PullEnded, PullOrder
 from phalanx_router.moves.records import ToSource, ToTarget
 from phalanx_router.routing.prefixes import KeySpace
-from phalanx_router.routing.pulling import MIN_PULL_TOKENS, NoPull, PullPlan, PullRates, plan_pull
+from phalanx_router.routing.pulling import MIN_PULL_TOKENS, KnownPages, NoPull, PullPlan, PullRates, plan_pull
 from phalanx_router.routing.view import GroupView
 from phalanx_router.session import StreamSession
 
@@ -193,11 +193,12 @@ class Puller:
             return NoPull("no_holder", "the last pull to this group has just failed")
         links = [*self._links.open_links(), *self._holders.open_links()]
         senders = {link.key: link for link in links if self._can_send(link, target)}
-        hits = self._links.fleet_view.hits(session.keys, {**senders, target.key: target})
-        others = [link for key, link in senders.items() if key in hits]
-        view, *views = self._links.fleet_view.views([target, *others])
+        fleet, candidates = self._links.fleet_view, {**senders, target.key: target}
+        known = KnownPages(fleet.hits(session.keys, candidates), fleet.hits_with_disk(session.keys, candidates))
+        others = [link for key, link in senders.items() if key in known.in_memory or key in known.with_disk]
+        view, *views = fleet.views([target, *others])
         rate = self._rates.rate(self._balancing.copy_bytes_per_s(view), self.policy.budgets.bytes_per_s, now)
-        return plan_pull(view, views, hits, min(journal.num_tokens, journal.num_prompt + 1), rate)
+        return plan_pull(view, views, known, min(journal.num_tokens, journal.num_prompt + 1), rate)
 
     def _can_send(self, link: LeaderLink, target: LeaderLink) -> bool:
         return link is not target and link.can_send_prefixes and link.key not in self._paused
@@ -259,7 +260,7 @@ class Puller:
         del self._open[order.move], self._by_page[order.target, order.keys[-1]]
         self._balancing.end_pull(plan.holder, plan.target)
         if ended.outcome == "pulled":
-            self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s, now)
+            self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s - plan.read_s, now)
         elif ended.outcome == "timeout" and ended.code == "copying":
             self._rates.record_timeout(plan, now)
         if (failed := _failed_group(plan, ended)) is not None:

@@ -6,7 +6,7 @@ end are looked up: if all layers have one, these suffice, and else the group rep
 At least the last token is computed. Keys: `phalanx_api.prefix`.
 """
 
-from collections.abc import Container, KeysView, Sequence
+from collections.abc import Callable, Container, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -31,7 +31,7 @@ class KeySpace(NamedTuple):
 class _CachedKeys:
     """Page keys of one group, those added first at the front."""
 
-    __slots__ = ("_has_gaps", "_keys", "_max_keys", "hit_pages", "num_dropped", "space")
+    __slots__ = ("_has_gaps", "_keys", "_max_keys", "_on_disk", "hit_pages", "num_dropped", "space")
 
     def __init__(self, space: KeySpace, max_keys: int) -> None:
         self.space = space
@@ -39,6 +39,8 @@ class _CachedKeys:
         self.num_dropped = 0
         self._max_keys = max_keys
         self._keys: dict[bytes, None] = {}
+        self._on_disk: dict[bytes, None] = {}
+        """Of pages that only the disk has; the group bounds their number."""
         self._has_gaps = False
         """Whether a page may be there without all pages before it."""
 
@@ -51,14 +53,19 @@ class _CachedKeys:
     def apply(self, changes: wire.PageChanges, *, has_gaps: bool) -> None:
         if changes.is_snapshot:
             self._keys.clear()
+            self._on_disk.clear()
             self.num_dropped = 0
-        for is_added, key in changes.changes:
+        on_disk = frozenset(changes.on_disk)
+        for i, (is_added, key) in enumerate(changes.changes):
+            self._on_disk.pop(key, None)
             if is_added:
                 self._keys[key] = None
                 if len(self._keys) > self._max_keys:
                     self._drop_oldest()
-            else:
-                self._keys.pop(key, None)
+                continue
+            self._keys.pop(key, None)
+            if i in on_disk:
+                self._on_disk[key] = None
         self._has_gaps = has_gaps or self.num_dropped > 0
 
     def num_hit(self, prompt: "PromptKeys") -> int:
@@ -66,7 +73,7 @@ class _CachedKeys:
         keys = prompt.keys(self.space)
         if self.hit_pages:
             count = min(len(keys), (prompt.num_tokens - 1) // self.space.page_size)
-            return _count_windowed(self._keys.keys(), keys, count, self.hit_pages)
+            return _count_windowed(self._keys.__contains__, keys, count, self.hit_pages)
         if self._has_gaps:
             num_pages = next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
         else:
@@ -76,6 +83,19 @@ class _CachedKeys:
                 del self._keys[key]
                 self._keys[key] = None
         return num_pages
+
+    def num_hit_with_disk(self, prompt: "PromptKeys") -> int:
+        """Returns how many leading pages of a prompt memory and disk have; 0 if nothing is only on disk."""
+        if not self._on_disk:
+            return 0
+        keys = prompt.keys(self.space)
+        count = min(len(keys), (prompt.num_tokens - 1) // self.space.page_size)
+        if self.hit_pages:
+            return _count_windowed(self._has, keys, count, self.hit_pages)
+        return next((i for i in range(count) if not self._has(keys[i])), count)
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._keys or key in self._on_disk
 
     def _drop_oldest(self) -> None:
         """Drops a share of the keys at once: finding the first key of a dictionary takes longer after each deletion."""
@@ -128,6 +148,11 @@ class PrefixIndex:
             if cached and (num_pages := cached.num_hit(prompt)):
                 hits[group] = num_pages * cached.space.page_size
         return hits
+
+    def hits_with_disk(self, prompt: "PromptKeys") -> dict[str, int]:
+        """Prompt tokens of each group that has some pages only on disk: those in its memory and on disk."""
+        hits = ((group, cached.num_hit_with_disk(prompt) * cached.space.page_size) for group, cached in self._groups.items())
+        return {group: num_tokens for group, num_tokens in hits if num_tokens}
 
 
 class PromptKeys:
@@ -222,7 +247,7 @@ class PageFeed:
         return "apply"
 
 
-def _count_windowed(cached: KeysView[bytes], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
-    if cached.isdisjoint(keys):  # the usual miss, which the search below would take long to find
+def _count_windowed(is_cached: Callable[[bytes], bool], keys: Sequence[bytes], count: int, hit_pages: int) -> int:
+    if not any(map(is_cached, keys)):  # the usual miss, which the search below would take long to find
         return 0
-    return longest_hit(lambda page: keys[page] in cached, count, hit_pages)
+    return longest_hit(lambda page: is_cached(keys[page]), count, hit_pages)

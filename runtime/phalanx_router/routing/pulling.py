@@ -1,15 +1,16 @@
 """Decides whether the group of a request copies cached pages of its prompt from another group, the holder.
 
     compute_s  = prompt_s(n, cached at the target) - prompt_s(n, cached at the holder)
-    copy_s     = overhead + bytes of the missing pages / rate
+    copy_s     = overhead + bytes of the missing pages / rate + pages that only the holder's disk has * time to read one
     pull  iff  MARGIN * copy_s < compute_s
 
+A target that would read pages from its own disk instead does so at the time that this takes, if that is less than `compute_s`.
 Rate and overhead are measured by pulls. A pull that takes `compute_s` is given up: a request then waits at most twice as long as
 without it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx_router.routing.view import UNKNOWN, GroupView
@@ -45,6 +46,7 @@ class PullPlan:
     num_bytes: float
     compute_s: float
     copy_s: float
+    read_s: float = 0.0  # part of `copy_s` in which the holder reads pages from disk
 
     @property
     def timeout_s(self) -> float:
@@ -65,39 +67,61 @@ class NoPull:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPages:
+    """Prompt tokens whose pages groups have, by group key."""
+
+    in_memory: Mapping[str, int]
+    with_disk: Mapping[str, int] = field(default_factory=dict)
+    """In memory or on disk, of groups that have some pages only on disk."""
+
+    def of(self, key: str) -> list[int]:
+        """Returns the tokens that a group has in memory, and those with its disk if these are more."""
+        in_memory, with_disk = self.in_memory.get(key, 0), self.with_disk.get(key, 0)
+        return [in_memory, with_disk] if with_disk > in_memory else [in_memory]
+
+    def read_s(self, view: GroupView, num_tokens: int) -> float:
+        """Returns the seconds in which a group reads from disk what its memory lacks of the first `num_tokens`."""
+        missing = max(0, num_tokens - self.in_memory.get(view.key, 0))
+        return missing // view.capacity.page_size * view.capacity.disk_page_s
+
+
 def plan_pull(
-    target: GroupView, others: Sequence[GroupView], hits: Mapping[str, int], prompt_tokens: int, rate: CopyRate
+    target: GroupView, others: Sequence[GroupView], known: KnownPages, prompt_tokens: int, rate: CopyRate
 ) -> PullPlan | NoPull:
     """Plans a pull to `target` from one of the `others`.
 
-    `hits`: cached prompt tokens by group key. `prompt_tokens`: with delivered ones; at least the last token is computed.
+    `prompt_tokens`: with delivered ones; at least the last token is computed.
     """
     page_size = target.capacity.page_size
-    own = hits.get(target.key, 0)
+    own = known.of(target.key)[0]
     limit = (prompt_tokens - 1) // page_size * page_size
     if limit - own < MIN_PULL_TOKENS:
         return NoPull("short", f"{limit - own} tokens of full pages are missing")
-    holders = [view for view in others if _can_send(view, target)]
-    best = max(holders, key=lambda view: (hits.get(view.key, 0), -view.backlog_s, view.key), default=None)
-    held = 0 if best is None else min(limit, hits.get(best.key, 0))
-    if best is None or held - own < MIN_PULL_TOKENS:
+    holders = [(view, min(limit, held)) for view in others if _can_send(view, target) for held in known.of(view.key)]
+    holders = [(view, held) for view, held in holders if held - own >= MIN_PULL_TOKENS]
+    if not holders:
         return NoPull("no_holder", f"no group with the same layout holds {MIN_PULL_TOKENS} tokens more")
     if not target.capacity.page_bytes or target.step_model is UNKNOWN:
         return NoPull("unknown", "the group has reported no page size or step time yet")
-    num_bytes = target.kv_bytes(held - own)
-    copy_s = rate.overhead_s + num_bytes / max(rate.bytes_per_s, 1.0)
-    compute_s = target.prompt_s(prompt_tokens, own) - target.prompt_s(prompt_tokens, held)
-    if MARGIN * copy_s >= compute_s:
-        return NoPull("compute", f"{held - own} tokens take {copy_s:.3f} s to copy and {compute_s:.3f} s to compute")
-    return PullPlan(
-        holder=best.key,
-        target=target.key,
-        num_pages=held // page_size,
-        num_tokens=held - own,
-        num_bytes=num_bytes,
-        compute_s=compute_s,
-        copy_s=copy_s,
-    )
+    alone_s = min(known.read_s(target, num) + target.prompt_s(prompt_tokens, num) for num in known.of(target.key))
+
+    def plan(view: GroupView, held: int) -> PullPlan:
+        num_bytes, read_s = target.kv_bytes(held - own), known.read_s(view, held)
+        return PullPlan(
+            holder=view.key,
+            target=target.key,
+            num_pages=held // page_size,
+            num_tokens=held - own,
+            num_bytes=num_bytes,
+            compute_s=alone_s - target.prompt_s(prompt_tokens, held),
+            copy_s=rate.overhead_s + num_bytes / max(rate.bytes_per_s, 1.0) + read_s,
+            read_s=read_s,
+        )
+
+    plans = [(plan(view, held), view.backlog_s) for view, held in holders]
+    best, _ = max(plans, key=lambda each: (each[0].compute_s - each[0].copy_s, -each[1], each[0].holder))
+    return best if MARGIN * best.copy_s < best.compute_s else NoPull("compute", best.why)
 
 
 def _can_send(view: GroupView, target: GroupView) -> bool:
@@ -125,7 +149,7 @@ class PullRates:
         return CopyRate(bytes_per_s if cap is None else min(cap, bytes_per_s), self._overhead_s)
 
     def record(self, num_bytes: float, prepare_s: float, copy_s: float, now: float) -> None:
-        """Records a completed pull."""
+        """Records a completed pull. `copy_s`: without the expected time to read from disk."""
         measured = num_bytes / max(copy_s, 1e-4)
         before = measured if self._bytes_per_s is None else self._bytes_per_s
         self._bytes_per_s = before + RATE_SMOOTHING * (measured - before)

@@ -33,6 +33,7 @@ class GroupCapacity:
     max_num_seqs: int = 0  # 0 if unknown
     max_num_batched_tokens: int = 2048
     max_request_pages: int = 0  # 0: a request holds the pages of all its tokens
+    disk_page_s: float = 0.0  # measured time to read a page from disk; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,6 +283,7 @@ def make_view(
             max_num_seqs=load.max_num_seqs,
             max_num_batched_tokens=load.max_num_batched_tokens or 2048,
             max_request_pages=load.max_request_pages,
+            disk_page_s=load.disk_read_page_s,
         ),
         load=_group_load(load, report.ledger, is_blind),
     )

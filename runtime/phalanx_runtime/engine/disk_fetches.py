@@ -1,7 +1,9 @@
-"""Requests that wait for pages from disk: `core.kv.disk_tier` decides, the ranks read."""
+"""Requests, and prefixes to be sent to other groups, that wait for pages from disk: `core.kv.disk_tier` decides, ranks read."""
 
 import logging
+from collections.abc import Iterable, Sequence
 
+from phalanx_runtime.core.kv.disk_tier import DiskPrefix, Waiter
 from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.engine.ports import PageTransport
@@ -38,8 +40,18 @@ class DiskFetches:
         """Reads the pages of a request that the scheduler holds, if that pays. Returns whether it waits for them."""
         if not self.is_on:
             return False
-        prefix = self._scheduler.sharing.find_on_disk(self._scheduler.requests[handle])
-        order = self._disk.start(handle, prefix, model=self._scheduler.fit.model(), now=now)
+        return self._start(handle, self._scheduler.sharing.find_on_disk(self._scheduler.requests[handle]), now)
+
+    def start_send(self, move: str, keys: Sequence[bytes], now: float) -> bool:
+        """The same for the pages of a prefix that is to be sent to another group."""
+        return self.is_on and self._start(move, self._scheduler.sharing.find_keys_on_disk(keys), now)
+
+    def is_reading(self, move: str) -> bool:
+        """Returns whether a prefix to be sent waits for its pages."""
+        return self._disk.is_waiting(move)
+
+    def _start(self, waiter: Waiter, prefix: DiskPrefix, now: float) -> bool:
+        order = self._disk.start(waiter, prefix, model=self._scheduler.fit.model(), now=now)
         if order is not None:
             step = self._scheduler.planned_step
             if order.keys:
@@ -47,7 +59,7 @@ class DiskFetches:
             if order.part_keys:
                 keys, slots = order.part_keys, order.part_slots
                 self._transport.fetch(FetchPages(number=order.number, keys=keys, slots=slots, step=step, is_part=True))
-        return self._disk.is_waiting(handle)
+        return self._disk.is_waiting(waiter)
 
     def report(self, rank: int, report: DiskReport) -> None:
         """Records the report of a rank."""
@@ -56,11 +68,11 @@ class DiskFetches:
                 self._disk.changed(rank, added, dropped, is_part=is_part)
                 self._disk.compacted(compacted_bytes, reclaimed_bytes)
             case PagesFetched(number, count, wall_s, is_part):
-                self._ready += self._disk.fetched(rank, number, count, wall_s, self._num_ranks, is_part=is_part)
+                self._ready += _requests(self._disk.fetched(rank, number, count, wall_s, self._num_ranks, is_part=is_part))
 
     def turn(self, now: float) -> list[int]:
         """Returns the requests that wait no longer."""
-        late = self._disk.tick(now)
+        late = _requests(self._disk.tick(now))
         if late:
             log.warning("requests compute pages that the disk did not return in time", extra={"handles": late})
         ready, self._ready = [*self._ready, *late], []
@@ -68,4 +80,12 @@ class DiskFetches:
 
     def request_left(self, handle: int) -> None:
         """Forgets an aborted or moved request."""
-        self._disk.request_left(handle)
+        self._disk.leave(handle)
+
+    def send_ended(self, move: str) -> None:
+        """Forgets a prefix to be sent."""
+        self._disk.leave(move)
+
+
+def _requests(waiters: Iterable[Waiter]) -> list[int]:
+    return [waiter for waiter in waiters if isinstance(waiter, int)]

@@ -65,7 +65,7 @@ class EngineMoves:
         self._page_size = scheduler.pool.page_size
         self.source = SourceMoves(self._page_size, limits)
         self.target = TargetMoves(self._num_ranks, limits)
-        self._prefixes = PrefixSender(scheduler, transport, send, limits)
+        self._prefixes = PrefixSender(scheduler, transport, send, limits, self._fetches)
         self.num_refused = 0
         """Refused KV transfer connections."""
         self._step_s = 0.0

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from phalanx_api import wire
+from phalanx_runtime.core.kv.page_index import snapshot_of
 from phalanx_runtime.engine.open_requests import EngineMeter
 
 NO_LOAD = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=0, total_pages=0)
@@ -24,28 +25,30 @@ class EngineObserver(Protocol):
 class PageKeys:
     """Page keys in the prefix cache; parents precede children."""
 
-    __slots__ = ("_keys", "_next")
+    __slots__ = ("_keys", "_next", "_on_disk")
 
     def __init__(self) -> None:
         self._keys: dict[bytes, None] = {}
+        self._on_disk: dict[bytes, None] = {}
         self._next = 0
 
     def apply(self, changes: wire.PageChanges) -> None:
         """Applies the next changes, or a snapshot."""
         if changes.is_snapshot:
-            self._keys = {key: None for _, key in changes.changes}
-            self._next = changes.first
-            return
-        self._next = changes.first + len(changes.changes)
-        for is_added, key in changes.changes:
+            self._keys, self._on_disk = {}, {}
+        self._next = changes.first if changes.is_snapshot else changes.first + len(changes.changes)
+        on_disk = frozenset(changes.on_disk)
+        for i, (is_added, key) in enumerate(changes.changes):
+            self._keys.pop(key, None)
+            self._on_disk.pop(key, None)
             if is_added:
                 self._keys[key] = None
-            else:
-                self._keys.pop(key, None)
+            elif i in on_disk:
+                self._on_disk[key] = None
 
     def snapshot(self) -> wire.PageChanges:
         """All keys, with the number of the next change."""
-        return wire.PageChanges(self._next, [(True, key) for key in self._keys], is_snapshot=True)
+        return snapshot_of(self._next, self._keys, self._on_disk)
 
 
 class LoadFeed:

@@ -10,6 +10,7 @@ from phalanx_runtime.core.migration.prefix import PrefixSends
 from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT, HeldPrefix, NotHeld
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.engine.disk_fetches import DiskFetches
 from phalanx_runtime.engine.ports import PageTransport
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,12 @@ class PrefixSender:
         transport: PageTransport,
         send: Callable[[moves.MoveFailed], None],
         limits: records.MoveLimits,
+        fetches: DiskFetches,
     ) -> None:
+        self._fetches = fetches
+        self._limits = limits
+        self._reading: dict[str, tuple[moves.SendPrefix, float]] = {}
+        """Orders whose pages are read from disk, by move, with the time until which they wait."""
         self._scheduler = scheduler
         self._transport = transport
         self._send = send
@@ -33,13 +39,20 @@ class PrefixSender:
 
     @property
     def deadline(self) -> float | None:
-        """Latest time of the next `tick`, if pages are being sent."""
-        return self._sends.deadline
+        """Latest time of the next `tick`, if pages are being sent or read from disk."""
+        deadlines = [deadline for _, deadline in self._reading.values()]
+        return min(deadlines if self._sends.deadline is None else [*deadlines, self._sends.deadline], default=None)
 
     def start(self, order: moves.SendPrefix, now: float) -> None:
-        """Holds the pages and sends them, or answers why not."""
-        if order.move in self._sends:
+        """Reads pages from disk if that is faster than computing them; then holds all and sends them, or answers why not."""
+        if order.move in self._sends or order.move in self._reading:
             return
+        if self._fetches.start_send(order.move, order.keys, now):
+            self._reading[order.move] = order, now + self._limits.stall_s
+        else:
+            self._send_held(order, now)
+
+    def _send_held(self, order: moves.SendPrefix, now: float) -> None:
         held = self._scheduler.prefix_holds.hold(order.move, order.keys, order.prepared.cached_tokens // self._page_size)
         if isinstance(held, NotHeld):
             self._send(moves.MoveFailed(order.move, held.code, held.why))
@@ -49,6 +62,8 @@ class PrefixSender:
 
     def stop(self, move: str, why: str) -> None:
         """Ends the sending of a prefix, if any."""
+        if self._reading.pop(move, None) is not None:
+            self._fetches.send_ended(move)
         self._execute_all(self._sends.stop(move, why))
 
     def handle_report(self, rank: int, report: page_orders.Report, now: float) -> bool:
@@ -65,7 +80,12 @@ class PrefixSender:
         return True
 
     def tick(self, now: float) -> None:
-        """Handles timeouts."""
+        """Sends what was read from disk, or took too long, and handles timeouts."""
+        for move, (order, deadline) in list(self._reading.items()):
+            if deadline <= now or not self._fetches.is_reading(move):
+                del self._reading[move]
+                self._fetches.send_ended(move)
+                self._send_held(order, now)
         self._execute_all(self._sends.tick(now))
 
     def _execute_all(self, actions: Sequence[records.PrefixAction]) -> None:

@@ -9,6 +9,7 @@ from phalanx_router.routing.pulling import (
     OVERHEAD_S,
     REMEMBERED_S,
     CopyRate,
+    KnownPages,
     NoPull,
     PullPlan,
     PullRates,
@@ -33,7 +34,7 @@ TOKEN_S = TARGET.token_s
 
 def plan(hits: dict[str, int], prompt_tokens: int = 4001, rate: CopyRate = RATE, **holder: Any) -> PullPlan | NoPull:
     others = [make_group_view(key, **(SAME | holder)) for key in "ab"]
-    return plan_pull(TARGET, others, hits, prompt_tokens, rate)
+    return plan_pull(TARGET, others, KnownPages(hits), prompt_tokens, rate)
 
 
 def test_pull_copies_what_the_target_lacks() -> None:
@@ -48,7 +49,7 @@ def test_pull_copies_what_the_target_lacks() -> None:
 
 def test_pull_copies_only_the_pages_of_a_window() -> None:
     target = make_group_view("t", **SAME, max_request_pages=20)
-    found = plan_pull(target, [make_group_view("a", **SAME)], {"a": 4000}, 4001, RATE)
+    found = plan_pull(target, [make_group_view("a", **SAME)], KnownPages({"a": 4000}), 4001, RATE)
     assert isinstance(found, PullPlan) and (found.num_tokens, found.num_bytes) == (4000, 20 << 16)
 
 
@@ -56,7 +57,7 @@ def test_group_with_most_pages_is_the_holder() -> None:
     found = plan({"a": 1600, "b": 3200})
     assert isinstance(found, PullPlan) and (found.holder, found.num_tokens) == ("b", 3200)
     others = [make_group_view("a", queued_prompt_tokens=9, **SAME), make_group_view("b", **SAME)]
-    found = plan_pull(TARGET, others, {"a": 3200, "b": 3200}, 4001, RATE)
+    found = plan_pull(TARGET, others, KnownPages({"a": 3200, "b": 3200}), 4001, RATE)
     assert isinstance(found, PullPlan) and found.holder == "b", "the one with less work"
 
 
@@ -89,13 +90,41 @@ def test_requests_without_a_holder_are_computed(
     assert isinstance(found, NoPull) and found.code == code and found.why
 
 
+def planned_with_disk(target_disk: int = 0, page_s: float = 1e-4, **known: int) -> PullPlan | NoPull:
+    """The target has 800 tokens in memory, `a` has 1,600 there and 4,000 with its disk, `b` 3,200 there."""
+    others = [make_group_view(key, **SAME, disk_page_s=page_s) for key in "ab"]
+    with_disk = {"a": 4000} | ({"t": target_disk} if target_disk else {})
+    target = make_group_view("t", **SAME, disk_page_s=page_s)
+    return plan_pull(target, others, KnownPages({"t": 800, "a": 1600, "b": 3200} | known, with_disk), 4001, RATE)
+
+
+def test_pages_on_disk_are_pulled_if_reading_them_pays() -> None:
+    found = planned_with_disk()
+    assert isinstance(found, PullPlan) and (found.holder, found.num_pages) == ("a", 250)
+    assert found.read_s == pytest.approx(0.015) and found.copy_s == pytest.approx(0.01 + (200 << 16) / 1e9 + 0.015)
+    slow = planned_with_disk(page_s=TOKEN_S * 100)
+    assert isinstance(slow, PullPlan) and (slow.holder, slow.num_pages, slow.read_s) == ("b", 200, 0.0)
+    in_memory = planned_with_disk(page_s=TOKEN_S * 100, b=0)
+    assert isinstance(in_memory, PullPlan) and (in_memory.holder, in_memory.num_pages) == ("a", 100)
+
+
+def test_nothing_is_pulled_that_the_targets_disk_has() -> None:
+    found = planned_with_disk(target_disk=4000, page_s=1e-5)
+    assert isinstance(found, NoPull) and found.code == "compute"
+    slow = planned_with_disk(target_disk=4000, page_s=TOKEN_S * 100)
+    assert isinstance(slow, PullPlan) and slow.holder == "b"
+    assert slow.compute_s == pytest.approx((3200 - 800) * TOKEN_S), "computing is faster than its disk"
+
+
 def test_draining_group_may_be_the_holder() -> None:
     assert isinstance(plan({"a": 4000}, is_draining=True), PullPlan)
 
 
 @pytest.mark.parametrize("unknown", [{"page_bytes": 0}, {"step_model": UNKNOWN}])
 def test_unknown_costs_mean_no_pull(unknown: dict[str, Any]) -> None:
-    found = plan_pull(make_group_view("t", **(SAME | unknown)), [make_group_view("a", **SAME)], {"a": 4000}, 4001, RATE)
+    found = plan_pull(
+        make_group_view("t", **(SAME | unknown)), [make_group_view("a", **SAME)], KnownPages({"a": 4000}), 4001, RATE
+    )
     assert isinstance(found, NoPull) and found.code == "unknown"
 
 

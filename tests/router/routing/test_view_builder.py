@@ -194,6 +194,21 @@ def test_hits_end_at_a_page_that_host_memory_lost(held: set[int]) -> None:
     assert index.hits(PromptKeys(tokens, "", "")).get("a", 0) == 4 * next(i for i in range(13) if i not in held)
 
 
+@given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["memory", "disk", "lost"])), max_size=30), st.integers(0, 3))
+def test_hits_with_disk_count_pages_in_memory_and_there(changes: list[tuple[int, str]], hit_pages: int) -> None:
+    tokens = list(range(49))
+    keys, index, places = keys_of(tokens), PrefixIndex(), dict[int, str]()
+    for number, (page, place) in enumerate(changes):
+        places[page] = place
+        on_disk = [0] if place == "disk" else []
+        frame = wire.PageChanges(number, [(place == "memory", keys[page])], on_disk=on_disk)
+        index.apply("a", SPACE, frame, hit_pages, has_gaps=True)
+    known = {page for page, place in places.items() if place != "lost"}
+    ends = [end for end in range(13) if known.issuperset(range(max(0, end - hit_pages) if hit_pages else 0, end))]
+    expected = {"a": 4 * max(ends)} if "disk" in places.values() and max(ends) else {}
+    assert index.hits_with_disk(PromptKeys(tokens, "", "")) == expected
+
+
 def test_full_index_keeps_new_and_found_prefixes() -> None:
     prompts = [[family, *range(100, 115)] for family in range(40)]
     index = PrefixIndex(max_keys=64)

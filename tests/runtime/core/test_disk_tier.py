@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 
+from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
@@ -29,6 +30,8 @@ def start(tier: DiskTier, handle: int, keys: list[bytes], now: float = 0.0, mode
 
 def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
     pool, tier = make_tier()
+    known = pool.take_changes()
+    assert known == wire.PageChanges(0, [(False, key) for key in KEYS[:6]], on_disk=list(range(6)))
     order = start(tier, 1, KEYS)
     assert order is not None
     assert order.keys == KEYS[:6], "the others are not on disk"
@@ -40,7 +43,7 @@ def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
     assert tier.page_s == 0.01, "of rank 0"
     assert (tier.counters.fetched, tier.counters.failed) == (4, 2)
     assert KEYS[4] not in tier.keys, "a rank lacks it"
-    assert pool.take_changes().changes == [(True, key) for key in KEYS[:4]]
+    assert pool.take_changes() == wire.PageChanges(6, [*((True, key) for key in KEYS[:4]), (False, KEYS[4])])
     assert pool.check([]) == []
     assert not tier.is_waiting(1)
 
@@ -70,7 +73,7 @@ def test_requests_with_the_same_pages_wait_for_one_fetch() -> None:
     assert order is not None
     assert start(tier, 2, KEYS[2:5]) is None
     assert tier.is_waiting(2)
-    tier.request_left(1)
+    tier.leave(1)
     assert tier.fetched(0, order.number, 4, 0.1, num_ranks=1) == [2]
 
 

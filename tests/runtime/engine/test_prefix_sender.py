@@ -7,6 +7,7 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.migration import page_orders
+from phalanx_runtime.core.page_window import NULL_PAGE
 from tests.runtime.engine.stepped_engine import THERE, SteppedEngine, both
 from tests.runtime.fake_runner import expected_output, make_request
 
@@ -90,6 +91,45 @@ def test_repeated_order_sends_the_pages_once() -> None:
     engine = holder()
     engine.turn(send_prefix(), send_prefix(), times=2)
     assert len(engine.transport.of("send")) == 1 and not engine.of(moves.MoveFailed)
+
+
+def holder_with_disk() -> SteppedEngine:
+    """An engine that has the pages of `REQUEST` only on disk."""
+    engine = SteppedEngine(num_host_pages=32)
+    engine.turn(reports=[(0, page_orders.DiskChanged(keys(REQUEST), []))])
+    return engine
+
+
+@pytest.mark.parametrize("count", [5, 2])
+def test_pages_on_disk_are_read_and_sent(count: int) -> None:
+    engine = holder_with_disk()
+    engine.turn(send_prefix(), send_prefix(), times=2)
+    ((_, number, num_fetched, _, _),) = engine.transport.of("fetch")
+    assert num_fetched == 5 and isinstance(number, int)
+    assert not engine.transport.of("send") and engine.inbox.timeouts[-1] is not None
+    engine.turn(reports=[(rank, page_orders.PagesFetched(number, count, 0.01)) for rank in (0, 1)])
+    ((_, _, first, pages, num_computed),) = engine.transport.of("send")
+    assert (first, num_computed, pages) == (0, 4 * count, (NULL_PAGE,) * count)
+    engine.turn(reports=both(page_orders.SendEnded("m")), times=2)
+    load = engine.load
+    assert (load.host_sent_pages, load.disk_fetched_pages, load.leaks) == (count, count, 0)
+
+
+@pytest.mark.parametrize("end", ["late", "thaw"])
+def test_slow_disk_ends_the_wait_of_a_pull(end: str) -> None:
+    """The pages may come later, for others."""
+    engine = holder_with_disk()
+    engine.turn(send_prefix(), times=2)
+    if end == "thaw":
+        engine.turn(moves.Thaw("m"))
+    else:
+        engine.now += 6.0
+        engine.turn()
+    assert [failed.code for failed in engine.of(moves.MoveFailed)] == (["evicted"] if end == "late" else [])
+    ((_, number, _, _, _),) = engine.transport.of("fetch")
+    assert isinstance(number, int)
+    engine.turn(reports=[(rank, page_orders.PagesFetched(number, 5, 9.0)) for rank in (0, 1)], times=2)
+    assert not engine.transport.of("send") and len(engine.loop.scheduler.pool.host) == 5
 
 
 def test_requests_run_while_their_prefix_is_sent() -> None:

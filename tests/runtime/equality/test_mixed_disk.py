@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.moves import Arrived
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.loader import open_host_pages
@@ -19,7 +22,9 @@ from phalanx_runtime.rank.tiers.host_pages import HostCopies, HostPages
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from tests.polling import wait_until
 from tests.runtime.equality.windows import FULL, LIMITS, make_requests, reference
-from tests.runtime.moving_engines import Group, running_group
+from tests.runtime.moving_engines import Group, running_group, running_groups
+from tests.runtime.moving_requests import make_request, undisturbed
+from tests.runtime.ranks import PAGE_SIZE
 from tests.runtime.tiny import WINDOW, save_tiny
 
 SETUP = replace(FULL, window=WINDOW, num_pages=24, num_parts=16, num_host_pages=120, num_host_parts=80, has_disk=True)
@@ -58,6 +63,7 @@ class Disk:
     is_zeroed: bool = False
     """Whether parts that are read are zeros."""
     logs: dict[bytes, PageLog] = field(default_factory=dict)
+    numbers: "count[int]" = field(default_factory=count)
 
     def open(self, caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[HostCopies, HostCopies]:
         """Opens host memory over the logs, in place of `open_host_pages`."""
@@ -68,6 +74,11 @@ class Disk:
         disks = DiskPages(self.logs[b"pages"]), DiskPages(self.logs[b"parts"], of_parts=True)
         pages, parts = open_host_pages(caches, windows, pool, disks)
         return pages, ZeroedParts(divided[b"parts"], pool.num_host_parts, disk=disks[1]) if self.is_zeroed else parts
+
+    def open_own(self, caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[HostCopies, HostCopies]:
+        """Opens host memory over logs in a folder of its own: for each of several groups."""
+        own = Disk(self.folder / str(next(self.numbers)))
+        return own.open(caches, windows, pool)
 
     @contextmanager
     def group(self, model: Path) -> Iterator[Group]:
@@ -113,3 +124,28 @@ def test_new_group_reads_pages_and_parts(model: Path, expected: dict[int, list[i
     with Disk(tmp_path, is_zeroed=True).group(model) as group:
         assert answers(group) != expected
         assert group.loop is not None and group.loop.scheduler.sharing.disk.counters.fetched_parts > 0
+
+
+def test_other_groups_pull_pages_and_parts_on_disk(model: Path, tmp_path: Path) -> None:
+    """Other prompts take all memory of the holder; it reads its disk for the pull."""
+    sizes = {"num_pages": 60, "num_parts": 40, "num_host_pages": 64, "num_host_parts": 24}
+    build = replace(SETUP, **sizes, open_host_pages=Disk(tmp_path).open_own)  # type: ignore[arg-type]
+    request = make_request("pulled", prompt=100)
+    keys = PrefixKeys(root_key("tiny"), PAGE_SIZE).extend(request.prompt)
+    with running_groups(model, [[1], [1]], build) as groups:
+        mover = groups.mover
+        (plain,) = undisturbed(mover, [request])
+        loop = groups.groups[0].loop
+        assert loop is not None
+        pool, disk = loop.scheduler.pool, loop.scheduler.sharing.disk
+        undisturbed(mover, [msgspec.structs.replace(request, id="again")])
+        for number in range(12):
+            undisturbed(mover, [make_request(f"evicts {number}", prompt=150, max_tokens=4)])
+        assert not pool.match(keys[-1:]) and keys[-1] not in pool.host and keys[-1] not in pool.host_parts
+        wait_until(lambda: disk.keys.issuperset(keys) and keys[-1] in disk.part_keys)
+        stream, arrived = mover.pull(request, keys, 0, 1)
+        assert isinstance(arrived, Arrived) and arrived.num_computed == len(keys) * PAGE_SIZE, arrived
+        mover.until(lambda: stream.finish is not None)
+        assert stream.tokens == plain.tokens
+        assert disk.counters.fetched > 0 and disk.counters.fetched_parts > 0 and pool.host.counters.sent > 0
+        mover.settle()

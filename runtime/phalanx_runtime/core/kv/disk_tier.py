@@ -11,7 +11,7 @@ start, and of the parts those of the window before it.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.kv.host_loads import pays_to_load
@@ -19,6 +19,8 @@ from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, HostTier
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.window_parts import WindowParts
 
+Waiter = int | str
+"""A held request by its handle, or a prefix that is to be sent to another group by its move."""
 MAX_WAIT_S = 10.0
 """A request that waits longer for its pages computes them."""
 
@@ -55,7 +57,7 @@ class FetchOrder:
 class _Fetch:
     order: FetchOrder
     deadline_s: float
-    handles: list[int]
+    waiters: list[Waiter]
     counts: dict[int, int] = field(default_factory=dict)
     """Pages that each rank has read."""
     part_counts: dict[int, int] = field(default_factory=dict)
@@ -102,17 +104,18 @@ class DiskTier:
         self._pool = pool
         self._pages_before = pages_before
         self._fetches: dict[int, _Fetch] = {}
-        self._fetch_of: dict[int, int] = {}
+        self._fetch_of: dict[Waiter, int] = {}
         self._number = 0
+        pool.reports.is_on_disk = self._has
 
     @property
     def deadline(self) -> float | None:
         """Time of the next `tick`, if a request waits."""
-        return min((fetch.deadline_s for fetch in self._fetches.values() if fetch.handles), default=None)
+        return min((fetch.deadline_s for fetch in self._fetches.values() if fetch.waiters), default=None)
 
-    def is_waiting(self, handle: int) -> bool:
-        """Returns whether a request waits for its pages."""
-        return handle in self._fetch_of
+    def is_waiting(self, waiter: Waiter) -> bool:
+        """Returns whether a request or send waits for its pages."""
+        return waiter in self._fetch_of
 
     def find(self, keys: Sequence[bytes]) -> DiskPrefix:
         """Returns what a request with these full pages could read. Memory keeps for it what it has before that."""
@@ -138,8 +141,8 @@ class DiskTier:
         host = self._pool.host
         return num_found + sum(1 for _ in takewhile(lambda key: key in host or key in self.keys, islice(keys, num_found, None)))
 
-    def start(self, handle: int, prefix: DiskPrefix, *, model: StepModel | None, now: float) -> FetchOrder | None:
-        """Returns the pages to read for a held request, if that is faster than computing them; then it waits.
+    def start(self, waiter: Waiter, prefix: DiskPrefix, *, model: StepModel | None, now: float) -> FetchOrder | None:
+        """Returns the pages to read for a held request or a send, if that is faster than computing them; then it waits.
 
         It also waits, without an order, if the first page or part is being read for another request.
         """
@@ -148,7 +151,7 @@ class DiskTier:
             return None
         for fetch in self._fetches.values():
             if not set(keys[:1]).isdisjoint(fetch.order.keys) or not set(part_keys[:1]).isdisjoint(fetch.order.part_keys):
-                self._wait(handle, fetch)
+                self._wait(waiter, fetch)
                 return None
         if not pays_to_load((prefix.end - prefix.start) * size, prefix.start * size, model, self._read_s(prefix)):
             self.counters.declined += len(keys)
@@ -163,11 +166,13 @@ class DiskTier:
         keys = keys[: len(slots)]
         order = FetchOrder(self._number, keys, slots, part_keys=part_keys, part_slots=part_slots, why=why)
         fetch = self._fetches[order.number] = _Fetch(order, now + MAX_WAIT_S, [])
-        self._wait(handle, fetch)
+        self._wait(waiter, fetch)
         return order
 
-    def fetched(self, rank: int, number: int, count: int, wall_s: float, num_ranks: int, *, is_part: bool = False) -> list[int]:
-        """Records what one of `num_ranks` ranks read. Returns the requests that wait no longer, once all ranks have reported."""
+    def fetched(
+        self, rank: int, number: int, count: int, wall_s: float, num_ranks: int, *, is_part: bool = False
+    ) -> list[Waiter]:
+        """Records what one of `num_ranks` ranks read. Returns those that wait no longer, once all ranks have reported."""
         fetch = self._fetches.get(number)
         if fetch is None:
             return []
@@ -181,35 +186,46 @@ class DiskTier:
         counters.fetched += num_read
         counters.fetched_parts += num_parts
         counters.failed += len(order.keys) - num_read + len(order.part_keys) - num_parts
-        self.keys.difference_update(order.keys[num_read : num_read + 1])
-        self.part_keys.difference_update(order.part_keys[num_parts : num_parts + 1])
+        lost, lost_parts = order.keys[num_read : num_read + 1], order.part_keys[num_parts : num_parts + 1]
+        self.keys.difference_update(lost)
+        self.part_keys.difference_update(lost_parts)
         self._fill(order.slots, order.part_slots, order.keys[:num_read], order.part_keys[:num_parts])
+        self._pool.reports.update(*lost, *lost_parts)
         del self._fetches[number]
         return self._end_wait(fetch)
 
     def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
         """Records changed keys of a rank."""
         self.num_changes += 1
-        keys = self.part_keys if is_part else self.keys
-        if rank == 0:
-            keys.update(added)
+        keys, added, dropped = self.part_keys if is_part else self.keys, list(added) if rank == 0 else [], list(dropped)
+        keys.update(added)
         keys.difference_update(dropped)
+        self._pool.reports.update(*chain(added, dropped))
 
     def compacted(self, compacted_bytes: int, reclaimed_bytes: int) -> None:
         """Records what a rank wrote in compaction, and the bytes of segments that it removed."""
         self.counters.compacted_bytes += compacted_bytes
         self.counters.reclaimed_bytes += reclaimed_bytes
 
-    def tick(self, now: float) -> list[int]:
-        """Returns the requests that have waited too long; their pages may still arrive for others."""
+    def tick(self, now: float) -> list[Waiter]:
+        """Returns those that have waited too long; their pages may still arrive for others."""
         late = [fetch for fetch in self._fetches.values() if fetch.deadline_s <= now]
-        return [handle for fetch in late for handle in self._end_wait(fetch)]
+        return [waiter for fetch in late for waiter in self._end_wait(fetch)]
 
-    def request_left(self, handle: int) -> None:
-        """Forgets a request."""
-        number = self._fetch_of.pop(handle, None)
+    def leave(self, waiter: Waiter) -> None:
+        """Forgets a request or send."""
+        number = self._fetch_of.pop(waiter, None)
         if number is not None:
-            self._fetches[number].handles.remove(handle)
+            self._fetches[number].waiters.remove(waiter)
+
+    def _has(self, key: bytes) -> bool:
+        """Returns whether memory and disk together have a page, with its part if pages have parts."""
+        pool, page = self._pool, self._pool.find(key)
+        if page is None and key not in pool.host and key not in self.keys:
+            return False
+        if pool.parts is None or key in pool.host_parts or key in self.part_keys:
+            return True
+        return page is not None and pool.parts.written(page) == pool.page_size
 
     def _find_with_parts(self, keys: Sequence[bytes], pages: list[int], num_found: int, parts: WindowParts) -> DiskPrefix:
         """Returns the longest prefix that fits the slots, of which the first `num_found` pages are in memory."""
@@ -265,15 +281,15 @@ class DiskTier:
         self._pool.fill_slots(slots, keys)
         self._pool.fill_slots(part_slots, part_keys, of_parts=True)
 
-    def _wait(self, handle: int, fetch: _Fetch) -> None:
-        fetch.handles.append(handle)
-        self._fetch_of[handle] = fetch.order.number
+    def _wait(self, waiter: Waiter, fetch: _Fetch) -> None:
+        fetch.waiters.append(waiter)
+        self._fetch_of[waiter] = fetch.order.number
 
-    def _end_wait(self, fetch: _Fetch) -> list[int]:
-        handles, fetch.handles = fetch.handles, []
-        for handle in handles:
-            del self._fetch_of[handle]
-        return handles
+    def _end_wait(self, fetch: _Fetch) -> list[Waiter]:
+        waiters, fetch.waiters = fetch.waiters, []
+        for waiter in waiters:
+            del self._fetch_of[waiter]
+        return waiters
 
 
 def _pin_all(tier: HostTier, keys: Iterable[bytes]) -> list[int] | None:

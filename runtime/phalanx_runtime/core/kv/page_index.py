@@ -1,7 +1,8 @@
 """Finds a cached page by its first tokens, to copy when a prefix ends inside a page; and logs key changes."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from phalanx_api import wire
 
@@ -85,31 +86,40 @@ class TailPages:
                     del self._pages[tail]
 
 
+MAX_DISK_KEYS = 1 << 18
+"""Of pages that only the disk has, those that routers know: 28 MB in each router and leader."""
+
+
 class PageEvents:
     """Bounded log of numbered key changes (is_added, key), for routers with a copy of the keys."""
 
-    __slots__ = ("_length", "_log", "next_number")
+    __slots__ = ("_length", "_log", "_on_disk", "next_number")
 
     def __init__(self, length: int) -> None:
         self.next_number = 0
         """Number of the next change."""
         self._length = length
         self._log: list[tuple[bool, bytes]] = []
+        self._on_disk: list[int] = []
 
-    def append(self, is_added: bool, key: bytes) -> None:
-        """Logs one change."""
+    def append(self, is_added: bool, key: bytes, *, is_on_disk: bool = False) -> None:
+        """Logs one change. is_on_disk: only the disk has the page now."""
         if len(self._log) <= self._length:
+            if is_on_disk:
+                self._on_disk.append(len(self._log))
             self._log.append((is_added, key))
         self.next_number += 1
 
-    def drain(self) -> list[tuple[bool, bytes]] | None:
+    def drain(self) -> wire.PageChanges | None:
         """Returns the changes since the last call, unless the log overflowed."""
-        changes, self._log = self._log, []
-        return changes if len(changes) <= self._length else None
+        changes, on_disk, self._log, self._on_disk = self._log, self._on_disk, [], []
+        if len(changes) > self._length:
+            return None
+        return wire.PageChanges(self.next_number - len(changes), changes, on_disk=on_disk)
 
 
 class KeyReports:
-    """The keys of one page pool that routers count as cached.
+    """The keys of one page pool that routers count as cached, and those of pages that only the disk has.
 
     without parts    a page on the device or in host memory
     with parts       a page that has its part too, each on the device or in host memory: a hit ends after as many of these as the
@@ -120,6 +130,10 @@ class KeyReports:
         """is_cached: whether routers should count a key now."""
         self.keys: dict[bytes, None] = {}
         """By the changes so far."""
+        self.on_disk: OrderedDict[bytes, None] = OrderedDict()
+        """The newest ones that only the disk has."""
+        self.is_on_disk: Callable[[bytes], bool] = _is_never_on_disk
+        """Whether memory and disk together have a page."""
         self._events = PageEvents(log_length)
         self._is_cached = is_cached
 
@@ -129,16 +143,29 @@ class KeyReports:
             if key is None:
                 continue
             is_cached = self._is_cached(key)
-            if is_cached != (key in self.keys):
-                if is_cached:
-                    self.keys[key] = None
-                else:
-                    del self.keys[key]
-                self._events.append(is_cached, key)
+            is_on_disk = not is_cached and self.is_on_disk(key)
+            if is_cached == (key in self.keys) and is_on_disk == (key in self.on_disk):
+                continue
+            self.keys.pop(key, None)
+            self.on_disk.pop(key, None)
+            if is_cached:
+                self.keys[key] = None
+            elif is_on_disk:
+                self.on_disk[key] = None
+            self._events.append(is_cached, key, is_on_disk=is_on_disk)
+            if len(self.on_disk) > MAX_DISK_KEYS:
+                self._events.append(False, self.on_disk.popitem(last=False)[0])
 
     def take(self) -> wire.PageChanges:
         """Returns the changes since the last call, or all keys if the log overflowed."""
-        changes, number = self._events.drain(), self._events.next_number
-        if changes is None:
-            return wire.PageChanges(number, [(True, key) for key in self.keys], is_snapshot=True)
-        return wire.PageChanges(number - len(changes), changes)
+        return self._events.drain() or snapshot_of(self._events.next_number, self.keys, self.on_disk)
+
+
+def snapshot_of(next_number: int, keys: Collection[bytes], on_disk: Iterable[bytes]) -> wire.PageChanges:
+    """Returns all keys, with the number of the next change. on_disk: keys of pages that only the disk has."""
+    changes = [*((True, key) for key in keys), *((False, key) for key in on_disk)]
+    return wire.PageChanges(next_number, changes, is_snapshot=True, on_disk=list(range(len(keys), len(changes))))
+
+
+def _is_never_on_disk(key: bytes) -> bool:
+    return False

@@ -14,6 +14,8 @@ With a window (`windowed_pages`) a request gets pages as it computes, and holds 
 layers have a window, pages have parts (`core.window_parts`), and tokens are computed again whose part is lost.
 """
 
+from collections.abc import Sequence
+
 from phalanx_api import wire
 from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
@@ -93,7 +95,10 @@ class PrefixSharing:
 
     def find_on_disk(self, request: Request) -> DiskPrefix:
         """Returns what a held request could read from disk. Host memory keeps for it what it has before that."""
-        keys = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
+        return self.find_keys_on_disk(self._keys(request)[: self._num_full(request)] if self._can_share(request) else [])
+
+    def find_keys_on_disk(self, keys: Sequence[bytes]) -> DiskPrefix:
+        """Returns what could be read from disk of the pages with these keys. Host memory keeps what it has before that."""
         if self.windowed is None:
             return self.disk.find(keys)
         num_found = self.windowed.num_in_memory(keys)
