@@ -240,6 +240,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load", kw_only=Tru
     # Parts of pages on disk.
     disk_cached_parts: int = 0
     disk_fetched_parts: int = 0  # counter of parts that were read into host memory
+    disk_unwritten_pages: int = 0  # counter of pages and parts that a rank did not write: too many waited, or a write failed
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True):

@@ -64,9 +64,9 @@ class DiskFetches:
     def report(self, rank: int, report: DiskReport) -> None:
         """Records the report of a rank."""
         match report:
-            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part):
+            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part, unwritten):
                 self._disk.changed(rank, added, dropped, is_part=is_part)
-                self._disk.compacted(compacted_bytes, reclaimed_bytes)
+                self._disk.wrote(compacted_bytes, reclaimed_bytes, unwritten)
             case PagesFetched(number, count, wall_s, is_part):
                 self._ready += _requests(self._disk.fetched(rank, number, count, wall_s, self._num_ranks, is_part=is_part))
 

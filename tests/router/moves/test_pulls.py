@@ -84,6 +84,17 @@ async def test_request_starts_on_pulled_pages() -> None:
         assert field.world.metric("phalanx_router_pull_seconds_count") == 1
 
 
+async def test_pages_that_only_a_disk_has_are_pulled() -> None:
+    async with running_field() as field:
+        pages = keys(PROMPT)
+        await field.holder.send(wire.PageChanges(0, [(False, key) for key in pages], on_disk=list(range(len(pages)))))
+        await until(lambda: field.world.fleet.links.fleet_view.prefixes.num_keys == 0)
+        await field.check()
+        (submit,) = field.target.submitted
+        (order,) = [frame for frame in field.holder.frames if isinstance(frame, moves.SendPrefix)]
+        assert submit.move and order.keys == pages[:PAGES] and field.pulls("pulled") == 1
+
+
 async def test_pulled_tokens_are_no_backlog_of_the_group() -> None:
     async with running_field() as field:
         field.target.script.hold_at = 0

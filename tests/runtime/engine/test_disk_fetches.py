@@ -21,12 +21,12 @@ def make_engine(**more: object) -> SteppedEngine:
     return engine
 
 
-def test_bytes_of_all_ranks_are_summed() -> None:
+def test_counts_of_all_ranks_are_summed() -> None:
     engine = make_engine()
-    engine.turn(reports=[(0, DiskChanged([], [], 100, 4000)), (1, DiskChanged([], [], 20, 0))])
+    engine.turn(reports=[(0, DiskChanged([], [], 100, 4000, unwritten=2)), (1, DiskChanged([], [], 20, 0, True, 3))])
     engine.turn(wire.Submit(2, make_request(5, 4, seed=9)), times=6)
     load = engine.load
-    assert (load.disk_compacted_bytes, load.disk_reclaimed_bytes) == (120, 4000)
+    assert (load.disk_compacted_bytes, load.disk_reclaimed_bytes, load.disk_unwritten_pages) == (120, 4000, 5)
     assert (load.cache_use.compacted_bytes, load.cache_use.reclaimed_bytes) == (120, 4000)
 
 

@@ -84,6 +84,8 @@ class DiskCounters:
     """Written by compaction, over all ranks."""
     reclaimed_bytes: int = 0
     """Of removed segments, over all ranks."""
+    unwritten: int = 0
+    """Pages and parts that were not written, over all ranks."""
 
 
 class DiskTier:
@@ -202,10 +204,11 @@ class DiskTier:
         keys.difference_update(dropped)
         self._pool.reports.update(*chain(added, dropped))
 
-    def compacted(self, compacted_bytes: int, reclaimed_bytes: int) -> None:
-        """Records what a rank wrote in compaction, and the bytes of segments that it removed."""
+    def wrote(self, compacted_bytes: int, reclaimed_bytes: int, unwritten: int) -> None:
+        """Records what a rank wrote in compaction, the bytes of segments that it removed, and pages that it did not write."""
         self.counters.compacted_bytes += compacted_bytes
         self.counters.reclaimed_bytes += reclaimed_bytes
+        self.counters.unwritten += unwritten
 
     def tick(self, now: float) -> list[Waiter]:
         """Returns those that have waited too long; their pages may still arrive for others."""

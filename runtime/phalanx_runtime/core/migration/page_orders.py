@@ -87,7 +87,7 @@ class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
-    """Keys that the disk of this rank gained and lost; bytes are since the last report."""
+    """Keys that the disk of this rank gained and lost; counts are since the last report."""
 
     added: list[bytes]
     dropped: list[bytes]
@@ -96,6 +96,8 @@ class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     reclaimed_bytes: int = 0
     """Of segments that were removed."""
     is_part: bool = False
+    unwritten: int = 0
+    """Pages since the last report that are not on disk because too many waited, or a write failed."""
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):

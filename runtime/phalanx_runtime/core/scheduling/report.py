@@ -211,6 +211,7 @@ def _with_prefix_cache(load: wire.Load, sharing: PrefixSharing) -> wire.Load:
         host_loaded_parts=pool.host_parts.counters.loaded,
         disk_cached_parts=len(disk.part_keys),
         disk_fetched_parts=disk.counters.fetched_parts,
+        disk_unwritten_pages=disk.counters.unwritten,
     )
 
 

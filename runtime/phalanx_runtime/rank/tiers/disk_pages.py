@@ -46,13 +46,14 @@ class DiskPages:
     def __init__(self, pages: PageLog, *, of_parts: bool = False) -> None:
         """of_parts: it has the parts of pages."""
         self.num_unqueued = 0
-        """Pages that were not written because the disk is too slow."""
+        """Pages that were not written because the disk is too slow. Counted by the thread that calls `put`."""
         self._log = pages
         self._of_parts = of_parts
         self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
-        self._num_queued = 0
+        self._num_put = self._num_taken = 0
+        """Pages that were queued, and that the thread took. Each is written by one thread: an increment is not atomic."""
         self._max_queued = max_queued_pages(pages.page_bytes)
-        self._reported_bytes = 0, 0
+        self._reported = 0, 0, 0
         self._report: Callable[[DiskReport], None] | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
@@ -65,10 +66,10 @@ class DiskPages:
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Writes a page later, from a copy of `parts`, unless too many pages wait."""
-        if self._num_queued >= self._max_queued:
+        if self._num_put - self._num_taken >= self._max_queued:
             self.num_unqueued += 1
             return
-        self._num_queued += 1
+        self._num_put += 1
         self._jobs.put(_Put(key, b"".join(parts)))
 
     def fetch(
@@ -101,7 +102,7 @@ class DiskPages:
             case None:
                 self._changed([], self._log.compact(time.monotonic()))
             case _Put():
-                self._num_queued -= 1
+                self._num_taken += 1
                 self._put(job)
             case _DiskRead():
                 self._fetch(job)
@@ -128,14 +129,16 @@ class DiskPages:
 
     def _changed(self, added: list[bytes], dropped: list[bytes]) -> None:
         assert self._report is not None, "the thread waits for `start`"
-        compacted, reclaimed = self._take_bytes()
-        for first in range(0, max(len(added), len(dropped), compacted > 0 or reclaimed > 0), MAX_REPORTED_KEYS):
+        compacted, reclaimed, unwritten = self._take_counts()
+        for first in range(0, max(len(added), len(dropped), (compacted, reclaimed, unwritten) > (0, 0, 0)), MAX_REPORTED_KEYS):
             some = slice(first, first + MAX_REPORTED_KEYS)
-            self._report(DiskChanged(added[some], dropped[some], compacted, reclaimed, self._of_parts))
-            compacted = reclaimed = 0
+            counts = {"compacted_bytes": compacted, "reclaimed_bytes": reclaimed, "unwritten": unwritten}
+            self._report(DiskChanged(added[some], dropped[some], **counts, is_part=self._of_parts))
+            compacted = reclaimed = unwritten = 0
 
-    def _take_bytes(self) -> tuple[int, int]:
-        """Returns the bytes that compaction wrote, and those of removed segments, since the last call."""
-        former, counters = self._reported_bytes, self._log.counters
-        self._reported_bytes = counters.compacted_bytes, counters.reclaimed_bytes
-        return self._reported_bytes[0] - former[0], self._reported_bytes[1] - former[1]
+    def _take_counts(self) -> tuple[int, int, int]:
+        """Returns the bytes that compaction wrote, those of removed segments, and unwritten pages, since the last call."""
+        former, counters = self._reported, self._log.counters
+        self._reported = counters.compacted_bytes, counters.reclaimed_bytes, counters.unwritten + self.num_unqueued
+        compacted, reclaimed, unwritten = (now - before for now, before in zip(self._reported, former, strict=True))
+        return compacted, reclaimed, unwritten

@@ -143,6 +143,10 @@ _COUNTERS = {
     "disk_fetched_pages": ("phalanx_disk_fetched_pages", "Pages that all ranks read from disk."),
     "disk_failed_pages": ("phalanx_disk_failed_pages", "Pages on disk that a rank lacked or found damaged."),
     "disk_declined_pages": ("phalanx_disk_declined_pages", "Pages on disk that were faster to compute than to read."),
+    "disk_unwritten_pages": (
+        "phalanx_disk_unwritten_pages",
+        "Pages and parts that a rank did not write to disk: too many waited, or a write failed.",
+    ),
     "disk_compacted_bytes": ("phalanx_disk_compacted_bytes", "Bytes that compaction wrote to the disks of all ranks."),
     "disk_reclaimed_bytes": ("phalanx_disk_reclaimed_bytes", "Bytes of segments removed from the disks of all ranks."),
     "refused_transfers": ("phalanx_refused_copies", "KV transfer connections that ranks refused."),

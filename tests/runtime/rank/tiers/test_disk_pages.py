@@ -123,7 +123,10 @@ def test_pages_beyond_the_queue_are_not_written(tmp_path: Path, monkeypatch: pyt
     """The thread starts with the reports."""
     pages = make_log(tmp_path)
     monkeypatch.setattr(disk_pages, "MAX_QUEUED_BYTES", 20 * pages.page_bytes)
-    disk = DiskPages(pages)
+    disk, reports = DiskPages(pages), list[DiskReport]()
     for number in range(20 + 5):
         disk.put(number.to_bytes(16, "little"), [memoryview(content(1))])
     assert disk.num_unqueued == 5
+    disk.start(reports.append)
+    wait_until(lambda: sum(len(report.added) for report in reports if isinstance(report, DiskChanged)) == 20)
+    assert sum(report.unwritten for report in reports if isinstance(report, DiskChanged)) == 5
