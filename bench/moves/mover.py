@@ -97,6 +97,7 @@ class Mover:
         self.groups = groups
         self.move_frames: list[tuple[int, Frame]] = []
         self.loads: dict[int, wire.Load] = {}
+        self.served: dict[int, wire.Served] = {}
         self._frames_by_move: dict[str, list[Frame]] = {}
         self._streams: dict[int, Stream] = {}
         self._frames: queue.SimpleQueue[tuple[int, float, Frame]] = queue.SimpleQueue()
@@ -247,6 +248,9 @@ class Mover:
                 self._streams[frame.handle].refused = frame
             case wire.Load():
                 self.loads[number] = frame
+            case wire.State():
+                if frame.served is not None:
+                    self.served[number] = frame.served
             case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.RescueRequest():
                 self.move_frames.append((number, frame))
                 if not isinstance(frame, moves.RescueRequest):

@@ -16,7 +16,7 @@ from phalanx_runtime.core.step_builder import StepBuilder
 from phalanx_runtime.core.window_parts import NO_PART, WindowParts
 
 MAX_PINNED_SHARE = 0.9
-"""Of the slots for parts, while a request starts."""
+"""Of the slots, while a request starts."""
 
 
 @dataclass(frozen=True, slots=True)

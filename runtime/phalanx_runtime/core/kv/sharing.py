@@ -21,7 +21,7 @@ from phalanx_api.cache_curve import SIZES
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.disk_tier import DiskPrefix, DiskTier
-from phalanx_runtime.core.kv.host_loads import HostLoads, Lookup
+from phalanx_runtime.core.kv.host_loads import MAX_PINNED_SHARE, HostLoads, Lookup
 from phalanx_runtime.core.kv.hot_prefixes import HotPrefixes
 from phalanx_runtime.core.kv.miss_ratio import REFRESH_SHARE, MissRatioCurve
 from phalanx_runtime.core.kv.page_index import Tail, TailPages
@@ -157,7 +157,10 @@ class PrefixSharing:
             request.num_computed = pages.num_dropped * pool.page_size
             return num_found
         pool.reuse(found, num_full)
+        # Pages that it evicts must not take the slots of those that it loads.
+        slots = pool.host.pin(self._keys(request)[len(found) : num_full] if self._can_share(request) else (), MAX_PINNED_SHARE)
         own = pool.allocate(num_pages - len(found))
+        pool.host.unpin(reversed(slots))
         assert own is not None, "admission checked the free pages"
         pages.ids = found + own
         pages.num_keyed = len(found)
