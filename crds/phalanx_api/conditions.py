@@ -18,6 +18,7 @@ ConditionType = Literal[
     "Reconciling",
     "Stalled",
     "RouterReady",
+    "CertificateValid",
     "CapacityAvailable",
     "ModelCached",
     "ScalingActive",
@@ -64,6 +65,9 @@ class Reason(StrEnum):
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     ROLLED_BACK = "RolledBack"
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
+    VALID = "Valid"
+    INVALID_CERTIFICATE = "InvalidCertificate"
+    EXPIRED = "Expired"
     SCHEDULED = "Scheduled"
     UNSCHEDULABLE = "Unschedulable"
     GANG_WAITING = "GangWaiting"

@@ -17,6 +17,9 @@ DRAINING = "phalanx.dev/draining"
 RESTARTS = "phalanx.dev/restarts"
 """Annotation of a StatefulSet: its restarts."""
 
+SCHEME = "phalanx.dev/scheme"
+"""Annotation of a router pod whose HTTP port serves HTTPS: `https`."""
+
 HTTP_PORT = 8000
 RENDEZVOUS_PORT = 8100
 """Port of the leader's supervisor. Rank r listens on RENDEZVOUS_PORT + 1 + r."""
@@ -31,6 +34,8 @@ TOKEN_FILE = TOKEN_DIR + "/token"
 POLICY_DIR = "/etc/phalanx"
 POLICY_KEY = "policy.json"  # the `BalancePolicy` that a router starts with
 API_KEYS_DIR = "/var/run/secrets/phalanx.dev-keys"  # clients' API keys
+ROUTER_TLS_DIR = "/var/run/secrets/phalanx.dev-tls"  # certificate and key that routers present to clients
+TLS_CERTIFICATE, TLS_KEY = "tls.crt", "tls.key"  # keys of a Secret of type kubernetes.io/tls
 SHARED_PAGES_DIR = "/var/run/secrets/phalanx.dev-shared"  # a file per service that shares cached pages
 REGISTRY_DIR = "/var/run/secrets/phalanx.dev-registry"  # credentials for an `oci://` model
 DRAFT_DIR = "/draft"  # claim of a draft model

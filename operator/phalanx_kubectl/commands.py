@@ -25,7 +25,7 @@ from phalanx_kubectl.perfetto import trace
 from phalanx_kubectl.recordings import fetch, recorded_pods
 from phalanx_kubectl.replaying import Window, read_file, simulate
 from phalanx_kubectl.story import story, within
-from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
+from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, metrics_path, read_json
 
 KIND = f"{api.PLURAL}.{api.GROUP}"
 _CONTAINER = "runtime"
@@ -228,19 +228,17 @@ class Commands:
 
     def _routers(self, body: Json) -> dict[str, RouterLoad]:
         """Returns the load of reachable routers by pod."""
-        namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
         loads = {}
         try:
-            pods = [pod["metadata"]["name"] for pod in self._router_pods(name) if _is_ready(pod)]
+            pods = [pod["metadata"] for pod in self._router_pods(body["metadata"]["name"]) if _is_ready(pod)]
         except KubectlFailed as error:
             self.warn(str(error))
             return {}
-        for pod in pods:
-            path = f"/api/v1/namespaces/{namespace}/pods/http:{pod}:{labels.HTTP_PORT}/proxy/metrics"
+        for metadata in pods:
             try:
-                loads[pod] = read_router(self.kubectl.read("get", "--raw", path))
+                loads[metadata["name"]] = read_router(self.kubectl.read("get", "--raw", metrics_path(metadata)))
             except KubectlFailed as error:
-                self.warn(f"router {pod}: {error}")
+                self.warn(f"router {metadata['name']}: {error}")
         return loads
 
     def _router_pods(self, name: str) -> list[Json]:

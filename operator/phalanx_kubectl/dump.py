@@ -132,9 +132,8 @@ class Dump:
                 note(f"logs of {name}: {error}")
 
     def _router(self, pod: ServicePod, note: Callable[[str], None]) -> Iterator[DumpedFile]:
-        path = f"/api/v1/namespaces/{pod.namespace}/pods/http:{pod.name}:{labels.HTTP_PORT}/proxy/metrics"
         calls = {
-            f"metrics/{pod.name}.txt": ("get", "--raw", path),
+            f"metrics/{pod.name}.txt": ("get", "--raw", pod.metrics_path),
             f"summaries/{pod.name}.json": ("exec", pod.name, "-c", "router", "--", "phalanx-router", "summary"),
         }
         for name, call in calls.items():

@@ -8,7 +8,7 @@ import msgspec
 
 from phalanx_api import labels
 from phalanx_api.flight.entries import Recording
-from phalanx_kubectl.transport import Kubectl, KubectlFailed, read_json
+from phalanx_kubectl.transport import Kubectl, KubectlFailed, metrics_path, read_json
 
 MAX_CALLS = 8
 _PROGRAMS = {"router": ("router", "phalanx-router"), "group": ("runtime", "phalanx-runtime")}
@@ -22,7 +22,8 @@ class ServicePod:
     name: str
     component: str
     """`router` or `group`."""
-    namespace: str
+    metrics_path: str
+    """Of a router, at the API server."""
     phase: str = "Running"
     init_containers: tuple[str, ...] = ()
 
@@ -35,7 +36,7 @@ def service_pods(kubectl: Kubectl, service: str) -> list[ServicePod]:
         for pod in read_json(kubectl, "get", "pods", "-l", selector)["items"]:
             metadata, phase = pod["metadata"], (pod.get("status") or {}).get("phase") or ""
             first = tuple(each["name"] for each in (pod.get("spec") or {}).get("initContainers") or ())
-            pods.append(ServicePod(metadata["name"], component, metadata.get("namespace", ""), phase, first))
+            pods.append(ServicePod(metadata["name"], component, metrics_path(metadata), phase, first))
     return pods
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx_api import labels
+
 Json = dict[str, Any]
 TIMEOUT_S = 60.0
 
@@ -111,6 +113,13 @@ class KubectlProgram:
             return ProgramLines([self.program, *self.flags, *arguments])
         except OSError as error:
             raise KubectlFailed(f"{self.program} cannot be run: {error.strerror}") from error
+
+
+def metrics_path(metadata: Json) -> str:
+    """Returns the path of a router's metrics at the API server, which accepts any certificate. metadata: of the pod."""
+    scheme = (metadata.get("annotations") or {}).get(labels.SCHEME, "http")
+    pod = f"{scheme}:{metadata['name']}:{labels.HTTP_PORT}"
+    return f"/api/v1/namespaces/{metadata.get('namespace', '')}/pods/{pod}/proxy/metrics"
 
 
 def read_json(kubectl: Kubectl, *arguments: str) -> Json:

@@ -26,6 +26,7 @@ from phalanx_operator.loop.reporting import EventRecorder, StatusReporter
 from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import CountingKube, Health, Metrics, make_app, serve
 from phalanx_operator.observe.api_discovery import SchedulerDiscovery
+from phalanx_operator.observe.certificate import RouterCertificates
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.observe.pod_failure import PodRejections
 from phalanx_operator.observe.service_cache import ServiceCache
@@ -115,7 +116,13 @@ def _assemble(
     poller = RouterPoller(kube, http, lambda key: loop.wake(key))
     reconciler = Reconciler(
         client=kube,
-        sources=Sources(children=children, rejections=PodRejections(kube), routers=poller, services=reporter.services),
+        sources=Sources(
+            children=children,
+            rejections=PodRejections(kube),
+            routers=poller,
+            certificates=RouterCertificates(kube),
+            services=reporter.services,
+        ),
         placement=PlacementGate(schedulers=SchedulerDiscovery(kube), wake=lambda key: loop.wake(key, after_s=0.0)),
         executor=ActionExecutor(
             kube,

@@ -56,6 +56,8 @@ class RouterTarget:
     """UID of the router pod."""
     address: str
     """`host:port` of the router pod."""
+    is_https: bool = False
+    """Serves HTTPS. Its certificate is for clients, names no pod, and is not verified."""
     is_ready: bool = field(default=True, compare=False)
     """False on a silent node: it counts only while it answers."""
 
@@ -266,13 +268,15 @@ class RouterPoller:
         """Raises PollFailed, and errors of aiohttp and msgspec."""
         is_stale = router.summary is None or router.is_silent  # the stored summary may be as old as one poll
         wait_s = 0.0 if is_stale else service.poll_s
+        scheme = "https://" if router.target.is_https else "http://"
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
-            f"http://{router.target.address}{SUMMARY_PATH}",
+            f"{scheme}{router.target.address}{SUMMARY_PATH}",
             data=msgspec.json.encode(SummaryRequest(service.policy, wait_s, explanation=self._explanation(service))),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._timing.slack_s, sock_connect=5.0),
             allow_redirects=False,
+            ssl=not router.target.is_https,  # false: not verified
         ) as response:
             if response.status != 200:
                 raise PollFailed(response.status)

@@ -9,6 +9,7 @@ from phalanx_api import wire
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.objectives import ObjectiveCounter
+from phalanx_frontend.tls import ServerCertificate
 from phalanx_frontend.tracing.tracer import RequestTrace
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -25,6 +26,26 @@ Clock = Callable[[], float]
 def response_counter(registry: CollectorRegistry, prefix: str) -> Counter:
     """Returns the counter of responses by route."""
     return Counter(f"{prefix}_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
+
+
+class CertificateMetrics:
+    """Metrics of a server's certificate, with the names of cert-manager's."""
+
+    def __init__(self, registry: CollectorRegistry, certificate: ServerCertificate) -> None:
+        name = "phalanx_tls_certificate"
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "not_after_timestamp_seconds": (
+                "End of the served certificate.",
+                lambda: certificate.current.not_after_s,
+            ),
+            "not_before_timestamp_seconds": ("Start of the served certificate.", lambda: certificate.current.not_before_s),
+            "reload_failed": (
+                "1 while the new certificate is unusable.",
+                lambda: bool(certificate.failure),
+            ),
+        }
+        for suffix, (description, value) in gauges.items():
+            Gauge(f"{name}_{suffix}", description, registry=registry).set_function(value)
 
 
 class RequestTotals:

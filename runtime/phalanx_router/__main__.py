@@ -1,5 +1,6 @@
 """Commands `phalanx-router serve`, the router of one InferenceService, and those that call it or read its flight recorder."""
 
+import argparse
 import http.client
 import json
 import os
@@ -59,7 +60,7 @@ def call_router(arguments: Sequence[str]) -> int:
     every_s, end_s = getattr(args, "every", None), time.monotonic() + FOLLOW_S
     while True:
         try:
-            body = _call(args.port, path, order, token)
+            body = _call(connect(args), path, order, token)
         except (OSError, http.client.HTTPException, ValueError) as error:
             print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
             return 1
@@ -72,9 +73,17 @@ def call_router(arguments: Sequence[str]) -> int:
         time.sleep(every_s)
 
 
-def _call(port: int, path: str, order: str | None, token: str) -> dict[str, Any]:
+def connect(args: argparse.Namespace) -> http.client.HTTPConnection:
+    """Returns a connection to the router in the same pod: the loopback interface needs no proof of its name."""
+    from phalanx_frontend.tls import unverified_context
+
+    if args.ssl_certfile.exists():
+        return http.client.HTTPSConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S, context=unverified_context())
+    return http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
+
+
+def _call(connection: http.client.HTTPConnection, path: str, order: str | None, token: str) -> dict[str, Any]:
     """Returns the answer of the router in the same pod, an error too. Raises OSError, HTTPException or ValueError."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_TIMEOUT_S)
     try:
         connection.request("POST", path, order, headers={"authorization": f"Bearer {token}"})
         body = json.loads(connection.getresponse().read())

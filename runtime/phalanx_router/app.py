@@ -19,6 +19,8 @@ from phalanx_frontend.app import ServerHealthSource, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
+from phalanx_frontend.metrics import CertificateMetrics
+from phalanx_frontend.tls import ServerCertificate
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
 from phalanx_router.console.answers import ConsoleAnswers
@@ -124,12 +126,12 @@ def _make_console(
     return Console(backend, answers, summaries.drains, keys, endpoint.notify_if_changed)
 
 
-def _order_routes(
-    token: str, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder
+def _internal_routes(
+    token: str, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder, endpoint: OperatorEndpoint
 ) -> dict[str, Answering]:
-    """Answers of the paths that commands in the router's pod call."""
     moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
     return {
+        SUMMARY_PATH: endpoint.answer,
         SNAPSHOT_PATH: SnapshotEndpoint(token, summaries.summary).answer,
         STREAMS_PATH: SnapshotEndpoint(token, backend.list_streams).answer,
         PURGE_PATH: PurgeEndpoint(token, cache.purge).answer,
@@ -147,6 +149,7 @@ def make_router(
     tracer: Tracer | None = None,
     has_console: bool = False,
     has_tenant_metrics: bool = False,
+    certificate: ServerCertificate | None = None,
 ) -> tuple[Starlette, RouterBackend]:
     """Returns the application and its backend, which follows `source`. `on_error` receives its error."""
     registry = CollectorRegistry()
@@ -162,9 +165,12 @@ def make_router(
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
 
-    jobs = [partial(backend.run, source), partial(replication.run, peers)]
+    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers)]
     if key_file is not None:
         jobs.append(partial(key_file.follow, api_keys))
+    if certificate is not None:
+        CertificateMetrics(registry, certificate)
+        jobs.append(certificate.follow)
     app = create_app(
         backend,
         registry=registry,
@@ -179,8 +185,8 @@ def make_router(
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
-    orders = _order_routes(settings.link.token, backend, cache, summaries)
-    app.add_middleware(InternalRouteMiddleware, routes=orders | {SUMMARY_PATH: endpoint.answer})
+    routes = _internal_routes(settings.link.token, backend, cache, summaries, endpoint)
+    app.add_middleware(InternalRouteMiddleware, routes=routes)
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

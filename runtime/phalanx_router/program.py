@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
+from phalanx_frontend.tls import CertificateUnusable, ServerCertificate
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
@@ -83,7 +84,8 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal; returns the exit code."""
+    """Serves until a signal; returns the exit code. Raises SystemExit 2 for an unusable certificate."""
+    certificate = read_certificate(settings)
     link = LinkSettings(token=settings.token, router=socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
     fleet_settings = FleetSettings(
         link=link,
@@ -109,9 +111,21 @@ async def serve(settings: Settings) -> int:
         tracer=start_tracer(settings.tracing),
         has_console=settings.has_console,
         has_tenant_metrics=settings.has_tenant_metrics,
+        certificate=certificate,
     )
-    config = uvicorn.Config(
-        ConnectionCloser(app, backend),
+    server = _Server(make_config(ConnectionCloser(app, backend), settings, certificate))
+    loop = asyncio.get_running_loop()
+    shutdowns: list[asyncio.Task[None]] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: shutdowns.append(loop.create_task(shut_down(server, backend, settings))))
+    await server.serve()
+    return server.exit_code
+
+
+def make_config(app: ASGIApp, settings: Settings, certificate: ServerCertificate | None) -> uvicorn.Config:
+    """uvicorn configuration. Null certificate: HTTP."""
+    return uvicorn.Config(
+        app,
         host=settings.host,
         port=settings.port,
         http="httptools",
@@ -122,14 +136,8 @@ async def serve(settings: Settings) -> int:
         ws_max_size=MAX_FRAME_BYTES,
         timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,
+        ssl_context_factory=None if certificate is None else lambda _config, _default: certificate.context,
     )
-    server = _Server(config)
-    loop = asyncio.get_running_loop()
-    shutdowns: list[asyncio.Task[None]] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: shutdowns.append(loop.create_task(shut_down(server, backend, settings))))
-    await server.serve()
-    return server.exit_code
 
 
 async def shut_down(server: uvicorn.Server, backend: RouterBackend, settings: Settings) -> None:
@@ -164,6 +172,15 @@ def close_idle(server: uvicorn.Server) -> None:
     for connection in list(server.server_state.connections):
         if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and connection.cycle.response_complete:
             connection.shutdown()
+
+
+def read_certificate(settings: Settings) -> ServerCertificate | None:
+    """The certificate for clients; null for HTTP. Raises SystemExit 2 if it is unusable."""
+    try:
+        return None if settings.tls is None else ServerCertificate(settings.tls)
+    except CertificateUnusable as error:
+        print(f"phalanx-router: argument --ssl-certfile: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 async def make_source(settings: Settings) -> LeaderSource:

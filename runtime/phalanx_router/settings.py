@@ -12,6 +12,7 @@ from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
 PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
@@ -40,6 +41,7 @@ class Settings:
     log_level: str
     api_keys: tuple[ApiKey, ...] = ()  # empty: no authentication
     key_file: KeyFile | None = None
+    tls: CertificateFiles | None = None  # null: HTTP
     policy: BalancePolicy = field(default_factory=BalancePolicy)  # until the operator sends one
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -91,6 +93,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         log_level=args.log_level,
         api_keys=keys,
         key_file=KeyFile(tuple(args.api_key), args.api_keys_file) if args.api_keys_file is not None else None,
+        tls=_certificate_files(parser, args),
         policy=policy,
         max_queued=args.max_queued,
         max_queued_tokens=args.max_queued_tokens,
@@ -108,6 +111,12 @@ def flight_dir(args: argparse.Namespace, environment: Mapping[str, str] = os.env
     """Folder of the flight recorder, by flag or as the operator sets it."""
     folder = environment.get(labels.ENV_FLIGHT_RECORDER)
     return args.flight_recorder_dir or (pathlib.Path(folder) if folder else None)
+
+
+def _certificate_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> CertificateFiles | None:
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        parser.error("give --ssl-certfile and --ssl-keyfile together")
+    return CertificateFiles(args.ssl_certfile, args.ssl_keyfile) if args.ssl_certfile is not None else None
 
 
 def read_token(parser: argparse.ArgumentParser, path: str) -> str:
@@ -136,6 +145,9 @@ def make_parser() -> argparse.ArgumentParser:
     for call in (purge, summary, move, streams):
         call.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port of the router (default %(default)s)")
         call.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
+        certificate = pathlib.Path(labels.ROUTER_TLS_DIR, labels.TLS_CERTIFICATE)
+        help_text = "certificate of the router; it is called by HTTPS if the file exists (default %(default)s)"
+        call.add_argument("--ssl-certfile", type=pathlib.Path, default=certificate, help=help_text)
     recording = commands.add_parser(RECORDING_COMMAND, help="print the flight recorder of the router as JSON")
     recording.add_argument("--seconds", type=_seconds, help="entries of the last seconds (default: all)")
     serve = commands.add_parser("serve", help="serve clients over the groups")
@@ -174,6 +186,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         help="time to the first token above which a request's trace is exported in any case (default 10)",
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument("--ssl-certfile", type=pathlib.Path, help="certificate and intermediates, PEM; reloaded on change")
+    serve.add_argument("--ssl-keyfile", type=pathlib.Path, help="key of the certificate, PEM")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
     keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")

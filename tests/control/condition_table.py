@@ -17,6 +17,8 @@ Reconciling       True     Rolling Scaling SurgeUnschedulable
 Stalled           True     ProgressDeadlineExceeded RestartBudgetSpent SpecInvalid Rejected QuotaExceeded RolledBack
 RouterReady       True     Ready
 RouterReady       False    RouterNotReady Rejected
+CertificateValid  True     Valid
+CertificateValid  False    NotFound InvalidCertificate Expired
 CapacityAvailable True     Scheduled
 CapacityAvailable False    Unschedulable GangWaiting QuotaExceeded Rejected
 ModelCached       True     Cached

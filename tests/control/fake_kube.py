@@ -233,11 +233,12 @@ class FakeCluster:
             state = {"observedGeneration": 1, "updatedReplicas": replicas, "readyReplicas": replicas}
             self.kube.put(DEPLOYMENTS, deployment | {"status": state})
 
-    def start_router_pods(self, count: int = 1) -> None:
+    def start_router_pods(self, count: int = 1, annotations: Mapping[str, str] | None = None) -> None:
         """Creates ready router pods."""
         for index in range(count):
             identity = {labels.SERVICE: "chat", labels.COMPONENT: "router"}
             metadata = {"name": f"chat-router-{index}", "namespace": "team", "uid": f"router-{index}", "labels": identity}
+            metadata |= {"annotations": dict(annotations)} if annotations else {}
             status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": f"10.0.0.{index}"}
             self.kube.put(PODS, {"metadata": metadata, "spec": {}, "status": status})
 

@@ -226,6 +226,7 @@ _ROUTER = [
     change("router.expose.gateway.namespace", "b", GATEWAY),
     change("router.expose.gateway.sectionName", "b", GATEWAY),
     change("router.expose.annotations", {"a": "b"}, INGRESS),
+    change("router.tls.secretName", "b", {"router": {"tls": {"secretName": "a"}}}),
     change("networkPolicy.enabled", False),
     change("monitoring.serviceMonitor", "Off"),
 ]

@@ -14,6 +14,7 @@ from phalanx_operator.loop.reconcile import AGAIN_S, Clocks, Reconciler, Sources
 from phalanx_operator.loop.reporting import EventRecorder, StatusReporter
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.observe.api_discovery import SchedulerDiscovery
+from phalanx_operator.observe.certificate import RouterCertificates
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.observe.pod_failure import PodRejections
 from phalanx_operator.observe.service_cache import ManifestCache, ServiceCache
@@ -60,6 +61,7 @@ class World:
                 children=self.children,
                 rejections=PodRejections(self.kube, clock=clock),
                 routers=self.routers,
+                certificates=RouterCertificates(self.kube, clock=clock),
                 services=services,
                 manifests=manifests or ManifestCache(),
             ),

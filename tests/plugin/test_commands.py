@@ -36,7 +36,10 @@ def kubectl(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> FakeKube
 
 
 def routers(kubectl: FakeKubectl) -> None:
-    pods = [{"metadata": {"name": name}, "status": status} for name, status in [("r-a", READY), ("r-b", READY), ("r-c", {})]]
+    pods = [
+        {"metadata": {"name": name, "namespace": "team"}, "status": status}
+        for name, status in [("r-a", READY), ("r-b", READY), ("r-c", {})]
+    ]
     kubectl.answer("get pods -l phalanx.dev/service=chat,phalanx.dev/component=router", {"items": pods})
     kubectl.answer("get --raw /api/v1/namespaces/team/pods/http:r-a:8000/proxy/metrics", METRICS.replace("g-a", "chat-g-a"))
 

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import logging
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import httpx
 import msgspec
@@ -21,25 +18,12 @@ from phalanx_router.__main__ import main
 from phalanx_router.app import make_router
 from phalanx_router.links.endpoints import Leaders, StaticLeaders
 from phalanx_router.links.leader_watch import WatchedLeaders
-from phalanx_router.program import make_peers, make_source, serve
-from phalanx_router.settings import Settings, read_settings
-from tests.frontend.fakes import plain_tokens, tiny_assets
+from phalanx_router.program import make_peers, make_source
 from tests.polling import until
-from tests.router.fakes import TOKEN, FakeLeader, Script, make_settings
+from tests.router.fakes import TOKEN, make_settings
+from tests.router.programs import program, read
 
-URL = re.compile(r"http://127\.0\.0\.1:\d+")
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-@pytest.fixture
-def token_file(tmp_path: pathlib.Path) -> str:
-    path = tmp_path / "token"
-    path.write_text(TOKEN + "\n")
-    return str(path)
-
-
-def read(token_file: str, *flags: str, **environment: str) -> Settings:
-    return read_settings(["serve", "--token-file", token_file, *flags], environment)
 
 
 def test_a_policy_is_followed_from_the_start(token_file: str, tmp_path: pathlib.Path) -> None:
@@ -163,33 +147,6 @@ async def test_stopped_leader_watch_ends_the_program() -> None:
     app, _ = make_router(make_settings(), Broken(), received.put_nowait)
     async with app.router.lifespan_context(app), asyncio.timeout(10):
         assert str(await received.get()) == "a bug"
-
-
-@asynccontextmanager
-async def program(
-    token_file: str, caplog: pytest.LogCaptureFixture, *flags: str
-) -> AsyncIterator[tuple[str, FakeLeader, asyncio.Task[int]]]:
-    """Address of a ready router over a leader that holds after three tokens; then the router's end."""
-    caplog.set_level(logging.INFO, "uvicorn.error")
-    leader = FakeLeader(script=Script(assets=tiny_assets(), draw=lambda request, index: plain_tokens()[index], hold_at=3))
-    await leader.start()
-    serving = asyncio.create_task(serve(read(token_file, "--port", "0", "--leaders", leader.address, *flags)))
-    try:
-        await until(lambda: URL.search(caplog.text))
-        found = URL.search(caplog.text)
-        assert found is not None
-        url = found.group()
-        async with httpx.AsyncClient(trust_env=False) as http:
-
-            async def is_ready() -> bool:
-                return (await http.get(f"{url}/v1/models")).status_code == 200
-
-            await until(is_ready)
-        yield url, leader, serving
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await leader.stop()
 
 
 async def test_terminating_router_finishes_its_streams(token_file: str, caplog: pytest.LogCaptureFixture) -> None:

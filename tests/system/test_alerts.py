@@ -39,7 +39,9 @@ AT_LOAD = {
 }
 OF_OPERATOR = {"PhalanxNoLeader", "PhalanxReconcileErrors", "PhalanxReconcileBacklog"}
 ELSEWHERE = {"PhalanxSemanticCacheDisagrees", "PhalanxControlPlanePartitioned", "PhalanxDisruptionsHeld"}
-"""Caused in tests/router/test_semantic_cache, as answers of this model are alike, and in tests/control/decide."""
+ELSEWHERE |= {"PhalanxCertificateExpiresSoon", "PhalanxCertificateUnusable"}
+"""Caused in tests/router/test_semantic_cache, as answers of this model are alike, in tests/control/decide, and in
+tests/frontend/test_tls."""
 
 
 @asynccontextmanager

@@ -31,6 +31,9 @@ EMPTY = {
     "phalanx_router_shed_total": "nothing is rejected",
     "phalanx_router_response_cache_rechecks_total": "no semantic cache",
     "phalanx_router_response_cache_embedder_failed": "no semantic cache",
+    "phalanx_tls_certificate_not_after_timestamp_seconds": "no HTTPS",
+    "phalanx_tls_certificate_not_before_timestamp_seconds": "no HTTPS",
+    "phalanx_tls_certificate_reload_failed": "no HTTPS",
 }
 """Series without samples in this fleet, with the reason."""
 UNCHANGED = ("changes(phalanx_operator_desired_groups", 'outcome="failed"', 'outcome="refused"')

@@ -85,6 +85,14 @@ class Expose(Record):
         return self
 
 
+class RouterTls(Record):
+    """HTTPS between clients and routers."""
+
+    secret_name: str = Field(min_length=1, max_length=253, pattern=_NAME)
+    """Secret of type kubernetes.io/tls with `tls.crt` and `tls.key`, such as cert-manager writes. Routers load a renewed
+    certificate without a restart; open connections continue."""
+
+
 class ResponseCache(Record):
     """Stored responses of each router. Only deterministic requests with one choice, without tools and logprobs."""
 
@@ -96,8 +104,8 @@ class ResponseCache(Record):
     similarity: float = Field(default=0.92, ge=0, le=1)
     """Semantic: lowest cosine similarity of the embeddings of both messages."""
     embedder: str | None = Field(default=None, min_length=1, max_length=63, pattern=_LABEL)
-    """Semantic: another InferenceService of the namespace, without API keys, that embeds the messages. Default: the service's own
-    groups, if their model computes embeddings."""
+    """Semantic: another InferenceService of the namespace, without API keys and `router.tls`, that embeds the messages. Default:
+    the service's own groups, if their model computes embeddings."""
     recheck_share: float = Field(default=0.01, ge=0, le=1)
     """Semantic: share of the hits that are also computed, after the response was sent, to measure how many answers differ."""
     ttl_seconds: int = Field(default=3600, ge=1, le=31_536_000)
@@ -137,3 +145,5 @@ class Router(Record):
     """Serves the console at `/ui`: playground, fleet, requests, settings. Its data needs an API key, as the API does; a key with
     "console": "write" may drain groups and move requests. A change restarts the routers."""
     expose: Expose = Field(default_factory=Expose)
+    tls: RouterTls | None = None
+    """Serves HTTPS at port 443 of the Service, and no HTTP. Default: HTTP at port 80. A change restarts the routers."""

@@ -14,7 +14,7 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
 from phalanx_operator.apply.shared_pages import SharedPages
-from phalanx_operator.decide.state.snapshot import Snapshot
+from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
 from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children, owner_uid
@@ -48,6 +48,7 @@ class _Inputs:
     """Another client changed `replicas` of the routers."""
     existing: frozenset[tuple[str, str]]
     """Kind and name of watched objects."""
+    schemes: RouterSchemes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class SharedObjects:
         """Applies all shared objects. `keeps_routers`: existing routers stay unchanged."""
         key, deployment = (service.namespace, service.name), snapshot.router
         is_scaled = deployment is not None and deployment.replicas != service.spec.router.replicas
-        inputs = _Inputs(groups, keeps_routers, is_scaled, frozenset(self._children.shared_objects(key, service.uid)))
+        schemes = router_schemes(snapshot.router_pods, wants_https=service.spec.router.tls is not None)
+        inputs = _Inputs(groups, keeps_routers, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
         if self._is_postponed(service, snapshot, inputs):
             return
         former = self._passes.pop(key, None)
@@ -154,7 +156,7 @@ class SharedObjects:
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)
         for body in [
             services.groups_service(service),
-            *router.router_objects(service, self._images, watches_nodes=self._watches_nodes),
+            *router.router_objects(service, self._images, inputs.schemes, watches_nodes=self._watches_nodes),
         ]:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in inputs.existing
@@ -165,7 +167,7 @@ class SharedObjects:
         await self._set(service, services.group_budget(service), is_wanted=inputs.groups > 1)
         for body in monitoring.objects(service):
             await self._keep_monitoring(service, body)
-        return await self._keep_exposure(service) and is_complete
+        return await self._keep_exposure(service, inputs.schemes) and is_complete
 
     async def _set(self, service: InferenceService, body: Json, *, is_wanted: bool) -> None:
         await (self._owned.keep(service, body) if is_wanted else self._owned.delete(service, body))
@@ -208,14 +210,14 @@ class SharedObjects:
             log.warning("not monitored yet", extra={"service": f"{service.namespace}/{service.name}", "why": str(error)})
             self._monitoring_retry_s[body["kind"]] = self._clock() + MONITOR_RETRY_S
 
-    async def _keep_exposure(self, service: InferenceService) -> bool:
+    async def _keep_exposure(self, service: InferenceService, schemes: RouterSchemes) -> bool:
         """Returns whether nothing is left to do. Errors stop nothing."""
         key, expose = (service.namespace, service.name), service.spec.router.expose
         failed = self._exposure_failures.get(key)
         if failed and failed.expose == expose and self._clock() < failed.retry_at_s:
             return True
         failure, is_complete = "", True
-        for body, is_wanted in network.exposures(service):
+        for body, is_wanted in network.exposures(service, schemes):
             kind = body["kind"]
             try:
                 await self._set(service, body, is_wanted=is_wanted)

@@ -45,6 +45,8 @@ class ServiceRow(msgspec.Struct, frozen=True):
     """Names of groups."""
     troubles: list[Trouble]
     has_console: bool
+    is_https: bool
+    """Its routers serve HTTPS."""
     scaling: ScalingRow | None
     """Null without `status.autoscaling`."""
 
@@ -68,6 +70,7 @@ def service_row(body: Json) -> ServiceRow:
         hotspots=[str(each.get("group", "")) for each in hotspots if isinstance(each, Mapping)],
         troubles=[_trouble(each) for each in conditions if _is_trouble(each)],
         has_console=_table(spec, "router").get("console") is True,
+        is_https=str(status.get("url", "")).startswith("https:"),
         scaling=_scaling(_table(status, "autoscaling")),
     )
 

@@ -44,6 +44,8 @@ POLL_S = 30.0
 MIN_REQUEUE_S = 0.5
 HOLD_CHECK_S = 10.0
 """Between checks whether disruptions are still held."""
+CERTIFICATE_CHECK_S = 60.0
+"""Between checks of the certificate of `spec.router.tls`."""
 POD_CHECK_S = 10.0
 """Between checks of missing pods."""
 RECORD_CHECK_S = 30.0
@@ -108,6 +110,7 @@ def desired_groups(
         no_surge_reason=no_surge_reason,
         spent_reason=_join(recovery_status.message, inputs.rollback_blocked) if recovery_status and is_spent else "",
         holds_requests=_holds_requests(service),
+        wants_https=service.spec.router.tls is not None,
     )
 
 
@@ -304,6 +307,7 @@ def _status(
     status = model_conditions.with_model_status(status, spec.model, snapshot, fleet)
     status = traffic.with_balanced_condition(status, fleet, snapshot, now)
     status = traffic.with_compatible_condition(status, fleet, snapshot, now)
+    status = traffic.with_certificate_condition(status, spec.router.tls, snapshot, now)
     status = holds.with_partition_condition(status, snapshot, now)
     status = holds.with_held_condition(status, snapshot, now)
     status = devices.with_devices_condition(status, fleet, snapshot, now)
@@ -329,6 +333,7 @@ def _requeue_s(
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),
         capacity.due_in_s(groups, now),
         turn.retry_s if turn.why else None,
+        CERTIFICATE_CHECK_S if spec.router.tls else None,
         GANG_CHECK_S if _missing_gangs(groups) else None,
         POD_CHECK_S if any(group.incomplete_since for group in live_groups(groups)) else None,
         HOLD_CHECK_S if any(group.assessment.hold for group in groups) else None,

@@ -31,6 +31,7 @@ from phalanx_operator.kube.client import Denied, Gone, KubeClient, KubeError, Re
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import Placement, PlacementGate
 from phalanx_operator.loop.reporting import StatusReporter
+from phalanx_operator.observe.certificate import RouterCertificates
 from phalanx_operator.observe.observe import Children, take_snapshot
 from phalanx_operator.observe.pod_failure import PodRejections
 from phalanx_operator.observe.service_cache import ManifestCache, ServiceCache
@@ -63,6 +64,7 @@ class Sources:
     children: Children
     rejections: PodRejections
     routers: Routers
+    certificates: RouterCertificates
     services: ServiceCache = field(default_factory=ServiceCache)
     manifests: ManifestCache = field(default_factory=ManifestCache)
 
@@ -71,6 +73,7 @@ class Sources:
         self.children.forget(key)
         self.rejections.forget(key)
         self.routers.forget(key)
+        self.certificates.forget(key)
         self.services.forget(key)
         self.manifests.forget(key)
 
@@ -182,7 +185,7 @@ class Reconciler:
         snapshot = plan.assess(service, snapshot, fleet, now)
         rejections = await self.sources.rejections.read(key, snapshot.groups, now)
         groups = tuple(replace_fields(group, rejection=rejections.get(group.uid, "")) for group in snapshot.groups)
-        return replace(snapshot, groups=groups)
+        return replace(snapshot, groups=groups, certificate=await self.sources.certificates.read(service, now))
 
     async def _effective_service(self, newest: InferenceService, snapshot: Snapshot, now: str) -> EffectiveService:
         """An active rollback is not decided again."""
@@ -271,7 +274,7 @@ def _targets(snapshot: Snapshot) -> list[RouterTarget]:
     """Returns ready routers, and those on silent nodes, which may still run."""
     silent = {node.name for node in snapshot.nodes.values() if not node.ready}
     return [
-        RouterTarget(pod.uid, address_of(pod.ip), pod.ready)
+        RouterTarget(pod.uid, address_of(pod.ip), pod.is_https, pod.ready)
         for pod in snapshot.router_pods
         if pod.ip and (pod.node in silent or (pod.ready and not pod.terminating))
     ]

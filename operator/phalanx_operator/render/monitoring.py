@@ -10,21 +10,25 @@ COMPONENT = "monitoring"
 INTERVAL = "15s"
 MAX_DISAGREEMENT = 0.1
 """Share of re-checked semantic hits with another answer, above which an alert fires."""
+MIN_LIFETIME_LEFT = 0.2
+"""Share of a certificate's lifetime below which an alert fires."""
 _SERVICE_LABEL = "phalanx_dev_service"
 """`phalanx.dev/service` in Prometheus."""
 
 
 def objects(service: InferenceService) -> list[Object]:
-    """Returns the ServiceMonitor and the PrometheusRule."""
+    """Returns the ServiceMonitor and the PrometheusRule. A certificate for clients names no pod, so it is not verified."""
+    endpoint = {"port": "http", "path": "/metrics", "interval": INTERVAL}
+    https = endpoint | {"port": "https", "scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
     monitor = {
         "selector": {"matchLabels": {labels.SERVICE: service.name}},
         "targetLabels": [labels.SERVICE],
         "podTargetLabels": [labels.COMPONENT, labels.GROUP, labels.REVISION],
-        "endpoints": [{"port": "http", "path": "/metrics", "interval": INTERVAL}],
+        "endpoints": [endpoint, https] if service.spec.router.tls else [endpoint],
     }
     group = {
         "name": f"phalanx-{service.namespace}-{service.name}",
-        "rules": _labelled(service, _rules(service) + _objectives(service)),
+        "rules": _labelled(service, _rules(service) + _certificate_rules(service) + _objectives(service)),
     }
     rules = {"groups": [group]}
     return [
@@ -76,6 +80,29 @@ def _rules(service: InferenceService) -> list[Object]:
             f"max(phalanx_router_response_cache_embedder_failed{selector}) == 1",
             "warning",
             f"questions to {name} get no embeddings, so similar requests are computed: the label why says the reason",
+        ),
+    ]
+
+
+def _certificate_rules(service: InferenceService) -> list[Object]:
+    """Alerts on the certificate for clients. cert-manager renews with a third of the lifetime left."""
+    if service.spec.router.tls is None:
+        return []
+    selector, name = f"{{{_own(service)}}}", f"{service.namespace}/{service.name}"
+    end, start = (f"phalanx_tls_certificate_not_{edge}_timestamp_seconds{selector}" for edge in ("after", "before"))
+    return [
+        _rule(
+            "PhalanxCertificateExpiresSoon",
+            f"min(({end} - time()) / ({end} - {start})) < {MIN_LIFETIME_LEFT}",
+            "critical",
+            f"the certificate of {name} is not renewed: the Secret of spec.router.tls has less than "
+            f"{MIN_LIFETIME_LEFT:.0%} of its lifetime left",
+        ),
+        _rule(
+            "PhalanxCertificateUnusable",
+            f"max(phalanx_tls_certificate_reload_failed{selector}) == 1",
+            "warning",
+            f"routers of {name} keep the former certificate, because the new one in the Secret of spec.router.tls is unusable",
         ),
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.router import Expose, Gateway
+from phalanx_operator.decide.state.snapshot import RouterSchemes
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import pods, router
 from phalanx_operator.render.objects import Object, child
@@ -67,21 +68,28 @@ def _policy(service: InferenceService, name: str, component: str, ingress: list[
 
 COMPONENT = "router"
 INGRESS, ROUTE = ("networking.k8s.io/v1", "Ingress"), ("gateway.networking.k8s.io/v1", "HTTPRoute")
-_PORT = 80
+_HTTPS_BACKEND = {"nginx.ingress.kubernetes.io/backend-protocol": "HTTPS"}
+"""Annotation of ingress-nginx. Others read the name or `appProtocol` of the Service's port."""
 
 
-def exposures(service: InferenceService) -> list[tuple[Object, bool]]:
-    """Returns the Ingress and the HTTPRoute, each with whether it is specified.
+def exposures(service: InferenceService, schemes: RouterSchemes | None = None) -> list[tuple[Object, bool]]:
+    """Returns the Ingress and the HTTPRoute, each with whether it is specified. schemes: default: that of the spec.
 
     Streams may be long: the route sets no timeout, the Ingress needs annotations.
     """
-    expose = service.spec.router.expose
-    route = _route(service, expose, expose.gateway) if expose.gateway else child(service, *ROUTE, service.name, COMPONENT)
-    return [(_ingress(service, expose), expose.type == "Ingress"), (route, expose.type == "HTTPRoute")]
+    expose, is_https = service.spec.router.expose, (schemes or router.specified_schemes(service)).is_https
+    route = child(service, *ROUTE, service.name, COMPONENT)
+    if expose.gateway:
+        route = _route(service, expose, expose.gateway, is_https=is_https)
+    return [(_ingress(service, expose, is_https=is_https), expose.type == "Ingress"), (route, expose.type == "HTTPRoute")]
 
 
-def _ingress(service: InferenceService, expose: Expose) -> Object:
-    backend = {"service": {"name": names.client_service(service.name), "port": {"number": _PORT}}}
+def _backend_port(is_https: bool) -> int:
+    return router.HTTPS_PORT if is_https else router.HTTP_PORT
+
+
+def _ingress(service: InferenceService, expose: Expose, *, is_https: bool) -> Object:
+    backend = {"service": {"name": names.client_service(service.name), "port": {"number": _backend_port(is_https)}}}
     paths = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
     rules: list[Object] = [{"host": host, "http": paths} for host in expose.hosts] or [{"http": paths}]
     spec: Object = {"rules": rules}
@@ -89,23 +97,24 @@ def _ingress(service: InferenceService, expose: Expose) -> Object:
         spec["ingressClassName"] = expose.class_name
     if expose.tls_secret_name:
         spec["tls"] = [{"hosts": list(expose.hosts), "secretName": expose.tls_secret_name}]
-    return _with_annotations(child(service, *INGRESS, service.name, COMPONENT, spec=spec), expose)
+    annotations = (_HTTPS_BACKEND if is_https else {}) | dict(expose.annotations)
+    return _with_annotations(child(service, *INGRESS, service.name, COMPONENT, spec=spec), annotations)
 
 
-def _route(service: InferenceService, expose: Expose, gateway: Gateway) -> Object:
+def _route(service: InferenceService, expose: Expose, gateway: Gateway, *, is_https: bool) -> Object:
     parent = {"name": gateway.name}
     parent |= {"namespace": gateway.namespace} if gateway.namespace else {}
     parent |= {"sectionName": gateway.section_name} if gateway.section_name else {}
     rule = {
         "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
-        "backendRefs": [{"name": names.client_service(service.name), "port": _PORT}],
+        "backendRefs": [{"name": names.client_service(service.name), "port": _backend_port(is_https)}],
         "timeouts": {"request": "0s"},
     }
     spec = {"parentRefs": [parent], "rules": [rule]} | ({"hostnames": list(expose.hosts)} if expose.hosts else {})
-    return _with_annotations(child(service, *ROUTE, service.name, COMPONENT, spec=spec), expose)
+    return _with_annotations(child(service, *ROUTE, service.name, COMPONENT, spec=spec), dict(expose.annotations))
 
 
-def _with_annotations(body: Object, expose: Expose) -> Object:
-    if expose.annotations:
-        body["metadata"]["annotations"] = dict(expose.annotations)
+def _with_annotations(body: Object, annotations: dict[str, str]) -> Object:
+    if annotations:
+        body["metadata"]["annotations"] = annotations
     return body

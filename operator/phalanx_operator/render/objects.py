@@ -65,10 +65,10 @@ def container_security() -> Object:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
-def http_probe(path: str, *, period_s: int, failures: int) -> Object:
-    """Returns a probe of the HTTP process, with a long timeout for busy machines."""
+def http_probe(path: str, *, period_s: int, failures: int, is_https: bool = False) -> Object:
+    """Returns a probe of the HTTP process, with a long timeout for busy machines. A kubelet accepts any certificate."""
     return {
-        "httpGet": {"path": path, "port": labels.HTTP_PORT},
+        "httpGet": {"path": path, "port": labels.HTTP_PORT} | ({"scheme": "HTTPS"} if is_https else {}),
         "periodSeconds": period_s,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

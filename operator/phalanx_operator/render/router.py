@@ -7,6 +7,7 @@ from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.observability import Tracing
 from phalanx_api.spec.quantities import parse_bytes
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
+from phalanx_operator.decide.state.snapshot import RouterSchemes, router_schemes
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement, services
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
@@ -16,16 +17,27 @@ COMPONENT = "router"
 CONTAINER = "router"
 _KEYS = "api-keys"
 _SHARED = "shared-pages"
+_TLS = "tls"
+HTTP_PORT, HTTPS_PORT = 80, 443
+"""Of the Service."""
 GRACE_S = 30
 """Added to the drain timeout."""
 MEMORY_MIB = 128
 """Memory request without stored responses."""
 
 
-def router_objects(service: InferenceService, images: Images, *, watches_nodes: bool = True) -> list[Object]:
+def specified_schemes(service: InferenceService) -> RouterSchemes:
+    """Returns the scheme of the spec."""
+    return router_schemes((), wants_https=service.spec.router.tls is not None)
+
+
+def router_objects(
+    service: InferenceService, images: Images, schemes: RouterSchemes | None = None, *, watches_nodes: bool = True
+) -> list[Object]:
     """Returns the routers and their objects, in order of creation.
 
-    watches_nodes: the operator deletes pods on lost nodes; otherwise Kubernetes does, after 300 s.
+    schemes: default: that of the spec. watches_nodes: the operator deletes pods on lost nodes; otherwise Kubernetes does,
+    after 300 s.
     """
     name = names.router(service.name)
     rbac = "rbac.authorization.k8s.io"
@@ -36,7 +48,7 @@ def router_objects(service: InferenceService, images: Images, *, watches_nodes: 
         child(service, "v1", "ServiceAccount", name, COMPONENT, automountServiceAccountToken=False),
         child(service, f"{rbac}/v1", "Role", name, COMPONENT, rules=watch_pods),
         child(service, f"{rbac}/v1", "RoleBinding", name, COMPONENT, roleRef=role, subjects=[subject]),
-        _client_service(service),
+        _client_service(service, schemes or specified_schemes(service)),
         _policy(service),
         services.router_budget(service),
         _deployment(service, images, watches_nodes=watches_nodes),
@@ -50,8 +62,15 @@ def _policy(service: InferenceService) -> Object:
     return child(service, "v1", "ConfigMap", names.policy(service.name), COMPONENT, data={labels.POLICY_KEY: text})
 
 
-def _client_service(service: InferenceService) -> Object:
-    ports = [{"name": "http", "port": 80, "targetPort": labels.HTTP_PORT, "protocol": "TCP"}]
+def _client_service(service: InferenceService, schemes: RouterSchemes) -> Object:
+    """A port's name selects the routers that serve its scheme, which matters while routers of both schemes run."""
+    target = "http" if schemes.has_https else labels.HTTP_PORT
+    ports: list[Object] = []
+    if schemes.has_http:
+        ports.append({"name": "http", "port": HTTP_PORT, "targetPort": target, "protocol": "TCP"})
+    if schemes.has_https:
+        port = {"name": "https", "port": HTTPS_PORT, "targetPort": "https", "protocol": "TCP", "appProtocol": "https"}
+        ports.append(port)
     spec = {"type": "ClusterIP", "selector": _selector(service), "ports": ports}
     return child(service, "v1", "Service", names.client_service(service.name), COMPONENT, spec=spec)
 
@@ -68,13 +87,18 @@ def _deployment(service: InferenceService, images: Images, *, watches_nodes: boo
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _selector(service)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-        "template": {"metadata": {"labels": child_labels(service, COMPONENT)}, "spec": pod},
+        "template": {"metadata": _pod_metadata(service), "spec": pod},
     }
     return child(service, "apps/v1", "Deployment", names.router(service.name), COMPONENT, spec=spec)
 
 
+def _pod_metadata(service: InferenceService) -> Object:
+    annotations = {"annotations": {labels.SCHEME: "https"}} if service.spec.router.tls else {}
+    return {"labels": child_labels(service, COMPONENT)} | annotations
+
+
 def _pod(service: InferenceService, images: Images) -> Object:
-    keys = service.spec.router.api_keys
+    keys, tls = service.spec.router.api_keys, service.spec.router.tls
     return {
         "serviceAccountName": names.router(service.name),
         "automountServiceAccountToken": True,
@@ -88,6 +112,7 @@ def _pod(service: InferenceService, images: Images) -> Object:
             {"name": "policy", "configMap": {"name": names.policy(service.name)}},
             {"name": "tmp", "emptyDir": {}},
             *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
+            *([{"name": _TLS, "secret": {"secretName": tls.secret_name, "defaultMode": 0o440}}] if tls else []),
             *([_shared_pages()] if service.spec.rebalancing.share_pages else []),
         ],
     }
@@ -118,6 +143,29 @@ def _spread(service: InferenceService) -> Object:
 
 
 def _container(service: InferenceService, images: Images) -> Object:
+    tracing, is_https = service.spec.observability.tracing, service.spec.router.tls is not None
+    return {
+        "name": CONTAINER,
+        "image": images.router,
+        "imagePullPolicy": "IfNotPresent",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "args": _arguments(service),
+        "env": [
+            {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
+            *(_tracing_variables(service, tracing) if tracing.endpoint else []),
+        ],
+        "ports": [{"name": "https" if is_https else "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
+        "startupProbe": http_probe("/healthz", period_s=1, failures=120, is_https=is_https),
+        "livenessProbe": http_probe("/healthz", period_s=10, failures=6, is_https=is_https),
+        "readinessProbe": http_probe("/readyz", period_s=2, failures=2, is_https=is_https),
+        "resources": {"requests": {"cpu": "100m", "memory": _memory(service)}},
+        "securityContext": container_security(),
+        "volumeMounts": _mounts(service),
+    }
+
+
+def _arguments(service: InferenceService) -> list[str]:
+    router, tracing = service.spec.router, service.spec.observability.tracing
     arguments = [
         *("serve", "--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
         *("--service", service.name, "--namespace", service.namespace),
@@ -126,10 +174,12 @@ def _container(service: InferenceService, images: Images) -> Object:
         *("--drain-s", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
     ]
-    keys, tracing = service.spec.router.api_keys, service.spec.observability.tracing
-    if keys:
-        arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{keys.key}"]
-    if service.spec.router.console:
+    if router.tls:
+        arguments += ["--ssl-certfile", f"{labels.ROUTER_TLS_DIR}/{labels.TLS_CERTIFICATE}"]
+        arguments += ["--ssl-keyfile", f"{labels.ROUTER_TLS_DIR}/{labels.TLS_KEY}"]
+    if router.api_keys:
+        arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{router.api_keys.key}"]
+    if router.console:
         arguments.append("--console")
     if service.spec.observability.tenant_metrics:
         arguments.append("--tenant-metrics")
@@ -137,34 +187,18 @@ def _container(service: InferenceService, images: Images) -> Object:
         arguments += ["--shared-services-dir", labels.SHARED_PAGES_DIR]
     if tracing.endpoint:
         arguments += ["--slow-first-token-s", str(tracing.slow_first_token_seconds)]
-    return {
-        "name": CONTAINER,
-        "image": images.router,
-        "imagePullPolicy": "IfNotPresent",
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "args": arguments,
-        "env": [
-            {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
-            *(_tracing_variables(service, tracing) if tracing.endpoint else []),
-        ],
-        "ports": [{"name": "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
-        "startupProbe": http_probe("/healthz", period_s=1, failures=120),
-        "livenessProbe": http_probe("/healthz", period_s=10, failures=6),
-        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
-        "resources": {"requests": {"cpu": "100m", "memory": _memory(service)}},
-        "securityContext": container_security(),
-        "volumeMounts": [
-            {"name": "token", "mountPath": labels.TOKEN_DIR, "readOnly": True},
-            {"name": "policy", "mountPath": labels.POLICY_DIR, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},
-            *([{"name": _KEYS, "mountPath": labels.API_KEYS_DIR, "readOnly": True}] if keys else []),
-            *(
-                [{"name": _SHARED, "mountPath": labels.SHARED_PAGES_DIR, "readOnly": True}]
-                if service.spec.rebalancing.share_pages
-                else []
-            ),
-        ],
-    }
+    return arguments
+
+
+def _mounts(service: InferenceService) -> list[Object]:
+    mounts = [("token", labels.TOKEN_DIR), ("policy", labels.POLICY_DIR)]
+    optional = [
+        (service.spec.router.api_keys, _KEYS, labels.API_KEYS_DIR),
+        (service.spec.router.tls, _TLS, labels.ROUTER_TLS_DIR),
+        (service.spec.rebalancing.share_pages, _SHARED, labels.SHARED_PAGES_DIR),
+    ]
+    mounts += [(name, path) for is_wanted, name, path in optional if is_wanted]
+    return [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts] + [{"name": "tmp", "mountPath": "/tmp"}]
 
 
 def _tracing_variables(service: InferenceService, tracing: Tracing) -> list[Object]:

@@ -12,15 +12,17 @@ from phalanx_api import labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One leader."""
+    """One leader or router."""
 
     key: str  # UID of the pod: a recreated pod is another leader
     address: str  # host:port
     group: str
     created: str = ""  # RFC 3339; orders leaders by age
     is_leaving: bool = False  # its pod is being deleted or its group drains
+    is_https: bool = False  # its HTTP port serves HTTPS
 
 
+_HTTPS = "https://"
 Leaders = Mapping[str, Endpoint]
 """By key."""
 
@@ -34,15 +36,20 @@ class LeaderSource(Protocol):
 
 
 class StaticLeaders:
-    """Fixed list of `host:port` addresses."""
+    """Fixed list of `host:port` addresses, each with `https://` in front if it serves HTTPS."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        self._leaders = {address: Endpoint(key=address, address=address, group=address) for address in addresses}
+        self._leaders = {address: _static_endpoint(address) for address in addresses}
 
     async def run(self, on_change: Callable[[Leaders], None]) -> None:
         """Calls `on_change` once."""
         on_change(self._leaders)
         await asyncio.Event().wait()
+
+
+def _static_endpoint(address: str) -> Endpoint:
+    place = address.removeprefix(_HTTPS)
+    return Endpoint(key=place, address=place, group=place, is_https=address.startswith(_HTTPS))
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
@@ -94,6 +101,7 @@ def leaders_of(pods: Iterable[Pod]) -> dict[str, Endpoint]:
             group=pod.metadata.labels.get(labels.GROUP, pod.metadata.name),
             created=pod.metadata.creation_timestamp,
             is_leaving=pod.metadata.deletion_timestamp is not None or labels.DRAINING in pod.metadata.annotations,
+            is_https=pod.metadata.annotations.get(labels.SCHEME) == "https",
         )
         for pod in pods
         if pod.status.pod_ip and pod.status.phase not in ("Succeeded", "Failed")

@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_frontend.tls import unverified_context
 from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.links.leader_link import LinkSettings
@@ -240,8 +241,10 @@ class Peers:
         return peer_wire.Greeting(self._settings.router, self._settings.instance)
 
     def _dial(self, peer: Endpoint) -> connect:
+        scheme = "wss://" if peer.is_https else "ws://"
         return connect(
-            f"ws://{peer.address}{peer_wire.PEER_PATH}",
+            f"{scheme}{peer.address}{peer_wire.PEER_PATH}",
+            ssl=unverified_context() if peer.is_https else None,
             additional_headers={"Authorization": f"Bearer {self._settings.token}"},
             proxy=None,
             compression=None,

@@ -43,6 +43,11 @@ def test_a_service_without_status_has_a_row(spec: dict[str, Any]) -> None:
     assert (row.state, row.is_ready, row.scaling, row.troubles) == ("NotObserved", False, None, [])
 
 
+def test_a_row_shows_the_scheme_of_the_routers() -> None:
+    urls = {"http://chat.team.svc": False, "https://chat.team.svc": True}
+    assert {url: service_row(service(status={"url": url})).is_https for url in urls} == urls
+
+
 def test_a_suspended_service_wants_no_group() -> None:
     assert service_row(service(suspend=True)).wanted_groups == 0
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -10,6 +10,7 @@ import pytest
 
 from phalanx_api.cache_curve import NO_TIERS, CacheCurve, TierCurve
 from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find_condition
+from phalanx_api.spec.router import RouterTls
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem
@@ -23,6 +24,8 @@ from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, ObservedRouter, ReplicasWriter
 from phalanx_operator.kube.client import INFERENCE_SERVICES, Rejected
+from phalanx_operator.observe.certificate import judge
+from tests.certificates import issue
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_service, make_snapshot
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
@@ -118,6 +121,11 @@ def devices_after(*fleets: Fleet) -> Conditions:
 
 def held_for(reason: Reason) -> Conditions:
     return holds.with_held_condition(Status(), make_snapshot(make_group("a", hold=Hold(reason, "why"))), NOW).conditions
+
+
+def certificate_of(data: Mapping[str, str] | None) -> Conditions:
+    snapshot = make_snapshot(READY, certificate=judge("a", data, NOW))
+    return traffic.with_certificate_condition(Status(), RouterTls(secret_name="a"), snapshot, NOW).conditions
 
 
 def partition_of(group: ObservedGroup) -> Conditions:
@@ -221,6 +229,10 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
         for reason in (Reason.STRAGGLERS_TOGETHER, Reason.RESTARTS_TOGETHER, Reason.CLOCK_CHANGED)
     ),
     ("ControlPlanePartitioned True NodesSilent", lambda: partition_of(make_group("a", kept_reason="2 of 3 nodes are silent"))),
+    ("CertificateValid True Valid", lambda: certificate_of(issue("a").secret_data)),
+    ("CertificateValid False Expired", lambda: certificate_of(issue("a", ends_at=NOW).secret_data)),
+    ("CertificateValid False NotFound", lambda: certificate_of(None)),
+    ("CertificateValid False InvalidCertificate", lambda: certificate_of({})),
     ("CacheSized True WorkingSetFits", lambda: cache_size_of(4000, 0.4, 0.5, 0.54, 0.6)),
     ("CacheSized False TooFewPages", lambda: cache_size_of(4000, 0.4, 0.5, 0.56, 0.6)),
     (

@@ -1,19 +1,23 @@
 """The metrics that the three programs register, by the names of their series."""
 
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from phalanx_frontend.metrics import ApiMetrics, RequestTotals, response_counter
+from phalanx_frontend.metrics import ApiMetrics, CertificateMetrics, RequestTotals, response_counter
 from phalanx_frontend.objectives import ObjectiveCounter
+from phalanx_frontend.tls import CertificateFiles, ServerCertificate
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.render import monitoring
 from phalanx_router.metrics import GroupGauges, RouterMetrics
 from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.http.metrics import EngineMetrics
+from tests.certificates import issue, mount_certificate
 from tests.control.builders import make_service
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -31,14 +35,17 @@ def registered_series() -> frozenset[str]:
     router.register(GroupGauges(list))
     EngineMetrics(runtime, "tiny", RequestTotals())
     DeviceMetrics(runtime)
+    with tempfile.TemporaryDirectory() as folder:
+        mount_certificate(Path(folder), issue("chat.example"))
+        CertificateMetrics(router, ServerCertificate(CertificateFiles.in_folder(Path(folder))))
     families = [family for registry in (router, runtime, operator) for family in registry.collect()]
     recorded = {rule["record"] for rule in rules_of_service() if "record" in rule}
     return frozenset(name for family in families for name in _names(family)) | recorded
 
 
 def rules_of_service() -> list[dict[str, Any]]:
-    """Returns the rules of a service with all objectives."""
-    service = make_service(slo={"ttftP95Ms": 500, "itlP95Ms": 60, "availability": 99.9})
+    """Returns the rules of a service with all objectives and a certificate."""
+    service = make_service(router={"tls": {"secretName": "a"}}, slo={"ttftP95Ms": 500, "itlP95Ms": 60, "availability": 99.9})
     rules: list[dict[str, Any]] = monitoring.objects(service)[1]["spec"]["groups"][0]["rules"]
     return rules
 

@@ -79,7 +79,7 @@ def test_monitor_selects_router_and_group_services_by_port() -> None:
 def test_alerts_use_existing_metrics_of_routers_and_groups() -> None:
     rules = rules_of_service()
     used = set().union(*(used_series(rule["expr"]) for rule in rules))
-    assert len(rules) == 24 and len(used) == 13 and used <= registered_series()
+    assert len(rules) == 26 and len(used) == 16 and used <= registered_series()
 
 
 def test_each_alert_has_a_runbook() -> None:

@@ -164,6 +164,7 @@ LOCAL = {
     ("phalanx_runtime.engine.channel", "socket.bind"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
     ("phalanx_router.__main__", "http.client.HTTPConnection"),
+    ("phalanx_router.__main__", "http.client.HTTPSConnection"),
 }
 """Between the processes of a pod: zmq over Unix sockets, and HTTP over loopback."""
 UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
@@ -171,16 +172,20 @@ UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
 ADDRESSES = {
     ("phalanx_router.links.connection", "ws"): "pod HTTP",
     ("phalanx_router.resume.peers", "ws"): "router HTTP",
+    ("phalanx_router.resume.peers", "wss"): "router HTTP",
     ("phalanx_router.responses.embedder", "http"): "router HTTP",
     ("phalanx_operator.routers", "http"): "router HTTP",
+    ("phalanx_operator.routers", "https"): "router HTTP",
 }
 """Modules and schemes of the addresses that they dial, except model sources."""
 NOT_DIALLED = {
     ("phalanx_runtime.server.supervision.supervisor", "ipc"),
     ("phalanx_runtime.settings", "file"),
+    ("phalanx_router.links.endpoints", "https"),
     ("phalanx_operator.decide.conditions.status", "http"),
+    ("phalanx_operator.decide.conditions.status", "https"),
 }
-"""Addresses of files, and a URL in the status."""
+"""Addresses of files, a flag, and a URL in the status."""
 
 
 def test_every_socket_is_listed() -> None:

@@ -67,7 +67,8 @@ async function showChosen() {
   const scaling = service.scaling;
   find("scaling-facts").textContent = scaling ? `${scaling.desired} groups desired, ${scaling.min_replicas} to ${scaling.max_replicas} allowed. ${scaling.reason} ${scaling.message}` : "This service has no autoscaler.";
   const where = `${service.name} -n ${service.namespace}`;
-  const forward = service.has_console ? [`kubectl port-forward -n ${service.namespace} service/${service.name} ${ROUTER_PORT}:80    # then open http://localhost:${ROUTER_PORT}/ui`] : [];
+  const [scheme, port] = service.is_https ? ["https", 443] : ["http", 80];
+  const forward = service.has_console ? [`kubectl port-forward -n ${service.namespace} service/${service.name} ${ROUTER_PORT}:${port}    # then open ${scheme}://localhost:${ROUTER_PORT}/ui`] : [];
   find("commands").textContent = [`kubectl phalanx watch ${where}`, `kubectl phalanx explain ${where}`, ...forward].join("\n");
   if (!scaling) find("scaling-curve").replaceChildren();
   else await showScaling(service);

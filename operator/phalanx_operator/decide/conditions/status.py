@@ -9,7 +9,7 @@ from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Statu
 from phalanx_operator.decide.groups.recovery import last_death
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, outdated_groups, staying_groups
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot, router_schemes
 
 NO_REPORTS = Fleet()
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -54,12 +54,18 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
         draining_replicas=len(_draining(snapshot)),
         restarts=sum(group.assessment.recent_restarts for group in live_groups(snapshot.groups)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
-        url=f"http://{snapshot.name}.{snapshot.namespace}.svc",
+        url=_url(snapshot, desired),
         current_revision=desired.revision if is_rolled_out else former.current_revision or desired.revision,
         update_revision=desired.revision,
         groups=_listed_groups(snapshot.groups, fleet, former.groups),
         conditions=conditions,
     )
+
+
+def _url(snapshot: Snapshot, desired: DesiredGroups) -> str:
+    schemes = router_schemes(snapshot.router_pods, wants_https=desired.wants_https)
+    scheme = "https://" if schemes.is_https else "http://"
+    return f"{scheme}{snapshot.name}.{snapshot.namespace}.svc"
 
 
 def _ready_verdict(

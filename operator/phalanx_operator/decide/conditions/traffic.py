@@ -1,4 +1,4 @@
-"""`Balanced`, `Speculating`, `Compatible`, and conditions of exposure.
+"""`Balanced`, `Speculating`, `Compatible`, `CertificateValid`, and conditions of exposure.
 
 Hotspots are listed after `LISTED_AFTER_S`, without values, so that the status changes only when one starts or ends.
 """
@@ -15,6 +15,7 @@ from phalanx_api.conditions import (
     set_condition,
 )
 from phalanx_api.spec.engine import Engine
+from phalanx_api.spec.router import RouterTls
 from phalanx_api.status import MAX_LISTED_HOTSPOTS, HotspotStatus, RebalancingStatus, Status
 from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.conditions.devices import throttled_devices
@@ -126,6 +127,27 @@ def with_exposure_condition(status: Status, error: str, snapshot: Snapshot, now:
         conditions = override_condition(
             conditions, kind, is_true=is_true, reason=Reason.REJECTED, message=message, snapshot=snapshot, now=now
         )
+    return status.model_copy(update={"conditions": conditions})
+
+
+def with_certificate_condition(status: Status, tls: RouterTls | None, snapshot: Snapshot, now: str) -> Status:
+    """Sets `CertificateValid`, only with `spec.router.tls`; unchanged while the Secret cannot be read."""
+    certificate = snapshot.certificate
+    if tls is None:
+        return status.model_copy(update={"conditions": drop_condition(status.conditions, "CertificateValid")})
+    if certificate is None:
+        return status
+    is_valid = certificate.reason is Reason.VALID
+    message = certificate.message if is_valid else f"spec.router.tls.secretName: {certificate.message}"
+    conditions = set_condition(
+        status.conditions,
+        "CertificateValid",
+        is_valid,
+        reason=certificate.reason,
+        message=message,
+        generation=snapshot.generation,
+        now=now,
+    )
     return status.model_copy(update={"conditions": conditions})
 
 

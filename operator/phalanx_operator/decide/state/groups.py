@@ -30,6 +30,8 @@ class DesiredGroups:
     spent_reason: str = ""
     """Which groups exceeded their restart budget."""
     holds_requests: bool = False
+    wants_https: bool = False
+    """Routers serve HTTPS."""
 
 
 def are_together(count: int, total: int) -> bool:

@@ -1,7 +1,7 @@
 """Observed state of one service."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -36,6 +36,28 @@ class ObservedPod:
     """The grace period of the deletion is at most `FINAL_GRACE_S`."""
     is_marked_draining: bool = False
     """Has the drain annotation."""
+    is_https: bool = False
+    """Has the annotation of a router that serves HTTPS."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSchemes:
+    """How clients reach the routers. Some routers serve the other scheme while a change of `spec.router.tls` restarts them."""
+
+    is_https: bool
+    """Scheme of `status.url` and of the backend of an Ingress or HTTPRoute."""
+    has_http: bool
+    has_https: bool
+
+
+def router_schemes(routers: Iterable[ObservedPod], *, wants_https: bool) -> RouterSchemes:
+    """Returns the specified scheme once a ready router serves it; the other one as long as a ready router serves only that."""
+    ready = {pod.is_https for pod in routers if pod.ready}
+    return RouterSchemes(
+        is_https=wants_https if wants_https in ready or not ready else not wants_https,
+        has_http=not wants_https or False in ready,
+        has_https=wants_https or True in ready,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +267,15 @@ class ReplicasWriter:
     at: str
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedCertificate:
+    """The certificate of `spec.router.tls`."""
+
+    reason: Reason
+    """`VALID`, or why routers cannot use it."""
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All observations about one service."""
@@ -265,6 +296,8 @@ class Snapshot:
     """Why times are not comparable: the clock of the API server or of the operator has just changed."""
     router: ObservedRouter | None = None
     router_pods: tuple[ObservedPod, ...] = ()
+    certificate: ObservedCertificate | None = None
+    """Null without `spec.router.tls`, or if it could not be read."""
 
 
 def override_condition(

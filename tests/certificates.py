@@ -1,0 +1,80 @@
+"""Certificates of a test's own authority, and folders that change as a kubelet changes a mounted Secret."""
+
+import base64
+import datetime
+import itertools
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+_CLOCK_SKEW = datetime.timedelta(minutes=1)
+_versions = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate and its key, PEM."""
+
+    certificate: str
+    key: str
+
+    @property
+    def der(self) -> bytes:
+        return ssl.PEM_cert_to_DER_cert(self.certificate)
+
+    @property
+    def secret_data(self) -> dict[str, str]:
+        """`data` of a Secret of type kubernetes.io/tls."""
+        files = {"tls.crt": self.certificate, "tls.key": self.key}
+        return {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+
+
+def issue(*names: str, ends_in_s: float = 86_400.0, ends_at: str = "") -> Issued:
+    """Returns a self-signed certificate for DNS names; `ends_in_s` may be negative, `ends_at` is a time of RFC 3339."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends_in_s)
+    end = datetime.datetime.fromisoformat(ends_at) if ends_at else end
+    start = min(datetime.datetime.now(datetime.UTC), end) - _CLOCK_SKEW
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    return Issued(certificate.public_bytes(Encoding.PEM).decode(), private)
+
+
+def mount(folder: Path, files: dict[str, str]) -> None:
+    """Replaces the files at once, by a link to a new folder, as a kubelet does."""
+    version = folder / f"..{next(_versions)}"
+    version.mkdir(parents=True)
+    for name, text in files.items():
+        (version / name).write_text(text)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"..data/{name}")
+    (folder / "..new").symlink_to(version.name)
+    os.replace(folder / "..new", folder / "..data")
+
+
+def mount_certificate(folder: Path, issued: Issued) -> None:
+    """Mounts a Secret of type kubernetes.io/tls."""
+    mount(folder, {"tls.crt": issued.certificate, "tls.key": issued.key})
+
+
+def served_certificate(host: str, port: int) -> bytes:
+    """Returns the certificate that a server presents to a new connection, DER."""
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, port), timeout=10))

@@ -1,0 +1,74 @@
+"""HTTPS for clients with a Secret that changes: real kubelets update the mount and probe by HTTPS."""
+
+import ssl
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.certificates import Issued, issue, served_certificate
+from tests.cluster import service as svc
+from tests.cluster.scenes import Scene
+
+pytestmark = pytest.mark.cluster
+SECRET = "chat-cert"
+NAME = "chat.example"
+TOKENS = 1500
+
+
+def write_certificate(scene: Scene, issued: Issued) -> None:
+    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "type": "kubernetes.io/tls"}
+    scene.apply(body | {"data": issued.secret_data})
+
+
+@pytest.fixture(scope="module")
+def plain(scene: Scene) -> Iterator[Scene]:
+    """A service with one group of one pod, without TLS."""
+    scene.apply(scene.manifest(replicas=1, pods=1))
+    scene.wait_ready(1, 300)
+    yield scene
+    scene.delete_service()
+
+
+def address(scene: Scene) -> str:
+    return scene.url.removeprefix("http://")
+
+
+def verifying(scene: Scene, issued: Issued) -> httpx.Client:
+    context = ssl.create_default_context(cadata=issued.certificate)
+    return httpx.Client(base_url=f"https://{address(scene)}", verify=context, timeout=120, trust_env=False)
+
+
+def sync_mounts(scene: Scene, note: str) -> None:
+    """A changed annotation makes kubelets look at their pods now, and not within a minute."""
+    scene.kubectl("annotate", "pods", "-l", "phalanx.dev/component=router", f"example.com/sync={note}", "--overwrite")
+
+
+def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
+    scene, first, second = plain, issue(NAME), issue(NAME)
+    groups = scene.uids()
+    scene.patch({"router": {"tls": {"secretName": SECRET}}})
+    svc.wait_for(lambda: scene.condition("CertificateValid") == ("False", "NotFound"), 120, "the missing Secret is reported")
+    assert httpx.get(f"{scene.url}/healthz", timeout=10).status_code == 200, "the former router serves until the Secret exists"
+    write_certificate(scene, first)
+    svc.wait_for(lambda: str(scene.status().get("url", "")).startswith("https:"), 240, "a router serves HTTPS")
+    svc.wait_for(lambda: scene.condition("CertificateValid") == ("True", "Valid"), 120, "the certificate is valid")
+    svc.wait_for(lambda: scene.condition("RouterReady")[0] == "True", 120, "probes by HTTPS")
+    assert scene.uids() == groups, "groups keep running"
+    sni = {"sni_hostname": NAME}
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    with verifying(scene, first) as http:
+        with http.stream("POST", "/v1/completions", json=body, extensions=sni) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            write_certificate(scene, second)
+            sync_mounts(scene, str(time.time()))
+            received = [line for line in lines if line]
+        assert received[-1] == "data: [DONE]" and len(received) > 1
+        svc.wait_for(lambda: served_certificate(address(scene), 443) == second.der, 180, "the new certificate is served")
+        assert http.get("/healthz", extensions=sni).status_code == 200, "the former connection is open"
+    with verifying(scene, second) as http:
+        page = http.get("/metrics", extensions=sni).text
+    assert svc.metric(page, "phalanx_router_groups_ready") == 1
+    svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by HTTPS")
